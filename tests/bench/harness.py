@@ -1,0 +1,215 @@
+"""What every bench shares: alternating rounds, the baseline against itself, one table, one JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+Run = Callable[[], float]
+"""One timed run; returns its figure (a rate unless the bench says otherwise)."""
+
+AA_TOLERANCE = 0.05
+ROUNDS_MIN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line asked for; `quick` must end within 120 s."""
+
+    json: bool
+    quick: bool
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A candidate over its baseline: the median of the rounds, and the baseline over itself."""
+
+    value: float
+    aa: float
+    rounds: int
+    candidate: float
+    baseline: float
+    tolerance: float = AA_TOLERANCE
+
+    @property
+    def void(self) -> bool:
+        """True when the machine was too restless: the baseline differs from itself by too much."""
+        return not abs(self.aa - 1.0) <= self.tolerance
+
+
+@dataclass(slots=True)
+class Report:
+    """Figures and ratios of one bench, printed as a table and, if asked, as one JSON line."""
+
+    bench: str
+    packages: tuple[str, ...] = ()
+    figures: dict[str, float | int | str] = field(default_factory=dict)
+    ratios: dict[str, Ratio] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        """Keys of `ratios` are `<bench>.<name>`; a void ratio is null there, with its numbers in `rows`."""
+        return {
+            "bench": self.bench,
+            "versions": versions(self.packages),
+            "machine": machine(),
+            "figures": self.figures,
+            "ratios": {
+                f"{self.bench}.{name}": None if r.void else round(r.value, 4)
+                for name, r in self.ratios.items()
+            },
+            "rows": {
+                f"{self.bench}.{name}": {
+                    "measured": round(r.value, 4),
+                    "aa": round(r.aa, 4),
+                    "rounds": r.rounds,
+                    "candidate": r.candidate,
+                    "baseline": r.baseline,
+                    "void": r.void,
+                }
+                for name, r in self.ratios.items()
+            },
+        }
+
+    def show(self, options: Options) -> None:
+        """Print the tables; with `--json` the last line of stdout is the JSON object."""
+        console = Console(width=max(100, Console().width))
+        if self.figures:
+            table = Table("figure", "value", title=self.bench)
+            for name, value in self.figures.items():
+                table.add_row(name, _shown(value))
+            console.print(table)
+        if self.ratios:
+            table = Table("ratio", "value", "A/A", "rounds", "candidate", "baseline")
+            for name, ratio in self.ratios.items():
+                table.add_row(
+                    f"{self.bench}.{name}",
+                    "void" if ratio.void else f"{ratio.value:.3f}",
+                    f"{ratio.aa:.3f}",
+                    str(ratio.rounds),
+                    _shown(ratio.candidate),
+                    _shown(ratio.baseline),
+                )
+            console.print(table)
+        facts = " · ".join(f"{name} {value}" for name, value in machine().items())
+        console.print(facts, highlight=False)
+        if options.json:
+            print(json.dumps(self.to_json()), flush=True)
+
+
+def parse(description: str, argv: Sequence[str] | None = None) -> Options:
+    """Read `--json`, `--quick` and `--rounds`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, ends within 120 s")
+    parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help="alternating rounds")
+    given = parser.parse_args(argv)
+    return Options(json=given.json, quick=given.quick, rounds=max(ROUNDS_MIN, given.rounds))
+
+
+def alternate(
+    baseline: Run,
+    candidates: Mapping[str, Run],
+    *,
+    rounds: int = ROUNDS_MIN,
+    rounds_max: int | None = None,
+    tolerance: float = AA_TOLERANCE,
+    warm: bool = True,
+) -> dict[str, Ratio]:
+    """Run baseline, candidates, baseline again in each round; the median over rounds, per candidate.
+
+    Rounds go on beyond `rounds`, up to `rounds_max` (default twice as many), only while the
+    baseline's own ratio is out of tolerance; the candidates' ratios have no say in it.
+    """
+    if warm:
+        for run in (baseline, *candidates.values()):
+            run()
+    limit = max(rounds, 2 * rounds if rounds_max is None else rounds_max)
+    before: list[float] = []
+    after: list[float] = []
+    seen: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    while len(before) < rounds or (
+        len(before) < limit and abs(_median_ratio(after, before) - 1.0) > tolerance
+    ):
+        before.append(baseline())
+        # Every other round runs the candidates backwards, so that none always follows the baseline.
+        for name in names if len(before) % 2 else reversed(names):
+            seen[name].append(candidates[name]())
+        after.append(baseline())
+    middle = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
+    return {
+        name: Ratio(
+            value=_median_ratio(values, middle),
+            aa=_median_ratio(after, before),
+            rounds=len(before),
+            candidate=statistics.median(values),
+            baseline=statistics.median(middle),
+            tolerance=tolerance,
+        )
+        for name, values in seen.items()
+    }
+
+
+def versions(packages: Sequence[str] = ()) -> dict[str, str]:
+    """Installed versions of Python and of the named packages; absent ones say so."""
+    found = {"python": platform.python_version()}
+    for name in ("numpy", *packages):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def machine() -> dict[str, str | int | float]:
+    """The facts that decide absolute figures: processor, cores, memory, load when asked."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cores(),
+        "memory_gb": round(_memory_bytes() / 1e9, 1),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown"
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+
+
+def _median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    return statistics.median(a / b if b else float("nan") for a, b in zip(over, under, strict=True))
+
+
+def _shown(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
