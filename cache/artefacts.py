@@ -1,0 +1,238 @@
+"""The artefact store: where the truth lies; a local folder or any fsspec URL."""
+
+import hashlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from cache.errors import CorruptArtefact, StoreError, UnknownGeneration
+from cache.manifest import GENERATION, Artefact, Manifest
+
+_CHUNK_BYTES = 1 << 20
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe(root: Path, path: str) -> Artefact:
+    """The manifest entry of a finished file."""
+    file = root / path
+    return Artefact(path, file.stat().st_size, sha256_of(file))
+
+
+def check(root: Path, artefact: Artefact) -> None:
+    """Raises CorruptArtefact unless the file has the size and checksum that the manifest states."""
+    path = root / artefact.path
+    if not path.is_file():
+        raise CorruptArtefact(f"{artefact.path} is missing", path=artefact.path)
+    size_bytes = path.stat().st_size
+    if size_bytes != artefact.size_bytes:
+        raise CorruptArtefact(
+            f"{artefact.path} has {size_bytes} bytes, the manifest says {artefact.size_bytes}",
+            path=artefact.path,
+        )
+    if (found := sha256_of(path)) != artefact.sha256:
+        raise CorruptArtefact(
+            f"{artefact.path} has SHA-256 {found}, the manifest says {artefact.sha256}",
+            path=artefact.path,
+        )
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write beside, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames within a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class ArtefactStore:
+    """Files under one root; paths are relative, with forward slashes.
+
+    `host_cache` is where files of a remote store are kept on this host; a local store needs none.
+    """
+
+    def __init__(self, url: str, host_cache: Path | None = None) -> None:
+        self.url = url.rstrip("/")
+        is_local = "://" not in url or url.startswith("file://")
+        self.folder: Path | None = (
+            Path(url.removeprefix("file://")).absolute() if is_local else None
+        )
+        self._host_cache = host_cache
+        if self.folder is None and host_cache is None:
+            raise StoreError(f"{url} is a remote store and needs a folder for this host's copies")
+        self._fs: Any = None
+
+    def _remote(self, path: str) -> tuple[Any, str]:
+        if self._fs is None:
+            try:
+                self._fs = fsspec.url_to_fs(self.url)[0]
+            except (ImportError, ValueError, OSError) as error:
+                raise StoreError(f"cannot open the artefact store {self.url}: {error}") from error
+        return self._fs, f"{self.url}/{path}"
+
+    def read(self, path: str) -> bytes | None:
+        """A small file's bytes, or None when there is none."""
+        try:
+            if self.folder is not None:
+                return (self.folder / path).read_bytes()
+            fs, url = self._remote(path)
+            data: bytes = fs.cat_file(url)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"cannot read {path} in {self.url}: {error}") from error
+        return data
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a whole small file atomically."""
+        try:
+            if self.folder is not None:
+                write_atomically(self.folder / path, data)
+            else:
+                fs, url = self._remote(path)
+                fs.pipe_file(url, data)
+        except OSError as error:
+            raise StoreError(f"cannot write {path} in {self.url}: {error}") from error
+
+    def write_once(self, path: str, data: bytes) -> bool:
+        """Create a file that must not exist; False when it does. Whole or not at all."""
+        try:
+            if self.folder is None:
+                fs, url = self._remote(path)
+                if fs.exists(url):
+                    return False
+                fs.pipe_file(url, data, mode="create")
+                return True
+            target = self.folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+            try:
+                with beside.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.link(beside, target)
+            finally:
+                beside.unlink(missing_ok=True)
+            sync_folder(target.parent)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise StoreError(f"cannot write {path} in {self.url}: {error}") from error
+        return True
+
+    def names(self, path: str) -> list[str]:
+        """Names of the files and folders in a folder, sorted; hidden ones (unfinished writes) left out."""
+        try:
+            if self.folder is not None:
+                found = [entry.name for entry in (self.folder / path).iterdir()]
+            else:
+                fs, url = self._remote(path)
+                fs.invalidate_cache()
+                found = [name.rstrip("/").rsplit("/", 1)[-1] for name in fs.ls(url, detail=False)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"cannot list {path} in {self.url}: {error}") from error
+        return sorted(name for name in found if not name.startswith("."))
+
+    def delete(self, path: str) -> None:
+        """Remove a file or a whole folder; nothing to remove is fine."""
+        try:
+            if self.folder is not None:
+                target = self.folder / path
+                shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+            else:
+                fs, url = self._remote(path)
+                fs.rm(url, recursive=True)
+                if self._host_cache is not None:
+                    shutil.rmtree(self._host_cache / path, ignore_errors=True)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise StoreError(f"cannot delete {path} in {self.url}: {error}") from error
+
+    def local(self, path: str) -> Path:
+        """Where this host has, or will write, a file; for a remote store a place in the host cache."""
+        root = self.folder if self.folder is not None else self._host_cache
+        assert root is not None
+        return root / path
+
+    def fetch(self, path: str) -> Path:
+        """A local path of an existing file, downloaded if the store is remote and this host has no copy."""
+        target = self.local(path)
+        if self.folder is None and not target.exists():
+            fs, url = self._remote(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+            try:
+                fs.get_file(url, str(beside))
+                beside.replace(target)
+            except FileNotFoundError as error:
+                raise StoreError(f"{path} is not in {self.url}") from error
+            except OSError as error:
+                raise StoreError(f"cannot fetch {path} from {self.url}: {error}") from error
+            finally:
+                beside.unlink(missing_ok=True)
+        return target
+
+    def put(self, path: str) -> None:
+        """Publish a finished local file under the same path; a local store has it already."""
+        if self.folder is None:
+            fs, url = self._remote(path)
+            try:
+                fs.put_file(str(self.local(path)), url)
+            except OSError as error:
+                raise StoreError(f"cannot write {path} to {self.url}: {error}") from error
+
+
+def generation_path(generation: str, path: str = "") -> str:
+    """Store path of a generation or one of its files; raises UnknownGeneration for a malformed id."""
+    if not GENERATION.fullmatch(generation):
+        raise UnknownGeneration(f"{generation!r} is not a generation id", generation=generation)
+    return f"generations/{generation}/{path}".rstrip("/")
+
+
+def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
+    """The manifest of a finished generation; raises UnknownGeneration when there is none."""
+    raw = store.read(generation_path(generation, "manifest.json"))
+    if raw is None:
+        raise UnknownGeneration(
+            f"generation {generation} has no manifest in {store.url}", generation=generation
+        )
+    return Manifest.from_bytes(raw)
+
+
+def open_generation(store: ArtefactStore, generation: str) -> tuple[Manifest, Path]:
+    """The manifest and the local root of all files a reader needs, every checksum verified first."""
+    manifest = read_manifest(store, generation)
+    for artefact in manifest.artefacts():
+        store.fetch(generation_path(generation, artefact.path))
+    root = store.local(generation_path(generation))
+    for artefact in manifest.artefacts():
+        check(root, artefact)
+    return manifest, root

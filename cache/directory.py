@@ -1,0 +1,75 @@
+"""The directory: sorted entity hashes; the position of a hash is the position of its record."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import CorruptArtefact
+from cache.manifest import EntitySet
+
+
+class Directory:
+    """All hashes of an entity set, one memory-mapped array per shard, shared by every process of a host."""
+
+    def __init__(
+        self, seed: int, firsts: Sequence[int], parts: Sequence[NDArray[np.uint64]]
+    ) -> None:
+        self.seed = seed
+        self.parts = tuple(parts)
+        # A Python int makes numpy compare in float64 (wrong above 2**53): uint64 throughout.
+        self._firsts = np.array(firsts, np.uint64)
+        self._starts = np.concatenate(
+            [[0], np.cumsum([len(part) for part in parts], dtype=np.int64)]
+        )
+        self.count = int(self._starts[-1])
+
+    @classmethod
+    def open(cls, root: Path, entities: EntitySet) -> Self:
+        """Maps the parts listed in a manifest; raises CorruptArtefact when a file's length does not fit its count."""
+        parts = []
+        for part in entities.parts:
+            path = root / part.file.path
+            if path.stat().st_size != part.count * 8:
+                raise CorruptArtefact(
+                    f"{part.file.path} holds {path.stat().st_size} bytes, {part.count} hashes need {part.count * 8}"
+                )
+            parts.append(np.memmap(path, "<u8", "r") if part.count else np.empty(0, np.uint64))
+        return cls(entities.seed, [part.first_hash for part in entities.parts], parts)
+
+    def find(self, hash_: int) -> int:
+        """The position of a hash, or -1."""
+        wanted = np.uint64(hash_)
+        shard = int(self._firsts.searchsorted(wanted, "right")) - 1
+        part = self.parts[shard]
+        place = int(part.searchsorted(wanted))
+        if place < len(part) and part[place] == wanted:
+            return int(self._starts[shard]) + place
+        return -1
+
+    def find_many(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """int64[n] positions, -1 where a hash is absent."""
+        if hashes.dtype != np.uint64:
+            raise TypeError(f"hashes are uint64, not {hashes.dtype}")
+        found = np.full(len(hashes), -1, np.int64)
+        shards = self._firsts.searchsorted(hashes, "right") - 1
+        for shard in np.unique(shards):
+            part = self.parts[shard]
+            mask = np.flatnonzero(shards == shard)
+            places = part.searchsorted(hashes[mask])
+            inside = places < len(part)
+            mask, places = mask[inside], places[inside]
+            equal = part[places] == hashes[mask]
+            found[mask[equal]] = places[equal] + self._starts[shard]
+        return found
+
+    def place(self, position: int) -> tuple[int, int]:
+        """(part, position within the part) of a global position."""
+        part = int(self._starts.searchsorted(position, "right")) - 1
+        return part, position - int(self._starts[part])
+
+    def hashes(self) -> NDArray[np.uint64]:
+        """All hashes in order, as one array in memory."""
+        return np.concatenate(self.parts) if self.parts else np.empty(0, np.uint64)

@@ -1,0 +1,86 @@
+"""Every error a caller of Larder may meet; each carries a stable code and the facts behind its message."""
+
+from typing import ClassVar
+
+
+class LarderError(Exception):
+    """Base of all of Larder's own errors; `details` holds the numbers and names behind the message."""
+
+    code: ClassVar[str] = "larder_error"
+
+    def __init__(self, message: str, **details: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+
+class InvalidInput(LarderError):
+    """The caller sent something that can never be answered as asked."""
+
+    code = "invalid_input"
+
+
+class InvalidId(InvalidInput):
+    """An id that is not 1 to 256 bytes of UTF-8 (integers become their decimal form)."""
+
+    code = "invalid_id"
+
+
+class ConfigError(LarderError):
+    """A setting is missing, contradictory or out of range."""
+
+    code = "config_error"
+
+
+class SourceError(LarderError):
+    """An input file of the night cannot be used as it is."""
+
+    code = "source_error"
+
+
+class BundleError(LarderError):
+    """A model bundle is incomplete, altered, or does not fit what it is asked to do."""
+
+    code = "bundle_error"
+
+
+class CorruptArtefact(LarderError):
+    """Bytes that do not match their checksum, size or format."""
+
+    code = "corrupt_artefact"
+
+
+class UnfitValue(LarderError):
+    """A number that its record's dtype cannot hold (non-finite, too large, or lost to zero)."""
+
+    code = "unfit_value"
+
+
+class StoreError(LarderError):
+    """The artefact store cannot be read or written."""
+
+    code = "store_error"
+
+
+class TierUnavailable(LarderError):
+    """L2 did not answer; `details["reason"]` is timeout, connection or breaker_open."""
+
+    code = "l2_unavailable"
+
+
+class Refused(LarderError):
+    """A step that would have harmed readers was not taken; `rule`, `value` and `threshold` say why."""
+
+    code = "refused"
+
+
+class Conflict(LarderError):
+    """Another publisher moved the pointer, or the state machine does not allow the step."""
+
+    code = "conflict"
+
+
+class UnknownGeneration(LarderError):
+    """A generation that this place does not hold."""
+
+    code = "generation_gone"

@@ -1,0 +1,84 @@
+"""The item table: an item's ordinal is the position of its hash in the item directory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NewType, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.directory import Directory
+from cache.keys import hash_id, hash_ids
+from cache.manifest import Manifest
+
+Ordinals = NewType("Ordinals", NDArray[np.int64])
+"""Positions in a generation's item table; -1 = unknown."""
+
+ModelIndices = NewType("ModelIndices", NDArray[np.int64])
+"""Positions in a bundle's own vocabulary; -1 = the model does not know the item."""
+
+
+class ItemTable:
+    """Ids, vectors and model indices of all items of a generation, memory-mapped."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        ids: NDArray[np.uint8],
+        offsets: NDArray[np.uint64],
+        vectors: NDArray[np.float32],
+        model_index: NDArray[np.int64],
+    ) -> None:
+        self.directory = directory
+        self.count = directory.count
+        self.vectors = vectors
+        self._model_index = model_index
+        self._offsets = offsets
+        self._ids = ids.data
+
+    @classmethod
+    def open(cls, root: Path, manifest: Manifest) -> Self:
+        """Maps the item files of a generation."""
+        files = manifest.items
+        return cls(
+            Directory.open(root, manifest.entity_sets["item"]),
+            np.memmap(root / files.ids.path, np.uint8, "r"),
+            np.memmap(root / files.offsets.path, "<u8", "r"),
+            np.memmap(root / files.vectors.path, "<f4", "r", shape=(files.count, files.dims)),
+            np.memmap(root / files.model_index.path, "<i8", "r"),
+        )
+
+    def raw_id(self, ordinal: int) -> bytes:
+        """The id's bytes."""
+        return bytes(self._ids[int(self._offsets[ordinal]) : int(self._offsets[ordinal + 1])])
+
+    def id_of(self, ordinal: int) -> str:
+        """The external id."""
+        return self.raw_id(ordinal).decode()
+
+    def ids_of(self, ordinals: NDArray[np.uint32] | Ordinals) -> list[str]:
+        """External ids in the order of `ordinals`."""
+        starts = self._offsets[ordinals].tolist()
+        ends = self._offsets[np.asarray(ordinals, np.int64) + 1].tolist()
+        ids = self._ids
+        return [str(ids[start:end], "utf-8") for start, end in zip(starts, ends, strict=True)]
+
+    def ordinal_of(self, raw: bytes) -> int:
+        """The ordinal of an id, or -1; the id itself is compared, not only its hash."""
+        ordinal = self.directory.find(hash_id(raw, self.directory.seed))
+        return ordinal if ordinal >= 0 and self.raw_id(ordinal) == raw else -1
+
+    def ordinals_of(self, raws: Sequence[bytes]) -> Ordinals:
+        """int64[n] ordinals, -1 where an id is unknown."""
+        if len(raws) < 4:  # below that, numpy's fixed cost per call exceeds the searches
+            return Ordinals(np.array([self.ordinal_of(raw) for raw in raws], np.int64))
+        found = self.directory.find_many(hash_ids(raws, self.directory.seed))
+        for slot, ordinal in enumerate(found.tolist()):
+            if ordinal >= 0 and self.raw_id(ordinal) != raws[slot]:
+                found[slot] = -1
+        return Ordinals(found)
+
+    def to_model(self, ordinals: Ordinals) -> ModelIndices:
+        """The one place where ordinals become the model's own indices; -1 stays -1."""
+        known = ordinals >= 0
+        return ModelIndices(np.where(known, self._model_index[np.where(known, ordinals, 0)], -1))

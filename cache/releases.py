@@ -1,0 +1,105 @@
+"""Release records: the write-once history of what was published, rolled back, refused or pinned."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, Self
+
+import orjson
+
+from cache.artefacts import ArtefactStore
+from cache.errors import CorruptArtefact
+
+Action = Literal[
+    "publish", "roll_back", "restore", "refuse", "pin", "unpin", "verify", "abandon", "retire"
+]
+MOVES: frozenset[str] = frozenset({"publish", "roll_back", "restore"})
+"""Actions that move the pointer: an intent first, completed once the pointer has moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One entry; `epoch` orders them all and only grows, `at` is Unix seconds."""
+
+    epoch: int
+    action: Action
+    generation: str
+    previous: str | None
+    attempt: str
+    at: float
+    reason: str = ""
+    manifest_sha256: str = ""
+    done: bool = False
+    expires_at: float | None = None
+
+    def to_bytes(self) -> bytes:
+        """JSON without `done`, which is the existence of a second file."""
+        fields = asdict(self)
+        del fields["done"]
+        return orjson.dumps(fields, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, *, done: bool) -> Self:
+        """Reads `to_bytes`."""
+        try:
+            return cls(**orjson.loads(raw), done=done)
+        except (orjson.JSONDecodeError, TypeError) as error:
+            raise CorruptArtefact(f"not a release record: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """The value of the live key."""
+
+    generation: str
+    epoch: int
+    previous: str | None
+    attempt: str
+    published_at: float
+    canary: str | None = None
+
+    def to_bytes(self) -> bytes:
+        """JSON as stored in Redis."""
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Self:
+        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        try:
+            pointer = cls(**orjson.loads(raw))
+            if not isinstance(pointer.epoch, int) or not isinstance(pointer.generation, str):
+                raise TypeError("epoch is an integer, generation a string")
+        except (orjson.JSONDecodeError, TypeError) as error:
+            raise CorruptArtefact(f"not a pointer: {error}") from error
+        return pointer
+
+
+def intent_path(epoch: int) -> str:
+    """Store path of a release record."""
+    return f"releases/{epoch}.json"
+
+
+def done_path(epoch: int) -> str:
+    """Store path of the mark that a pointer move happened."""
+    return f"releases/{epoch}.done"
+
+
+def all_releases(store: ArtefactStore) -> list[Release]:
+    """Every record, oldest first."""
+    names = set(store.names("releases"))
+    epochs = sorted(int(name.removesuffix(".json")) for name in names if name.endswith(".json"))
+    found = []
+    for epoch in epochs:
+        raw = store.read(intent_path(epoch))
+        if raw is not None:
+            found.append(Release.from_bytes(raw, done=f"{epoch}.done" in names))
+    return found
+
+
+def newest_release(store: ArtefactStore) -> Release | None:
+    """The newest completed move of the pointer: where a replica starts when Redis cannot be asked."""
+    return newest_move(all_releases(store))
+
+
+def newest_move(releases: Sequence[Release]) -> Release | None:
+    """The last completed publish, rollback or restore among records in order."""
+    return next((each for each in reversed(releases) if each.action in MOVES and each.done), None)
