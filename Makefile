@@ -1,0 +1,64 @@
+# Each target makes its own environment in .venv; Python 3.11 and make are all it needs.
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+STATE  ?= .larder
+LOCK   := infra/locks/all.txt
+READY  := $(VENV)/.ready
+UV     := $(BIN)/uv
+# The one uv that the lock names also installs it.
+UV_PIN  = $(shell sed -n 's/^\(uv==[^ ;]*\).*/\1/p' $(LOCK))
+LOCKING = $(UV) pip compile -q --universal --no-header --no-annotate --generate-hashes pyproject.toml
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo serve test storm check format bench lock clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: $(READY)  ## the environment in .venv, from the lock file
+
+$(READY): $(LOCK) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed; name one with PYTHON=..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+	  || { echo "this Python cannot make environments (on Debian: apt-get install python3-venv)"; exit 1; }
+	@test -x $(UV) || $(BIN)/python -m pip install -q --disable-pip-version-check $(UV_PIN)
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(UV) pip sync -q $(LOCK)
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(UV) pip install -q --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: env  ## a whole night, a swap under traffic and a rollback; DATA=folder for your own data
+	@$(BIN)/python -m infra.demo --state $(STATE) $(if $(DATA),--data "$(DATA)")
+
+serve: env  ## the same, then keeps serving and prints what to try
+	@$(BIN)/python -m infra.demo --state $(STATE) --serve $(if $(DATA),--data "$(DATA)")
+
+test: env  ## the quick tests, with a real Redis and a real Airflow
+	@$(BIN)/python -m pytest -q -m "not storm and not slow"
+
+storm: env  ## the long counts, with a printed seed
+	@$(BIN)/python -m pytest -q -m "storm or slow"
+
+check: env  ## lint, format, types, layers
+	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff format -q --check .
+	@$(BIN)/mypy --no-error-summary cache precompute serving dags infra tests
+	@$(BIN)/python -m pytest -q --no-header --no-summary tests/unit/test_layering.py >/dev/null \
+	  || $(BIN)/python -m pytest -q tests/unit/test_layering.py
+
+format: env  ## apply the formatter and the safe fixes
+	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
+
+bench: env  ## the quick benches, each with its JSON line
+	@for bench in tests/bench/[a-z]*.py; do \
+	  name=$$(basename $$bench .py); $(BIN)/python -m tests.bench.$$name --json --quick || exit 1; done
+
+lock: env  ## resolve pyproject.toml again; names, versions and hashes only
+	@$(LOCKING) --upgrade --all-extras -o infra/locks/all.txt
+	@$(LOCKING) --constraint infra/locks/all.txt -o infra/locks/serving.txt
+	@$(LOCKING) --constraint infra/locks/all.txt --extra precompute --extra airflow -o infra/locks/airflow.txt
+
+clean:  ## removes the environment, caches and what the demo wrote
+	@rm -rf $(VENV) $(STATE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
