@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,9 +12,9 @@ from types import TracebackType
 from typing import Self
 
 # The shell holds the reading end of a pipe whose only writing end is ours. The kernel closes it
-# when we die, kill -9 included, and `read` returns. Group 0 is the shell's own: the command, what
-# it started, and the shell itself. A handler, unlike an ignored signal, is not inherited, so only
-# the shells survive the TERM that they send.
+# when we die, kill -9 included, and `read` returns. What is ended is the whole session, not only
+# the group: Airflow puts each task into a group of its own. A handler, unlike an ignored signal,
+# is not inherited, so only the shells survive the TERM that they send.
 _GUARD = """
 exec 3<&0 </dev/null
 grace=$1; shift
@@ -26,10 +25,21 @@ child=$!
   read -r _ <&3
   kill -TERM 0
   while [ "$grace" -gt 0 ] && kill -0 "$child" 2>/dev/null; do sleep 0.1; grace=$((grace - 1)); done
-  kill -KILL 0
+  kill -KILL "$child" 2>/dev/null
 ) &
 trap : TERM
 while kill -0 "$child" 2>/dev/null; do wait "$child"; status=$?; done
+
+end() { [ "$1" = "$$" ] || kill -KILL "$1" 2>/dev/null; }
+if [ -r /proc/self/stat ]; then
+  for process in /proc/[0-9]*; do
+    { read -r line <"$process/stat"; } 2>/dev/null || continue
+    set -- ${line##*) }
+    [ "$4" != "$$" ] || end "${process#/proc/}"
+  done
+else
+  ps -Ao pid=,pgid= | while read -r id group; do [ "$group" != "$$" ] || end "$id"; done
+fi
 exit "$status"
 """
 
@@ -48,7 +58,7 @@ def _let_go_in_children() -> None:
 
 
 class Guarded:
-    """A command in a session of its own, ended with its whole group when this process ends.
+    """A command in a session of its own, ended with all of it when this process ends.
 
     Ctrl-C in the terminal does not reach it: whoever owns it says when it stops.
     """
@@ -68,7 +78,6 @@ class Guarded:
         self._grace_s = grace_s
         log.parent.mkdir(parents=True, exist_ok=True)
         self._owner = os.getpid()
-        self._swept = False
         _let_go_in_children()
         reading, self._pipe = os.pipe()
         _started.add(self)
@@ -111,24 +120,21 @@ class Guarded:
         return ""
 
     def cut(self) -> None:
-        """Close our end of the pipe; the guard then ends its group by itself."""
+        """Close our end of the pipe; the guard then ends its session by itself."""
         pipe, self._pipe = self._pipe, -1
         if pipe >= 0:
             os.close(pipe)
 
     def stop(self) -> None:
-        """End the command and all of its group, and wait for it; only where it was started, once."""
+        """End the command and its whole session, and wait for it; only where it was started."""
         self.cut()
-        if os.getpid() != self._owner or self._swept:
+        if os.getpid() != self._owner:
             return
-        give_up = time.monotonic() + self._grace_s + 5.0
-        with suppress(subprocess.TimeoutExpired):
-            self._guard.wait(timeout=give_up - time.monotonic())
-        # What the command left behind in its group goes too.
-        with suppress(ProcessLookupError, PermissionError):
+        try:
+            self._guard.wait(timeout=self._grace_s + 10.0)
+        except subprocess.TimeoutExpired:
             os.killpg(self._guard.pid, signal.SIGKILL)
-        self._guard.wait()
-        self._swept = True
+            self._guard.wait()
 
     def __enter__(self) -> Self:
         return self

@@ -10,8 +10,12 @@ from cache.guarded import Guarded
 from tests.polling import until
 
 ROOT = Path(__file__).parents[3]
-# A command with a child of its own; both write down who they are, and both shrug off Ctrl-C.
-FAMILY = "sh -c 'echo $$ > child; exec sleep 600' & echo $$ > parent; wait"
+# A command with a child in its group and one in a group of its own, as Airflow's tasks are.
+FAMILY = """
+sh -c 'echo $$ > child; exec sleep 600' &
+set -m; sh -c 'echo $$ > apart; exec sleep 600' &
+echo $$ > parent; wait
+"""
 OWNER = """
 import sys, time
 from pathlib import Path
@@ -35,7 +39,7 @@ def alive(pid: int) -> bool:
 
 
 def family(folder: Path) -> list[int]:
-    files = [folder / "parent", folder / "child"]
+    files = [folder / name for name in ("parent", "child", "apart")]
     assert until(lambda: all(file.exists() and file.read_text().strip() for file in files))
     return [int(file.read_text()) for file in files]
 
@@ -64,7 +68,7 @@ def test_a_command_and_its_children_end_with_their_owner(
     assert until(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_stopping_ends_the_whole_group_and_can_be_repeated(tmp_path: Path) -> None:
+def test_stopping_ends_the_whole_session_and_can_be_repeated(tmp_path: Path) -> None:
     process = Guarded(["sh", "-c", FAMILY], log=tmp_path / "log", cwd=tmp_path)
     pids = family(tmp_path)
     assert process.running
