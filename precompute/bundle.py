@@ -1,0 +1,217 @@
+"""The model bundle: a folder with `bundle.json`, the item ids in the model's own order, and ONNX files."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache.artefacts import sha256_of, write_atomically
+from cache.errors import BundleError, InvalidId
+from cache.keys import canonical_id
+from cache.manifest import EntityKind
+from cache.ranking import Metric
+from cache.tower import Tower, TowerSpec
+
+FORMAT = 1
+FILE = "bundle.json"
+ITEMS_FILE = "items.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class BundleModel:
+    """One ONNX file of a bundle with what it takes and gives; `labels` only for a value model."""
+
+    name: str
+    path: Path
+    sha256: str
+    entity: EntityKind
+    spec: TowerSpec
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bundle:
+    """A verified bundle; row r of `item_ids` is the item that the model calls r."""
+
+    path: Path
+    name: str
+    version: str
+    digest: str
+    dims: int
+    metric: Metric
+    item_ids: tuple[bytes, ...]
+    user_tower: BundleModel
+    item_tower: BundleModel
+    values: Mapping[str, BundleModel]
+    training: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Checksums first, then the towers; raises BundleError naming both sides of any mismatch."""
+        try:
+            raw = (path / FILE).read_bytes()
+            data = orjson.loads(raw)
+        except (OSError, orjson.JSONDecodeError) as error:
+            raise BundleError(f"{path} holds no readable {FILE}: {error}") from error
+        if data.get("format") != FORMAT:
+            raise BundleError(
+                f"{FILE} has format {data.get('format')}, this program reads {FORMAT}"
+            )
+        try:
+            dims, metric = int(data["dims"]), data["metric"]
+            user = _model(path, "user_tower", "user", data["user_tower"])
+            item = _model(path, "item_tower", "item", data["item_tower"])
+            values = {
+                name: _model(path, name, each["entity"], each)
+                for name, each in sorted(data.get("values", {}).items())
+            }
+            item_ids = _read_items(path, data["items"])
+            name, version = str(data["name"]), str(data["version"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BundleError(f"{FILE} lacks or misuses {error}") from error
+        if metric not in ("inner_product", "cosine"):
+            raise BundleError(f"{FILE} says metric {metric!r}; it is inner_product or cosine")
+        for tower in (user, item):
+            if tower.spec.output_dims != dims:
+                raise BundleError(
+                    f"{tower.name} gives {tower.spec.output_dims} dimensions, {FILE} says {dims}",
+                    dims=dims,
+                )
+        for model in (user, item, *values.values()):
+            _check_model(model, len(item_ids))
+        digest = hashlib.sha256(raw).hexdigest()
+        return cls(
+            path, name, version, digest, dims, metric, item_ids,
+            user, item, values, data.get("training", {}),
+        )  # fmt: skip
+
+    @property
+    def models(self) -> tuple[BundleModel, ...]:
+        """Towers and value models."""
+        return (self.user_tower, self.item_tower, *self.values.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One model to be written into a bundle: serialised ONNX and its specification."""
+
+    onnx: bytes
+    spec: TowerSpec
+    entity: EntityKind = "user"
+    labels: tuple[str, ...] = ()
+
+
+def write_bundle(
+    path: Path,
+    *,
+    name: str,
+    version: str,
+    dims: int,
+    item_ids: Sequence[str],
+    user_tower: ModelFile,
+    item_tower: ModelFile,
+    values: Mapping[str, ModelFile] | None = None,
+    metric: Metric = "inner_product",
+    training: Mapping[str, Any] | None = None,
+) -> Bundle:
+    """Write a bundle (`bundle.json` last, so that half a bundle never opens) and open it."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / FILE).unlink(missing_ok=True)
+    pq.write_table(pa.table({"id": pa.array(list(item_ids), pa.string())}), path / ITEMS_FILE)
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "name": name,
+        "version": version,
+        "dims": dims,
+        "metric": metric,
+        "items": {
+            "path": ITEMS_FILE,
+            "count": len(item_ids),
+            "sha256": sha256_of(path / ITEMS_FILE),
+        },
+        "user_tower": _write_model(path, "user_tower", user_tower),
+        "item_tower": _write_model(path, "item_tower", item_tower),
+        "values": {
+            key: {
+                "entity": each.entity,
+                "labels": list(each.labels),
+                **_write_model(path, key, each),
+            }
+            for key, each in (values or {}).items()
+        },
+        "training": dict(training or {}),
+    }
+    write_atomically(path / FILE, orjson.dumps(data, option=orjson.OPT_INDENT_2))
+    return Bundle.open(path)
+
+
+def _write_model(path: Path, name: str, model: ModelFile) -> dict[str, Any]:
+    file = path / f"{name}.onnx"
+    write_atomically(file, model.onnx)
+    return {"path": file.name, "sha256": sha256_of(file), **model.spec.to_json()}
+
+
+def _verified(path: Path, data: Mapping[str, Any]) -> Path:
+    folder = path.resolve()
+    file = (folder / str(data["path"])).resolve()
+    if not file.is_relative_to(folder):
+        raise BundleError(f"{FILE} names {data['path']}, which lies outside the bundle")
+    if not file.is_file():
+        raise BundleError(f"{FILE} names {data['path']}, which is missing", path=str(data["path"]))
+    if (found := sha256_of(file)) != data["sha256"]:
+        raise BundleError(
+            f"{data['path']} has SHA-256 {found}, {FILE} says {data['sha256']}",
+            path=str(data["path"]),
+        )
+    return file
+
+
+def _model(
+    path: Path, name: str, entity: Literal["user", "item"], data: Mapping[str, Any]
+) -> BundleModel:
+    if entity not in ("user", "item"):
+        raise BundleError(f"{name} is for the entity {entity!r}; it is user or item", model=name)
+    spec = TowerSpec.from_json(data)
+    labels = tuple(str(label) for label in data.get("labels", ()))
+    if labels and len(labels) != spec.output_dims:
+        raise BundleError(
+            f"{name} gives {spec.output_dims} numbers, {FILE} has {len(labels)} labels for them",
+            model=name,
+        )
+    return BundleModel(name, _verified(path, data), str(data["sha256"]), entity, spec, labels)
+
+
+def _check_model(model: BundleModel, items: int) -> None:
+    """Open the model once, and refuse a padding index that is one of the items."""
+    Tower.open(model.path, model.spec)
+    history = model.spec.history
+    if history is not None and history.pad is not None and 0 <= history.pad < items:
+        raise BundleError(
+            f"{model.name} pads with {history.pad}, which is one of the {items} items",
+            model=model.name,
+        )
+
+
+def _read_items(path: Path, data: Mapping[str, Any]) -> tuple[bytes, ...]:
+    table = pq.read_table(_verified(path, data))
+    if table.column_names != ["id"] or not (
+        pa.types.is_string(table.schema.field("id").type)
+        or pa.types.is_large_string(table.schema.field("id").type)
+    ):
+        raise BundleError(f"{data['path']} holds {table.schema}, not one string column `id`")
+    try:
+        ids = tuple(canonical_id(each) for each in table.column("id").to_pylist())
+    except InvalidId as error:
+        raise BundleError(f"{data['path']}: {error.message}") from error
+    if len(ids) != data["count"]:
+        raise BundleError(
+            f"{data['path']} holds {len(ids)} items, {FILE} says {data['count']}", count=len(ids)
+        )
+    if len(set(ids)) != len(ids):
+        raise BundleError(f"{data['path']} names an item twice")
+    return ids

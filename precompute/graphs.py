@@ -1,0 +1,86 @@
+"""ONNX graphs of the reference model, written node by node. Pure."""
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+OPSET = 21
+IR_VERSION = 10
+
+
+def history_tower(rows: NDArray[np.float32]) -> bytes:
+    """history int32 [n, length] -> vector [n, dims]: the sum of the table's rows; the last row is the padding."""
+    return _model(
+        _sum_of_rows("vector"),
+        [_ints("history", ["rows", "length"])],
+        [_floats("vector", rows.shape[1])],
+        {"table": rows, "axes": np.array([1], np.int64)},
+    )
+
+
+def item_tower(rows: NDArray[np.float32]) -> bytes:
+    """item_index int32 [n] -> vector [n, dims]: a row of the table."""
+    return _model(
+        [helper.make_node("Gather", ["table", "item_index"], ["vector"], name="rows", axis=0)],
+        [_ints("item_index", ["rows"])],
+        [_floats("vector", rows.shape[1])],
+        {"table": rows},
+    )
+
+
+def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> bytes:
+    """history -> probabilities [n, centroids]: softmax over the cosines with the (sharpened) centroids."""
+    nodes = [
+        *_sum_of_rows("summed"),
+        helper.make_node("ReduceL2", ["summed", "axes"], ["norm"], name="norm", keepdims=1),
+        helper.make_node("Max", ["norm", "least"], ["length"], name="length"),
+        helper.make_node("Div", ["summed", "length"], ["direction"], name="direction"),
+        helper.make_node("MatMul", ["direction", "centroids"], ["logits"], name="logits"),
+        helper.make_node("Softmax", ["logits"], ["probabilities"], name="softmax", axis=-1),
+    ]
+    return _model(
+        nodes,
+        [_ints("history", ["rows", "length"])],
+        [_floats("probabilities", len(centroids))],
+        {
+            "table": rows,
+            "axes": np.array([1], np.int64),
+            "least": np.array(1e-12, np.float32),
+            "centroids": np.ascontiguousarray(centroids.T),
+        },
+    )
+
+
+def _sum_of_rows(output: str) -> list[onnx.NodeProto]:
+    return [
+        helper.make_node("Gather", ["table", "history"], ["gathered"], name="rows", axis=0),
+        helper.make_node("ReduceSum", ["gathered", "axes"], [output], name="sum", keepdims=0),
+    ]
+
+
+def _ints(name: str, shape: list[str]) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.INT32, shape)
+
+
+def _floats(name: str, width: int) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", width])
+
+
+def _model(
+    nodes: list[onnx.NodeProto],
+    inputs: list[onnx.ValueInfoProto],
+    outputs: list[onnx.ValueInfoProto],
+    constants: dict[str, NDArray[np.float32] | NDArray[np.int64]],
+) -> bytes:
+    initializers = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "tower", inputs, outputs, initializers)
+    model = helper.make_model(
+        graph,
+        opset_imports=[helper.make_opsetid("", OPSET)],
+        ir_version=IR_VERSION,
+        producer_name="larder",
+    )
+    onnx.checker.check_model(model)
+    data: bytes = model.SerializeToString(deterministic=True)
+    return data
