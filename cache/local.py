@@ -1,0 +1,116 @@
+"""L1: records of this process, bounded by bytes."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cachetools import LRUCache
+
+OVERHEAD_BYTES = 640
+"""Memory per entry besides the record: key, entry, and three dictionaries of the LRU (measured, see the tests)."""
+
+
+class LocalKey(NamedTuple):
+    """What a record is called here; the generation is part of it, so nothing is ever invalidated."""
+
+    generation: str
+    table: str
+    key: int | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One record; `digest` and `expires_at` (monotonic seconds) are None for what the night computed."""
+
+    record: bytes
+    fingerprint: int
+    digest: bytes | None = None
+    expires_at: float | None = None
+
+
+def _size_bytes(entry: Entry) -> int:
+    return len(entry.record) + OVERHEAD_BYTES
+
+
+class LocalTier:
+    """Least recently used records go first; an entry past its life is never returned."""
+
+    def __init__(self, max_bytes: int, timer: Callable[[], float] = time.monotonic) -> None:
+        self.too_large = 0
+        self._timer = timer
+        self._entries: LRUCache[LocalKey, Entry] = LRUCache(max_bytes, _size_bytes)
+
+    def get(self, key: LocalKey) -> Entry | None:
+        """The entry, unless it is absent or its life is over."""
+        try:
+            entry = self._entries[key]
+        except KeyError:
+            return None
+        if entry.expires_at is not None and entry.expires_at <= self._timer():
+            del self._entries[key]
+            return None
+        return entry
+
+    def put(self, key: LocalKey, entry: Entry) -> None:
+        """Stores or replaces; an entry larger than the whole tier is left out and counted."""
+        try:
+            self._entries[key] = entry
+        except ValueError:
+            self.discard(key)
+            self.too_large += 1
+
+    def discard(self, key: LocalKey) -> None:
+        """Forgets the key if it is there."""
+        self._entries.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def size_bytes(self) -> int:
+        """Records and overhead of all entries, never above `max_bytes`."""
+        return int(self._entries.currsize)
+
+    @property
+    def max_bytes(self) -> int:
+        """The bound."""
+        return int(self._entries.maxsize)
+
+
+class NegativeCache:
+    """Keys that were looked up a moment ago and are nowhere; apart from L1, so a flood of them evicts nothing."""
+
+    def __init__(
+        self, max_entries: int, ttl_s: float, timer: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_entries = max_entries
+        self._ttl_s = ttl_s
+        self._timer = timer
+        # One life for all: insertion order is expiry order.
+        self._expires_at: dict[LocalKey, float] = {}
+
+    def __contains__(self, key: LocalKey) -> bool:
+        expires_at = self._expires_at.get(key)
+        if expires_at is None:
+            return False
+        if expires_at <= self._timer():
+            del self._expires_at[key]
+            return False
+        return True
+
+    def add(self, key: LocalKey) -> None:
+        """Remembers the key for `ttl_s`; the oldest makes room."""
+        if self._max_entries < 1:
+            return
+        self._expires_at.pop(key, None)
+        while len(self._expires_at) >= self._max_entries:
+            del self._expires_at[next(iter(self._expires_at))]
+        self._expires_at[key] = self._timer() + self._ttl_s
+
+    def discard(self, key: LocalKey) -> None:
+        """Forgets the key: a record for it exists now."""
+        self._expires_at.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._expires_at)

@@ -1,0 +1,78 @@
+"""What a read asks for and how it can end."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+from cache.directory import Directory
+from cache.manifest import Table
+
+
+class MissReason(StrEnum):
+    """Why there is no stored answer; each miss has exactly one."""
+
+    NOT_IN_GENERATION = "not_in_generation"
+    NEGATIVE = "negative"
+    EXPIRED = "expired"
+    INPUT_CHANGED = "input_changed"
+    PAGE_MISSING = "page_missing"
+    CORRUPT = "corrupt"
+    L2_TIMEOUT = "l2_timeout"
+    L2_DOWN = "l2_down"
+    BREAKER_OPEN = "breaker_open"
+
+
+class Want(NamedTuple):
+    """One entity's record in one table.
+
+    `key` is the hash of its id, or the 16-byte digest of an id-less input; `position` is -1 when the night did not
+    know it; `digest` is that of the input the caller sent, None if it sent none.
+    """
+
+    table: Table
+    key: int | bytes
+    fingerprint: int
+    position: int
+    digest: bytes | None = None
+
+
+class Found(NamedTuple):
+    """A record whose fingerprint is the wanted one; `expires_at` (monotonic) is None for what the night computed."""
+
+    record: bytes
+    tier: Literal["l1", "l2"]
+    live: bool
+    expires_at: float | None
+
+
+class Missed(NamedTuple):
+    """No stored answer, and why."""
+
+    reason: MissReason
+
+
+Outcome = Found | Missed
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a read needs of a snapshot, captured once per request."""
+
+    generation: str
+    directories: Mapping[str, Directory]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Every want that was asked for is counted once: in `l1`, `l2` or one of `missed`."""
+
+    l1: int = 0
+    l2: int = 0
+    missed: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    l2_reads: int = 0
+
+    @property
+    def total(self) -> int:
+        """All outcomes."""
+        return self.l1 + self.l2 + sum(self.missed.values())

@@ -1,0 +1,208 @@
+"""L2: records in Redis. The only async Redis code, and the only place where its errors are translated."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import hiredis
+from redis.asyncio import ConnectionPool, Redis
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeout
+
+from cache.breaker import Breaker
+from cache.commands import Answer, Command, OverlayWrite, Packer, Read, unpack
+from cache.errors import TierUnavailable
+from cache.keys import Keyspace
+from cache.lane import Lane
+from cache.wire import Batch, Replies
+
+PROTOCOL = 2
+"""Set explicitly: redis-py's default has changed before. Reads need no push messages; subscribing works in both."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteConfig:
+    """`url` may carry TLS, ACL user and database; a read lands within `deadline_s`, connecting may take longer."""
+
+    url: str
+    deadline_s: float = 0.02
+    connect_timeout_s: float = 1.0
+    control_timeout_s: float = 1.0
+    wires_max: int = 2
+    commands_in_flight_max: int = 65_536
+    batch_commands_max: int = 1_024
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    commands: Sequence[Command]
+    packed: bytes
+    count: int
+    answers: asyncio.Future[list[Answer]]
+
+
+class RemoteTier:
+    """Reads and writes of one event-loop turn travel as one pipeline, on wires that belong to no caller.
+
+    Nothing is retried. Use it in one event loop only.
+    """
+
+    def __init__(
+        self, config: RemoteConfig, keyspace: Keyspace, breaker: Breaker | None = None
+    ) -> None:
+        self.config = config
+        self.keyspace = keyspace
+        self.breaker = breaker or Breaker()
+        self.batches = 0
+        self.commands = 0
+        self.shed = 0
+        pool = ConnectionPool.from_url(
+            config.url,
+            protocol=PROTOCOL,
+            socket_connect_timeout=config.connect_timeout_s,
+            socket_timeout=config.control_timeout_s,
+            max_connections=8,
+        )
+        self.lane = Lane(pool, config.deadline_s, config.wires_max)
+        self._control: Redis = Redis(connection_pool=pool)
+        self._pool = pool
+        self._turn: list[_Part] = []
+        self._in_flight = 0
+        self._packer = Packer(keyspace)
+        self._payloads: dict[str, bytes] = {}
+
+    async def read(self, reads: Sequence[Read], timeout_s: float | None = None) -> list[Answer]:
+        """One answer per read: the record or overlay, None where there is none, else why it is not known.
+
+        `timeout_s` is the caller's own, if shorter than the tier's: it gives up alone, the wire stays in use.
+        """
+        if not reads:
+            return []
+        if timeout_s is None or timeout_s >= self.config.deadline_s:
+            return await self._submit(reads)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._submit(reads)
+        except TimeoutError:
+            late = TierUnavailable(f"no reply within {timeout_s} s", reason="timeout")
+            return [late] * len(reads)
+
+    async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
+        """Stores each with its expiry; None where it was stored."""
+        answers = await self._submit(writes) if writes else []
+        return [each if isinstance(each, TierUnavailable) else None for each in answers]
+
+    def _submit(self, commands: Sequence[Command]) -> asyncio.Future[list[Answer]]:
+        loop = asyncio.get_running_loop()
+        answers: asyncio.Future[list[Answer]] = loop.create_future()
+        if self._in_flight + len(commands) > self.config.commands_in_flight_max:
+            self.shed += len(commands)
+            full = TierUnavailable(f"{self._in_flight} commands are under way", reason="timeout")
+            answers.set_result([full] * len(commands))
+            return answers
+        packed, count = self._packer.pack(commands)
+        self._in_flight += count
+        if not self._turn:
+            # Runs after every callback that is ready now, so whoever reads in this turn travels along.
+            loop.call_soon(self._flush)
+        self._turn.append(_Part(commands, packed, count, answers))
+        return answers
+
+    def _flush(self) -> None:
+        turn, self._turn = self._turn, []
+        parts: list[_Part] = []
+        count = 0
+        for part in turn:
+            if parts and count + part.count > self.config.batch_commands_max:
+                self._send(parts, count)
+                parts, count = [], 0
+            parts.append(part)
+            count += part.count
+        self._send(parts, count)
+
+    def _send(self, parts: list[_Part], count: int) -> None:
+        if not self.breaker.allow():
+            self._answer_all(parts, TierUnavailable("Redis is resting", reason="breaker_open"))
+            return
+        self.batches += 1
+        self.commands += count
+        packed = b"".join([part.packed for part in parts])
+        self.lane.send(Batch(packed, count, lambda outcome: self._landed(parts, outcome)))
+
+    def _landed(self, parts: list[_Part], outcome: Replies | TierUnavailable) -> None:
+        if isinstance(outcome, TierUnavailable):
+            self.breaker.failure()
+            self._answer_all(parts, outcome)
+            return
+        if all(isinstance(reply, hiredis.ReplyError) for reply in outcome):
+            self.breaker.failure()  # loading, out of memory, no permission: there, but no use
+        else:
+            self.breaker.success()
+        start = 0
+        for part in parts:
+            replies = outcome if part.count == len(outcome) else outcome[start : start + part.count]
+            start += part.count
+            self._in_flight -= part.count
+            # A caller that left has cancelled its future; its replies end here.
+            if not part.answers.done():
+                part.answers.set_result(unpack(part.commands, replies))
+
+    def _answer_all(self, parts: list[_Part], why: TierUnavailable) -> None:
+        for part in parts:
+            self._in_flight -= part.count
+            if not part.answers.done():
+                part.answers.set_result([why] * len(part.commands))
+
+    async def ping(self) -> None:
+        """Raises TierUnavailable unless Redis answers."""
+        await self._ask("PING")
+
+    async def pointer(self) -> bytes | None:
+        """The live pointer's JSON, or None when there is none."""
+        return cast(bytes | None, await self._ask("GET", self.keyspace.live))
+
+    async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
+        """Says what this replica holds: a member of the sorted set of replicas, scored `at` (Unix seconds)."""
+        before = self._payloads.get(replica_id)
+        if before not in (None, payload):
+            await self.sign_off(replica_id)
+        await self._ask("ZADD", self.keyspace.replicas, at, payload)
+        self._payloads[replica_id] = payload
+
+    async def sign_off(self, replica_id: str) -> None:
+        """Takes a replica's last payload away."""
+        if (payload := self._payloads.pop(replica_id, None)) is not None:
+            await self._ask("ZREM", self.keyspace.replicas, payload)
+
+    async def eviction_policy(self) -> str:
+        """`maxmemory-policy` of the server; `allkeys-*` would evict published pages."""
+        info = await self._ask("INFO", "memory")
+        return str(cast(dict[str, object], info).get("maxmemory_policy", ""))
+
+    async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
+        """Messages of the keyspace's channel; ends with TierUnavailable when the connection does."""
+        async with self._control.pubsub(ignore_subscribe_messages=True) as subscription:
+            try:
+                await subscription.subscribe(channel or self.keyspace.channel)
+                async for message in subscription.listen():
+                    yield message["data"]
+            except (RedisError, OSError) as error:
+                raise _unavailable(error) from error
+
+    async def _ask(self, *command: str | bytes | float) -> Any:
+        try:
+            return await self._control.execute_command(*command)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            raise _unavailable(error) from error
+
+    async def aclose(self) -> None:
+        """Closes every connection; reads under way end as unavailable."""
+        await self.lane.aclose()
+        await self._control.aclose()
+        await self._pool.disconnect()
+
+
+def _unavailable(error: Exception) -> TierUnavailable:
+    reason = "timeout" if isinstance(error, RedisTimeout | TimeoutError) else "connection"
+    return TierUnavailable(f"Redis: {error}", reason=reason)

@@ -1,0 +1,109 @@
+"""One computation per key at a time, whoever asks and whoever gives up."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Abandoned(RuntimeError):
+    """The work was cancelled from outside while callers were waiting; they themselves were not cancelled."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight(Generic[K, V]):
+    keys: tuple[K, ...]
+    work: asyncio.Future[Sequence[V]]
+    waiters: dict[asyncio.Future[Sequence[V]], None] = field(default_factory=dict)
+
+
+class SingleFlight(Generic[K, V]):
+    """Callers of the same key share one piece of work.
+
+    The work belongs to no caller: a cancelled one leaves alone, and only when the last has left is the work
+    cancelled. Every way it can end (value, error, cancellation) reaches every waiter. After groupcache's singleflight.
+    """
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.shared = 0
+        self._flights: dict[K, tuple[_Flight[K, V], int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    async def do(self, key: K, work: Callable[[], Awaitable[V]]) -> V:
+        """The value of `key`: from the flight under way, else from `work()`, whose errors all waiters get."""
+
+        async def alone(_: Sequence[K]) -> Sequence[V]:
+            return (await work(),)
+
+        return (await self.do_many((key,), alone))[0]
+
+    async def do_many(
+        self, keys: Sequence[K], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]
+    ) -> list[V]:
+        """Values in the order of `keys`; one `work(new keys)` for all keys that have no flight yet."""
+        flights = self._flights
+        new = [key for key in dict.fromkeys(keys) if key not in flights]
+        self.shared += len(keys) - len(new)
+        if new:
+            self._take_off(tuple(new), work)
+        # Nothing awaits between here and joining: no flight can land or be abandoned unseen.
+        places = [flights[key] for key in keys]
+        joined = {id(flight): flight for flight, _ in places}
+        waiting = {each: self._join(flight) for each, flight in joined.items()}
+        try:
+            landed = {each: await waiter for each, waiter in waiting.items()}
+        finally:
+            for each, waiter in waiting.items():
+                self._leave(joined[each], waiter)
+        return [landed[id(flight)][index] for flight, index in places]
+
+    def _take_off(
+        self, keys: tuple[K, ...], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]
+    ) -> None:
+        # A future is used as it is; a coroutine becomes a task of its own, detached from the caller.
+        flight = _Flight(keys, asyncio.ensure_future(work(keys)))
+        self.started += len(keys)
+        for index, key in enumerate(keys):
+            self._flights[key] = (flight, index)
+        flight.work.add_done_callback(lambda _: self._land(flight))
+
+    def _join(self, flight: _Flight[K, V]) -> asyncio.Future[Sequence[V]]:
+        waiter: asyncio.Future[Sequence[V]] = asyncio.get_running_loop().create_future()
+        flight.waiters[waiter] = None
+        return waiter
+
+    def _leave(self, flight: _Flight[K, V], waiter: asyncio.Future[Sequence[V]]) -> None:
+        flight.waiters.pop(waiter, None)
+        if waiter.done() and not waiter.cancelled():
+            waiter.exception()  # seen: a waiter of several flights raises only the first error
+        if not flight.waiters and not flight.work.done():
+            # Forgotten at once: a newcomer must not board what is being cancelled.
+            self._forget(flight)
+            flight.work.cancel()
+
+    def _land(self, flight: _Flight[K, V]) -> None:
+        self._forget(flight)
+        error: BaseException | None
+        if flight.work.cancelled():
+            error = Abandoned(f"the work for {flight.keys[0]!r} was cancelled")
+        else:
+            error = flight.work.exception()
+        for waiter in flight.waiters:
+            if waiter.done():
+                continue
+            if error is not None:
+                waiter.set_exception(error)
+            else:
+                waiter.set_result(flight.work.result())
+
+    def _forget(self, flight: _Flight[K, V]) -> None:
+        for key in flight.keys:
+            place = self._flights.get(key)
+            if place is not None and place[0] is flight:
+                del self._flights[key]

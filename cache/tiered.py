@@ -1,0 +1,238 @@
+"""The read path: L1, then one read per key from L2. Judges what the tiers say; the ladder below it is serving's."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol, cast
+
+from cache.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead, Read
+from cache.errors import TierUnavailable
+from cache.keys import FORMAT, hash_hex
+from cache.local import Entry, LocalKey, LocalTier, NegativeCache
+from cache.outcomes import Counters, Found, Missed, MissReason, Outcome, View, Want
+from cache.records import FLAG_LIVE, pack_overlay, peek_fingerprint, peek_format, unpack_overlay
+from cache.singleflight import SingleFlight
+from cache.writebehind import WriteBehind
+
+__all__ = ["Counters", "Found", "MissReason", "Missed", "Outcome", "Tiered", "View", "Want"]
+
+
+class Remote(Protocol):
+    """What the read path needs of L2."""
+
+    async def read(self, reads: Sequence[Read], timeout_s: float | None = None) -> list[Answer]:
+        """One answer per read."""
+
+    async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
+        """None where a write was stored."""
+
+
+FLAGS_AT = 14
+"""Offset of the flags in a record's header."""
+
+_MISSED = {reason: Missed(reason) for reason in MissReason}
+_UNAVAILABLE = {
+    "timeout": _MISSED[MissReason.L2_TIMEOUT],
+    "connection": _MISSED[MissReason.L2_DOWN],
+    "breaker_open": _MISSED[MissReason.BREAKER_OPEN],
+}
+
+
+class Tiered:
+    """Both tiers as one; `flights` joins readers of the same key, whatever input each of them sent."""
+
+    def __init__(
+        self,
+        local: LocalTier,
+        negative: NegativeCache,
+        remote: Remote,
+        *,
+        writes_max_bytes: int = 8 << 20,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.local = local
+        self.negative = negative
+        self.counters = Counters()
+        self.flights: SingleFlight[LocalKey, Entry | Missed] = SingleFlight()
+        self.writes = WriteBehind(remote.write_overlays, writes_max_bytes)
+        self._remote = remote
+        self._timer = timer
+
+    def peek(self, view: View, want: Want) -> Found | None:
+        """The hot path: L1 only, no awaiting; counts a hit, and leaves a miss to `get`."""
+        found = self._local(view, want)
+        if isinstance(found, Found):
+            self.counters.l1 += 1
+            return found
+        return None
+
+    async def get(self, view: View, want: Want, deadline: float) -> Outcome:
+        """The record, or why there is none; `deadline` is monotonic and this caller's own."""
+        return (await self.get_many(view, (want,), deadline))[0]
+
+    async def get_many(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
+        """One outcome per want, in order; all that L1 lacks is read from L2 together."""
+        outcomes = await self._resolve(view, wants, deadline)
+        counters = self.counters
+        for outcome in outcomes:
+            if isinstance(outcome, Missed):
+                counters.missed[outcome.reason] += 1
+            elif outcome.tier == "l1":
+                counters.l1 += 1
+            else:
+                counters.l2 += 1
+        return outcomes
+
+    async def warm(self, view: View, wants: Sequence[Want], deadline: float) -> int:
+        """Reads into L1 ahead of requests, uncounted; returns how many records are there now."""
+        outcomes = await self._resolve(view, wants, deadline)
+        return sum(isinstance(each, Found) for each in outcomes)
+
+    def put_live(self, view: View, want: Want, record: bytes, digest: bytes, ttl_s: float) -> None:
+        """Keeps a live answer: in L1, and in L2 (in the background) only if the night did not know the entity.
+
+        Raises ValueError for anything but a whole live record of this entity: defaults and partial answers are
+        never stored.
+        """
+        _check_live(want, record)
+        key = LocalKey(view.generation, want.table.name, want.key)
+        entry = Entry(record, want.fingerprint, digest, self._timer() + ttl_s)
+        if want.position >= 0:
+            # Beside the batch record, never in its place: whoever sent nothing gets what the night computed.
+            self.local.put(_live_key(key, digest), entry)
+            return
+        self.local.put(key, entry)
+        self.negative.discard(key)
+        payload = pack_overlay(record, digest)
+        self.writes.put(
+            OverlayWrite(view.generation, want.table.name, hash_hex(want.key), payload, ttl_s)
+        )
+
+    async def aclose(self, timeout_s: float = 1.0) -> None:
+        """Stores the overlays still queued, as far as `timeout_s` allows; the rest counts as dropped."""
+        await self.writes.aclose(timeout_s)
+
+    def _local(self, view: View, want: Want) -> Outcome | None:
+        key = LocalKey(view.generation, want.table.name, want.key)
+        entry = self.local.get(key)
+        if entry is None and want.position >= 0 and want.digest is not None:
+            entry = self.local.get(_live_key(key, want.digest))
+        return None if entry is None else _judge(entry, want, "l1")
+
+    async def _resolve(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
+        outcomes: list[Outcome | None] = [self._local(view, want) for want in wants]
+        absent: dict[int, LocalKey] = {}
+        for index, outcome in enumerate(outcomes):
+            if outcome is None:
+                key = LocalKey(view.generation, wants[index].table.name, wants[index].key)
+                if wants[index].position < 0 and key in self.negative:
+                    outcomes[index] = _MISSED[MissReason.NEGATIVE]
+                else:
+                    absent[index] = key
+        if absent:
+            by_key = {key: wants[index] for index, key in absent.items()}
+            entries = await self._read(view, by_key, list(absent.values()), deadline)
+            for index, entry in zip(absent, entries, strict=True):
+                outcomes[index] = (
+                    entry if isinstance(entry, Missed) else _judge(entry, wants[index], "l2")
+                )
+        return cast(list[Outcome], outcomes)
+
+    async def _read(
+        self,
+        view: View,
+        wants: Mapping[LocalKey, Want],
+        keys: Sequence[LocalKey],
+        deadline: float,
+    ) -> Sequence[Entry | Missed]:
+        async def work(new: Sequence[LocalKey]) -> Sequence[Entry | Missed]:
+            return await self._fetch(view, new, [wants[key] for key in new])
+
+        left_s = deadline - self._timer()
+        if left_s <= 0:
+            return [_MISSED[MissReason.L2_TIMEOUT]] * len(keys)
+        try:
+            # A flight has the tier's deadline; this one ends nobody's waiting but this caller's.
+            async with asyncio.timeout(left_s):
+                return await self.flights.do_many(keys, work)
+        except TimeoutError:
+            return [_MISSED[MissReason.L2_TIMEOUT]] * len(keys)
+
+    async def _fetch(
+        self, view: View, keys: Sequence[LocalKey], wants: Sequence[Want]
+    ) -> list[Entry | Missed]:
+        self.counters.l2_reads += len(keys)
+        try:
+            answers = await self._remote.read([_read_of(view, want) for want in wants])
+        except TierUnavailable as error:
+            answers = [error] * len(keys)
+        now = self._timer()
+        # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
+        return [
+            self._keep(key, want, answer, now)
+            for key, want, answer in zip(keys, wants, answers, strict=True)
+        ]
+
+    def _keep(self, key: LocalKey, want: Want, answer: Answer, now: float) -> Entry | Missed:
+        if isinstance(answer, TierUnavailable):
+            return _UNAVAILABLE[str(answer.details["reason"])]
+        if isinstance(answer, bytes):
+            entry = Entry(answer, peek_fingerprint(answer))
+            if entry.fingerprint != want.fingerprint or peek_format(answer) != FORMAT:
+                return _MISSED[MissReason.CORRUPT]
+            self.local.put(key, entry)
+            return entry
+        if want.position >= 0:
+            return _MISSED[MissReason.PAGE_MISSING]
+        # Written by this process while the read was under way: newer than what the read found.
+        if (newer := self.local.get(key)) is not None:
+            return newer
+        if answer is None:
+            self.negative.add(key)
+            return _MISSED[MissReason.NOT_IN_GENERATION]
+        return self._keep_overlay(key, want, answer, now)
+
+    def _keep_overlay(
+        self, key: LocalKey, want: Want, overlay: Overlay, now: float
+    ) -> Entry | Missed:
+        unpacked = unpack_overlay(want.table.layout, overlay.payload)
+        if unpacked is None or peek_format(unpacked[0]) != FORMAT:
+            return _MISSED[MissReason.CORRUPT]
+        if overlay.ttl_s <= 0:
+            return _MISSED[MissReason.EXPIRED]
+        record, digest = unpacked
+        entry = Entry(record, peek_fingerprint(record), digest, now + overlay.ttl_s)
+        if entry.fingerprint != want.fingerprint:
+            return _MISSED[MissReason.CORRUPT]
+        self.local.put(key, entry)
+        return entry
+
+
+def _live_key(key: LocalKey, digest: bytes) -> LocalKey:
+    raw = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
+    return key._replace(key=raw + digest)
+
+
+def _read_of(view: View, want: Want) -> Read:
+    table = want.table
+    if want.position < 0:
+        return OverlayRead(view.generation, table.name, hash_hex(want.key))
+    page, offset = table.locate(*view.directories[table.entity].place(want.position))
+    return PageRead(view.generation, table.name, page, offset, table.layout.size_bytes)
+
+
+def _judge(entry: Entry, want: Want, tier: Literal["l1", "l2"]) -> Outcome:
+    if entry.fingerprint != want.fingerprint:
+        return _MISSED[MissReason.CORRUPT]
+    # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.
+    if entry.digest is not None and want.digest is not None and entry.digest != want.digest:
+        return _MISSED[MissReason.INPUT_CHANGED]
+    return Found(entry.record, tier, entry.digest is not None, entry.expires_at)
+
+
+def _check_live(want: Want, record: bytes) -> None:
+    size_bytes = want.table.layout.size_bytes
+    if len(record) != size_bytes:
+        raise ValueError(f"a record of {want.table.name} has {size_bytes} bytes, not {len(record)}")
+    if peek_fingerprint(record) != want.fingerprint or not record[FLAGS_AT] & FLAG_LIVE:
+        raise ValueError(f"not a live record of the wanted entity in {want.table.name}")
