@@ -11,9 +11,10 @@ from tests.polling import until
 
 ROOT = Path(__file__).parents[3]
 # A command with a child in its group and one in a group of its own, as Airflow's tasks are.
-FAMILY = """
+APART = "import os, time; os.setpgid(0, 0); print(os.getpid(), flush=True); time.sleep(600)"
+FAMILY = f"""
 sh -c 'echo $$ > child; exec sleep 600' &
-set -m; sh -c 'echo $$ > apart; exec sleep 600' &
+{sys.executable} -c '{APART}' > apart &
 echo $$ > parent; wait
 """
 OWNER = """
