@@ -1,0 +1,189 @@
+"""Every night, and whenever a new model bundle arrives: score everything, publish one generation.
+
+What it does: begin ▶ embed items ▶ score each shard ▶ assemble ▶ index and quantize ▶ load into
+Redis ▶ verify ▶ publish ▶ warm ▶ retire. Readers see the change at `publish`, all of it at once.
+
+When it runs: at 03:00 UTC (cron in LARDER_SCHEDULE) and on every event of the asset
+`larder_bundle`. One run at a time. By hand: trigger it, with `data_until` (ISO 8601) to set the cut
+of the data; without it the cut is the one of the configuration, else the time the run was due.
+
+What it needs: LARDER_CONFIG, LARDER_ARTIFACTS and REDIS_URL where tasks run, and a pool `gpu`:
+    airflow pools set gpu 2 "scoring tasks"
+Without the pool, scoring tasks stay `scheduled` for ever and nothing says why. With
+CeleryExecutor, some worker must listen to the queue `gpu`; LocalExecutor ignores queues.
+
+Reading a run: `begin` green and the rest skipped means that this generation is live already.
+`verify` red means that a gate refused it: the log names the rule, the value and the threshold,
+readers still have the last generation, and a retry would find the same, so there is none. Any task
+may be cleared and run again: a generation's id comes from its inputs, so tasks find their own work.
+
+To undo a publish: the DAG `roll_back`.
+"""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from airflow.sdk import (
+    Asset,
+    AssetOrTimeSchedule,
+    CronTriggerTimetable,
+    ExceptionRetryPolicy,
+    Param,
+    RetryAction,
+    RetryRule,
+    chain,
+    dag,
+    get_current_context,
+    task,
+)
+
+from cache.errors import BundleError, ConfigError, Refused, SourceError
+
+Build = dict[str, Any]  # {"generation", "url", "shards", "already_live"}: ids and addresses only
+
+FINAL = RetryRule(
+    exception=[BundleError, ConfigError, Refused, SourceError],
+    action=RetryAction.FAIL,
+    reason="the same inputs would fail again",
+)
+
+
+@dag(
+    schedule=AssetOrTimeSchedule(
+        assets=Asset("larder_bundle"),
+        timetable=CronTriggerTimetable(
+            os.environ.get("LARDER_SCHEDULE", "0 3 * * *"), timezone="UTC"
+        ),
+    ),
+    catchup=False,
+    max_active_runs=1,
+    params={"data_until": Param(None, type=["null", "string"], format="date-time")},
+    default_args={
+        "retries": 2,
+        "retry_delay": timedelta(seconds=10),
+        "retry_policy": ExceptionRetryPolicy(rules=[FINAL]),
+        "execution_timeout": timedelta(hours=1),
+    },
+    doc_md=__doc__,
+    tags=["larder"],
+)
+def nightly_precompute() -> None:
+    @task.short_circuit(multiple_outputs=False)
+    def begin() -> Build:
+        """Name the generation and partition the sources; falsy, so the rest is skipped, if live."""
+        from precompute import pipeline
+        from precompute.config import night_config
+
+        context = get_current_context()
+        # Asset-triggered runs have no logical date; `run_after` stands still across retries.
+        build = pipeline.begin(
+            night_config(),
+            data_until=context["params"]["data_until"],
+            run_after=context["dag_run"].run_after.isoformat(),
+        )
+        return {} if build["already_live"] else build
+
+    @task
+    def plan(build: Build) -> list[int]:
+        """List the shards: Airflow maps over what a task returns whole, not over a part of it."""
+        return list(build["shards"])
+
+    @task(multiple_outputs=False, pool="gpu", queue="gpu")
+    def embed_items(build: Build) -> dict[str, Any]:
+        """Run the item tower over the catalogue, once for all shards."""
+        from precompute import pipeline
+        from precompute.config import night_config
+
+        return pipeline.embed_items(night_config(), build)
+
+    @task(
+        multiple_outputs=False,
+        pool="gpu",
+        queue="gpu",
+        execution_timeout=timedelta(hours=3),
+        map_index_template="shard {{ task.op_kwargs['shard'] }}",
+    )
+    def score_shard(build: Build, shard: int) -> dict[str, Any]:
+        """Score one hash shard and write its pages."""
+        from precompute import pipeline
+        from precompute.config import night_config
+
+        return pipeline.score_shard(night_config(), build, shard)
+
+    @task(multiple_outputs=False)
+    def assemble(build: Build, scored: list[dict[str, Any]]) -> dict[str, Any]:
+        """List the shards' parts in the manifest."""
+        from precompute import pipeline
+        from precompute.config import night_config
+
+        return pipeline.assemble(night_config(), build, list(scored))
+
+    @task(multiple_outputs=False)
+    def build_index(build: Build) -> dict[str, Any]:
+        """Build the FAISS indexes and measure their recall."""
+        from precompute import pipeline
+        from precompute.config import night_config
+
+        return pipeline.build_index(night_config(), build)
+
+    @task(multiple_outputs=False)
+    def quantize(build: Build) -> dict[str, Any]:
+        """Make the int8 towers and measure their agreement."""
+        from precompute import pipeline
+        from precompute.config import night_config
+
+        return pipeline.quantize(night_config(), build)
+
+    @task(multiple_outputs=False)
+    def load(build: Build) -> dict[str, Any]:
+        """Stream the pages into Redis, beside the live generation."""
+        from precompute import pipeline
+        from precompute.config import night_config
+
+        return pipeline.load(night_config(), build)
+
+    @task(multiple_outputs=False)
+    def verify(build: Build) -> dict[str, Any]:
+        """Put the generation through every gate; red means not published."""
+        from precompute import pipeline
+        from precompute.config import night_config
+
+        return pipeline.verify(night_config(), build)
+
+    @task(multiple_outputs=False)
+    def publish(verified: dict[str, Any]) -> dict[str, Any]:
+        """Move the pointer; a retry recognises its own publish by the run id."""
+        from precompute import pipeline
+        from precompute.config import night_config
+
+        attempt = get_current_context()["run_id"]
+        return pipeline.publish(night_config(), verified, attempt=attempt)
+
+    @task(multiple_outputs=False)
+    def warm(build: Build) -> dict[str, Any]:
+        """Wait until the readers have the generation."""
+        from precompute import pipeline
+        from precompute.config import night_config
+
+        return pipeline.warm(night_config(), build)
+
+    @task(multiple_outputs=False)
+    def retire() -> dict[str, Any]:
+        """Remove what nobody may need again."""
+        from precompute import pipeline
+        from precompute.config import night_config
+
+        return pipeline.retire(night_config())
+
+    build = begin()
+    embedded = embed_items(build)
+    scored = score_shard.partial(build=build).expand(shard=plan(build))
+    assembled = assemble(build, scored)
+    loaded, verified = load(build), verify(build)
+    chain(embedded, scored)
+    chain(assembled, [build_index(build), quantize(build)], loaded, verified)
+    chain(publish(verified), warm(build), retire())
+
+
+nightly_precompute()

@@ -1,0 +1,53 @@
+"""Move readers back to an earlier generation, within seconds and without touching any data.
+
+When to run it: by hand, when a published generation turns out bad. `generation` names the one to
+go back to and may stay empty for the newest superseded one; `reason` is kept in the release record.
+Only a generation that was verified and is still held can be chosen: `python -m precompute status`
+lists them. The generation left behind is marked as rolled back and is never a fallback again.
+
+It needs LARDER_CONFIG, LARDER_ARTIFACTS and REDIS_URL where tasks run. A running
+`nightly_precompute` is not stopped and will publish when it is done: pause it first if it builds
+from the same bad inputs.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+from airflow.sdk import Param, dag, get_current_context, task
+
+
+@dag(
+    schedule=None,
+    catchup=False,
+    max_active_runs=1,
+    params={
+        "generation": Param(None, type=["null", "string"], title="Generation to go back to"),
+        "reason": Param("rolled back by hand", type="string", minLength=1, title="Why"),
+    },
+    default_args={
+        "retries": 2,
+        "retry_delay": timedelta(seconds=5),
+        "execution_timeout": timedelta(minutes=5),
+    },
+    doc_md=__doc__,
+    tags=["larder"],
+)
+def roll_back() -> None:
+    @task(multiple_outputs=False)
+    def move_pointer() -> dict[str, Any]:
+        """Make the chosen generation live; a retry recognises its own move by the run id."""
+        from precompute import pipeline
+        from precompute.config import night_config
+
+        context = get_current_context()
+        return pipeline.roll_back(
+            night_config(),
+            to=context["params"]["generation"],
+            reason=context["params"]["reason"],
+            attempt=context["run_id"],
+        )
+
+    move_pointer()
+
+
+roll_back()
