@@ -1,0 +1,310 @@
+"""A real Airflow on this machine: API server, scheduler and DAG processor over SQLite, gone afterwards."""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+
+from cache.guarded import Guarded
+
+ROOT = Path(__file__).parents[2]
+ENDED = frozenset({"success", "failed"})
+
+
+class AirflowFailed(RuntimeError):
+    """Airflow did not come up, or a run did not end as it should; the message holds the log's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReport:
+    """One task instance; `map_index` is -1 for a task that is not mapped."""
+
+    task_id: str
+    map_index: int
+    state: str
+    duration_s: float
+    try_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """One DAG run with its task instances in the order in which they started."""
+
+    dag_id: str
+    run_id: str
+    run_type: str
+    state: str
+    duration_s: float
+    tasks: tuple[TaskReport, ...]
+
+
+class LocalAirflow:
+    """Airflow for as long as the `with` block lasts; everything it writes is under `state`/airflow."""
+
+    def __init__(
+        self,
+        state: Path,
+        *,
+        environment: Mapping[str, str],
+        dags: Path = ROOT / "dags",
+        pools: Mapping[str, int] | None = None,
+        parallelism: int = 4,
+    ) -> None:
+        """`environment` is what tasks see on top of this process's own: LARDER_CONFIG, REDIS_URL, ..."""
+        self.home = state.resolve() / "airflow"
+        self.url = f"http://127.0.0.1:{_free_port()}"
+        self._pools = pools if pools is not None else {"gpu": 2}
+        self._environment = {
+            **os.environ,
+            **settings(self.home, self.url, dags, parallelism),
+            **environment,
+        }
+        self._token = ""
+        self._stack = ExitStack()
+        self._processes: tuple[Guarded, ...] = ()
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def trigger(self, dag_id: str, conf: Mapping[str, Any] | None = None) -> str:
+        """Start a run with these parameters and return its id; there is no logical date."""
+        body = {"logical_date": None, "conf": dict(conf or {})}
+        return str(self._call("POST", f"/api/v2/dags/{dag_id}/dagRuns", body)["dag_run_id"])
+
+    def run_ids(self, dag_id: str) -> tuple[str, ...]:
+        """Return the ids of all runs, oldest first: asset-triggered ones appear here by themselves."""
+        path = f"/api/v2/dags/{dag_id}/dagRuns?order_by=run_after&limit=100"
+        return tuple(str(run["dag_run_id"]) for run in self._call("GET", path)["dag_runs"])
+
+    def wait_new(self, dag_id: str, known: tuple[str, ...], timeout_s: float = 60.0) -> str:
+        """Return the first run that is not among `known`, such as the one that an asset starts."""
+        give_up = time.monotonic() + timeout_s
+        while time.monotonic() < give_up:
+            self._check_processes()
+            for run_id in self.run_ids(dag_id):
+                if run_id not in known:
+                    return run_id
+            time.sleep(0.25)
+        raise AirflowFailed(
+            f"no new run of {dag_id} within {timeout_s:.0f} s\n{self._last_words()}"
+        )
+
+    def wait(
+        self,
+        dag_id: str,
+        run_id: str,
+        timeout_s: float,
+        *,
+        on_task: Callable[[TaskReport], None] | None = None,
+    ) -> RunReport:
+        """Wait until a run has succeeded; AirflowFailed with the failed task's log if it does not."""
+        give_up = time.monotonic() + timeout_s
+        told: set[TaskReport] = set()
+        while True:
+            self._check_processes()
+            report = self.report(dag_id, run_id)
+            for each in report.tasks:
+                if on_task is not None and each.state in ENDED and each not in told:
+                    told.add(each)
+                    on_task(each)
+            if report.state == "success":
+                return report
+            if report.state == "failed" or time.monotonic() > give_up:
+                raise AirflowFailed(self._explain(report, timeout_s))
+            time.sleep(0.25)
+
+    def report(self, dag_id: str, run_id: str) -> RunReport:
+        """Look at a run as it is now."""
+        path = f"/api/v2/dags/{dag_id}/dagRuns/{quote(run_id)}"
+        run = self._call("GET", path)
+        found = self._call("GET", f"{path}/taskInstances?limit=1000&order_by=start_date")
+        tasks = tuple(
+            TaskReport(
+                task["task_id"],
+                task["map_index"],
+                task["state"] or "none",
+                task["duration"] or 0.0,
+                task["try_number"],
+            )
+            for task in found["task_instances"]
+        )
+        return RunReport(
+            dag_id, run_id, run["run_type"], run["state"], run["duration"] or 0.0, tasks
+        )
+
+    def _start(self) -> None:
+        self.home.parent.mkdir(parents=True, exist_ok=True)
+        lock = self._stack.enter_context((self.home.parent / "airflow.lock").open("a"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AirflowFailed(f"another command already runs Airflow in {self.home}") from None
+        # A run that an interrupted command left behind would be taken up again otherwise.
+        shutil.rmtree(self.home, ignore_errors=True)
+        self.home.mkdir()
+        migrated = self._guard("migrate", "db", "migrate")
+        self._wait_until("the database", lambda: not migrated.running, 120.0)
+        if migrated.returncode != 0:
+            raise AirflowFailed(f"airflow db migrate failed\n{migrated.tail()}")
+        port = self.url.rpartition(":")[2]
+        self._processes = (
+            self._guard("api-server", "api-server", "--host", "127.0.0.1", "--port", port),
+            self._guard("scheduler", "scheduler", "--skip-serve-logs"),
+            self._guard("dag-processor", "dag-processor"),
+        )
+        self._wait_until("the API server", self._log_in, 120.0)
+        for name, slots in self._pools.items():
+            self._call("POST", "/api/v2/pools", {"name": name, "slots": slots})
+        self._wait_until("the scheduler and the DAGs", self._ready, 120.0)
+
+    def _guard(self, name: str, *arguments: str) -> Guarded:
+        process = Guarded(
+            [sys.executable, "-m", "airflow", *arguments],
+            log=self.home / "processes" / f"{name}.log",
+            env=self._environment,
+            cwd=self.home,
+        )
+        return self._stack.enter_context(process)
+
+    def _log_in(self) -> bool:
+        with suppress(URLError, ConnectionError, TimeoutError):
+            self._token = str(self._call("GET", "/auth/token")["access_token"])
+        return bool(self._token)
+
+    def _ready(self) -> bool:
+        health = self._call("GET", "/api/v2/monitor/health")
+        if any(health[name]["status"] != "healthy" for name in ("scheduler", "dag_processor")):
+            return False
+        errors = self._call("GET", "/api/v2/importErrors")["import_errors"]
+        if errors:
+            raise AirflowFailed(f"{errors[0]['filename']}: {errors[0]['stack_trace']}")
+        # The files of one folder are parsed one by one.
+        expected = len(list(Path(self._environment["AIRFLOW__CORE__DAGS_FOLDER"]).glob("[!_]*.py")))
+        return int(self._call("GET", "/api/v2/dags")["total_entries"]) >= expected
+
+    def _wait_until(self, what: str, condition: Callable[[], bool], timeout_s: float) -> None:
+        give_up = time.monotonic() + timeout_s
+        while not condition():
+            self._check_processes()
+            if time.monotonic() > give_up:
+                raise AirflowFailed(
+                    f"{what} not ready within {timeout_s:.0f} s\n{self._last_words()}"
+                )
+            time.sleep(0.1)
+
+    def _check_processes(self) -> None:
+        for process in self._processes:
+            if not process.running:
+                raise AirflowFailed(
+                    f"airflow {process.log.stem} ended by itself ({process.returncode})\n"
+                    f"{process.tail()}"
+                )
+
+    def _last_words(self) -> str:
+        return "\n".join(f"-- {each.log.stem}\n{each.tail(8)}" for each in self._processes)
+
+    def _explain(self, report: RunReport, timeout_s: float) -> str:
+        lines = [f"{report.dag_id} {report.run_id} is {report.state}"]
+        if report.state != "failed":
+            waiting = ", ".join(f"{each.task_id} {each.state}" for each in report.tasks)
+            lines = [f"{lines[0]} after {timeout_s:.0f} s: {waiting}"]
+        for task in report.tasks:
+            if task.state in ("failed", "up_for_retry"):
+                lines += [f"-- {task.task_id} [{task.map_index}]", self._task_log(report, task)]
+        return "\n".join(lines)
+
+    def _task_log(self, report: RunReport, task: TaskReport, lines: int = 25) -> str:
+        folder = self.home / "logs" / f"dag_id={report.dag_id}" / f"run_id={report.run_id}"
+        folder /= f"task_id={task.task_id}"
+        if task.map_index >= 0:
+            folder /= f"map_index={task.map_index}"
+        try:
+            text = (folder / f"attempt={task.try_number}.log").read_text("utf-8", "replace")
+        except OSError:
+            return "(no log)"
+        return "\n".join(_readable(line) for line in text.splitlines()[-lines:])
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(self.url + path, data, headers, method=method)
+        try:
+            with urlopen(request, timeout=30.0) as answer:
+                return json.load(answer)
+        except HTTPError as error:
+            said = error.read().decode("utf-8", "replace")[:2000]
+            raise AirflowFailed(f"{method} {path}: {error.code} {said}") from error
+
+
+def settings(home: Path, url: str, dags: Path, parallelism: int) -> dict[str, str]:
+    """Return Airflow's settings for one machine: loopback only, quick to react, nothing sent home."""
+    return {
+        "AIRFLOW_HOME": str(home),
+        "AIRFLOW__CORE__DAGS_FOLDER": str(dags.resolve()),
+        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+        "AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION": "False",
+        "AIRFLOW__CORE__EXECUTOR": "LocalExecutor",
+        "AIRFLOW__CORE__PARALLELISM": str(parallelism),
+        "AIRFLOW__CORE__EXECUTION_API_SERVER_URL": f"{url}/execution/",
+        "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
+        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{home / 'airflow.db'}",
+        "AIRFLOW__API__HOST": "127.0.0.1",
+        "AIRFLOW__API__PORT": url.rpartition(":")[2],
+        "AIRFLOW__API__BASE_URL": url,
+        "AIRFLOW__API__WORKERS": "1",
+        "AIRFLOW__API_AUTH__JWT_SECRET": secrets.token_urlsafe(64),
+        # The defaults favour quiet databases: a second's rest, and a slot held 5 s after each task.
+        "AIRFLOW__SCHEDULER__SCHEDULER_IDLE_SLEEP_TIME": "0.1",
+        "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "1",
+        "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
+        # Tasks import the packages of this clone.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+
+
+def _readable(line: str) -> str:
+    """Return one JSON log line of a task as text, the error's type and message included."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line
+    text = f"{entry.get('level', '')}: {entry.get('event', '')}"
+    for error in entry.get("error_detail") or ():
+        text += f"\n    {error.get('exc_type')}: {error.get('exc_value')}"
+        for frame in (error.get("frames") or [])[-3:]:
+            text += f"\n        {frame.get('filename')}:{frame.get('lineno')} {frame.get('name')}"
+    return text
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
