@@ -1,6 +1,6 @@
 """A tower: one ONNX model with its inputs bound by name, run so that a row never depends on its batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -153,29 +153,36 @@ class Tower:
         `max_length`), and run grouped by it: so neither padding nor order of summation depends on
         the batch.
         """
-        values = [inputs[each.name] for each in self.spec.inputs]
-        rows_total = len(values[0])
-        out = np.empty((rows_total, self.spec.output_dims), np.float32)
-        histories = next((value for value in values if isinstance(value, Histories)), None)
-        if histories is None:
-            for start in range(0, rows_total, _TILE_ROWS):
-                rows = np.arange(start, min(start + _TILE_ROWS, rows_total))
-                out[rows] = self._run_rows(inputs, rows, 0)
-            return out
-        lengths = np.diff(histories.indptr)
-        which = np.minimum(np.searchsorted(self.buckets, lengths), len(self.buckets) - 1)
-        for bucket in np.unique(which):
-            length = self.buckets[bucket]
-            members = np.flatnonzero(which == bucket)
-            step = max(1, min(_TILE_ROWS, _TILE_NUMBERS // (length * self.spec.output_dims)))
-            for start in range(0, len(members), step):
-                rows = members[start : start + step]
-                out[rows] = self._run_rows(inputs, rows, length)
+        out = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
+        for rows, feed in self.batches(inputs):
+            out[rows] = self._session.run([self.spec.output], feed)[0]
         return out
 
-    def _run_rows(
+    def batches(
+        self, inputs: Inputs
+    ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]]:
+        """(row numbers, what ONNX Runtime is fed for them): the batches that `run` runs."""
+        histories = next((each for each in inputs.values() if isinstance(each, Histories)), None)
+        if histories is None:
+            lengths: tuple[int, ...] = (0,)
+            which = np.zeros(rows_of(inputs), np.int64)
+        else:
+            lengths = self.buckets
+            which = np.minimum(
+                np.searchsorted(lengths, np.diff(histories.indptr)), len(lengths) - 1
+            )
+        for bucket in np.unique(which):
+            length = lengths[bucket]
+            members = np.flatnonzero(which == bucket)
+            numbers = max(1, length) * self.spec.output_dims
+            step = max(1, min(_TILE_ROWS, _TILE_NUMBERS // numbers))
+            for start in range(0, len(members), step):
+                rows = members[start : start + step]
+                yield rows, self._feed(inputs, rows, length)
+
+    def _feed(
         self, inputs: Inputs, rows: NDArray[np.int64], length: int
-    ) -> NDArray[np.float32]:
+    ) -> dict[str, NDArray[Any]]:
         feed: dict[str, NDArray[Any]] = {}
         for each in self.spec.inputs:
             value = inputs[each.name]
@@ -185,8 +192,12 @@ class Tower:
                 feed[each.name] = value[rows].astype(object)
             else:
                 feed[each.name] = np.ascontiguousarray(value[rows], each.dtype)
-        output: NDArray[np.float32] = self._session.run([self.spec.output], feed)[0]
-        return output
+        return feed
+
+
+def rows_of(inputs: Inputs) -> int:
+    """How many rows a set of inputs has."""
+    return len(next(iter(inputs.values())))
 
 
 def buckets_up_to(max_length: int) -> tuple[int, ...]:

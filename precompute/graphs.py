@@ -33,9 +33,8 @@ def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) ->
     """history -> probabilities [n, centroids]: softmax over the cosines with the (sharpened) centroids."""
     nodes = [
         *_sum_of_rows("summed"),
-        helper.make_node("ReduceL2", ["summed", "axes"], ["norm"], name="norm", keepdims=1),
-        helper.make_node("Max", ["norm", "least"], ["length"], name="length"),
-        helper.make_node("Div", ["summed", "length"], ["direction"], name="direction"),
+        # LpNormalization, not ReduceL2: the latter adds in another order when there is one row.
+        helper.make_node("LpNormalization", ["summed"], ["direction"], name="unit", axis=1, p=2),
         helper.make_node("MatMul", ["direction", "centroids"], ["logits"], name="logits"),
         helper.make_node("Softmax", ["logits"], ["probabilities"], name="softmax", axis=-1),
     ]
@@ -46,7 +45,6 @@ def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) ->
         {
             "table": rows,
             "axes": np.array([1], np.int64),
-            "least": np.array(1e-12, np.float32),
             "centroids": np.ascontiguousarray(centroids.T),
         },
     )
