@@ -90,6 +90,8 @@ class LocalAirflow:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for process in self._processes:
+            process.cut()  # all at once; the stack then waits for one after the other
         self._stack.close()
 
     def trigger(self, dag_id: str, conf: Mapping[str, Any] | None = None) -> str:

@@ -1,0 +1,44 @@
+"""Parse the DAGs folder as Airflow does and print what is in it; run in a process of its own."""
+
+import json
+import sys
+from pathlib import Path
+
+from airflow.dag_processing.dagbag import DagBag
+
+
+def main(folder: str) -> None:
+    """Print one JSON object: import errors, heavy modules that parsing pulled in, and each DAG."""
+    bag = DagBag(dag_folder=folder)
+    heavy = ("torch", "faiss", "onnx", "onnxruntime", "pyarrow", "scipy", "numpy", "fastapi")
+    found = sorted(name for name in heavy if name in sys.modules)
+    dags = {
+        dag.dag_id: {
+            "schedule": type(dag.timetable).__name__,
+            "max_active_runs": dag.max_active_runs,
+            "catchup": dag.catchup,
+            "params": sorted(dag.params),
+            "doc": dag.doc_md,
+            "tasks": {
+                task.task_id: {
+                    "upstream": sorted(task.upstream_task_ids),
+                    "all_upstream": sorted(task.get_flat_relative_ids(upstream=True)),
+                    "retries": task.retries,
+                    "timeout_s": task.execution_timeout and task.execution_timeout.total_seconds(),
+                    "pool": task.pool,
+                    "queue": task.queue,
+                    "mapped": task.is_mapped,
+                    "outlets": [asset.name for asset in task.outlets],
+                    "trigger_rule": task.trigger_rule.value,
+                }
+                for task in dag.tasks
+            },
+        }
+        for dag in bag.dags.values()
+    }
+    errors = {Path(name).name: error for name, error in bag.import_errors.items()}
+    print(json.dumps({"errors": errors, "heavy": found, "dags": dags}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

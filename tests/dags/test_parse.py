@@ -1,0 +1,113 @@
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def in_airflow(home: Path, *arguments: str) -> str:
+    """Run this Python with an empty Airflow home and return what it prints."""
+    finished = subprocess.run(
+        [sys.executable, *arguments],
+        env={
+            **os.environ,
+            "AIRFLOW_HOME": str(home),
+            "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+            "AIRFLOW__LOGGING__LOGGING_LEVEL": "ERROR",
+            "PYTHONPATH": str(ROOT),
+        },
+        cwd=home,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.fixture(scope="module")
+def parsed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The DAGs folder as Airflow sees it."""
+    describe = Path(__file__).with_name("describe.py")
+    printed = in_airflow(tmp_path_factory.mktemp("airflow"), str(describe), str(ROOT / "dags"))
+    return json.loads(printed.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def night(parsed: Any) -> Any:
+    """The nightly DAG."""
+    return parsed["dags"]["nightly_precompute"]
+
+
+def test_every_file_parses(parsed: Any) -> None:
+    assert parsed["errors"] == {}
+    assert set(parsed["dags"]) == {"nightly_precompute", "roll_back", "train_reference"}
+
+
+def test_parsing_imports_nothing_heavy(parsed: Any) -> None:
+    # Each task parses its file again, so a second here is a second on every task.
+    assert parsed["heavy"] == []
+
+
+def test_only_what_is_verified_can_be_published(night: Any) -> None:
+    publish = night["tasks"]["publish"]
+
+    assert publish["upstream"] == ["verify"]
+    assert publish["trigger_rule"] == "all_success"
+
+
+def test_the_night_goes_through_its_steps_in_order(night: Any) -> None:
+    steps = ("begin", "embed_items", "score_shard", "assemble", "build_index", "load", "verify")
+    order = [*steps, "publish", "warm", "retire"]
+
+    for earlier, later in pairwise(order):
+        assert earlier in night["tasks"][later]["all_upstream"], f"{earlier} before {later}"
+    assert set(night["tasks"]["load"]["upstream"]) >= {"build_index", "quantize"}
+    assert set(night["tasks"]) == {*order, "plan", "quantize"}
+
+
+def test_every_task_is_retried_and_cannot_hang(parsed: Any) -> None:
+    for dag in parsed["dags"].values():
+        for name, task in dag["tasks"].items():
+            assert task["retries"] >= 1, name
+            assert task["timeout_s"] is not None, name
+            assert 0 < task["timeout_s"] <= 4 * 3600, name
+
+
+def test_scoring_is_mapped_and_waits_in_the_gpu_pool_and_queue(night: Any) -> None:
+    assert night["tasks"]["score_shard"]["mapped"]
+    for name in ("embed_items", "score_shard"):
+        assert (night["tasks"][name]["pool"], night["tasks"][name]["queue"]) == ("gpu", "gpu")
+
+
+def test_one_night_at_a_time_on_schedule_or_for_a_new_bundle(parsed: Any, night: Any) -> None:
+    assert night["schedule"] == "AssetOrTimeSchedule"
+    assert night["max_active_runs"] == 1
+    assert not night["catchup"]
+    assert parsed["dags"]["train_reference"]["tasks"]["train"]["outlets"] == ["larder_bundle"]
+
+
+def test_a_rollback_is_started_by_hand_and_names_its_generation(parsed: Any) -> None:
+    roll_back = parsed["dags"]["roll_back"]
+
+    assert roll_back["schedule"] == "NullTimetable"
+    assert "generation" in roll_back["params"]
+
+
+def test_each_dag_carries_its_operators_page(parsed: Any) -> None:
+    for name, dag in parsed["dags"].items():
+        assert dag["doc"], name
+        assert len(dag["doc"].splitlines()) > 5, name
+
+
+def test_the_celery_executor_can_be_imported(tmp_path: Path) -> None:
+    # celery 5.7.0 breaks this import although its metadata allows it.
+    path = "airflow.providers.celery.executors.celery_executor"
+
+    assert in_airflow(tmp_path, "-c", f"import {path} as m; print(m.CeleryExecutor.__name__)")
