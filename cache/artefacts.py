@@ -81,9 +81,10 @@ class ArtefactStore:
         self.folder: Path | None = (
             Path(url.removeprefix("file://")).absolute() if is_local else None
         )
-        self._host_cache = host_cache
-        if self.folder is None and host_cache is None:
+        root = self.folder or host_cache
+        if root is None:
             raise StoreError(f"{url} is a remote store and needs a folder for this host's copies")
+        self._root = root
         self._fs: Any = None
 
     def _remote(self, path: str) -> tuple[Any, str]:
@@ -169,8 +170,7 @@ class ArtefactStore:
             else:
                 fs, url = self._remote(path)
                 fs.rm(url, recursive=True)
-                if self._host_cache is not None:
-                    shutil.rmtree(self._host_cache / path, ignore_errors=True)
+                shutil.rmtree(self._root / path, ignore_errors=True)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -178,9 +178,7 @@ class ArtefactStore:
 
     def local(self, path: str) -> Path:
         """Where this host has, or will write, a file; for a remote store a place in the host cache."""
-        root = self.folder if self.folder is not None else self._host_cache
-        assert root is not None
-        return root / path
+        return self._root / path
 
     def fetch(self, path: str) -> Path:
         """A local path of an existing file, downloaded if the store is remote and this host has no copy."""

@@ -1,0 +1,122 @@
+"""One build: where a generation's files and its work files lie while the night makes it."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from cache.artefacts import ArtefactStore, describe, generation_path
+from cache.errors import StoreError
+from cache.manifest import Artefact, Manifest, Model
+from precompute.bundle import Bundle
+from precompute.config import NightConfig
+from precompute.tables import read_json, write_json
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, total): called often, from one thread; drawing is the caller's business."""
+
+
+def quiet(_what: str, _done: int, _total: int) -> None:
+    """A `Progress` that shows nothing."""
+
+
+def generation_id(
+    cut: datetime, config: NightConfig, bundle_digest: str, inputs_digest: str
+) -> str:
+    """`data_until` in UTC and a digest of everything that decides the result: a retry finds its own work."""
+    whole = hashlib.sha256(config.semantic())
+    whole.update(f"|{bundle_digest}|{inputs_digest}".encode())
+    return f"{cut.astimezone(UTC):%Y%m%dT%H%M%SZ}-{whole.hexdigest()[:12]}"
+
+
+def cut_of(generation: str) -> int:
+    """`data_until` of a generation id, Unix seconds."""
+    return int(datetime.strptime(generation[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC).timestamp())
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A generation in the making; `root` is this host's folder of it."""
+
+    config: NightConfig
+    store: ArtefactStore
+    generation: str
+
+    @classmethod
+    def of(cls, config: NightConfig, build: Mapping[str, Any]) -> Self:
+        """From what a step was handed."""
+        return cls(config, config.store(), str(build["generation"]))
+
+    @property
+    def root(self) -> Path:
+        """Local folder of the generation."""
+        return self.store.local(generation_path(self.generation))
+
+    def path(self, name: str) -> Path:
+        """Local place of a file to be written; its folder exists."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def finish(self, *names: str) -> None:
+        """Hand finished local files to the store."""
+        for name in names:
+            self.store.put(generation_path(self.generation, name))
+
+    def fetch(self, name: str) -> Path:
+        """A file that an earlier step, perhaps on another host, has finished."""
+        return self.store.fetch(generation_path(self.generation, name))
+
+    def describe(self, name: str) -> Artefact:
+        """Manifest entry of a finished file."""
+        return describe(self.root, name)
+
+    def report(self, name: str, value: Mapping[str, Any]) -> None:
+        """Finish a step: its report is written last, so it proves that the files before it are whole."""
+        write_json(self.path(f"work/{name}.json"), value)
+        self.finish(f"work/{name}.json")
+
+    def read_report(self, name: str) -> dict[str, Any] | None:
+        """A step's report, None when the step has not finished."""
+        try:
+            return read_json(self.fetch(f"work/{name}.json"))
+        except StoreError:
+            return None
+
+    def need(self, name: str) -> dict[str, Any]:
+        """A report that must be there."""
+        found = self.read_report(name)
+        if found is None:
+            raise StoreError(f"{self.generation}: step {name!r} has not finished; run it first")
+        return found
+
+
+def open_bundle(build: Build) -> Bundle:
+    """The bundle as `begin` pinned it into the generation."""
+    begun = build.need("begin")
+    for name in begun["bundle_files"]:
+        build.fetch(f"bundle/{name}")
+    return Bundle.open(build.root / "bundle")
+
+
+def model_entry(
+    build: Build, bundle: Bundle, name: str, int8: bool, agreement: Mapping[str, Any]
+) -> Model:
+    """A bundle's model as the manifest lists it."""
+    source = next(each for each in bundle.models if each.name == name)
+    return Model(
+        name=name,
+        fp32=build.describe(f"models/{name}.fp32.onnx"),
+        int8=build.describe(f"models/{name}.int8.onnx") if int8 else None,
+        digest=source.sha256,
+        spec=source.spec.to_json(),
+        agreement=agreement,
+    )
+
+
+def read_sealed(build: Build) -> Manifest | None:
+    """The build's manifest, None before it is sealed."""
+    raw = build.store.read(generation_path(build.generation, "manifest.json"))
+    return None if raw is None else Manifest.from_bytes(raw)

@@ -1,0 +1,175 @@
+"""The catalogue: which items a generation knows, in ordinal order, and their vectors."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from cache.artefacts import write_atomically
+from cache.directory import Directory
+from cache.errors import SourceError
+from cache.items import ItemTable
+from cache.keys import canonical_id, hash_ids
+from cache.tower import InputSpec, TowerSpec
+from precompute.bundle import Bundle
+from precompute.config import NightConfig
+from precompute.partition import Hasher, first_hash, sort_unique
+from precompute.sources import read_features
+
+IDS, OFFSETS, MODEL_INDEX, VECTORS = (
+    "items/ids.bin",
+    "items/offsets.bin",
+    "items/model_index.i64",
+    "items/vectors.f32",
+)
+
+
+def needs_index(bundle: Bundle) -> bool:
+    """Whether the item tower can only embed items of its own vocabulary."""
+    return any(each.bind == "item_index" for each in bundle.item_tower.spec.inputs)
+
+
+def write_catalogue(
+    config: NightConfig, bundle: Bundle, root: Path, *, hasher: Hasher = hash_ids
+) -> dict[str, Any]:
+    """Write ids, offsets, model indices and the item directory; returns seed, counts and what was left out.
+
+    The items are those of the feature table if there is one, else the bundle's. An item that the item tower cannot
+    embed (not in its vocabulary, where it wants an index) is left out and counted.
+    """
+    vocabulary = {raw: index for index, raw in enumerate(bundle.item_ids)}
+    listed = _listed(config) or list(bundle.item_ids)
+    if len(set(listed)) != len(listed):
+        raise SourceError(f"{config.sources.item_features} lists an item twice")
+    usable = [raw for raw in listed if raw in vocabulary] if needs_index(bundle) else listed
+    if not usable:
+        raise SourceError(f"the model knows none of the {len(listed)} items of the catalogue")
+    seed = 0
+    while (order := sort_unique(usable, seed, hasher)) is None:
+        seed += 1
+    ids = [usable[place] for place in order.tolist()]
+    hashes = hasher(ids, seed)
+    offsets = np.concatenate([[0], np.cumsum([len(raw) for raw in ids])]).astype("<u8")
+    write_atomically(root / IDS, b"".join(ids))
+    write_atomically(root / OFFSETS, offsets.tobytes())
+    model_index = np.array([vocabulary.get(raw, -1) for raw in ids], "<i8")
+    write_atomically(root / MODEL_INDEX, model_index.tobytes())
+    firsts = np.array(
+        [first_hash(shard, config.shards) for shard in range(config.shards)], np.uint64
+    )
+    bounds = [*hashes.searchsorted(firsts).tolist(), len(ids)]
+    for shard in range(config.shards):
+        part = hashes[bounds[shard] : bounds[shard + 1]]
+        write_atomically(root / directory_file("item", shard), part.astype("<u8").tobytes())
+    return {
+        "item_seed": seed,
+        "items": len(ids),
+        "items_without_vector": len(listed) - len(usable),
+        "bounds": bounds,
+    }
+
+
+def _listed(config: NightConfig) -> list[bytes] | None:
+    if not config.sources.item_features:
+        return None
+    path = config.path(config.sources.item_features)
+    batches = read_features(path, config.sources.item_column, ())
+    return [canonical_id(text) for ids, _ in batches for text in ids.to_pylist()]
+
+
+def directory_file(entity: str, shard: int) -> str:
+    """Path of one directory part."""
+    return f"directory/{entity}/{shard:04d}.u64"
+
+
+def open_items(root: Path, begun: Mapping[str, Any], *, dims: int = 0) -> ItemTable:
+    """The item table of a build; with `dims`, its vectors as well."""
+    bounds = begun["bounds"]
+    shards = len(bounds) - 1
+    parts = [
+        np.memmap(root / directory_file("item", shard), "<u8", "r")
+        if bounds[shard + 1] > bounds[shard]
+        else np.empty(0, np.uint64)
+        for shard in range(shards)
+    ]
+    directory = Directory(
+        begun["item_seed"], [first_hash(shard, shards) for shard in range(shards)], parts
+    )
+    vectors: NDArray[np.float32] = np.empty((0, 0), np.float32)
+    if dims:
+        vectors = np.memmap(root / VECTORS, "<f4", "r", shape=(begun["items"], dims))
+    return ItemTable(
+        directory,
+        np.memmap(root / IDS, np.uint8, "r"),
+        np.memmap(root / OFFSETS, "<u8", "r"),
+        vectors,
+        np.memmap(root / MODEL_INDEX, "<i8", "r"),
+    )
+
+
+def item_features(
+    config: NightConfig, items: ItemTable, spec: TowerSpec
+) -> dict[str, NDArray[Any]]:
+    """Feature inputs of all items in ordinal order, by the tower's input names."""
+    wanted = spec.features
+    if not wanted:
+        return {}
+    if not config.sources.item_features:
+        raise SourceError(
+            f"the model wants the item feature {wanted[0].column!r}, but sources.item_features is not set"
+        )
+    path = config.path(config.sources.item_features)
+    columns = sorted({str(each.column) for each in wanted})
+    batches = list(read_features(path, config.sources.item_column, columns))
+    ids = [canonical_id(text) for batch, _ in batches for text in batch.to_pylist()]
+    ordinals = items.ordinals_of(ids)
+    rows = np.empty(items.count, np.int64)
+    rows[ordinals[ordinals >= 0]] = np.flatnonzero(ordinals >= 0)
+    values = {name: pa.concat_arrays([batch[name] for _, batch in batches]) for name in columns}
+    return {
+        each.name: to_numpy(values[str(each.column)].take(pa.array(rows)), each) for each in wanted
+    }
+
+
+def to_numpy(column: Any, spec: InputSpec) -> NDArray[Any]:
+    """An Arrow column as the array that an input wants; raises SourceError naming both sides."""
+    kind = column.type
+    fits = {
+        "string": pa.types.is_string(kind) or pa.types.is_large_string(kind),
+        "float32": pa.types.is_floating(kind) or pa.types.is_integer(kind),
+        "int32": pa.types.is_integer(kind),
+        "int64": pa.types.is_integer(kind),
+    }
+    if spec.width is not None:
+        values: NDArray[Any] = np.array(column.to_pylist(), spec.dtype)
+        if values.ndim != 2 or values.shape[1] != spec.width:
+            raise SourceError(
+                f"column {spec.column!r} is {kind}, the model's input {spec.name!r} wants width {spec.width}"
+            )
+        return values
+    if not fits[spec.dtype]:
+        raise SourceError(
+            f"column {spec.column!r} is {kind}, the model's input {spec.name!r} wants {spec.dtype}"
+        )
+    if column.null_count:
+        raise SourceError(f"column {spec.column!r} holds {column.null_count} missing values")
+    if spec.dtype == "string":
+        return np.array(column.to_pylist(), object)
+    numbers: NDArray[Any] = np.asarray(column).astype(spec.dtype)
+    if not np.isfinite(numbers).all():
+        raise SourceError(f"column {spec.column!r} holds a non-finite number")
+    return numbers
+
+
+def popular(
+    items: ItemTable, popularity: NDArray[np.int64], k: int
+) -> tuple[Sequence[str], list[float]]:
+    """The k most popular items and their share of all interactions; ties by ordinal."""
+    order = np.lexsort((np.arange(items.count), -popularity))[: min(k, items.count)]
+    total = max(1, int(popularity.sum()))
+    return items.ids_of(order.astype(np.uint32)), [
+        float(popularity[each]) / total for each in order.tolist()
+    ]

@@ -1,0 +1,180 @@
+"""Control keys in Redis: pointer, registry, replicas. The only writer of the pointer."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+import redis
+
+from cache.errors import ConfigError, Refused, TierUnavailable
+from cache.keys import Keyspace
+from cache.releases import Pointer
+from precompute.states import State
+
+REPLICA_DEAD_S = 3.0
+"""A replica that missed three beats of one second is gone."""
+
+# Allowed at full memory: publishing and rolling back must work exactly when Redis is in trouble. An own attempt
+# found in place means that the reply to an earlier, successful call was lost.
+_MOVE = """#!lua flags=allow-oom
+local found = redis.call('GET', KEYS[1])
+if found then
+  local pointer = cjson.decode(found)
+  if pointer.attempt == ARGV[3] and pointer.generation == ARGV[4] then return {1, found} end
+  if string.format('%.0f', pointer.epoch) ~= ARGV[1] then return {0, found} end
+elseif ARGV[1] ~= '0' then
+  return {0, ''}
+end
+redis.call('SET', KEYS[1], ARGV[2])
+for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+redis.call('PUBLISH', KEYS[3], 'pointer')
+return {1, ARGV[2]}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A generation's row in the registry; `at` is Unix seconds."""
+
+    state: State
+    at: float
+    reason: str = ""
+
+    def to_bytes(self) -> bytes:
+        """JSON as stored."""
+        return orjson.dumps({"state": self.state, "at": self.at, "reason": self.reason})
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A serving replica's last heartbeat."""
+
+    name: str
+    beat_at: float
+    serving: str | None
+    holds: tuple[str, ...]
+
+
+@contextmanager
+def connect(url: str | None, timeout_s: float) -> Iterator["redis.Redis"]:
+    """A synchronous client; its errors become TierUnavailable or Refused with a remedy."""
+    if not url:
+        raise ConfigError(
+            "no Redis is configured: set REDIS_URL, or run through a command that starts one"
+        )
+    try:
+        client = redis.Redis.from_url(
+            url, protocol=3, socket_timeout=timeout_s, socket_connect_timeout=min(timeout_s, 5.0)
+        )
+    except ValueError as error:
+        raise ConfigError(f"REDIS_URL cannot be used: {error}") from error
+    try:
+        with translated():
+            yield client
+    finally:
+        client.close()
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Redis errors in Larder's words, each with its remedy."""
+    try:
+        yield
+    except redis.exceptions.OutOfMemoryError as error:
+        raise Refused(
+            "Redis is at maxmemory: nothing was published; raise maxmemory or retire generations",
+            rule="redis_memory",
+        ) from error
+    except redis.exceptions.ReadOnlyError as error:
+        raise TierUnavailable(
+            "Redis is a read-only replica; point REDIS_URL at the primary", reason="connection"
+        ) from error
+    except (redis.exceptions.NoPermissionError, redis.exceptions.AuthenticationError) as error:
+        raise ConfigError(
+            f"Redis refused the user of REDIS_URL: {error}; it needs the loader's ACL"
+        ) from error
+    except redis.exceptions.TimeoutError as error:
+        raise TierUnavailable(f"Redis did not answer in time: {error}", reason="timeout") from error
+    except redis.exceptions.ConnectionError as error:
+        raise TierUnavailable(f"Redis cannot be reached: {error}", reason="connection") from error
+    except redis.exceptions.RedisError as error:
+        raise TierUnavailable(f"Redis refused a command: {error}", reason="connection") from error
+
+
+class Control:
+    """Reads and writes one namespace's control keys."""
+
+    def __init__(self, client: "redis.Redis", keys: Keyspace) -> None:
+        self.client = client
+        self.keys = keys
+
+    def pointer(self) -> Pointer | None:
+        """What is live in Redis, None after a loss."""
+        raw: Any = self.client.get(self.keys.live)
+        return None if raw is None else Pointer.from_bytes(raw)
+
+    def move(self, to: Pointer, *, expected_epoch: int, rows: Mapping[str, Row]) -> Pointer | None:
+        """Compare-and-set: the pointer now in place if the move took effect (now or by an earlier try), else None."""
+        arguments: list[Any] = [str(expected_epoch), to.to_bytes(), to.attempt, to.generation]
+        for generation, row in rows.items():
+            arguments += [generation, row.to_bytes()]
+        names = (self.keys.live, self.keys.generations, self.keys.channel)
+        moved, raw = self.client.eval(_MOVE, len(names), *names, *arguments)
+        return Pointer.from_bytes(raw) if moved else None
+
+    def rows(self) -> dict[str, Row]:
+        """The whole registry."""
+        raw: Any = self.client.hgetall(self.keys.generations)
+        found = {}
+        for generation, value in raw.items():
+            data = orjson.loads(value)
+            found[generation.decode()] = Row(
+                State(data["state"]), data["at"], data.get("reason", "")
+            )
+        return found
+
+    def set_row(self, generation: str, row: Row) -> None:
+        """Write one row."""
+        self.client.hset(self.keys.generations, generation, row.to_bytes())
+
+    def drop_row(self, generation: str) -> None:
+        """Forget a generation; only when no overlay of it can still live."""
+        self.client.hdel(self.keys.generations, generation)
+
+    def announce(self, what: Literal["pointer", "blocklist"]) -> None:
+        """Tell listening replicas to look now instead of at their next poll."""
+        self.client.publish(self.keys.channel, what)
+
+    def replicas(self, now: float | None = None) -> list[Replica]:
+        """Replicas that have not missed three beats."""
+        now = time.time() if now is None else now
+        raw: Any = self.client.zrangebyscore(
+            self.keys.replicas, now - REPLICA_DEAD_S, "+inf", withscores=True
+        )
+        found: dict[str, Replica] = {}
+        for value, beat_at in raw:
+            data = orjson.loads(value)
+            found[data["replica"]] = Replica(
+                data["replica"], float(beat_at), data.get("serving"), tuple(data.get("holds", ()))
+            )
+        return list(found.values())
+
+    def check_policy(self) -> str:
+        """The eviction policy; refuses one that could evict published pages."""
+        try:
+            raw: Any = self.client.config_get("maxmemory-policy")
+            policy = str(raw.get("maxmemory-policy", ""))
+        except redis.exceptions.RedisError:  # managed services forbid CONFIG; INFO says it as well
+            info: Any = self.client.info("memory")
+            policy = str(info.get("maxmemory_policy", ""))
+        if not policy.startswith(("volatile-", "noeviction")):
+            raise Refused(
+                f"Redis has maxmemory-policy {policy or 'unknown'}, which may evict published pages; set volatile-lru",
+                rule="maxmemory_policy",
+                value=policy,
+                threshold="volatile-* or noeviction",
+            )
+        return policy

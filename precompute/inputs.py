@@ -1,0 +1,74 @@
+"""Inputs of the towers: histories and feature columns bound to the names that a model gives them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.errors import ConfigError
+from cache.items import ItemTable, Ordinals
+from cache.tower import Histories, Inputs, TowerSpec
+from precompute.catalogue import to_numpy
+from precompute.partition import ShardInput
+
+
+def bind(
+    spec: TowerSpec,
+    *,
+    histories: Histories | None = None,
+    features: Mapping[str, NDArray[Any]] | None = None,
+    index: NDArray[np.int64] | None = None,
+) -> Inputs:
+    """A tower's inputs by name; `features` are by input name already."""
+    bound: dict[str, Histories | NDArray[Any]] = {}
+    for each in spec.inputs:
+        if each.bind == "history":
+            if histories is None:
+                raise ConfigError(
+                    f"input {each.name!r} wants a history, which this entity does not have"
+                )
+            bound[each.name] = histories
+        elif each.bind == "item_index":
+            if index is None:
+                raise ConfigError(
+                    f"input {each.name!r} wants an item index, which this entity does not have"
+                )
+            bound[each.name] = index
+        else:
+            bound[each.name] = (features or {})[each.name]
+    return bound
+
+
+def take_rows(histories: Histories, rows: NDArray[np.int64]) -> Histories:
+    """The histories of some rows."""
+    lengths = histories.indptr[rows + 1] - histories.indptr[rows]
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    places = (
+        np.arange(indptr[-1])
+        - np.repeat(indptr[:-1], lengths)
+        + np.repeat(histories.indptr[rows], lengths)
+    )
+    return Histories(indptr, histories.indices[places])
+
+
+def usable_inputs(
+    items: ItemTable, entities: ShardInput, specs: list[TowerSpec]
+) -> tuple[NDArray[np.int64], Histories, dict[str, NDArray[Any]]]:
+    """(rows that have every input these models want, histories in model indices, feature inputs by input name)."""
+    indices = items.to_model(Ordinals(entities.ordinals))
+    known = indices >= 0
+    kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(known)])
+    histories = Histories(kept[entities.indptr], indices[known])
+    usable = np.ones(len(entities.ids), np.bool_)
+    features: dict[str, NDArray[Any]] = {}
+    for spec in specs:
+        if spec.history is not None:
+            usable &= np.diff(histories.indptr) > 0
+        for each in spec.features:
+            column = entities.features[str(each.column)]
+            usable &= np.asarray(pc.is_valid(column))
+            filled = column if not column.null_count else column.fill_null(column.drop_null()[0])
+            features[each.name] = to_numpy(filled, each)
+    return np.flatnonzero(usable), histories, features

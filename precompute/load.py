@@ -1,0 +1,151 @@
+"""Bulk load: stream page files into Redis, a bounded pipeline at a time, resumable per part."""
+
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import redis
+import xxhash
+
+from cache.errors import CorruptArtefact
+from cache.keys import Keyspace
+from cache.manifest import Manifest, Table, TablePart
+
+Progress = Callable[[int], None]
+RETIRE_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One shard of one table: the unit of loading, verifying and resuming."""
+
+    table: Table
+    number: int
+
+    @property
+    def pages(self) -> TablePart:
+        """Its entry in the manifest."""
+        return self.table.parts[self.number]
+
+    @property
+    def name(self) -> str:
+        """Its field in the generation's `loaded` hash."""
+        return f"{self.table.name}/{self.number}"
+
+
+def parts_of(manifest: Manifest) -> list[Part]:
+    """All parts of all tables."""
+    return [
+        Part(table, number)
+        for table in manifest.tables.values()
+        for number in range(len(table.parts))
+    ]
+
+
+def page_keys(keys: Keyspace, manifest: Manifest) -> Iterator[str]:
+    """Every page key of a generation, from the manifest alone: no SCAN."""
+    for table in manifest.tables.values():
+        for page in range(table.pages):
+            yield keys.page(manifest.generation, table.name, page)
+
+
+def load_part(
+    client: "redis.Redis",
+    keys: Keyspace,
+    manifest: Manifest,
+    root: Path,
+    part: Part,
+    *,
+    chunk_bytes: int = 1 << 20,
+    progress: Progress = lambda _bytes: None,
+) -> bool:
+    """Stream a part's pages, then mark it loaded; False when it was wholly there. `root` is the generation's folder.
+
+    A page is one `SET`, so re-doing a page after a crash is harmless; the mark is written last. Reads come from the
+    mapped file: a page is copied once, into the socket.
+    """
+    mark = f"{keys.loaded(manifest.generation)}"
+    if client.hget(mark, part.name) == part.pages.sums.sha256.encode():
+        return False
+    entry = part.pages
+    if not entry.count:
+        client.hset(mark, part.name, part.pages.sums.sha256)
+        return True
+    with (
+        (root / entry.file.path).open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
+    ):
+        if len(pages) != entry.count * part.table.layout.size_bytes:
+            raise CorruptArtefact(
+                f"{entry.file.path} has {len(pages)} bytes for {entry.count} records"
+            )
+        size = part.table.page_bytes
+        at_once = max(1, chunk_bytes // size)
+        for first in range(0, entry.pages, at_once):
+            pipeline = client.pipeline(transaction=False)
+            last = min(first + at_once, entry.pages)
+            for page in range(first, last):
+                name = keys.page(manifest.generation, part.table.name, entry.first_page + page)
+                pipeline.set(name, pages[page * size : (page + 1) * size])
+            pipeline.execute()
+            progress(min(last * size, len(pages)) - first * size)
+    client.hset(mark, part.name, part.pages.sums.sha256)
+    return True
+
+
+def verify_part(
+    client: "redis.Redis",
+    keys: Keyspace,
+    manifest: Manifest,
+    root: Path,
+    part: Part,
+    *,
+    chunk_bytes: int = 1 << 20,
+    progress: Progress = lambda _bytes: None,
+) -> int:
+    """Read every page back from Redis and compare checksums; pages checked. Raises CorruptArtefact naming the page."""
+    entry = part.pages
+    sums = np.fromfile(root / entry.sums.path, "<u8")
+    if len(sums) != entry.pages:
+        raise CorruptArtefact(
+            f"{entry.sums.path} holds {len(sums)} checksums for {entry.pages} pages"
+        )
+    at_once = max(1, chunk_bytes // part.table.page_bytes)
+    for first in range(0, entry.pages, at_once):
+        numbers = range(first, min(first + at_once, entry.pages))
+        names = [
+            keys.page(manifest.generation, part.table.name, entry.first_page + page)
+            for page in numbers
+        ]
+        pipeline = client.pipeline(transaction=False)
+        for name in names:
+            pipeline.get(name)
+        found: list[Any] = pipeline.execute()
+        for page, name, value in zip(numbers, names, found, strict=True):
+            if value is None:
+                raise CorruptArtefact(f"page {name} is not in Redis", page=name)
+            if xxhash.xxh3_64_intdigest(value) != int(sums[page]):
+                raise CorruptArtefact(f"page {name} differs from its checksum", page=name)
+            progress(len(value))
+    return entry.pages
+
+
+def unlink_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest) -> int:
+    """Remove a generation's pages in small batches, so that no reader waits long; keys removed."""
+    removed = 0
+    batch: list[str] = []
+    for name in page_keys(keys, manifest):
+        batch.append(name)
+        if len(batch) == RETIRE_BATCH:
+            removed += int(client.unlink(*batch))
+            batch.clear()
+    removed += int(client.unlink(*batch, keys.loaded(manifest.generation)))
+    return removed
+
+
+def total_bytes(manifest: Manifest) -> int:
+    """Payload of all pages."""
+    return sum(part.pages.file.size_bytes for part in parts_of(manifest))

@@ -1,0 +1,99 @@
+"""Writing tables: records in hash order become pages in one file per shard, streamed and checksummed."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import orjson
+import xxhash
+from numpy.typing import NDArray
+
+from cache.artefacts import sync_folder, write_atomically
+from cache.manifest import Artefact
+from cache.records import Layout
+
+
+def records_per_page(layout: Layout, page_bytes: int) -> int:
+    """How many whole records fit a page of at most `page_bytes`; at least one."""
+    return max(1, page_bytes // layout.size_bytes)
+
+
+class PageFile:
+    """All pages of one shard of one table, written beside and renamed when whole.
+
+    A page is a slice of the file: records are appended back to back, and every `records_per_page` of them a
+    checksum (xxh3-64) is kept for the `.sums` file.
+    """
+
+    def __init__(self, path: Path, layout: Layout, page_bytes: int) -> None:
+        self.path = path
+        self.layout = layout
+        self.count = 0
+        self._page_bytes = records_per_page(layout, page_bytes) * layout.size_bytes
+        self._sums: list[int] = []
+        self._tail = bytearray()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._beside = path.with_name(f".{path.name}.part")
+        self._file = self._beside.open("wb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def append(self, records: NDArray[Any]) -> None:
+        """Add records (dtype of the layout) in hash order."""
+        self.count += len(records)
+        data = records.tobytes()
+        self._file.write(data)
+        self._tail += data
+        whole = len(self._tail) // self._page_bytes * self._page_bytes
+        with memoryview(self._tail) as view:
+            for start in range(0, whole, self._page_bytes):
+                self._sums.append(xxhash.xxh3_64_intdigest(view[start : start + self._page_bytes]))
+        del self._tail[:whole]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._file.close()
+            self._beside.unlink(missing_ok=True)
+            return
+        if self._tail:
+            self._sums.append(xxhash.xxh3_64_intdigest(self._tail))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._beside.replace(self.path)
+        sync_folder(self.path.parent)
+        write_atomically(sums_path(self.path), np.array(self._sums, "<u8").tobytes())
+
+
+def sums_path(pages: Path) -> Path:
+    """Where the checksums of a page file lie."""
+    return pages.with_suffix(".sums")
+
+
+def artefact_json(artefact: Artefact) -> dict[str, object]:
+    """For a shard's report."""
+    return {"path": artefact.path, "size_bytes": artefact.size_bytes, "sha256": artefact.sha256}
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """A small report, atomically; numpy numbers allowed."""
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2
+    write_atomically(path, orjson.dumps(value, option=options))
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A report written by `write_json`, or None."""
+    try:
+        found: dict[str, Any] = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return found

@@ -1,0 +1,84 @@
+"""Training the reference bundle from the configured sources."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet
+
+from cache.errors import ConfigError, SourceError
+from precompute.build import Progress, quiet
+from precompute.config import NightConfig, parse_time
+from precompute.reference import ReferenceData, train
+from precompute.sources import read_features, read_interactions
+
+
+def train_reference(
+    config: NightConfig, *, data_until: str | None = None, progress: Progress = quiet
+) -> dict[str, Any]:
+    """Train on all interactions (older than `data_until`, if given) and put the bundle where the night reads it."""
+    started = time.perf_counter()
+    if not config.sources.interactions:
+        raise ConfigError("sources.interactions is empty: name the files to train on")
+    users, items, rows = [], [], 0
+    before = parse_time(data_until) if data_until else None
+    for batch in read_interactions(config.sources, Path(config.base), before=before):
+        users.append(batch.users)
+        items.append(batch.items)
+        rows += len(batch.times)
+        progress("read interactions", rows, 0)
+    if not rows:
+        raise SourceError("the sources hold no interaction to train on")
+    coded_users = pc.dictionary_encode(pa.chunked_array(users).combine_chunks())
+    coded_items = pc.dictionary_encode(pa.chunked_array(items).combine_chunks())
+    item_ids = coded_items.dictionary.to_pylist()
+    data = ReferenceData(
+        np.asarray(coded_users.indices, np.int64),
+        np.asarray(coded_items.indices, np.int64),
+        item_ids,
+        _categories(config, item_ids),
+    )
+    target = config.path(config.bundle)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        bundle = train(data, beside, dims=config.reference.dims, seed=config.reference.seed)
+        # A night copies the bundle when it begins: it sees the old one or the new one, whole.
+        shutil.rmtree(target, ignore_errors=True)
+        beside.replace(target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    progress("train", 1, 1)
+    return {
+        "bundle": str(target),
+        "digest": bundle.digest,
+        "users": len(coded_users.dictionary),
+        "items": len(item_ids),
+        "interactions": rows,
+        "dims": bundle.dims,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+
+
+def _categories(config: NightConfig, item_ids: list[str]) -> list[str] | None:
+    """One category per item from the item features, where they have such a column."""
+    sources = config.sources
+    if not sources.item_features:
+        return None
+    path = config.path(sources.item_features)
+    if sources.category_column not in pa.parquet.read_schema(path).names:
+        return None
+    known: dict[str, str] = {}
+    for ids, columns in read_features(path, sources.item_column, (sources.category_column,)):
+        known |= dict(
+            zip(
+                ids.to_pylist(),
+                columns[sources.category_column].cast(pa.string()).to_pylist(),
+                strict=True,
+            )
+        )
+    return [known.get(each) or "unknown" for each in item_ids]
