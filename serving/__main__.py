@@ -1,0 +1,157 @@
+"""`python -m serving`: checks its settings, finds or starts Redis, serves until it is told to stop."""
+
+import argparse
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import redis
+import uvicorn
+
+from cache.embedded import redis_url
+from cache.errors import ConfigError, LarderError
+from cache.keys import Keyspace
+from cache.releases import newest_release
+from serving.app import create_app
+from serving.config import ServingConfig
+
+log = logging.getLogger("serving")
+
+_BACKLOG = 2_048
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the service; 0 after a clean stop, 2 when it cannot start as configured."""
+    sent = _parser().parse_args(arguments)
+    logging.basicConfig(level=sent.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    try:
+        config = ServingConfig.load(
+            os.environ, host=sent.host, port=sent.port, insecure=sent.insecure or None
+        )
+        config.require_guard()
+        with _listening(config) as listener, redis_url(config.state, config.redis_url) as url:
+            is_own = not config.redis_url
+            config = config.with_redis(url)
+            _check_redis(config, is_own=is_own)
+            _serve(config, listener, sent.log_level)
+    except LarderError as error:
+        print(f"larder: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving",
+        description="Serve predictions. Settings: the [serving] section of LARDER_CONFIG, then the "
+        "environment (REDIS_URL, LARDER_ARTIFACTS, LARDER_NAMESPACE, LARDER_STATE, LARDER_TOKEN, "
+        "LARDER_<SETTING>), then these options.",
+    )
+    parser.add_argument("--host", help="address to bind (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to bind, 0 = any free one (default 8000)")
+    parser.add_argument(
+        "--insecure", action="store_true", help="let others reach the service without a token"
+    )
+    parser.add_argument(
+        "--log-level", default="info", choices=["debug", "info", "warning", "error"]
+    )
+    return parser
+
+
+def _listening(config: ServingConfig) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
+    return listener
+
+
+def _check_redis(config: ServingConfig, *, is_own: bool) -> None:
+    """Refuses a Redis that may evict published pages; fills an empty one of our own from the artefact store."""
+    try:
+        client = redis.Redis.from_url(config.redis_url, protocol=2, socket_timeout=2.0)
+    except ValueError as error:
+        raise ConfigError(f"REDIS_URL cannot be used: {error}", field="redis_url") from error
+    try:
+        info: dict[str, object] = client.info("memory")
+        policy = str(info.get("maxmemory_policy", ""))
+        if policy.startswith("allkeys"):
+            raise ConfigError(
+                f"Redis has maxmemory-policy {policy}, which may evict published pages; set volatile-lru",
+                field="redis_url",
+            )
+        is_empty = not client.exists(Keyspace(config.namespace).live)
+    except redis.RedisError as error:
+        log.warning("Redis does not answer (%s): starting from the newest release", error)
+        return
+    finally:
+        client.close()
+    if is_own and is_empty and newest_release(config.store()) is not None:
+        _restore(config)
+
+
+def _restore(config: ServingConfig) -> None:
+    """Another program of ours, since serving never imports precompute."""
+    log.info("Redis is empty: restoring the newest release")
+    environment = os.environ | {
+        "REDIS_URL": config.redis_url,
+        "LARDER_ARTIFACTS": config.artifacts,
+        "LARDER_NAMESPACE": config.namespace,
+        "LARDER_STATE": str(config.state),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "precompute", "restore"],
+        env=environment,
+        stdout=sys.stderr,
+        check=False,
+    )
+    if done.returncode:
+        log.warning("restore ended with code %d: pages stay out of reach", done.returncode)
+
+
+def _serve(config: ServingConfig, listener: socket.socket, log_level: str) -> None:
+    server = _Server(
+        uvicorn.Config(
+            create_app(config),
+            loop="uvloop",
+            http="httptools",
+            lifespan="on",
+            access_log=False,
+            log_level=log_level,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=max(1, int(config.drain_s)),
+        )
+    )
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    server.announcement = f"Larder serves on {url}"
+    server.run(sockets=[listener])
+    if not server.started:
+        raise ConfigError("the service could not start; the log says why")
+
+
+class _Server(uvicorn.Server):
+    """Says where it serves once it does, on a line that a program can read."""
+
+    announcement = ""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts, then announces."""
+        await super().startup(sockets)
+        if self.started:
+            print(self.announcement, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

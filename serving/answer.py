@@ -1,0 +1,103 @@
+"""What a caller reads for one entity: a record turned into JSON-able fields, everything barred left out. Pure."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.manifest import Table
+from cache.records import Record
+from serving.ask import Entity
+from serving.metrics import Source
+from serving.snapshot import Snapshot
+
+Answer = dict[str, Any]
+Prediction = dict[str, Any]
+
+
+def barred(snapshot: Snapshot, entity: Entity, exclude: Sequence[bytes]) -> frozenset[int]:
+    """Ordinals that this caller must not see, besides the blocklist: what was sent as history or excluded."""
+    ids = (entity.history or ()) + tuple(exclude)
+    if not ids:
+        return frozenset()
+    return frozenset(snapshot.items.ordinals_of(ids).tolist())
+
+
+def from_record(
+    snapshot: Snapshot,
+    table: Table,
+    entity: Entity,
+    record: Record,
+    k: int,
+    exclude: Sequence[bytes],
+) -> Prediction:
+    """The prediction itself, from a stored or a live record."""
+    if record.items is not None:
+        return top(snapshot, entity, record.items, record.numbers, k, exclude)
+    if table.kind == "vector":
+        return {"vector": record.numbers}
+    return {"values": record.numbers, "labels": table.labels}
+
+
+def from_defaults(
+    snapshot: Snapshot, table: Table, entity: Entity, k: int, exclude: Sequence[bytes]
+) -> Prediction:
+    """A popular list for top-K; null elsewhere, since a made-up vector would be a wrong answer."""
+    if table.kind == "vector":
+        return {"vector": None}
+    if table.kind == "value":
+        return {"values": None, "labels": table.labels}
+    default = snapshot.defaults.get(table.name)
+    if default is None:
+        return {"items": [], "scores": [], "short": True}
+    # An item is not similar to itself, however popular it is.
+    own = (entity.raw,) if table.entity == "item" and entity.raw is not None else ()
+    return top(snapshot, entity, default.items, default.scores, k, (*exclude, *own))
+
+
+def top(
+    snapshot: Snapshot,
+    entity: Entity,
+    items: NDArray[np.uint32],
+    scores: NDArray[np.float32],
+    k: int,
+    exclude: Sequence[bytes],
+) -> Prediction:
+    """The first k of a list, in its order, without what is blocked or barred."""
+    drop: Collection[int] = barred(snapshot, entity, exclude)
+    blocked = snapshot.blocked
+    if drop or blocked:
+        keep = [
+            place
+            for place, ordinal in enumerate(items.tolist())
+            if ordinal not in drop and ordinal not in blocked
+        ][:k]
+        items, scores = items[keep], scores[keep]
+    else:
+        items, scores = items[:k], scores[:k]
+    return {"items": snapshot.items.ids_of(items), "scores": scores, "short": len(items) < k}
+
+
+def complete(
+    prediction: Prediction,
+    snapshot: Snapshot,
+    table: str,
+    entity: Entity,
+    source: Source,
+    producer: str | None,
+    now: float,
+    **marks: object,
+) -> Answer:
+    """The prediction with where it came from; marks that are None are left out."""
+    answer: Answer = {"id": entity.id, "table": table}
+    answer |= prediction
+    answer["source"] = source
+    answer["producer"] = producer
+    answer["generation"] = snapshot.generation
+    answer["age_seconds"] = round(now - snapshot.manifest.data_until, 3)
+    answer["published_at"] = snapshot.published_at
+    for name, value in marks.items():
+        if value is not None:
+            answer[name] = value
+    return answer

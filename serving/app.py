@@ -1,0 +1,154 @@
+"""The running service put together: tiers, model, ladder and routes, for as long as the application lives."""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from cache.blocklist import Blocklist
+from cache.breaker import Breaker
+from cache.keys import Keyspace
+from cache.local import LocalTier, NegativeCache
+from cache.releases import Pointer
+from cache.remote import RemoteConfig, RemoteTier
+from cache.tiered import Tiered
+from serving.case import want_in
+from serving.config import ServingConfig
+from serving.ladder import Ladder, Lives
+from serving.live import MicroBatcher, compute
+from serving.metrics import Metrics
+from serving.problem import Problem
+from serving.refresh import Refresher
+from serving.routes import Service, refused, routes
+from serving.snapshot import Snapshot
+
+_WARM_CHUNK = 128
+_WARM_S = 2.0
+_BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def create_app(config: ServingConfig) -> FastAPI:
+    """The application; nothing is opened before it starts."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with running(config) as service:
+            app.state.service = service
+            app.include_router(routes(service))
+            yield
+
+    app = FastAPI(
+        title="Larder",
+        description="Precomputed predictions, each marked with where it came from.",
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+
+    async def refuse(_request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        detail = str(error.detail) if isinstance(error, HTTPException) else "internal error"
+        return refused(Problem(status, _CODES.get(status, "http_error"), detail))
+
+    app.add_exception_handler(HTTPException, refuse)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def running(config: ServingConfig) -> AsyncIterator[Service]:
+    """Everything behind the routes, opened in order and closed in reverse."""
+    metrics = Metrics()
+    breaker = Breaker(config.breaker_threshold, config.breaker_cooldown_s)
+    remote = RemoteTier(
+        RemoteConfig(
+            config.redis_url,
+            deadline_s=config.l2_deadline_ms / 1000,
+            wires_max=config.l2_connections,
+        ),
+        Keyspace(config.namespace),
+        breaker,
+    )
+    local = LocalTier(config.l1_bytes)
+    tiers = Tiered(local, NegativeCache(config.negative_entries, config.negative_ttl_s), remote)
+    executor = ThreadPoolExecutor(config.live_workers, thread_name_prefix="larder-live")
+    batcher = MicroBatcher(
+        executor,
+        workers=config.live_workers,
+        max_batch=config.live_batch,
+        max_queue=config.live_queue,
+        max_queue_bytes=config.live_queue_bytes,
+        compute=compute,
+        observe=metrics.inferred,
+    )
+    lives = Lives(config.l2_deadline_ms / 1000, config.overlay_ttl_s, config.outage_ttl_s)
+    ladder = Ladder(tiers, batcher, metrics, lives)
+    store = config.store()
+
+    def open_snapshot(pointer: Pointer, generation: str, blocklist: Blocklist) -> Snapshot:
+        return Snapshot.open(
+            store,
+            generation,
+            epoch=pointer.epoch if generation == pointer.generation else 0,
+            published_at=pointer.published_at,
+            blocklist=blocklist,
+            precision=config.precision,
+            threads=config.live_threads,
+        )
+
+    async def warm(coming: Snapshot, current: Snapshot) -> None:
+        if coming.generation == current.generation:
+            return
+        tables = coming.manifest.tables
+        hot = dict.fromkeys(ladder.recent)
+        wants = [want_in(coming, tables[table], raw) for table, raw in hot if table in tables]
+        wants = [want for want in wants if want.position >= 0]
+        give_up = time.monotonic() + _WARM_S
+        for start in range(0, len(wants), _WARM_CHUNK):
+            await tiers.warm(coming.view, wants[start : start + _WARM_CHUNK], give_up)
+            await asyncio.sleep(0)  # readers go first
+
+    refresher = Refresher(
+        config, store, remote, open_snapshot, metrics, replica_id=replica_id(), warm=warm
+    )
+    _gauges(metrics, refresher, local, breaker, batcher)
+    service = Service(refresher, ladder, metrics, config.limits(), config.body_bytes, config.token)
+    try:
+        await refresher.start()
+        yield service
+    finally:
+        await refresher.aclose()
+        await tiers.aclose()
+        await remote.aclose()
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+def replica_id() -> str:
+    """Differs for every process, also after a restart."""
+    return f"{socket.gethostname()}-{secrets.token_hex(4)}"
+
+
+def _gauges(
+    metrics: Metrics,
+    refresher: Refresher,
+    local: LocalTier,
+    breaker: Breaker,
+    batcher: MicroBatcher,
+) -> None:
+    def age() -> float:
+        held = refresher.holding
+        return float("nan") if held is None else time.time() - held.live.manifest.data_until
+
+    metrics.generation_age.set_function(age)
+    metrics.stale.set_function(lambda: float(refresher.stale is not None))
+    metrics.ready.set_function(lambda: float(refresher.health.ready))
+    metrics.breaker.set_function(lambda: _BREAKER_STATES[breaker.state])
+    metrics.blocklist_age.set_function(lambda: time.monotonic() - refresher.blocklist_read_at)
+    metrics.l1_bytes.set_function(lambda: local.size_bytes)
+    metrics.l1_entries.set_function(lambda: len(local))
+    metrics.live_queue.set_function(lambda: batcher.queued)

@@ -1,0 +1,134 @@
+"""One entity on its way down the ladder: what is wanted, from what it could be computed, what came of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cache.predictor import LiveInput
+
+from cache.errors import CorruptArtefact, InvalidInput
+from cache.keys import fingerprint, hash_id, input_digest
+from cache.manifest import Table
+from cache.records import Record, decode
+from cache.tiered import Found, MissReason, Want
+from serving.answer import Answer
+from serving.ask import Ask, Entity
+from serving.problem import Problem, from_input
+from serving.snapshot import Snapshot
+
+OUTAGES = frozenset(
+    {
+        MissReason.PAGE_MISSING,
+        MissReason.CORRUPT,
+        MissReason.L2_TIMEOUT,
+        MissReason.L2_DOWN,
+        MissReason.BREAKER_OPEN,
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class Case:
+    """`reason` says why there is no plain hit, `live_reason` why live did not answer though it had an input."""
+
+    entity: Entity
+    table: Table
+    k: int
+    want: Want
+    digest: bytes
+    reason: str | None = None
+    live_reason: str | None = None
+    found: Found | None = None
+    answer: Answer | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """About what the input occupies while it waits for the model."""
+        return 256 + sum(len(raw) + 49 for raw in self.entity.history or ())
+
+    @property
+    def own_ordinal(self) -> int | None:
+        """An item of the catalogue is its own input: its model index stands in the item table."""
+        if self.table.entity == "item" and self.want.position >= 0:
+            return self.want.position
+        return None
+
+    @property
+    def source(self) -> LiveInput:
+        """What live computes from."""
+        return LiveInput(self.entity.history, self.entity.features, self.own_ordinal)
+
+    def may_compute(self, snapshot: Snapshot) -> bool:
+        """Whether there is an input and the table has a producer; the model itself may still be down."""
+        if self.reason == "entity_blocked":
+            return False
+        if not self.entity.has_input and self.own_ordinal is None:
+            return False
+        return snapshot.predictor is None or snapshot.predictor.supports(self.table.name)
+
+    def decoded(self, stored: bytes) -> Record | None:
+        """The record, or None with the reason noted."""
+        try:
+            return decode(self.table.layout, stored)
+        except CorruptArtefact:
+            self.reason = MissReason.CORRUPT
+            return None
+
+
+def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
+    """One case per entity; raises Problem for what this generation can never answer."""
+    cases = []
+    for entity in ask.entities:
+        table = snapshot.table(entity.table)
+        k = _checked_k(table, ask.options.k)
+        if entity.features:
+            _check_features(snapshot, table, entity)
+        digest = _digest(snapshot, entity)
+        cases.append(Case(entity, table, k, _want(snapshot, table, entity, digest), digest))
+    return cases
+
+
+def want_in(snapshot: Snapshot, table: Table, raw: bytes) -> Want:
+    """What to read for an id that came without an input."""
+    directory = snapshot.directories[table.entity]
+    key = hash_id(raw, directory.seed)
+    return Want(table, key, fingerprint(raw), directory.find(key))
+
+
+def _digest(snapshot: Snapshot, entity: Entity) -> bytes:
+    model = "" if snapshot.predictor is None else snapshot.predictor.model_digest
+    return input_digest(model, entity.history or None, entity.features or None)
+
+
+def _want(snapshot: Snapshot, table: Table, entity: Entity, digest: bytes) -> Want:
+    if entity.raw is None:
+        return Want(table, digest, fingerprint(digest), -1, digest)
+    want = want_in(snapshot, table, entity.raw)
+    is_input = entity.has_input or (table.entity == "item" and want.position >= 0)
+    return want._replace(digest=digest) if is_input else want
+
+
+def _checked_k(table: Table, k: int | None) -> int:
+    width = table.layout.width
+    if k is None or table.kind != "topk":
+        return width
+    if k > width:
+        raise Problem(
+            422, "invalid_k", f"{table.name} holds {width} items per entity, k is {k}",
+            field="k", table=table.name, limit=width,
+        )  # fmt: skip
+    return k
+
+
+def _check_features(snapshot: Snapshot, table: Table, entity: Entity) -> None:
+    predictor = snapshot.predictor
+    if predictor is None or not predictor.supports(table.name):
+        return
+    try:
+        predictor.prepare(table.name, LiveInput(None, entity.features, None))
+    except InvalidInput as error:
+        raise from_input(error, f"{entity.field}.features") from error
+
+
+def still_open(cases: Sequence[Case]) -> list[Case]:
+    """Those without an answer yet."""
+    return [case for case in cases if case.answer is None]

@@ -1,0 +1,193 @@
+"""Settings of the service: one frozen value, read once where the program starts."""
+
+import ipaddress
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from cache.artefacts import ArtefactStore
+from cache.errors import ConfigError
+from serving.ask import Limits
+
+Precision = Literal["int8", "fp32"]
+
+_RENAMED = {"redis_url": "REDIS_URL"}
+_SHARED = ("namespace", "artifacts", "state", "redis_url")
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
+
+
+@dataclass(frozen=True, slots=True)
+class ServingConfig:
+    """Every setting with its default; in the environment each is LARDER_<NAME>, except REDIS_URL."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str = ""
+    insecure: bool = False
+
+    state: Path = Path(".larder")
+    artifacts: str = ".larder/artifacts"
+    redis_url: str = ""
+    namespace: str = "default"
+
+    l1_bytes: int = 256 << 20
+    negative_entries: int = 100_000
+    negative_ttl_s: float = 5.0
+    overlay_ttl_s: float = 600.0
+    outage_ttl_s: float = 15.0
+
+    deadline_ms: float = 300.0
+    deadline_max_ms: float = 10_000.0
+    l2_deadline_ms: float = 50.0
+    l2_connections: int = 2
+    breaker_threshold: int = 5
+    breaker_cooldown_s: float = 1.0
+
+    precision: Precision = "int8"
+    live_workers: int = 1
+    live_threads: int = 1
+    live_batch: int = 64
+    live_queue: int = 2_048
+    live_queue_bytes: int = 32 << 20
+
+    poll_s: float = 1.0
+    blocklist_poll_s: float = 1.0
+    heartbeat_s: float = 1.0
+    drain_s: float = 10.0
+
+    body_bytes: int = 8 << 20
+    max_batch: int = 1_000
+    max_history: int = 10_000
+    max_exclude: int = 10_000
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is 0 (any free one) to 65535, not {self.port}", field="port")
+        if self.precision not in get_args(Precision):
+            raise ConfigError(
+                f"precision is int8 or fp32, not {self.precision!r}", field="precision"
+            )
+        if not self.namespace or set(self.namespace) & set("{}:*\r\n "):
+            raise ConfigError(
+                f"a namespace is not empty and holds no braces, colons or spaces: {self.namespace!r}",
+                field="namespace",
+            )
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}", field=name)
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str], **overrides: object) -> Self:
+        """Defaults, then the [serving] section of the TOML file LARDER_CONFIG, then the environment, then overrides.
+
+        namespace, artifacts, redis_url and state stand above the file's sections, where the night reads them too.
+        Raises ConfigError for an unreadable file, an unknown setting or a value of the wrong type.
+        """
+        values: dict[str, object] = {}
+        if path := environ.get("LARDER_CONFIG"):
+            values |= _from_toml(Path(path))
+        for each in fields(cls):
+            name = _RENAMED.get(each.name, f"LARDER_{each.name.upper()}")
+            if value := environ.get(name):  # compose files pass unset variables as empty ones
+                values[each.name] = value
+        values |= {name: value for name, value in overrides.items() if value is not None}
+        kinds = {each.name: each.type for each in fields(cls)}
+        typed: dict[str, Any] = {
+            name: _typed(name, kinds[name], value) for name, value in values.items()
+        }
+        return cls(**typed)
+
+    def store(self) -> ArtefactStore:
+        """The artefact store; a remote one keeps this host's copies under the state folder."""
+        return ArtefactStore(self.artifacts, self.state / "host-cache")
+
+    def limits(self) -> Limits:
+        """What one request may hold."""
+        return Limits(
+            self.max_batch,
+            self.max_history,
+            self.max_exclude,
+            self.deadline_ms,
+            self.deadline_max_ms,
+        )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether nobody but this machine can reach `host`."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def require_guard(self) -> None:
+        """Raises ConfigError when others could reach the service and no token keeps them out."""
+        if not (self.is_loopback or self.token or self.insecure):
+            raise ConfigError(
+                f"{self.host} can be reached from elsewhere: set LARDER_TOKEN, or pass --insecure on purpose",
+                field="host",
+            )
+
+    def with_redis(self, url: str) -> Self:
+        """The same settings with the Redis that was started or found."""
+        return replace(self, redis_url=url)
+
+
+_POSITIVE = (
+    "l1_bytes", "negative_entries", "negative_ttl_s", "overlay_ttl_s", "outage_ttl_s",
+    "deadline_ms", "deadline_max_ms", "l2_deadline_ms", "l2_connections", "breaker_threshold", "breaker_cooldown_s",
+    "live_workers", "live_threads", "live_batch", "live_queue", "live_queue_bytes",
+    "poll_s", "blocklist_poll_s", "heartbeat_s", "drain_s", "body_bytes", "max_batch", "max_history", "max_exclude",
+)  # fmt: skip
+
+
+def _from_toml(path: Path) -> dict[str, object]:
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    known = {each.name for each in fields(ServingConfig)}
+    section = document.get("serving", {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: [serving] is a table of settings")
+    if unknown := sorted(set(section) - known):
+        raise ConfigError(f"{path}: [serving] has no setting {', '.join(unknown)}", fields=unknown)
+    values: dict[str, object] = {name: document[name] for name in _SHARED if name in document}
+    values |= section
+    for name in ("state", "artifacts"):
+        # A path in a file is relative to the file, as it is for the night.
+        if name in values and "://" not in str(values[name]):
+            values[name] = str(path.parent / str(values[name]))
+    return values
+
+
+def _typed(name: str, kind: object, value: object) -> object:
+    try:
+        if kind is bool and isinstance(value, str):
+            lowered = value.lower()
+            if lowered not in _TRUE | _FALSE:
+                raise ValueError("neither true nor false")
+            return lowered in _TRUE
+        if kind is Path:
+            return Path(str(value))
+        if (
+            kind in (int, float)
+            and isinstance(value, str | int | float)
+            and not isinstance(value, bool)
+        ):
+            number = float(value)
+            if kind is float:
+                return number
+            if number != int(number):
+                raise ValueError("not a whole number")
+            return int(number)
+        if kind is bool and isinstance(value, bool):
+            return value
+        if (kind is str or kind == Precision) and isinstance(value, str):
+            return value
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{name} = {value!r}: {error}", field=name) from error
+    raise ConfigError(f"{name} = {value!r} has the wrong type", field=name)

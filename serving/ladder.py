@@ -1,0 +1,288 @@
+"""Which source answers each entity: stored, live, the previous generation, defaults; within each caller's deadline."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cache.errors import CorruptArtefact
+from cache.records import Record, decode
+from cache.singleflight import SingleFlight
+from cache.tiered import Found, Missed, MissReason, Outcome, View, Want
+from serving.answer import Answer, Prediction, complete, from_defaults, from_record
+from serving.ask import Ask, Options
+from serving.case import OUTAGES, Case, cases_of, still_open, want_in
+from serving.live import Computed, Job, LiveUnavailable
+from serving.metrics import Metrics, Source
+from serving.snapshot import Holding, Snapshot
+
+RECENT = 4_096
+"""Entities remembered, with repetitions: what is hot is read ahead before the next generation takes over."""
+
+log = logging.getLogger(__name__)
+
+
+class Stored(Protocol):
+    """What the ladder needs of the tiers."""
+
+    async def get_many(
+        self, view: View, wants: Sequence[Want], deadline: float
+    ) -> Sequence[Outcome]:
+        """One outcome per want, in order; `deadline` is monotonic."""
+
+    def put_live(self, view: View, want: Want, record: bytes, digest: bytes, ttl_s: float) -> None:
+        """Keep a live answer where that is allowed."""
+
+
+class Batcher(Protocol):
+    """What the ladder needs of live inference."""
+
+    async def infer(self, job: Job) -> Computed:
+        """Raises LiveUnavailable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """How long a read of L2 may take and how long live answers are kept, in seconds."""
+
+    l2_deadline_s: float
+    overlay_ttl_s: float
+    outage_ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What all entities of one request share; times are monotonic."""
+
+    options: Options
+    started: float
+    deadline: float
+
+
+class Ladder:
+    """Answers every entity exactly once; only a request that can never be answered raises (Problem)."""
+
+    def __init__(
+        self,
+        tiers: Stored,
+        batcher: Batcher,
+        metrics: Metrics,
+        lives: Lives,
+        *,
+        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._tiers = tiers
+        self._batcher = batcher
+        self._metrics = metrics
+        self._lives = lives
+        self._timer = timer
+        self._clock = clock
+        self.recent: deque[tuple[str, bytes]] = deque(maxlen=RECENT)
+        self.flights: SingleFlight[tuple[str, str, int | bytes, bytes], Computed] = SingleFlight()
+
+    async def lookup(self, holding: Holding, ask: Ask, started: float) -> list[Answer]:
+        """One answer per entity, in order, from what `holding` had when the request came."""
+        holding = holding.pinned(ask.options.generation)
+        cases = cases_of(holding.live, ask)
+        self._metrics.asked(case.table.name for case in cases)
+        self.recent.extend((each.table, each.raw) for each in ask.entities if each.raw is not None)
+        turn = Turn(ask.options, started, started + ask.options.deadline_s)
+        try:
+            await self._descend(holding, cases, turn)
+        except Exception:  # a defect of ours costs an answer its quality, not its caller the answer
+            log.exception("answering failed")
+            for case in still_open(cases):
+                case.reason = "internal_error"
+                self._default(case, holding.live, turn)
+        return [case.answer for case in cases if case.answer is not None]
+
+    async def _descend(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+        live = holding.live
+        for case in cases:
+            if live.blocks(case.table, case.entity.raw):
+                case.reason = "entity_blocked"
+            elif turn.options.fresh and case.may_compute(live):
+                case.reason = "fresh"
+        await self._read_stored(live, [case for case in cases if case.reason is None], turn)
+        if waiting := still_open(cases):
+            await self._compute(live, [case for case in waiting if case.may_compute(live)], turn)
+            await self._settle_for_stored(live, still_open(cases), turn)
+            if holding.previous is not None:
+                await self._read_previous(holding.previous, still_open(cases), turn)
+            for case in still_open(cases):
+                self._default(case, live, turn)
+
+    async def _read_stored(self, snapshot: Snapshot, cases: Sequence[Case], turn: Turn) -> None:
+        await self._read(snapshot, cases, turn)
+        for case in cases:
+            if case.found is None or (record := case.decoded(case.found.record)) is None:
+                continue
+            if self._too_old(snapshot, record, turn.options.max_age_s):
+                case.reason = "too_old"
+                if case.may_compute(snapshot):
+                    continue
+            elif turn.options.fresh:
+                case.reason = "nothing_to_compute_from"
+            self._answer(case, snapshot, record, case.found.tier, turn)
+
+    async def _read(self, snapshot: Snapshot, cases: Sequence[Case], turn: Turn) -> None:
+        if not cases:
+            return
+        began = self._timer()
+        wants = [case.want for case in cases]
+        outcomes = await self._tiers.get_many(snapshot.view, wants, self._l2_deadline(began, turn))
+        for case, outcome in zip(cases, outcomes, strict=True):
+            if isinstance(outcome, Missed):
+                case.reason = outcome.reason
+            else:
+                case.found = outcome
+        self._metrics.stage("stored", self._timer() - began)
+
+    def _l2_deadline(self, now: float, turn: Turn) -> float:
+        return min(turn.deadline, now + self._lives.l2_deadline_s)
+
+    def _too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
+        if max_age_s is None:
+            return False
+        # A live record is as old as its inference, one of the night as old as its data.
+        since = record.scored_at if record.live else snapshot.manifest.data_until
+        return self._clock() - since > max_age_s
+
+    async def _compute(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
+        if not cases:
+            return
+        began = self._timer()
+        left_s = max(0.0, turn.deadline - began)
+        # What comes after live needs a little time too.
+        limit_s = left_s - min(self._lives.l2_deadline_s, left_s / 4)
+        if snapshot.predictor is not None:
+            inferring = [asyncio.ensure_future(self._infer(snapshot, case)) for case in cases]
+            try:
+                _, late = await asyncio.wait(inferring, timeout=limit_s)
+            finally:
+                for each in inferring:
+                    each.cancel()  # late ones; those that are done do not notice
+            outcomes = [None if each in late else each.result() for each in inferring]
+        else:
+            outcomes = [LiveUnavailable("no_model")] * len(cases)
+        for case, outcome in zip(cases, outcomes, strict=True):
+            if isinstance(outcome, Computed) and (record := case.decoded(outcome.record)):
+                self._answer(case, snapshot, record, "live", turn, dropped=outcome.dropped)
+                continue
+            case.live_reason = (
+                "timeout" if outcome is None else getattr(outcome, "reason", "failed")
+            )
+            self._metrics.live_failures.labels(case.table.name, case.live_reason).inc()
+        self._metrics.stage("live", self._timer() - began)
+
+    async def _infer(self, snapshot: Snapshot, case: Case) -> Computed | LiveUnavailable:
+        want, digest = case.want, case.digest
+        unknown, outage = want.position < 0, case.reason in OUTAGES
+
+        async def work() -> Computed:
+            computed = await self._batcher.infer(
+                Job(snapshot, case.table.name, case.source, want.fingerprint, case.size_bytes)
+            )
+            # An id of the night gets a live answer kept (beside, here only) while its page is out of reach.
+            if unknown or outage:
+                ttl_s = self._lives.overlay_ttl_s if unknown else self._lives.outage_ttl_s
+                self._tiers.put_live(snapshot.view, want, computed.record, digest, ttl_s)
+            return computed
+
+        key = (snapshot.generation, case.table.name, want.key, digest)
+        try:
+            return await self.flights.do(key, work)
+        except LiveUnavailable as unavailable:
+            return unavailable
+        except Exception:  # the model is a guest: whatever it raises, the next rung answers
+            log.warning("live inference for %s failed", case.table.name, exc_info=True)
+            return LiveUnavailable("failed")
+
+    async def _settle_for_stored(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
+        """What is stored beats another night's answer when a fresher one could not be had."""
+        unread = [case for case in cases if case.reason == "fresh"]
+        for case in unread:
+            case.reason = None
+        await self._read(snapshot, unread, turn)
+        for case in cases:
+            if case.found is None or case.reason not in (None, "too_old"):
+                continue
+            if (record := case.decoded(case.found.record)) is not None:
+                case.reason = case.reason or "fresh_unavailable"
+                self._answer(case, snapshot, record, case.found.tier, turn)
+
+    async def _read_previous(self, previous: Snapshot, cases: list[Case], turn: Turn) -> None:
+        asked: list[tuple[Case, Want]] = []
+        for case in cases:
+            table = previous.manifest.tables.get(case.table.name)
+            raw = case.entity.raw
+            if table is None or raw is None or case.reason == "entity_blocked":
+                continue
+            if (table.entity, table.kind) != (case.table.entity, case.table.kind):
+                continue
+            want = want_in(previous, table, raw)
+            if want.position >= 0:  # never an overlay: it was computed for another night
+                asked.append((case, want))
+        if not asked:
+            return
+        began = self._timer()
+        outcomes = await self._tiers.get_many(
+            previous.view, [want for _, want in asked], self._l2_deadline(began, turn)
+        )
+        for (case, want), outcome in zip(asked, outcomes, strict=True):
+            if isinstance(outcome, Found):
+                try:
+                    record = decode(want.table.layout, outcome.record)
+                except CorruptArtefact:
+                    continue
+                self._answer(case, previous, record, "previous", turn)
+        self._metrics.stage("previous", self._timer() - began)
+
+    def _answer(
+        self,
+        case: Case,
+        snapshot: Snapshot,
+        record: Record,
+        source: Source,
+        turn: Turn,
+        *,
+        dropped: int = 0,
+    ) -> None:
+        table = snapshot.manifest.tables[case.table.name]
+        exclude = turn.options.exclude
+        prediction = from_record(snapshot, table, case.entity, record, case.k, exclude)
+        producer = "live" if record.live else "batch"
+        self._finish(case, prediction, snapshot, source, producer, turn, dropped)
+
+    def _default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
+        case.reason = case.reason or MissReason.NOT_IN_GENERATION
+        exclude = turn.options.exclude
+        prediction = from_defaults(snapshot, case.table, case.entity, case.k, exclude)
+        producer = "defaults" if case.table.kind == "topk" else None
+        self._finish(case, prediction, snapshot, "default", producer, turn)
+
+    def _finish(
+        self,
+        case: Case,
+        prediction: Prediction,
+        snapshot: Snapshot,
+        source: Source,
+        producer: str | None,
+        turn: Turn,
+        dropped: int = 0,
+    ) -> None:
+        table = case.table.name
+        # A caller need not know that the unknown was remembered.
+        unknown = case.reason == MissReason.NEGATIVE
+        reason = MissReason.NOT_IN_GENERATION.value if unknown else case.reason
+        case.answer = complete(
+            prediction, snapshot, table, case.entity, source, producer, self._clock(),
+            reason=reason, live=case.live_reason, dropped_history=dropped or None,
+        )  # fmt: skip
+        self._metrics.answered(table, source, self._timer() - turn.started)
+        if source not in ("l1", "l2"):
+            self._metrics.missed(table, case.reason or "unknown")

@@ -1,0 +1,135 @@
+"""Everything the service counts; sources sum to the entities asked, misses to what no stored tier answered."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+Source = Literal["l1", "l2", "live", "previous", "default"]
+SOURCES: tuple[Source, ...] = ("l1", "l2", "live", "previous", "default")
+STAGES = ("parse", "stored", "live", "previous", "render", "inference")
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_SECONDS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10,
+)  # fmt: skip
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class Metrics:
+    """One registry per service, so that two services in a process (and tests) count apart."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry(auto_describe=True)
+        self.entities = Counter(
+            "larder_entities", "Entities asked for", ["table"], registry=registry
+        )
+        self.answers = Counter(
+            "larder_answers", "Entities answered, by source", ["table", "source"], registry=registry
+        )
+        self.misses = Counter(
+            "larder_misses",
+            "Entities no stored tier answered",
+            ["table", "reason"],
+            registry=registry,
+        )
+        self.live_failures = Counter(
+            "larder_live_failures",
+            "Inputs that live did not answer",
+            ["table", "reason"],
+            registry=registry,
+        )
+        self.requests = Counter(
+            "larder_requests", "HTTP requests", ["route", "status"], registry=registry
+        )
+        self.refreshes = Counter(
+            "larder_refreshes", "Looks at the pointer, by outcome", ["outcome"], registry=registry
+        )
+        self.tier_events = Counter(
+            "larder_tier_events",
+            "What the tiers did besides answering",
+            ["event"],
+            registry=registry,
+        )
+        self.answer_seconds = Histogram(
+            "larder_answer_seconds", "Request start to answer", ["source"],
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.stage_seconds = Histogram(
+            "larder_stage_seconds", "Time in one stage of a request", ["stage"],
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.live_batch = Histogram(
+            "larder_live_batch_size", "Inputs per inference", buckets=_BATCHES, registry=registry
+        )
+        self.generation_info = Gauge(
+            "larder_generation_info",
+            "1 for each generation held",
+            ["generation", "role"],
+            registry=registry,
+        )
+        self.generation_age = Gauge(
+            "larder_generation_age_seconds",
+            "Now minus data_until of the live generation",
+            registry=registry,
+        )
+        self.stale = Gauge(
+            "larder_stale", "1 while the pointer cannot be trusted or followed", registry=registry
+        )
+        self.ready = Gauge("larder_ready", "1 while /readyz says yes", registry=registry)
+        self.degraded = Gauge(
+            "larder_degraded", "1 while the live path has no model", registry=registry
+        )
+        self.breaker = Gauge(
+            "larder_breaker_state", "0 closed, 1 half open, 2 open", registry=registry
+        )
+        self.blocklist_version = Gauge(
+            "larder_blocklist_version", "The blocklist in force here", registry=registry
+        )
+        self.blocklist_age = Gauge(
+            "larder_blocklist_checked_seconds",
+            "Since the blocklist was last read",
+            registry=registry,
+        )
+        self.l1_bytes = Gauge("larder_l1_bytes", "Bytes in L1", registry=registry)
+        self.l1_entries = Gauge("larder_l1_entries", "Records in L1", registry=registry)
+        self.live_queue = Gauge(
+            "larder_live_queue", "Inputs waiting for the model", registry=registry
+        )
+        self._seconds = {source: self.answer_seconds.labels(source) for source in SOURCES}
+        self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
+
+    def answered(self, table: str, source: Source, seconds: float) -> None:
+        """One entity has its answer."""
+        self.answers.labels(table, source).inc()
+        self._seconds[source].observe(seconds)
+
+    def missed(self, table: str, reason: str) -> None:
+        """No stored tier answered one entity."""
+        self.misses.labels(table, reason).inc()
+
+    def asked(self, tables: Iterable[str]) -> None:
+        """Entities that passed validation: each of them will be answered exactly once."""
+        for table in tables:
+            self.entities.labels(table).inc()
+
+    def stage(self, stage: str, seconds: float) -> None:
+        """One stage of one request took this long."""
+        self._stages[stage].observe(seconds)
+
+    def inferred(self, size: int, seconds: float) -> None:
+        """One inference for `size` inputs."""
+        self.live_batch.observe(size)
+        self._stages["inference"].observe(seconds)
+
+    def hold(self, live: str, previous: str | None) -> None:
+        """The generations held from now on."""
+        self.generation_info.clear()
+        self.generation_info.labels(live, "live").set(1)
+        if previous is not None:
+            self.generation_info.labels(previous, "previous").set(1)
+
+    def expose(self) -> bytes:
+        """The text format of Prometheus."""
+        return generate_latest(self.registry)

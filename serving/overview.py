@@ -1,0 +1,58 @@
+"""What a replica holds, for people and dashboards. Pure."""
+
+from typing import Any
+
+from serving.refresh import Health
+from serving.snapshot import Holding, Snapshot
+
+
+def overview(holding: Holding, health: Health) -> dict[str, Any]:
+    """The body of GET /v1/generations."""
+    previous = holding.previous
+    return {
+        "live": _snapshot(holding.live),
+        "previous": None if previous is None else _snapshot(previous),
+        "blocklist": {
+            "version": holding.live.blocklist.version,
+            "items": len(holding.live.blocklist.items),
+            "entities": len(holding.live.blocklist.entities),
+        },
+        "ready": health.ready,
+        "stale": health.stale,
+        "degraded": health.degraded,
+    }
+
+
+def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
+    manifest = snapshot.manifest
+    return {
+        "generation": snapshot.generation,
+        "epoch": snapshot.epoch,
+        "published_at": snapshot.published_at,
+        "data_until": manifest.data_until,
+        "entities": {name: each.count for name, each in manifest.entity_sets.items()},
+        "tables": {
+            name: {
+                "kind": table.kind,
+                "entity": table.entity,
+                "width": table.layout.width,
+                "producer": table.producer.kind,
+                "labels": table.labels,
+            }
+            for name, table in manifest.tables.items()
+        },
+        "precision": snapshot.precision,
+        "models": {
+            name: {
+                "digest": model.digest,
+                "fp32_bytes": model.fp32.size_bytes,
+                "int8_bytes": None if model.int8 is None else model.int8.size_bytes,
+                "agreement": dict(model.agreement),
+            }
+            for name, model in manifest.models.items()
+        },
+        "indexes": {
+            name: {"kind": index.kind, "recall": index.recall, "size_bytes": index.file.size_bytes}
+            for name, index in manifest.indexes.items()
+        },
+    }

@@ -1,0 +1,216 @@
+"""The HTTP surface: reads a request, asks the ladder, sends prebuilt JSON."""
+
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from cache.errors import InvalidInput, LarderError
+from serving import schema
+from serving.answer import Answer
+from serving.ask import (
+    Ask,
+    Limits,
+    Options,
+    lookup_body,
+    lookup_url,
+    score_body,
+    with_deadline_header,
+)
+from serving.ladder import Ladder
+from serving.metrics import CONTENT_TYPE, Metrics
+from serving.overview import overview
+from serving.problem import Problem, from_input
+from serving.refresh import Refresher
+from serving.score import rank_candidates
+from serving.snapshot import Holding
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Request, float], Awaitable[object]]
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_LOOKUP_PREFIX = b"/v1/lookup/"
+_JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the routes need of the running program."""
+
+    refresher: Refresher
+    ladder: Ladder
+    metrics: Metrics
+    limits: Limits
+    body_bytes: int
+    token: str
+    timer: Callable[[], float] = time.monotonic
+
+    def holding(self) -> Holding:
+        """What this request will be answered from, captured once; 503 before anything is loaded."""
+        held = self.refresher.holding
+        if held is None:
+            why = self.refresher.failed or "no generation has been published yet"
+            raise Problem(503, "not_ready", why)
+        return held
+
+
+def routes(service: Service) -> APIRouter:
+    """All routes of the service."""
+    router = APIRouter()
+
+    async def lookup_one(request: Request, started: float) -> object:
+        raw_path = request.scope.get("raw_path") or request.url.path.encode()
+        ask = lookup_url(raw_path, _LOOKUP_PREFIX, request.scope["query_string"], service.limits)
+        return (await _answers(service, request, ask, started))[0]
+
+    async def lookup_table(request: Request, started: float) -> object:
+        body = await _body(request, service.body_bytes)
+        ask = lookup_body(body, request.path_params["table"], service.limits)
+        return {"answers": await _answers(service, request, ask, started)}
+
+    async def lookup_tables(request: Request, started: float) -> object:
+        ask = lookup_body(await _body(request, service.body_bytes), None, service.limits)
+        return {"answers": await _answers(service, request, ask, started)}
+
+    async def score(request: Request, started: float) -> object:
+        ask = score_body(await _body(request, service.body_bytes), service.limits)
+        options = _within_deadline(service, request, ask.options)
+        ask = ask.with_options(options)
+        answer = await rank_candidates(service.ladder, service.holding(), ask, started)
+        return _marked(service, [answer])[0]
+
+    async def generations(_request: Request, _started: float) -> object:
+        return overview(service.holding(), service.refresher.health)
+
+    async def healthz(_request: Request) -> Response:
+        return _json(200, {"status": "ok"})
+
+    async def readyz(_request: Request) -> Response:
+        health, held = service.refresher.health, service.refresher.holding
+        body = {
+            "ready": health.ready,
+            "generation": None if held is None else held.live.generation,
+            "epoch": None if held is None else held.live.epoch,
+            "stale": health.stale,
+            "degraded": health.degraded,
+            "failed": health.failed,
+        }
+        return _json(200 if health.ready else 503, body)
+
+    async def metrics(_request: Request) -> Response:
+        return Response(service.metrics.expose(), media_type=CONTENT_TYPE)
+
+    def add(path: str, method: str, handler: Handler, extra: dict[str, Any] | None = None) -> None:
+        route = path.partition("{entity")[0].rstrip("/") if "{entity" in path else path
+        router.add_api_route(
+            path,
+            _guarded(service, f"{method} {route}", handler),
+            methods=[method],
+            name=handler.__name__,
+            openapi_extra=extra,
+        )
+
+    add(
+        "/v1/lookup/{table}/{entity:path}", "GET", lookup_one,
+        schema.described(schema.ANSWER, path=("table", "entity")),
+    )  # fmt: skip
+    add(
+        "/v1/lookup/{table}", "POST", lookup_table,
+        schema.described(schema.ANSWERS, body=schema.LOOKUP, path=("table",)),
+    )  # fmt: skip
+    add(
+        "/v1/lookup",
+        "POST",
+        lookup_tables,
+        schema.described(schema.ANSWERS, body=schema.LOOKUP_MANY),
+    )
+    add("/v1/score", "POST", score, schema.described(schema.SCORES, body=schema.SCORE))
+    add("/v1/generations", "GET", generations)
+    router.add_api_route("/healthz", healthz, methods=["GET"])
+    router.add_api_route("/readyz", readyz, methods=["GET"])
+    router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
+    return router
+
+
+async def _answers(service: Service, request: Request, ask: Ask, started: float) -> list[Answer]:
+    ask = Ask(ask.entities, _within_deadline(service, request, ask.options))
+    service.metrics.stage("parse", service.timer() - started)
+    return _marked(service, await service.ladder.lookup(service.holding(), ask, started))
+
+
+def _within_deadline(service: Service, request: Request, options: Options) -> Options:
+    return with_deadline_header(options, request.headers.get("x-deadline-ms"), service.limits)
+
+
+def _marked(service: Service, answers: list[Answer]) -> list[Answer]:
+    if (stale := service.refresher.stale) is not None:
+        for answer in answers:
+            answer["stale"] = stale
+    return answers
+
+
+def _guarded(service: Service, route: str, handler: Handler) -> Endpoint:
+    expected = f"Bearer {service.token}".encode()
+    requests = service.metrics.requests
+
+    async def answer(request: Request) -> Response:
+        started = service.timer()
+        try:
+            if service.token:
+                sent = request.headers.get("authorization", "").encode()
+                if not hmac.compare_digest(sent, expected):
+                    raise Problem(401, "unauthorized", "send Authorization: Bearer <token>")
+            response = _json(200, await handler(request, started))
+        except Problem as problem:
+            response = refused(problem)
+        except InvalidInput as error:
+            response = refused(from_input(error, "body"))
+        except LarderError as error:
+            log.exception("%s failed", route)
+            response = refused(Problem(503, error.code, error.message))
+        except Exception:
+            log.exception("%s failed", route)
+            response = refused(Problem(500, "internal_error", "this is a defect; the log has more"))
+        requests.labels(route, str(response.status_code)).inc()
+        return response
+
+    return answer
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """The whole body; what a caller says about its length only ever refuses earlier."""
+    too_large = Problem(
+        413, "body_too_large", f"a body has at most {limit} bytes", field="body", limit=limit
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > limit:
+            raise too_large
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def refused(problem: Problem) -> Response:
+    """The response to a request that gets no answer."""
+    response = _json(problem.status, problem.body())
+    if problem.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    elif problem.status == 413:
+        response.headers["Connection"] = "close"  # the rest of the body is not worth reading
+    elif problem.status == 503:
+        response.headers["Retry-After"] = "1"
+    return response
+
+
+def _json(status: int, body: object) -> Response:
+    return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=_JSON)

@@ -1,0 +1,86 @@
+"""Putting a caller's own candidates in order for one user."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.manifest import Table
+from cache.ranking import Metric, score
+from serving.answer import Answer, barred
+from serving.ask import Ask, ScoreAsk
+from serving.ladder import Ladder
+from serving.problem import Problem
+from serving.snapshot import Holding, Snapshot
+
+
+async def rank_candidates(
+    ladder: Ladder, holding: Holding, ask: ScoreAsk, started: float
+) -> Answer:
+    """Scores in rank order: the user's vector (from whatever rung has it) times the item vectors of its generation.
+
+    What cannot be scored is named: `unknown`, `blocked`, `excluded` (the sent history).
+    """
+    holding = holding.pinned(ask.options.generation)
+    table = vector_table(holding.live)
+    user = ask.user.of_table(table.name)
+    answer = (await ladder.lookup(holding, Ask((user,), ask.options), started))[0]
+    snapshot = holding.find(answer["generation"]) or holding.live
+    vector = answer.pop("vector")
+    ordinals, named = _sorted_out(snapshot, ask)
+    answer |= {"items": [], "scores": []}
+    if vector is not None and ordinals:
+        answer |= _ranked(snapshot, vector, np.array(ordinals, np.int64), ask.options.k)
+    elif ordinals:
+        named["unscored"] = snapshot.items.ids_of(np.array(ordinals, np.uint32))
+    return answer | named
+
+
+def vector_table(snapshot: Snapshot) -> Table:
+    """The user vectors whose products with the item vectors mean something; 404 when the generation has none."""
+    dims = snapshot.manifest.items.dims
+    for table in snapshot.manifest.tables.values():
+        if table.kind == "vector" and table.entity == "user" and table.layout.width == dims:
+            return table
+    raise Problem(
+        404, "unknown_table", "this generation has no user vectors to score with", field="table"
+    )
+
+
+def _ranked(
+    snapshot: Snapshot, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int | None
+) -> dict[str, Any]:
+    metric = _metric(snapshot)
+    scores = score(vector[None, :], snapshot.items.vectors, ordinals[None, :], metric)[0]
+    order = np.lexsort((ordinals, -scores))[:k]
+    return {
+        "items": snapshot.items.ids_of(ordinals[order].astype(np.uint32)),
+        "scores": scores[order],
+    }
+
+
+def _metric(snapshot: Snapshot) -> Metric:
+    """What the night ranked this generation's top-K lists by."""
+    manifest = snapshot.manifest
+    for table in manifest.tables.values():
+        name = table.producer.index
+        if table.producer.kind == "topk" and name is not None and name in manifest.indexes:
+            return manifest.indexes[name].metric
+    return "inner_product"
+
+
+def _sorted_out(snapshot: Snapshot, ask: ScoreAsk) -> tuple[list[int], dict[str, list[str]]]:
+    drop = barred(snapshot, ask.user, ask.options.exclude)
+    ordinals: dict[int, None] = {}
+    named: dict[str, list[str]] = {"unknown": [], "blocked": [], "excluded": []}
+    found = snapshot.items.ordinals_of(ask.items).tolist()
+    for raw, ordinal in zip(ask.items, found, strict=True):
+        if ordinal < 0:
+            named["unknown"].append(raw.decode())
+        elif ordinal in snapshot.blocked:
+            named["blocked"].append(raw.decode())
+        elif ordinal in drop:
+            named["excluded"].append(raw.decode())
+        else:
+            ordinals[ordinal] = None
+    return list(ordinals), named

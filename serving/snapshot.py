@@ -1,0 +1,206 @@
+"""One generation as this process holds it, and the pair of generations that answers come from."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import orjson
+from cache.predictor import Predictor
+from numpy.typing import NDArray
+
+from cache.artefacts import ArtefactStore, open_generation
+from cache.blocklist import Blocklist
+from cache.directory import Directory
+from cache.errors import CorruptArtefact, LarderError
+from cache.items import ItemTable
+from cache.manifest import Manifest, Table
+from cache.tiered import View
+from serving.config import Precision
+from serving.problem import Problem
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Default:
+    """What a top-K table answers when nothing better exists: ordinals and scores, best first."""
+
+    items: NDArray[np.uint32]
+    scores: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """All parts of one generation in one immutable value: store, index and model can never be of two nights."""
+
+    generation: str
+    epoch: int
+    published_at: str
+    manifest: Manifest
+    root: Path
+    directories: Mapping[str, Directory]
+    items: ItemTable
+    view: View
+    predictor: Predictor | None
+    precision: Precision
+    degraded: str | None
+    defaults: Mapping[str, Default]
+    blocklist: Blocklist
+    blocked: frozenset[int]
+    blocked_ordinals: NDArray[np.int64]
+
+    @classmethod
+    def open(
+        cls,
+        store: ArtefactStore,
+        generation: str,
+        *,
+        epoch: int,
+        published_at: float,
+        blocklist: Blocklist,
+        precision: Precision,
+        threads: int,
+    ) -> Self:
+        """Fetches, verifies, maps and warms a generation; slow, so never on the event loop.
+
+        A model or index that does not open leaves the snapshot `degraded`: its pages still answer.
+        """
+        manifest, root = open_generation(store, generation)
+        directories = {
+            name: Directory.open(root, each) for name, each in manifest.entity_sets.items()
+        }
+        items = ItemTable.open(root, manifest)
+        predictor, degraded = _open_predictor(manifest, root, items, precision, threads)
+        blocked, blocked_ordinals = _blocked(blocklist, items)
+        return cls(
+            generation=generation,
+            epoch=epoch,
+            published_at=_iso(published_at),
+            manifest=manifest,
+            root=root,
+            directories=directories,
+            items=items,
+            view=View(generation, directories),
+            predictor=predictor,
+            precision=precision,
+            degraded=degraded,
+            defaults=_defaults(manifest, root, items),
+            blocklist=blocklist,
+            blocked=blocked,
+            blocked_ordinals=blocked_ordinals,
+        )
+
+    def with_blocklist(self, blocklist: Blocklist) -> Self:
+        """The same generation under another version of the blocklist."""
+        blocked, ordinals = _blocked(blocklist, self.items)
+        return dataclasses.replace(
+            self, blocklist=blocklist, blocked=blocked, blocked_ordinals=ordinals
+        )
+
+    def released_as(self, epoch: int, published_at: float) -> Self:
+        """The same generation under a later release (a rollback to it, a restore)."""
+        return dataclasses.replace(self, epoch=epoch, published_at=_iso(published_at))
+
+    def table(self, name: str) -> Table:
+        """The table of that name, or a 404."""
+        found = self.manifest.tables.get(name)
+        if found is None:
+            raise Problem(
+                404, "unknown_table", f"there is no table {name!r}",
+                field="table", tables=sorted(self.manifest.tables),
+            )  # fmt: skip
+        return found
+
+    def blocks(self, table: Table, raw: bytes | None) -> bool:
+        """Whether the entity itself must not be served (an item also when it is blocked as an item)."""
+        if raw is None:
+            return False
+        return raw in self.blocklist.entities or (
+            table.entity == "item" and raw in self.blocklist.items
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holding:
+    """What a request captures when it starts: the live snapshot and, when one is held, the previous."""
+
+    live: Snapshot
+    previous: Snapshot | None = None
+
+    def pinned(self, generation: str | None) -> Self:
+        """What a request that pins `generation` may be answered from; 409 when it is not held."""
+        if generation is None:
+            return self
+        for each in (self.live, self.previous):
+            if each is not None and each.generation == generation:
+                return dataclasses.replace(self, live=each, previous=None)
+        raise Problem(
+            409, "generation_gone", f"generation {generation!r} is not live or previous here",
+            field="generation", held=list(self.generations),
+        )  # fmt: skip
+
+    @property
+    def generations(self) -> tuple[str, ...]:
+        """Ids of what is held, the live one first."""
+        return tuple(each.generation for each in self.snapshots)
+
+    def with_blocklist(self, blocklist: Blocklist) -> Self:
+        """Both generations under another blocklist."""
+        return dataclasses.replace(
+            self,
+            live=self.live.with_blocklist(blocklist),
+            previous=self.previous and self.previous.with_blocklist(blocklist),
+        )
+
+    def find(self, generation: str | None) -> Snapshot | None:
+        """The held snapshot of a generation."""
+        return next((each for each in self.snapshots if each.generation == generation), None)
+
+    @property
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """All that is held."""
+        return (self.live,) if self.previous is None else (self.live, self.previous)
+
+
+def _iso(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _open_predictor(
+    manifest: Manifest, root: Path, items: ItemTable, precision: Precision, threads: int
+) -> tuple[Predictor | None, str | None]:
+    try:
+        predictor = Predictor.open(manifest, root, items, precision=precision, threads=threads)
+        predictor.warm()
+    except Exception as error:  # models are guests: a broken one must not take the pages along
+        log.exception("generation %s has no working model", manifest.generation)
+        return None, error.message if isinstance(error, LarderError) else type(error).__name__
+    return predictor, None
+
+
+def _blocked(blocklist: Blocklist, items: ItemTable) -> tuple[frozenset[int], NDArray[np.int64]]:
+    ordinals = items.ordinals_of(sorted(blocklist.items))
+    known: NDArray[np.int64] = np.sort(ordinals[ordinals >= 0])
+    return frozenset(known.tolist()), known
+
+
+def _defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, Default]:
+    raw = (root / manifest.defaults.path).read_bytes()
+    try:
+        sent = orjson.loads(raw)
+        defaults = {}
+        for name, each in sent.items():
+            ordinals = items.ordinals_of([id_.encode() for id_ in each["items"]])
+            if (ordinals < 0).any() or len(ordinals) != len(each["scores"]):
+                raise CorruptArtefact(f"the defaults of {name} do not fit the item table")
+            defaults[name] = Default(
+                ordinals.astype(np.uint32), np.array(each["scores"], np.float32)
+            )
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptArtefact(f"{manifest.defaults.path} cannot be read: {error}") from error
+    return defaults
