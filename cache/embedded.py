@@ -20,7 +20,7 @@ from redis.retry import Retry
 from cache.errors import ConfigError
 from cache.guarded import Guarded
 
-__all__ = ["Guarded", "Server", "find_server", "redis_url", "server"]
+__all__ = ["Guarded", "Server", "find_server", "redis_url", "running_server", "server"]
 
 # What infra/redis.conf says too: nothing here is worth a disk write, since the artefact store can
 # rebuild it, and only keys with an expiry (overlays) may be evicted.
@@ -85,7 +85,7 @@ def server(state: Path, *, binary: Path | None = None) -> Iterator[Server]:
     # Two commands started together must not start two servers.
     with (state / "redis.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        running = _running(state)
+        running = running_server(state)
         if running is None:
             process, running = _start(binary or find_server(), state)
             _announce(state, running)

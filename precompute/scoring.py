@@ -26,7 +26,7 @@ from precompute.catalogue import (
     open_items,
 )
 from precompute.config import NightConfig, TableConfig
-from precompute.inputs import bind, take_rows
+from precompute.inputs import bind, take_rows, usable_inputs
 from precompute.partition import read_shard
 from precompute.tables import PageFile, sums_path
 from precompute.topk import exact_topk

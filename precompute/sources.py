@@ -139,7 +139,9 @@ def _read_lines(path: Path) -> Iterator[Interactions]:
     items: list[str] = []
     with _text(path) as lines:
         for line in lines:
-            user, *rest = line.split()
+            if not (words := line.split()):
+                continue
+            user, *rest = words
             users += [user] * len(rest)
             items += rest
             if len(users) >= BATCH_ROWS:
