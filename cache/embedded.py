@@ -100,7 +100,8 @@ def server(state: Path, *, binary: Path | None = None) -> Iterator[Server]:
                 process.stop()
 
 
-def _running(state: Path) -> Server | None:
+def running_server(state: Path) -> Server | None:
+    """The server that already runs for this state folder, if any; starts none."""
     known = _read(state)
     return known if known is not None and _answers(known) else None
 
