@@ -102,6 +102,13 @@ class Histories:
     def __len__(self) -> int:
         return len(self.indptr) - 1
 
+    def take(self, rows: NDArray[np.int64]) -> Self:
+        """Some of the rows, in the order given."""
+        starts, ends = self.indptr[rows], self.indptr[rows + 1]
+        indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - starts)])
+        shifts = np.repeat(starts - indptr[:-1], ends - starts)
+        return type(self)(indptr, self.indices[np.arange(indptr[-1]) + shifts])
+
     def padded(
         self, rows: NDArray[np.int64], length: int, pad: int, dtype: str
     ) -> NDArray[np.int32] | NDArray[np.int64]:

@@ -52,9 +52,7 @@ def agreement(
 def take(inputs: Inputs, rows: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:
     """The same inputs for some of their rows."""
     return {
-        name: Histories.of([value.indices[value.indptr[r] : value.indptr[r + 1]] for r in rows])
-        if isinstance(value, Histories)
-        else value[rows]
+        name: value.take(rows) if isinstance(value, Histories) else value[rows]
         for name, value in inputs.items()
     }
 
