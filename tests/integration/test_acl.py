@@ -1,0 +1,210 @@
+"""What each user of infra/redis.conf may do, on a real server started with that very file."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from cache.breaker import Breaker
+from cache.commands import Overlay, OverlayRead, OverlayWrite, PageRead
+from cache.embedded import SETTINGS, find_server
+from cache.guarded import Guarded
+from cache.keys import Keyspace
+from cache.releases import Pointer
+from cache.remote import RemoteConfig, RemoteTier
+from precompute.control import Control, Row
+from precompute.states import State
+from tests.polling import until
+
+CONF = Path(__file__).parents[2] / "infra/redis.conf"
+KEYS = Keyspace("default")
+POINTER = Pointer("g1", 1, None, "test", 0.0)
+
+
+def configured(reader: str, loader: str) -> str:
+    """Fill the file as compose.yaml does."""
+    text = CONF.read_text()
+    for word, password in (("READER", reader), ("LOADER", loader)):
+        digest = hashlib.sha256(password.encode()).hexdigest()
+        text = text.replace(f"{word}_PASSWORD_SHA256", digest)
+    return text
+
+
+def answering(path: Path) -> bool:
+    never = Retry(NoBackoff(), 0)
+    with redis.Redis(unix_socket_path=str(path), protocol=2, retry=never) as anonymous:
+        try:
+            return bool(anonymous.ping())
+        except (redis.exceptions.AuthenticationError, redis.exceptions.ResponseError):
+            return True
+        except redis.exceptions.ConnectionError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A server with our configuration, reachable over a unix socket only."""
+    folder = tmp_path_factory.mktemp("acl")
+    (folder / "redis.conf").write_text(configured("reads", "loads"))
+    path = folder / "redis.sock"
+    command: list[str | Path] = [
+        find_server(),
+        folder / "redis.conf",
+        "--port",
+        "0",
+        "--unixsocket",
+        path,
+    ]
+    with Guarded(command, log=folder / "log") as process:
+        assert until(lambda: answering(path)), process.tail()
+        yield path
+
+
+def client(socket: Path, user: str, password: str) -> redis.Redis:
+    return redis.Redis(unix_socket_path=str(socket), username=user, password=password, protocol=2)
+
+
+@pytest.fixture
+def loader(socket: Path) -> Iterator[redis.Redis]:
+    """The night's connection."""
+    with client(socket, "larder-loader", "loads") as connection:
+        yield connection
+
+
+@pytest.fixture
+def reader(socket: Path) -> Iterator[redis.Redis]:
+    """A plain connection with the service's rights."""
+    with client(socket, "larder-reader", "reads") as connection:
+        yield connection
+
+
+async def test_the_service_can_do_its_work_with_the_readers_rights(
+    socket: Path, loader: redis.Redis
+) -> None:
+    loader.set(KEYS.page("g1", "user_topk", 0), b"0123456789")
+    loader.set(KEYS.live, b"{}")
+    remote = RemoteTier(
+        RemoteConfig(f"unix://larder-reader:reads@{socket}", deadline_s=5.0), KEYS, Breaker()
+    )
+    overlay = OverlayRead("g1", "user_topk", "ab")
+
+    await remote.ping()
+    assert await remote.pointer() == b"{}"
+    assert await remote.read([PageRead("g1", "user_topk", 0, 2, 3)]) == [b"234"]
+    stored = await remote.write_overlays([OverlayWrite(*overlay, b"payload", 60.0)])
+    assert stored == [None]
+    (found,) = await remote.read([overlay])
+    assert isinstance(found, Overlay)
+    assert found.payload == b"payload"
+    assert await remote.eviction_policy() == "volatile-lru"
+    await remote.heartbeat("replica-1", b"{}", 1.0)
+    await remote.sign_off("replica-1")
+    await remote.aclose()
+
+
+def test_the_service_hears_of_a_publish(reader: redis.Redis, loader: redis.Redis) -> None:
+    with reader.pubsub(ignore_subscribe_messages=True) as subscription:  # type: ignore[no-untyped-call]
+        subscription.subscribe(KEYS.channel)
+        heard = []
+
+        def listen() -> bool:
+            Control(loader, KEYS).announce("pointer")
+            message = subscription.get_message(timeout=0.1)
+            heard.extend([message] if message else [])
+            return bool(heard)
+
+        assert until(listen)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("SET", KEYS.live, "{}"),
+        ("SET", KEYS.page("g1", "user_topk", 0), "x"),
+        ("SETRANGE", KEYS.page("g1", "user_topk", 0), "0", "x"),
+        ("UNLINK", KEYS.page("g1", "user_topk", 0)),
+        ("DEL", KEYS.live),
+        ("HSET", KEYS.generations, "g1", "live"),
+        ("SET", "larder:1:other:w:g1:user_topk:ab", "x"),
+        ("GET", "somebody-elses-key"),
+        ("EVAL", "return redis.call('SET', KEYS[1], '')", "1", KEYS.live),
+        ("PUBLISH", KEYS.channel, "pointer"),
+        ("CONFIG", "SET", "maxmemory-policy", "allkeys-lru"),
+        ("FLUSHALL",),
+        ("KEYS", "*"),
+        ("SHUTDOWN",),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_the_service_can_neither_move_the_pointer_nor_touch_a_page(
+    reader: redis.Redis, command: tuple[str, ...]
+) -> None:
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        reader.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) -> None:
+    control = Control(loader, KEYS)
+    page = KEYS.page("g1", "user_topk", 1)
+    loader.delete(KEYS.live)
+
+    assert control.check_policy() == "volatile-lru"
+    with loader.pipeline(transaction=False) as pipeline:
+        pipeline.set(page, b"0123456789")
+        assert pipeline.execute() == [True]
+    loader.hset(KEYS.loaded("g1"), "user_topk/0", "digest")
+    assert loader.getrange(page, 0, 1) == b"01"
+    moved = control.move(POINTER, expected_epoch=0, rows={"g1": Row(State.LIVE, 0.0)})
+    assert moved == POINTER
+    assert control.pointer() == POINTER
+    assert control.rows()["g1"].state == State.LIVE
+    assert control.replicas() == []
+    assert loader.info("memory")["maxmemory"] == 2 << 30
+    assert loader.unlink(page, KEYS.loaded("g1")) == 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("FLUSHALL",),
+        ("FLUSHDB",),
+        ("KEYS", "*"),
+        ("CONFIG", "SET", "maxmemory-policy", "allkeys-lru"),
+        ("SHUTDOWN",),
+        ("SET", KEYS.overlay("g1", "user_topk", "ab"), "x"),
+        ("SET", "larder:1:{other}:live", "{}"),
+        ("ACL", "LIST"),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_the_night_stays_within_its_namespace(
+    loader: redis.Redis, command: tuple[str, ...]
+) -> None:
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        loader.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+def test_nobody_gets_in_without_a_password(socket: Path) -> None:
+    with (
+        redis.Redis(
+            unix_socket_path=str(socket), protocol=2, retry=Retry(NoBackoff(), 0)
+        ) as anonymous,
+        pytest.raises(redis.exceptions.RedisError, match=r"[Aa]uthentication|NOAUTH"),
+    ):
+        anonymous.get(KEYS.live)
+
+
+def test_the_file_as_it_stands_in_the_repository_starts_no_server(tmp_path: Path) -> None:
+    with Guarded([find_server(), CONF, "--port", "0"], log=tmp_path / "log") as process:
+        assert until(lambda: not process.running)
+
+        assert process.returncode != 0
+
+
+def test_the_embedded_server_and_the_file_agree(loader: redis.Redis) -> None:
+    for name in ("save", "appendonly", "maxmemory-policy", "protected-mode"):
+        assert loader.config_get(name) == {name: SETTINGS[name]}
