@@ -149,7 +149,8 @@ def nightly_precompute() -> None:
         from precompute import pipeline
         from precompute.config import night_config
 
-        return pipeline.verify(night_config(), build)
+        attempt = get_current_context()["run_id"]
+        return pipeline.verify(night_config(), build, attempt=attempt)
 
     @task(multiple_outputs=False)
     def publish(verified: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +175,7 @@ def nightly_precompute() -> None:
         from precompute import pipeline
         from precompute.config import night_config
 
-        return pipeline.retire(night_config())
+        return pipeline.retire(night_config(), attempt=get_current_context()["run_id"])
 
     build = begin()
     embedded = embed_items(build)

@@ -1,8 +1,9 @@
 """Train the reference bundle from the configured interactions, and announce it as `larder_bundle`.
 
-When it runs: by hand, or from whatever prepares the data. Each success starts
-`nightly_precompute`. A team with a model of its own leaves this DAG paused and lists
-`Asset("larder_bundle")` among the outlets of the task that writes its bundle.
+When it runs: by hand, or from whatever prepares the data; `data_until` (ISO 8601) leaves later
+interactions out. Each success starts `nightly_precompute`. A team with a model of its own leaves
+this DAG paused and lists `Asset("larder_bundle")` among the outlets of the task that writes its
+bundle.
 
 What it needs: LARDER_CONFIG, with the sources and the folder of the bundle. Training takes under a
 minute for a million interactions and no GPU; the bundle is replaced as a whole or not at all.
@@ -11,13 +12,14 @@ minute for a million interactions and no GPU; the bundle is replaced as a whole 
 from datetime import timedelta
 from typing import Any
 
-from airflow.sdk import Asset, dag, task
+from airflow.sdk import Asset, Param, dag, get_current_context, task
 
 
 @dag(
     schedule=None,
     catchup=False,
     max_active_runs=1,
+    params={"data_until": Param(None, type=["null", "string"], format="date-time")},
     default_args={
         "retries": 1,
         "retry_delay": timedelta(seconds=10),
@@ -30,10 +32,11 @@ def train_reference() -> None:
     @task(multiple_outputs=False, outlets=[Asset("larder_bundle")])
     def train() -> dict[str, Any]:
         """Fit, export to ONNX, and put the bundle where the night looks for it."""
-        from precompute import pipeline
+        from precompute import training
         from precompute.config import night_config
 
-        return pipeline.train_reference(night_config())
+        data_until = get_current_context()["params"]["data_until"]
+        return training.train_reference(night_config(), data_until=data_until)
 
     train()
 

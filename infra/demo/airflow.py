@@ -250,7 +250,8 @@ class LocalAirflow:
             text = (folder / f"attempt={task.try_number}.log").read_text("utf-8", "replace")
         except OSError:
             return "(no log)"
-        return "\n".join(_readable(line) for line in text.splitlines()[-lines:])
+        told = [_readable(line) for line in text.splitlines()]
+        return "\n".join([line for line in told if not line.startswith("info: ::")][-lines:])
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         headers = {"Content-Type": "application/json"}
