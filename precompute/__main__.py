@@ -59,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         err.print(f"[red]{error.code}[/red]: ", end="")
         err.print(error.message, markup=False, highlight=False)
         return 1
+    except OSError as error:
+        err.print(f"this machine refused: {error}", markup=False)
+        return 1
     except KeyboardInterrupt:
         err.print("interrupted; run the same command again to go on where it stopped")
         return 130

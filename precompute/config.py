@@ -92,7 +92,7 @@ class NightConfig:
     shards: int = 4
     page_bytes: int = 256 * KIB
     load_chunk_bytes: int = 1024 * KIB
-    index: str = "auto"
+    index: Literal["auto", "flat", "ivf", "hnsw"] = "auto"
     history_limit: int = 100_000
     keep: int = 2
     threads: int = 0

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cache.predictor import LiveInput, Predictor
 from numpy.typing import NDArray
 
 from cache.directory import Directory
@@ -16,6 +15,7 @@ from cache.errors import LarderError
 from cache.items import ItemTable
 from cache.keys import fingerprint, hash_id
 from cache.manifest import Manifest, Table
+from cache.predictor import LiveInput, Predictor
 from cache.records import decode
 from precompute.config import GateThresholds
 from precompute.control import Control

@@ -41,18 +41,6 @@ def bind(
     return bound
 
 
-def take_rows(histories: Histories, rows: NDArray[np.int64]) -> Histories:
-    """The histories of some rows."""
-    lengths = histories.indptr[rows + 1] - histories.indptr[rows]
-    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    places = (
-        np.arange(indptr[-1])
-        - np.repeat(indptr[:-1], lengths)
-        + np.repeat(histories.indptr[rows], lengths)
-    )
-    return Histories(indptr, histories.indices[places])
-
-
 def usable_inputs(
     items: ItemTable, entities: ShardInput, specs: list[TowerSpec]
 ) -> tuple[NDArray[np.int64], Histories, dict[str, NDArray[Any]]]:

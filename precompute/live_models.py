@@ -13,7 +13,7 @@ from cache.items import ItemTable, Ordinals
 from cache.tower import Histories, Inputs, Tower
 from precompute.agreement import agreement
 from precompute.bundle import Bundle, BundleModel
-from precompute.inputs import bind, take_rows, usable_inputs
+from precompute.inputs import bind, usable_inputs
 from precompute.partition import ShardInput
 from precompute.quantize import quantize_tower
 
@@ -70,6 +70,16 @@ def quantize_models(
     return found
 
 
+def sample_user_vectors(
+    bundle: Bundle, folder: Path, items: ItemTable, sample: ShardInput
+) -> NDArray[np.float32]:
+    """float32 [up to 512, dims]: full-precision vectors of sampled users."""
+    inputs, _ = _user_inputs(bundle.user_tower, items, sample)
+    return Tower.open(folder / f"{bundle.user_tower.name}.fp32.onnx", bundle.user_tower.spec).run(
+        inputs
+    )
+
+
 def _user_inputs(
     model: BundleModel, items: ItemTable, sample: ShardInput
 ) -> tuple[Inputs, Histories]:
@@ -83,10 +93,10 @@ def _user_inputs(
     ]
     inputs = bind(
         model.spec,
-        histories=take_rows(histories, rows),
+        histories=histories.take(rows),
         features={name: value[rows] for name, value in features.items()},
     )
-    return inputs, take_rows(Histories(sample.indptr, sample.ordinals), rows)
+    return inputs, Histories(sample.indptr, sample.ordinals).take(rows)
 
 
 def _item_inputs(

@@ -80,7 +80,9 @@ def _distinct(folder: Path, shard: int, seed: int, hasher: Hasher) -> int | None
     found = [_read(folder / f"{shard:04d}.{kind}").column("user") for kind in ("rows", "features")]
     raws = [
         text.encode()
-        for text in pc.unique(pa.chunked_array(found[0].chunks + found[1].chunks)).to_pylist()
+        for text in pc.unique(
+            pa.chunked_array(found[0].chunks + found[1].chunks, pa.string())
+        ).to_pylist()
     ]
     return None if sort_unique(raws, seed, hasher) is None else len(raws)
 

@@ -45,7 +45,7 @@ from precompute.config import NightConfig, parse_time
 from precompute.control import Control, Row, connect
 from precompute.gates import Candidate, run_gates
 from precompute.index import build_index as write_index
-from precompute.live_models import quantize_models
+from precompute.live_models import quantize_models, sample_user_vectors
 from precompute.load import load_part, parts_of, total_bytes
 from precompute.partition import first_hash, partition, read_shard
 from precompute.release import Releases, drop_old_rows, sweepable
@@ -259,10 +259,15 @@ def build_index(
         for table in configured_tables(config, bundle).values()
         if table.kind in ("user_topk", "item_similar")
     })  # fmt: skip
+    # Recall is measured with real users where the index serves users.
+    queries = sample_user_vectors(bundle, made.root / "models", items, _sample(made, begun))
     indexes = {}
     for number, metric in enumerate(metrics):
         name = f"index/{metric}.faiss"
-        found = write_index(items.vectors, metric, made.path(name), kind=config.index)
+        found = write_index(
+            items.vectors, metric, made.path(name), kind=config.index,
+            queries=queries if metric == bundle.metric else None,
+        )  # fmt: skip
         made.finish(name)
         indexes[metric] = {
             "metric": metric,

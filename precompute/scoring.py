@@ -1,7 +1,7 @@
 """Scoring one shard: entities in hash order go through the towers and the exact top-K into pages."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -26,10 +26,10 @@ from precompute.catalogue import (
     open_items,
 )
 from precompute.config import NightConfig, TableConfig
-from precompute.inputs import bind, take_rows, usable_inputs
+from precompute.inputs import bind, usable_inputs
 from precompute.partition import read_shard
 from precompute.tables import PageFile, sums_path
-from precompute.topk import exact_topk
+from precompute.topk import Scorer
 
 CHUNK = 16_384
 """Entities scored at once: enough for the matrix product, bounded in memory."""
@@ -135,6 +135,7 @@ def score_users(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
         )
         for name, model in models.items()
     }
+    scorers = _scorers(bundle, items, tables)
     usable, histories, features = usable_inputs(
         items, entities, [model.spec for model in models.values()]
     )
@@ -154,7 +155,7 @@ def score_users(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
         }
         for rows in _chunks(usable):
             marks = fingerprints([entities.ids[row] for row in rows.tolist()])
-            chunk = take_rows(histories, rows)
+            chunk = histories.take(rows)
             outputs: dict[str, NDArray[np.float32]] = {}
             clock = time.perf_counter()
             for name, tower in towers.items():
@@ -165,18 +166,13 @@ def score_users(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
                 )
                 outputs[name] = tower.run(inputs)
             seconds["tower"] += time.perf_counter() - clock
-            seen = take_rows(Histories(entities.indptr, entities.ordinals), rows)
+            seen = Histories(entities.indptr, entities.ordinals).take(rows)
             for name, table in tables.items():
                 layout, at = layout_of(bundle, table), cut_of(build.generation)
                 clock = time.perf_counter()
                 if table.kind == "user_topk":
-                    ordinals, scores = exact_topk(
-                        outputs["user_tower"],
-                        items.vectors,
-                        table.k,
-                        (seen.indptr, seen.indices),
-                        metric=metric_of(bundle, table),
-                        threads=config.threads or None,
+                    ordinals, scores = scorers[metric_of(bundle, table)].top(
+                        outputs["user_tower"], table.k, seen, threads=config.threads or None
                     )
                     seconds["topk"] += time.perf_counter() - clock
                     clock = time.perf_counter()
@@ -214,22 +210,22 @@ def score_items(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
     start, end = begun["bounds"][shard], begun["bounds"][shard + 1]
     at, started = cut_of(build.generation), time.perf_counter()
     described = {}
-    for name, table in configured_tables(config, bundle).items():
-        if entity_of(bundle, name, table) != "item":
-            continue
+    tables = {
+        name: table
+        for name, table in configured_tables(config, bundle).items()
+        if entity_of(bundle, name, table) == "item"
+    }
+    scorers = _scorers(bundle, items, tables) if end > start else {}
+    for name, table in tables.items():
         layout, file = layout_of(bundle, table), f"tables/{name}/{shard:04d}.pages"
         with PageFile(build.path(file), layout, config.page_bytes) as pages:
             for rows in _chunks(np.arange(start, end)):
                 marks = fingerprints([items.raw_id(row) for row in rows.tolist()])
                 vectors = np.asarray(items.vectors[rows])
                 if table.kind == "item_similar":
-                    ordinals, scores = exact_topk(
-                        vectors,
-                        items.vectors,
-                        table.k,
-                        (np.arange(len(rows) + 1), rows),
-                        metric=metric_of(bundle, table),
-                        threads=config.threads or None,
+                    itself = Histories(np.arange(len(rows) + 1), rows)
+                    ordinals, scores = scorers[metric_of(bundle, table)].top(
+                        vectors, table.k, itself, threads=config.threads or None
                     )
                     pages.append(encode_topk(layout, marks, ordinals, scores, at))
                 elif table.kind == "item_vector":
@@ -255,6 +251,17 @@ def score_items(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
         "seconds": {"all": time.perf_counter() - started},
         "tables": described,
     }
+
+
+def _scorers(
+    bundle: Bundle, items: ItemTable, tables: Mapping[str, TableConfig]
+) -> dict[Metric, Scorer]:
+    metrics = {
+        metric_of(bundle, table)
+        for table in tables.values()
+        if table.kind in ("user_topk", "item_similar")
+    }
+    return {metric: Scorer.of(items.vectors, metric) for metric in metrics}
 
 
 def _described(build: Build, file: str, count: int) -> dict[str, Any]:
