@@ -8,7 +8,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from cache.predictor import LiveInput, Predictor, Prepared
-
 from serving.snapshot import Snapshot
 
 

@@ -1,0 +1,172 @@
+"""Parsing: what is accepted, and that everything else is refused with the field at fault."""
+
+import contextlib
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.ask import lookup_body, lookup_url, score_body, with_deadline_header
+from serving.problem import Problem
+from tests.unit.serving.world import LIMITS
+
+PREFIX = b"/v1/lookup/"
+
+
+def refused(body: object, table: str | None = "t") -> tuple[int, str, str | None]:
+    raw = body if isinstance(body, bytes) else orjson.dumps(body)
+    with pytest.raises(Problem) as caught:
+        lookup_body(raw, table, LIMITS)
+    return caught.value.status, caught.value.reason, caught.value.field
+
+
+def url_refused(path: bytes, query: bytes = b"") -> tuple[str, str | None]:
+    with pytest.raises(Problem) as caught:
+        lookup_url(PREFIX + path, PREFIX, query, LIMITS)
+    assert caught.value.status == 422
+    return caught.value.reason, caught.value.field
+
+
+@pytest.mark.parametrize(
+    ("sent", "id_"),
+    [
+        (b"t/007", "007"),
+        (b"t/a/b/c", "a/b/c"),
+        (b"t/a%2Fb", "a/b"),
+        (b"t/%C3%A9%20%25", "é %"),
+        (b"t/..%2F..", "../.."),
+        (b"t/1.0", "1.0"),
+        (b"t/a?b".replace(b"?", b"%3F"), "a?b"),
+        (b"t/" + b"%C3%A9" * 128, "é" * 128),
+    ],
+)
+def test_the_id_in_a_path_is_taken_as_it_is(sent: bytes, id_: str) -> None:
+    ask = lookup_url(PREFIX + sent, PREFIX, b"", LIMITS)
+
+    assert (ask.entities[0].table, ask.entities[0].id) == ("t", id_)
+    assert ask.entities[0].raw == id_.encode()
+
+
+def test_a_malformed_id_in_a_path_is_refused() -> None:
+    assert url_refused(b"t/") == ("invalid_id", "id")
+    assert url_refused(b"t/%FF%FE") == ("invalid_id", "id")
+    assert url_refused(b"t/" + b"x" * 257) == ("invalid_id", "id")
+
+
+def test_query_parameters_are_read_and_checked() -> None:
+    query = b"k=7&fresh=true&max_age_seconds=1.5&generation=g&deadline_ms=20"
+
+    options = lookup_url(PREFIX + b"t/a", PREFIX, query, LIMITS).options
+
+    assert (options.k, options.fresh, options.max_age_s) == (7, True, 1.5)
+    assert (options.generation, options.deadline_s) == ("g", 0.02)
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        (b"k=0", "k"), (b"k=-1", "k"), (b"k=1.5", "k"), (b"k=ten", "k"), (b"k=", "k"),
+        (b"k=9999999999999999999999", "k"), (b"k=%D9%A1", "k"),
+        (b"fresh=maybe", "fresh"), (b"max_age_seconds=nan", "max_age_seconds"),
+        (b"max_age_seconds=-1", "max_age_seconds"), (b"deadline_ms=inf", "deadline_ms"),
+        (b"deadline_ms=0", "deadline_ms"), (b"limit=3", "limit"), (b"k=%FF", "query"),
+    ],
+)  # fmt: skip
+def test_a_bad_query_names_its_field(query: bytes, field: str) -> None:
+    assert url_refused(b"t/a", query)[1] == field
+
+
+def test_ids_in_a_body_are_strings_or_integers_and_nothing_is_inferred() -> None:
+    ask = lookup_body(b'{"entities": ["007", 7, {"id": "1.0"}, {"id": -3}]}', "t", LIMITS)
+
+    assert [each.id for each in ask.entities] == ["007", "7", "1.0", "-3"]
+
+
+def test_one_and_one_point_nought_and_true_are_not_the_same_id() -> None:
+    # C5: floats and booleans are refused rather than folded into an integer.
+    for value in (b"1.0", b"true", b"null", b"[]", b"123456789012345678901234567890"):
+        status, _, field = refused(b'{"entities": [{"id": %b}]}' % value)
+        assert status == 422 and field is not None and field.startswith("entities[0]")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "field"),
+    [
+        (b"", "invalid_json", "body"),
+        (b"{", "invalid_json", "body"),
+        (b'{"entities": [{"id": "a", "features": {"x": NaN}}]}', "invalid_json", "body"),
+        (b'{"entities": [{"id": "a", "features": {"x": 1e999}}]}', "invalid_json", "body"),
+        (b"[]", "invalid_field", "body"),
+        ({}, "invalid_field", "entities"),
+        ({"entities": []}, "batch_too_long", "entities"),
+        ({"entities": ["a"] * 1001}, "batch_too_long", "entities"),
+        ({"entities": ["a", ""]}, "invalid_id", "entities[1].id"),
+        ({"entities": ["é" * 129]}, "invalid_id", "entities[0].id"),
+        ({"entities": [{"id": "a", "histroy": []}]}, "unknown_field", "entities[0].histroy"),
+        ({"entities": [{}]}, "missing_field", "entities[0]"),
+        ({"entities": [{"history": []}]}, "missing_field", "entities[0]"),
+        ({"entities": [{"id": "a", "history": "b"}]}, "invalid_field", "entities[0].history"),
+        ({"entities": [{"id": "a", "history": ["b", 1.5]}]}, "invalid_id", "entities[0].history[1]"),
+        ({"entities": [{"id": "a", "history": ["b"] * 51}]}, "history_too_long", "entities[0].history"),
+        ({"entities": [{"id": "a", "features": [1]}]}, "invalid_field", "entities[0].features"),
+        ({"entities": [{"id": "a", "features": {"x": None}}]}, "invalid_feature", "entities[0].features.x"),
+        ({"entities": [{"id": "a", "features": {"x": [1, "2"]}}]}, "invalid_feature", "entities[0].features.x[1]"),
+        ({"entities": ["a"], "k": 0}, "invalid_k", "k"),
+        ({"entities": ["a"], "k": True}, "invalid_k", "k"),
+        ({"entities": ["a"], "k": "3"}, "invalid_k", "k"),
+        ({"entities": ["a"], "exclude": "b"}, "invalid_field", "exclude"),
+        ({"entities": ["a"], "exclude": [None]}, "invalid_id", "exclude[0]"),
+        ({"entities": ["a"], "deadline_ms": -1}, "invalid_field", "deadline_ms"),
+        ({"entities": ["a"], "deadline_ms": True}, "invalid_field", "deadline_ms"),
+        ({"entities": ["a"], "max_age_seconds": "1"}, "invalid_field", "max_age_seconds"),
+        ({"entities": ["a"], "fresh": 1}, "invalid_field", "fresh"),
+        ({"entities": ["a"], "generation": 5}, "invalid_field", "generation"),
+    ],
+)  # fmt: skip
+def test_a_bad_body_names_code_and_field(body: object, code: str, field: str) -> None:
+    assert refused(body) == (422, code, field)
+
+
+def test_entities_of_several_tables_each_name_theirs() -> None:
+    ask = lookup_body(
+        b'{"entities": [{"table": "a", "id": 1}, {"table": "b", "id": 2}]}', None, LIMITS
+    )
+
+    assert [(each.table, each.id) for each in ask.entities] == [("a", "1"), ("b", "2")]
+    assert refused({"entities": [{"id": "x"}]}, None)[1] == "missing_field"
+
+
+def test_a_deadline_is_the_tighter_of_body_and_header_and_never_above_the_limit() -> None:
+    options = lookup_body(b'{"entities": ["a"], "deadline_ms": 99999}', "t", LIMITS).options
+
+    assert options.deadline_s == 1.0
+    assert with_deadline_header(options, "50", LIMITS).deadline_s == 0.05
+    assert with_deadline_header(options, "5000", LIMITS).deadline_s == 1.0
+    for bad in ("soon", "nan", "-1", "0"):
+        with pytest.raises(Problem):
+            with_deadline_header(options, bad, LIMITS)
+
+
+def test_a_score_request_has_a_user_and_candidates() -> None:
+    ask = score_body(b'{"user": {"history": ["a"]}, "items": ["b", 7]}', LIMITS)
+
+    assert ask.user.history == (b"a",) and ask.items == (b"b", b"7")
+    for bad in (b'{"items": ["a"]}', b'{"user": "u"}', b'{"user": "u", "items": []}'):
+        with pytest.raises(Problem):
+            score_body(bad, LIMITS)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)
+                    | st.integers(-(2**63), 2**63) | st.text(max_size=5),
+                    lambda inner: st.lists(inner, max_size=3)
+                    | st.dictionaries(st.sampled_from(["id", "history", "features", "entities", "k", "x"]),
+                                      inner, max_size=4), max_leaves=12))  # fmt: skip
+def test_any_json_is_either_parsed_or_refused(value: object) -> None:
+    try:
+        raw = orjson.dumps(value)
+    except (TypeError, orjson.JSONEncodeError):
+        return
+    for parse in (lambda: lookup_body(raw, "t", LIMITS), lambda: score_body(raw, LIMITS)):
+        with contextlib.suppress(Problem):  # and nothing else
+            parse()

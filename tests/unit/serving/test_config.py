@@ -1,0 +1,61 @@
+"""Settings: where they come from, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from cache.errors import ConfigError
+from serving.config import ServingConfig
+
+
+def test_the_environment_outranks_the_file_and_the_command_line_both(tmp_path: Path) -> None:
+    file = tmp_path / "larder.toml"
+    file.write_text(
+        'namespace = "shop"\nartifacts = "store"\nshards = 8\n'
+        '[serving]\nport = 1\ndeadline_ms = 5\nprecision = "fp32"\n'
+    )
+    environ = {
+        "LARDER_CONFIG": str(file),
+        "LARDER_PORT": "2",
+        "REDIS_URL": "redis://r",
+        "LARDER_TOKEN": "",
+    }
+
+    config = ServingConfig.load(environ, port=3, host=None)
+
+    assert (config.port, config.deadline_ms, config.precision) == (3, 5.0, "fp32")
+    assert (config.namespace, config.redis_url) == ("shop", "redis://r")
+    assert config.artifacts == str(tmp_path / "store")
+    assert config.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"LARDER_PORT": "many"}, {"LARDER_PORT": "70000"}, {"LARDER_PORT": "1.5"},
+        {"LARDER_L1_BYTES": "0"}, {"LARDER_DEADLINE_MS": "nan"}, {"LARDER_INSECURE": "perhaps"},
+        {"LARDER_PRECISION": "int4"}, {"LARDER_NAMESPACE": "a{b}"},
+        {"LARDER_CONFIG": "/nowhere/larder.toml"},
+    ],
+)  # fmt: skip
+def test_a_setting_that_makes_no_sense_is_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        ServingConfig.load(environ)
+
+
+def test_an_unknown_setting_of_the_section_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "larder.toml"
+    file.write_text("[serving]\nprot = 1\n")
+
+    with pytest.raises(ConfigError, match="prot"):
+        ServingConfig.load({"LARDER_CONFIG": str(file)})
+
+
+def test_only_loopback_may_be_bound_without_a_token() -> None:
+    for host in ("127.0.0.1", "::1", "localhost", "127.1.2.3"):
+        ServingConfig(host=host).require_guard()
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
+        with pytest.raises(ConfigError, match="LARDER_TOKEN"):
+            ServingConfig(host=host).require_guard()
+        ServingConfig(host=host, token="t").require_guard()
+        ServingConfig(host=host, insecure=True).require_guard()

@@ -1,0 +1,370 @@
+"""The ladder: which source answers, what is left out, what is kept, and that the counts add up."""
+
+import asyncio
+
+import pytest
+
+from cache.blocklist import Blocklist
+from cache.errors import TierUnavailable
+from serving.problem import Problem
+from serving.snapshot import Holding
+from tests.unit.serving.world import (
+    DATA_UNTIL,
+    GENERATION,
+    OLDER,
+    USERS,
+    WIDTH,
+    World,
+    ask,
+    entity,
+    ids,
+    night_list,
+)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def look(world: World, holding: Holding, *entities, **options):  # type: ignore[no-untyped-def]
+    return await world.ladder.lookup(holding, ask(*entities, **options), now())
+
+
+def counts(world: World, name: str) -> dict[tuple[str, ...], float]:
+    metric = getattr(world.metrics, name)
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in metric.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
+
+
+async def test_a_stored_answer_comes_from_l2_and_then_from_l1(world: World) -> None:
+    holding = Holding(world.snapshot())
+
+    first, second = (
+        (await look(world, holding, entity("u3"), k=2))[0],
+        (await look(world, holding, entity("u3"), k=2))[0],
+    )
+
+    assert first["items"] == world.ids(night_list("u3")[:2]) and not first["short"]
+    assert (first["source"], second["source"]) == ("l2", "l1")
+    assert first["producer"] == "batch" and first["generation"] == GENERATION
+    assert first["age_seconds"] == 3600 and "reason" not in first
+
+
+async def test_an_unknown_id_without_input_gets_defaults_that_are_never_kept(world: World) -> None:
+    holding = Holding(world.snapshot())
+
+    answers = [(await look(world, holding, entity("nobody")))[0] for _ in range(2)]
+    vector = (await look(world, holding, entity("nobody", "user_vector")))[0]
+
+    # C11: asked twice, the second time is still a default and nothing was written.
+    assert [each["source"] for each in answers] == ["default"] * 2
+    assert [each["reason"] for each in answers] == ["not_in_generation"] * 2
+    assert vector["vector"] is None and vector["source"] == "default"
+    assert not world.remote.writes and len(world.tiers.local) == 0 and not world.jobs
+
+
+async def test_an_unknown_id_with_a_history_is_computed_once_and_then_stored(world: World) -> None:
+    holding = Holding(world.snapshot())
+    new = entity("nobody", history=ids("i1", "not-an-item"))
+
+    first = (await look(world, holding, new))[0]
+    second = (await look(world, holding, new))[0]
+
+    assert (first["source"], second["source"]) == ("live", "l1")
+    assert first["producer"] == second["producer"] == "live"
+    assert first["dropped_history"] == 1 and first["reason"] == "not_in_generation"
+    assert "i1" not in first["items"] and len(world.jobs) == 1
+    await world.tiers.aclose()
+    assert len(world.remote.writes) == 1
+
+
+async def test_an_input_without_an_id_is_answered_under_its_digest(world: World) -> None:
+    holding = Holding(world.snapshot())
+    nameless = entity(None, history=ids("i1"))
+
+    first = (await look(world, holding, nameless))[0]
+    second = (await look(world, holding, nameless))[0]
+
+    assert first["id"] is None and (first["source"], second["source"]) == ("live", "l1")
+
+
+async def test_another_input_for_the_same_unknown_id_is_a_miss_and_computed_anew(
+    world: World,
+) -> None:
+    holding = Holding(world.snapshot())
+    await look(world, holding, entity("nobody", history=ids("i1")))
+
+    answer = (await look(world, holding, entity("nobody", history=ids("i2"))))[0]
+
+    assert answer["source"] == "live" and answer["reason"] == "input_changed"
+    assert len(world.jobs) == 2
+
+
+async def test_callers_with_different_inputs_never_share_an_inference(world: World) -> None:
+    holding = Holding(world.snapshot())
+    one, other = entity("x", history=ids("i1")), entity("x", history=ids("i2"))
+
+    answers = await asyncio.gather(
+        *(look(world, holding, each) for each in (one, other, one, other))
+    )
+
+    # C19: one inference per (key, input digest).
+    lists = [tuple(each[0]["items"]) for each in answers]
+    assert lists[0] == lists[2] != lists[1] == lists[3] and len(world.jobs) == 2
+
+
+async def test_fresh_computes_although_stored_and_keeps_nothing_over_the_batch(
+    world: World,
+) -> None:
+    holding = Holding(world.snapshot())
+    known = entity("u3", history=ids("i7"))
+
+    fresh = (await look(world, holding, known, fresh=True))[0]
+    after = (await look(world, holding, known))[0]
+
+    assert fresh["source"] == "live" and fresh["reason"] == "fresh"
+    assert (after["source"], after["producer"]) == ("l2", "batch")
+    assert not world.remote.writes
+
+
+async def test_fresh_without_anything_to_compute_from_gets_what_is_stored(world: World) -> None:
+    answer = (await look(world, Holding(world.snapshot()), entity("u3"), fresh=True))[0]
+
+    assert answer["source"] == "l2" and answer["reason"] == "nothing_to_compute_from"
+
+
+async def test_fresh_that_cannot_be_had_settles_for_what_is_stored(world: World) -> None:
+    world.busy = True
+
+    answer = (
+        await look(world, Holding(world.snapshot()), entity("u3", history=ids("i7")), fresh=True)
+    )[0]
+
+    assert answer["source"] == "l2" and answer["reason"] == "fresh_unavailable"
+    assert answer["live"] == "busy"
+
+
+async def test_an_answer_older_than_max_age_is_computed_anew_if_it_can_be(world: World) -> None:
+    holding = Holding(world.snapshot())
+    known = entity("u3", history=ids("i7"))
+
+    old_enough = (await look(world, holding, known, max_age_s=3600.0))[0]
+    too_old = (await look(world, holding, known, max_age_s=3599.0))[0]
+    no_input = (await look(world, holding, entity("u3"), max_age_s=3599.0))[0]
+
+    assert old_enough["source"] == "l2" and "reason" not in old_enough
+    assert too_old["source"] == "live" and too_old["reason"] == "too_old"
+    assert no_input["source"] == "l1" and no_input["reason"] == "too_old"
+
+
+async def test_history_exclusions_and_blocked_items_appear_from_no_source(world: World) -> None:
+    blocked_item, excluded = night_list("u3")[0], world.ids(night_list("u3")[1:2])
+    seen = world.ids(night_list("u3")[2:3])
+    snapshot = world.snapshot(
+        blocked=frozenset({blocked_item}),
+        blocklist=Blocklist(1, frozenset(ids(*world.ids([blocked_item])))),
+    )
+    previous = world.snapshot(OLDER, blocked=frozenset({blocked_item}))
+    barred = {*world.ids([blocked_item]), *excluded, *seen}
+    options = {"exclude": ids(*excluded)}
+
+    stored = (await look(world, Holding(snapshot), entity("u3", history=ids(*seen)), **options))[0]
+    live = (await look(world, Holding(snapshot), entity("new", history=ids(*seen)), **options))[0]
+    default = (await look(world, Holding(snapshot), entity("nobody"), **options))[0]
+    del world.remote.pages[GENERATION, "user_topk", 0]
+    older = (await look(world, Holding(snapshot, previous), entity("u4"), **options))[0]
+
+    assert [each["source"] for each in (stored, live, default, older)] == [
+        "l2", "live", "default", "previous",
+    ]  # fmt: skip
+    assert not barred & set(stored["items"]) and stored["short"]
+    assert not barred & set(live["items"])
+    assert not (barred - set(seen)) & set(default["items"]) and len(default["items"]) == WIDTH
+    assert not (barred - set(seen)) & set(older["items"])
+
+
+async def test_a_blocked_entity_gets_defaults_or_null_even_with_a_history(world: World) -> None:
+    snapshot = world.snapshot(blocklist=Blocklist(1, entities=frozenset(ids("u3"))))
+    holding = Holding(snapshot, world.snapshot(OLDER))
+    blocked = {"history": ids("i1")}
+
+    top, vector = await look(
+        world, holding, entity("u3", **blocked), entity("u3", "user_vector", **blocked)
+    )
+
+    assert (top["source"], top["reason"]) == ("default", "entity_blocked")
+    assert (vector["vector"], vector["reason"]) == (None, "entity_blocked")
+    assert not world.jobs and not world.remote.calls
+
+
+async def test_a_lost_redis_falls_to_live_then_previous_l1_then_defaults(world: World) -> None:
+    previous = world.snapshot(OLDER)
+    await look(world, Holding(previous), entity("u5"))  # warms the L1 of what is now previous
+    holding = Holding(world.snapshot(), previous)
+    world.remote.fails_with = TierUnavailable("gone", reason="connection")
+
+    answers = await look(
+        world, holding, entity("u3", history=ids("i1")), entity("u5"), entity("u4")
+    )
+
+    assert [each["source"] for each in answers] == ["live", "previous", "default"]
+    assert [each["reason"] for each in answers] == ["l2_down"] * 3
+    assert answers[1]["generation"] == OLDER
+
+
+async def test_previous_is_never_asked_for_an_overlay(world: World) -> None:
+    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+    await look(world, Holding(world.snapshot(OLDER)), entity("new", history=ids("i1")))
+
+    answer = (await look(world, holding, entity("new")))[0]
+
+    assert answer["source"] == "default"
+    assert all(read.generation == GENERATION for read in world.remote.calls[-1])
+
+
+async def test_a_pinned_request_is_answered_by_that_generation_alone(world: World) -> None:
+    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+
+    answer = (await look(world, holding, entity("u3"), generation=OLDER))[0]
+    with pytest.raises(Problem) as refused:
+        await look(world, holding, entity("u3"), generation="20200101T000000Z-aaaaaaaaaaaa")
+
+    assert (answer["generation"], answer["source"]) == (OLDER, "l2")
+    assert (refused.value.status, refused.value.reason) == (409, "generation_gone")
+
+
+async def test_one_missing_id_costs_the_others_of_its_batch_nothing(world: World) -> None:
+    asked = [entity(name) for name in (*USERS, "nobody", "x" * 256)]
+
+    answers = await look(world, Holding(world.snapshot()), *asked)
+
+    # P10: an outcome per entity.
+    assert [each["id"] for each in answers] == [each.id for each in asked]
+    assert [each["source"] for each in answers] == ["l2"] * len(USERS) + ["default"] * 2
+    assert len(world.remote.calls) == 1
+
+
+async def test_sources_sum_to_entities_and_misses_to_what_was_not_stored(world: World) -> None:
+    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+    mixed = [entity(name) for name in ("u1", "u1", "nobody", "u2")]
+    mixed += [entity("new", history=ids("i1"))] * 3 + [entity("u1", "user_affinity")]
+
+    for _ in range(3):
+        await look(world, holding, *mixed)
+    world.remote.fails_with = TierUnavailable("slow", reason="timeout")
+    await look(world, holding, *[entity(name) for name in USERS])
+
+    # C9: one outcome per entity, followers of a flight included.
+    total = 3 * len(mixed) + len(USERS)
+    answered, missed = counts(world, "answers"), counts(world, "misses")
+    assert sum(answered.values()) == sum(counts(world, "entities").values()) == total
+    stored = sum(value for (_, source), value in answered.items() if source in ("l1", "l2"))
+    assert sum(missed.values()) == total - stored
+
+
+async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: World) -> None:
+    class Stuck:
+        async def infer(self, job: object) -> object:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    world.ladder._batcher = Stuck()  # type: ignore[assignment]
+    started = now()
+
+    answer = (
+        await look(
+            world, Holding(world.snapshot()), entity("x", history=ids("i1")), deadline_s=0.08
+        )
+    )[0]
+
+    # C10: bounded waiting, and the flight is gone with its last waiter.
+    assert answer["source"] == "default" and answer["live"] == "timeout"
+    assert now() - started < 0.5
+    await asyncio.sleep(0)
+    assert len(world.ladder.flights) == 0
+
+
+async def test_a_model_that_raises_costs_nobody_an_answer(world: World) -> None:
+    world.predictor.fails_with = RuntimeError("CUDA error")
+    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+
+    answers = await look(
+        world, holding, entity("x", history=ids("i1")), entity("u1"), entity("y", history=ids("i2"))
+    )
+
+    assert [each["source"] for each in answers] == ["default", "l2", "default"]
+    assert answers[0]["live"] == "failed"
+
+
+async def test_a_generation_without_a_model_still_answers_from_pages_and_defaults(
+    world: World,
+) -> None:
+    holding = Holding(world.snapshot(predictor=None, degraded="broken"))
+
+    answers = await look(world, holding, entity("u1"), entity("x", history=ids("i1")))
+
+    assert [each["source"] for each in answers] == ["l2", "default"]
+    assert answers[1]["live"] == "no_model"
+
+
+async def test_the_live_answer_of_one_generation_is_unknown_to_the_next(world: World) -> None:
+    # C2: the key of what is written names the generation that the request captured.
+    old, new = Holding(world.snapshot(OLDER)), Holding(world.snapshot())
+
+    await look(world, old, entity("x", history=ids("i1")))
+    answer = (await look(world, new, entity("x")))[0]
+    await world.tiers.aclose()
+
+    assert answer["source"] == "default"
+    assert {write.generation for write in world.remote.writes} == {OLDER}
+
+
+async def test_an_item_of_the_catalogue_is_its_own_input_while_redis_is_away(world: World) -> None:
+    world.remote.fails_with = TierUnavailable("gone", reason="connection")
+    similar = entity("i3", "item_similar")
+
+    answers = [(await look(world, Holding(world.snapshot()), similar))[0] for _ in range(2)]
+
+    assert [each["source"] for each in answers] == ["live", "l1"]
+    assert "i3" not in answers[0]["items"] and len(world.jobs) == 1
+
+
+async def test_default_neighbours_leave_out_the_item_itself(world: World) -> None:
+    world.remote.fails_with = TierUnavailable("gone", reason="connection")
+    popular = world.ids([0])[0]
+
+    answer = (
+        await look(world, Holding(world.snapshot(predictor=None)), entity(popular, "item_similar"))
+    )[0]
+
+    assert answer["source"] == "default" and popular not in answer["items"]
+
+
+async def test_what_no_generation_could_answer_is_refused_before_any_tier_is_asked(
+    world: World,
+) -> None:
+    holding = Holding(world.snapshot())
+    wrong = [
+        (ask(entity("u1", "nothing")), 404, "unknown_table"),
+        (ask(entity("u1"), k=WIDTH + 1), 422, "invalid_k"),
+        (ask(entity("u1", features={"height": 3})), 422, "invalid_input"),
+        (ask(entity("u1", features={"age": "x"})), 422, "invalid_input"),
+    ]
+
+    for request, status, code in wrong:
+        with pytest.raises(Problem) as refused:
+            await world.ladder.lookup(holding, request, now())
+        assert (refused.value.status, refused.value.reason) == (status, code)
+
+    assert not world.remote.calls and not world.jobs
+    assert not counts(world, "entities")
+    assert world.clock() > DATA_UNTIL

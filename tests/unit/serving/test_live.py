@@ -1,0 +1,129 @@
+"""The micro-batcher: who travels with whom, and what one failure costs."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cache.predictor import LiveInput
+from serving.live import Computed, Job, LiveUnavailable, MicroBatcher, compute
+from serving.snapshot import Snapshot
+from tests.unit.serving.world import World, ids
+
+
+def job(snapshot: Snapshot, *history: str, table: str = "user_topk", size_bytes: int = 100) -> Job:
+    return Job(snapshot, table, LiveInput(ids(*history)), 1, size_bytes)
+
+
+def batcher(executor: ThreadPoolExecutor, **changes: int) -> MicroBatcher:
+    settings = {"workers": 1, "max_batch": 4, "max_queue": 100, "max_queue_bytes": 1 << 20}
+    return MicroBatcher(executor, compute=compute, **(settings | changes))
+
+
+@pytest.fixture
+def executor():  # type: ignore[no-untyped-def]
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+async def test_what_one_turn_submits_travels_in_one_batch(executor: ThreadPoolExecutor) -> None:
+    world = World()
+    snapshot = world.snapshot()
+    batches = batcher(executor)
+
+    done = await asyncio.gather(*(batches.infer(job(snapshot, f"i{n}")) for n in range(3)))
+
+    assert [len(batch) for batch in world.predictor.batches] == [3]
+    assert len({each.record for each in done}) == 3 and batches.queued == batches.queued_bytes == 0
+
+
+async def test_a_lone_job_waits_for_nobody_and_later_ones_gather_meanwhile(
+    executor: ThreadPoolExecutor,
+) -> None:
+    world = World()
+    snapshot, gate = world.snapshot(), threading.Event()
+    world.predictor.gate = gate
+    batches = batcher(executor)
+
+    first = asyncio.ensure_future(batches.infer(job(snapshot, "i0")))
+    await asyncio.to_thread(world.predictor.started.wait, 5)
+    rest = [asyncio.ensure_future(batches.infer(job(snapshot, f"i{n}"))) for n in range(1, 7)]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(first, *rest)
+
+    assert [len(batch) for batch in world.predictor.batches] == [1, 4, 2]
+
+
+async def test_generations_and_tables_never_share_a_batch(executor: ThreadPoolExecutor) -> None:
+    world = World()
+    one, other = world.snapshot(), world.snapshot("20261119T000000Z-000000000002")
+    batches = batcher(executor)
+
+    await asyncio.gather(
+        batches.infer(job(one, "i1")),
+        batches.infer(job(other, "i2")),
+        batches.infer(job(one, "i3", table="user_vector")),
+    )
+
+    assert sorted(len(batch) for batch in world.predictor.batches) == [1, 1, 1]
+
+
+async def test_a_poisoned_input_costs_its_batch_mates_nothing(executor: ThreadPoolExecutor) -> None:
+    world = World()
+    snapshot = world.snapshot()
+    batches = batcher(executor)
+
+    done = await asyncio.gather(
+        batches.infer(job(snapshot, "i1")),
+        batches.infer(job(snapshot, "i2", "poison")),
+        batches.infer(job(snapshot, "no", "known", "item")),
+        return_exceptions=True,
+    )
+
+    assert isinstance(done[0], Computed) and isinstance(done[1], RuntimeError)
+    assert isinstance(done[2], LiveUnavailable) and done[2].reason == "no_usable_input"
+
+
+async def test_a_full_queue_refuses_at_once_by_count_and_by_bytes(
+    executor: ThreadPoolExecutor,
+) -> None:
+    world = World()
+    snapshot, gate = world.snapshot(), threading.Event()
+    world.predictor.gate = gate
+    for limits in ({"max_queue": 2}, {"max_queue_bytes": 250}):
+        gate.clear()
+        world.predictor.started.clear()
+        batches = batcher(executor, **limits)
+        running = asyncio.ensure_future(batches.infer(job(snapshot, "i0")))
+        await asyncio.to_thread(world.predictor.started.wait, 5)
+        queued = [asyncio.ensure_future(batches.infer(job(snapshot, "i1"))) for _ in range(2)]
+        await asyncio.sleep(0)
+
+        with pytest.raises(LiveUnavailable) as refused:
+            await batches.infer(job(snapshot, "i2"))
+
+        assert refused.value.reason == "busy"
+        gate.set()
+        await asyncio.gather(running, *queued)
+
+
+async def test_a_job_whose_caller_left_is_not_computed(executor: ThreadPoolExecutor) -> None:
+    world = World()
+    snapshot, gate = world.snapshot(), threading.Event()
+    world.predictor.gate = gate
+    batches = batcher(executor)
+    running = asyncio.ensure_future(batches.infer(job(snapshot, "i0")))
+    await asyncio.to_thread(world.predictor.started.wait, 5)
+    left = asyncio.ensure_future(batches.infer(job(snapshot, "i1")))
+    stays = asyncio.ensure_future(batches.infer(job(snapshot, "i2")))
+    await asyncio.sleep(0)
+
+    left.cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(running, stays)
+
+    assert [len(batch) for batch in world.predictor.batches] == [1, 1]
+    assert batches.queued == 0

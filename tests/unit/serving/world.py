@@ -1,0 +1,252 @@
+"""A small generation in memory, with everything a request meets: tables, items, a model that can be told to fail."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.blocklist import Blocklist
+from cache.directory import Directory
+from cache.errors import InvalidInput
+from cache.items import ItemTable
+from cache.keys import fingerprints, hash_ids
+from cache.local import LocalTier, NegativeCache
+from cache.manifest import Artefact, EntitySet, ItemFiles, Manifest, Producer, Table, TablePart
+from cache.outcomes import View
+from cache.predictor import LiveInput, Prepared
+from cache.records import Layout, encode_topk, encode_values, encode_vectors
+from cache.tiered import Tiered
+from serving.ask import Ask, Entity, Limits, Options
+from serving.config import ServingConfig
+from serving.ladder import Ladder, Lives
+from serving.live import Computed, Job, LiveUnavailable, compute
+from serving.metrics import Metrics
+from serving.snapshot import Default, Snapshot
+from tests.fakes import FakeClock, FakeRemote
+
+GENERATION = "20261120T000000Z-000000000001"
+OLDER = "20261119T000000Z-000000000002"
+DATA_UNTIL = 1_700_000_000
+SCORED_AT = DATA_UNTIL + 60
+LIMITS = Limits(
+    max_batch=1_000, max_history=50, max_exclude=50, deadline_ms=300, deadline_max_ms=1_000
+)
+USERS = tuple(f"u{number}" for number in range(12))
+ITEMS = tuple(f"i{number}" for number in range(20))
+WIDTH = 5
+NO_FILE = Artefact("none", 0, "")
+_SEEDS = {"user": 7, "item": 11}
+_LAYOUTS = {
+    "user_topk": Layout("topk", WIDTH, "f4"),
+    "item_similar": Layout("topk", WIDTH, "f4"),
+    "user_vector": Layout("vector", 4, "f4"),
+    "user_affinity": Layout("value", 3, "f4"),
+}
+
+
+@dataclass
+class FakePredictor:
+    """Recommends the items that follow the last of the history; counts what it was asked."""
+
+    items: ItemTable
+    model_digest: str = "model-1"
+    precisions: Mapping[str, str] = field(default_factory=dict)
+    tables: Mapping[str, Layout] = field(default_factory=lambda: _LAYOUTS)
+    fails_with: Exception | None = None
+    poison: bytes = b"poison"
+    batches: list[list[str]] = field(default_factory=list)
+    gate: threading.Event | None = None
+    started: threading.Event = field(default_factory=threading.Event)
+
+    def supports(self, table: str) -> bool:
+        """All tables of the world."""
+        return table in self.tables
+
+    def prepare(self, table: str, source: LiveInput) -> Prepared | None:
+        """As the real one: unknown items dropped, none left = no input."""
+        for name, value in (source.features or {}).items():
+            if name != "age" or isinstance(value, str | tuple):
+                raise InvalidInput(f"feature {name!r} is not taken", field=name)
+        ordinals = self.items.ordinals_of(source.history or ())
+        known = ordinals[ordinals >= 0]
+        if source.item is not None:
+            known = np.append(known, source.item)
+        if not len(known) and not source.features:
+            return None
+        marks = {"poisoned": self.poison in (source.history or ())}
+        dropped = len(source.history or ()) - int((ordinals >= 0).sum())
+        return Prepared(table, known, marks, -1, known, dropped)
+
+    def predict(
+        self,
+        table: str,
+        batch: Sequence[Prepared],
+        prints: Sequence[int],
+        scored_at: int,
+        *,
+        blocked: NDArray[np.int64],
+    ) -> list[bytes]:
+        """One record each."""
+        self.batches.append([table] * len(batch))
+        self.started.set()
+        if self.gate is not None:
+            self.gate.wait(5)
+        if self.fails_with is not None:
+            raise self.fails_with
+        if any(each.features["poisoned"] for each in batch):
+            raise RuntimeError("poisoned input")
+        wanted = np.array(prints, np.uint64)
+        layout = self.tables[table]
+        if layout.kind == "vector":
+            vectors = np.full((len(batch), layout.width), 0.5, np.float32)
+            rows = encode_vectors(layout, wanted, vectors, scored_at, live=True)
+        elif layout.kind == "value":
+            values = np.full((len(batch), layout.width), 0.5, np.float32)
+            rows = encode_values(layout, wanted, values, scored_at, live=True)
+        else:
+            barred = set(blocked.tolist())
+            lists = [self._after(each, barred) for each in batch]
+            scores = np.tile(np.arange(layout.width, 0, -1, np.float32), (len(batch), 1))
+            rows = encode_topk(
+                layout, wanted, np.array(lists, np.uint32), scores, scored_at, live=True
+            )
+        data, size = rows.tobytes(), layout.size_bytes
+        return [data[at : at + size] for at in range(0, len(data), size)]
+
+    def _after(self, prepared: Prepared, blocked: set[int]) -> list[int]:
+        start = int(prepared.history[-1]) if len(prepared.history) else 0
+        barred = set(prepared.excluded.tolist()) | blocked
+        count = self.items.count
+        found = [(start + step) % count for step in range(1, count + 1)]
+        return [each for each in found if each not in barred][:WIDTH]
+
+
+def _directory(name: str, ids: Sequence[str]) -> tuple[Directory, list[bytes]]:
+    raws = [each.encode() for each in ids]
+    hashes = hash_ids(raws, _SEEDS[name])
+    order = np.argsort(hashes)
+    return Directory(_SEEDS[name], [0], [hashes[order]]), [raws[each] for each in order]
+
+
+def item_table() -> ItemTable:
+    """The catalogue, in ordinal order."""
+    directory, raws = _directory("item", ITEMS)
+    ids = np.frombuffer(b"".join(raws), np.uint8)
+    offsets = np.cumsum([0] + [len(raw) for raw in raws]).astype(np.uint64)
+    vectors = np.random.default_rng(0).normal(size=(len(raws), 4)).astype(np.float32)
+    return ItemTable(directory, ids, offsets, vectors, np.arange(len(raws), dtype=np.int64))
+
+
+def night_list(user: str) -> list[int]:
+    """Ordinals that the night recommends to a user."""
+    start = int(user[1:])
+    return [(start + step) % len(ITEMS) for step in range(WIDTH)]
+
+
+@dataclass
+class World:
+    """Snapshots whose pages lie in a fake Redis, and a ladder over both."""
+
+    clock: FakeClock = field(default_factory=lambda: FakeClock(DATA_UNTIL + 3600.0))
+    remote: FakeRemote = field(default_factory=FakeRemote)
+    metrics: Metrics = field(default_factory=Metrics)
+    busy: bool = False
+
+    def __post_init__(self) -> None:
+        self.items = item_table()
+        self.users, self.user_raws = _directory("user", USERS)
+        self.predictor = FakePredictor(self.items)
+        self.tiers = Tiered(LocalTier(1 << 20), NegativeCache(100, 5.0), self.remote)
+        self.ladder = Ladder(
+            self.tiers, self, self.metrics, Lives(0.05, 600.0, 15.0), clock=self.clock
+        )
+        self.jobs: list[Job] = []
+
+    async def infer(self, job: Job) -> Computed:
+        """Inference on the spot."""
+        self.jobs.append(job)
+        if self.busy:
+            raise LiveUnavailable("busy")
+        outcome = compute([job], clock=self.clock)[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def snapshot(self, generation: str = GENERATION, **changes: Any) -> Snapshot:
+        """A generation; its pages are put into the fake Redis."""
+        tables = {}
+        for name, layout in _LAYOUTS.items():
+            kind, _, rest = name.partition("_")
+            rows = self._rows(name, layout)
+            self.remote.pages[generation, name, 0] = rows
+            part = TablePart(0, 1, len(rows) // layout.size_bytes, NO_FILE, NO_FILE)
+            producer = Producer("topk" if rest == "topk" else "tower", "user_tower")
+            labels = ("a", "b", "c") if layout.kind == "value" else ()
+            tables[name] = Table(name, kind, producer, layout, 1_000, (part,), labels)  # type: ignore[arg-type]
+        manifest = Manifest(
+            namespace="test", generation=generation, data_until=DATA_UNTIL, created_at=DATA_UNTIL,
+            bundle_digest="", inputs_digest="",
+            entity_sets={
+                "user": EntitySet("user", 7, len(USERS), ()),
+                "item": EntitySet("item", 11, len(ITEMS), ()),
+            },
+            items=ItemFiles(NO_FILE, NO_FILE, NO_FILE, NO_FILE, len(ITEMS), 4),
+            tables=tables, models={}, indexes={}, defaults=NO_FILE,
+        )  # fmt: skip
+        directories = {"user": self.users, "item": self.items.directory}
+        default = Default(
+            np.arange(len(ITEMS), dtype=np.uint32), np.linspace(1, 0, len(ITEMS), dtype=np.float32)
+        )
+        fields: dict[str, Any] = {
+            "generation": generation, "epoch": 1, "published_at": "2026-11-20T00:00:00Z",
+            "manifest": manifest, "root": Path(), "directories": directories, "items": self.items,
+            "view": View(generation, directories), "predictor": self.predictor,
+            "precision": "int8", "degraded": None,
+            "defaults": {"user_topk": default, "item_similar": default},
+            "blocklist": Blocklist(), "blocked": frozenset(),
+            "blocked_ordinals": np.empty(0, np.int64),
+        }  # fmt: skip
+        return Snapshot(**(fields | changes))
+
+    def _rows(self, name: str, layout: Layout) -> bytes:
+        raws = self.user_raws if name.startswith("user") else [
+            self.items.raw_id(ordinal) for ordinal in range(self.items.count)
+        ]  # fmt: skip
+        prints = fingerprints(raws)
+        if layout.kind == "vector":
+            vectors = np.ones((len(raws), layout.width), np.float32)
+            return encode_vectors(layout, prints, vectors, SCORED_AT).tobytes()
+        if layout.kind == "value":
+            values = np.ones((len(raws), layout.width), np.float32)
+            return encode_values(layout, prints, values, SCORED_AT).tobytes()
+        lists = np.array([night_list(raw.decode()) for raw in raws], np.uint32)
+        scores = np.tile(np.arange(WIDTH, 0, -1, np.float32), (len(raws), 1))
+        return encode_topk(layout, prints, lists, scores, SCORED_AT).tobytes()
+
+    def ids(self, ordinals: Sequence[int]) -> list[str]:
+        """External ids."""
+        return [self.items.id_of(each) for each in ordinals]
+
+
+def ask(*entities: Entity, **options: Any) -> Ask:
+    """A lookup with generous time."""
+    return Ask(entities, Options(**({"deadline_s": 5.0} | options)))
+
+
+def entity(id_: str | None, table: str = "user_topk", **fields: Any) -> Entity:
+    """One entity asked for."""
+    return Entity(table, id_, None if id_ is None else id_.encode(), "entities[0]", **fields)
+
+
+def ids(*names: str) -> tuple[bytes, ...]:
+    """Id bytes."""
+    return tuple(name.encode() for name in names)
+
+
+def config(**changes: Any) -> ServingConfig:
+    """Settings for tests."""
+    return ServingConfig(**changes)
