@@ -1,0 +1,127 @@
+"""A small world to recommend in: users with a few tastes, items of Zipf popularity, two months of clicks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+from numpy.typing import NDArray
+
+DAYS = 60.0
+GROUPS_PER_CATEGORY = 5
+TASTES = (0.6, 0.3, 0.1)
+"""Share of a user's clicks that goes to the first, second and third group of items that the user likes."""
+
+CATEGORIES = (
+    "bags", "books", "coats", "coffee", "garden", "games", "knits", "lamps", "music", "outdoor",
+    "paper", "shoes", "tea", "tools", "toys", "travel", "watches", "wool", "wood", "workwear",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """How big, and how long ago: clicks end at `until`."""
+
+    users: int = 20_000
+    items: int = 5_000
+    seed: int = 0
+    until: datetime = datetime(2026, 1, 31, tzinfo=UTC)
+    newcomers: float = 0.03
+    """Share of users whose first click falls into the last five days."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clicks:
+    """Distinct (user, item) pairs in order of time: rows into the ids, times int64 microseconds since 1970."""
+
+    user_ids: tuple[str, ...]
+    item_ids: tuple[str, ...]
+    categories: tuple[str, ...]
+    user_rows: NDArray[np.int64]
+    item_rows: NDArray[np.int64]
+    times: NDArray[np.int64]
+
+
+def synthesize(world: World) -> Clicks:
+    """The same world gives the same clicks, bit for bit."""
+    rng = np.random.default_rng(world.seed)
+    groups = max(2, min(len(CATEGORIES) * GROUPS_PER_CATEGORY, world.items // 20))
+    group_of_item = np.sort(rng.integers(groups, size=world.items))
+    popularity = rng.permutation(1.0 / np.arange(1, world.items + 1) ** 0.9)
+    clicks_of_user = 8 + rng.lognormal(2.7, 0.8, world.users).astype(np.int64).clip(1, 400)
+    users = np.repeat(np.arange(world.users), clicks_of_user)
+    items = _choose(rng, users, group_of_item, popularity, groups)
+    times = _when(rng, world, users)
+    order = np.argsort(times, kind="stable")
+    users, items, times = users[order], items[order], times[order]
+    # A second click on the same item says nothing new; the first one counts.
+    _, first = np.unique(users * world.items + items, return_index=True)
+    kept = np.sort(first)
+    names = [CATEGORIES[group // GROUPS_PER_CATEGORY % len(CATEGORIES)] for group in group_of_item]
+    return Clicks(
+        tuple(_ids(world.users, _user_id)),
+        tuple(_ids(world.items, _item_id)),
+        tuple(names),
+        users[kept],
+        items[kept],
+        times[kept],
+    )
+
+
+def _choose(
+    rng: np.random.Generator,
+    users: NDArray[np.int64],
+    group_of_item: NDArray[np.int64],
+    popularity: NDArray[np.float64],
+    groups: int,
+) -> NDArray[np.int64]:
+    """One item per click: a group by the user's taste, then an item of it by popularity."""
+    tastes = rng.integers(groups, size=(int(users[-1]) + 1, len(TASTES)))
+    group = tastes[users, rng.choice(len(TASTES), len(users), p=TASTES)]
+    # Items lie sorted by group, so that a group is one stretch of the cumulated popularity.
+    ends = np.concatenate([[0.0], np.cumsum(popularity)])
+    starts = np.searchsorted(group_of_item, np.arange(groups + 1))
+    low, high = ends[starts[group]], ends[starts[group + 1]]
+    drawn = np.searchsorted(ends, low + (high - low) * rng.random(len(users)), side="right") - 1
+    # A group without an item sends its clicks to its neighbour.
+    return np.clip(drawn, 0, len(group_of_item) - 1)
+
+
+def _when(
+    rng: np.random.Generator, world: World, users: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    joined = rng.random(world.users) * 0.7 * DAYS
+    new = rng.random(world.users) < world.newcomers
+    joined[new] = DAYS - 5.0 * rng.random(int(new.sum()))
+    days = joined[users] + (DAYS - joined[users]) * rng.random(len(users))
+    began = (world.until - timedelta(days=DAYS)).timestamp()
+    return ((began + days * 86_400) * 1_000_000).astype(np.int64)
+
+
+def _ids(count: int, name: Callable[[int], str]) -> list[str]:
+    return [name(number) for number in range(count)]
+
+
+def _user_id(number: int) -> str:
+    """Mostly plain; some as real systems have them: numbers with zeros, slashes, blanks, other scripts."""
+    match number % 200:
+        case 7:
+            return f"{number:07d}"
+        case 57:
+            return f"team/{number}/a"
+        case 107:
+            return f"zoë-{number}"
+        case 157:
+            return f"用户 {number}"
+    return f"u-{number:05d}"
+
+
+def _item_id(number: int) -> str:
+    match number % 250:
+        case 7:
+            return f"{number:06d}"
+        case 107:
+            return f"sku/{number}"
+        case 207:
+            return f"café-{number}"
+    return f"i-{number:05d}"

@@ -1,0 +1,165 @@
+"""Small real nights: data, a trained bundle and a published generation, through the same steps as in production."""
+
+import hashlib
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache.artefacts import open_generation
+from cache.directory import Directory
+from cache.items import ItemTable
+from cache.keys import hash_ids
+from cache.records import NO_ITEM, decode
+from infra.demo.synthetic import Clicks, World, synthesize
+from precompute import pipeline
+from precompute.config import NightConfig, ReferenceConfig, Sources, TableConfig
+from precompute.night import run_night
+from precompute.training import train_reference
+
+UNTIL = "2026-01-29T00:00:00Z"
+NEXT = "2026-01-30T00:00:00Z"
+K = 50
+
+
+def build_night(
+    folder: Path,
+    redis_url: str,
+    *,
+    seed: int = 0,
+    users: int = 400,
+    items: int = 120,
+    data_until: str = UNTIL,
+) -> NightConfig:
+    """Publish one generation from `folder`'s data, which is made on the first call; a later cut adds a generation."""
+    config = prepare(folder, redis_url, seed=seed, users=users, items=items)
+    publish_night(config, data_until)
+    return config
+
+
+def prepare(
+    folder: Path, redis_url: str, *, seed: int = 0, users: int = 400, items: int = 120
+) -> NightConfig:
+    """Data and bundle under `folder`, in a namespace of its own; nothing is built yet."""
+    config = NightConfig(
+        namespace=f"night-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}",
+        artifacts="artifacts",
+        state="state",
+        bundle="bundle",
+        redis_url=redis_url,
+        shards=2,
+        page_bytes=16 * 1024,
+        threads=1,
+        warm_timeout_s=5.0,
+        sources=Sources(("interactions.parquet",), item_features="items.parquet"),
+        tables={
+            "user_topk": TableConfig("user_topk", k=K),
+            "user_vector": TableConfig("user_vector"),
+            "item_vector": TableConfig("item_vector"),
+            "item_similar": TableConfig("item_similar", k=20, metric="cosine"),
+            "user_affinity": TableConfig("value", precision="f4", value="user_affinity"),
+        },
+        reference=ReferenceConfig(dims=16),
+        base=str(folder),
+    )
+    if not (folder / "interactions.parquet").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_clicks(folder, synthesize(World(users=users, items=items, seed=seed)))
+        train_reference(config, data_until=UNTIL)
+    return config
+
+
+def write_clicks(folder: Path, clicks: Clicks) -> None:
+    """Two Parquet files, as a team would hand them over."""
+    users, found = np.array(clicks.user_ids, object), np.array(clicks.item_ids, object)
+    interactions = {
+        "user": pa.array(users[clicks.user_rows], pa.string()),
+        "item": pa.array(found[clicks.item_rows], pa.string()),
+        "timestamp": pa.array(clicks.times, pa.timestamp("us", tz="UTC")),
+    }
+    features = {"item": clicks.item_ids, "category": clicks.categories}
+    pq.write_table(pa.table(interactions), folder / "interactions.parquet")
+    pq.write_table(pa.table(features), folder / "items.parquet")
+
+
+def publish_night(config: NightConfig, data_until: str) -> str:
+    """A whole night with this cut; the generation."""
+    attempt = f"test-{uuid.uuid4().hex[:8]}"
+    lines = run_night(config, data_until=data_until, run_after=None, attempt=attempt)
+    return lines[0].what.split()[0]
+
+
+def build_verified(config: NightConfig, data_until: str) -> str:
+    """Everything but the publish; the generation."""
+    build = pipeline.begin(config, data_until=data_until, run_after=None)
+    pipeline.embed_items(config, build)
+    scored = [pipeline.score_shard(config, build, shard) for shard in build["shards"]]
+    pipeline.assemble(config, build, scored)
+    pipeline.build_index(config, build)
+    pipeline.quantize(config, build)
+    pipeline.load(config, build)
+    pipeline.verify(config, build)
+    return str(build["generation"])
+
+
+def publish(config: NightConfig, generation: str) -> None:
+    """Make a verified generation live."""
+    attempt = f"test-{uuid.uuid4().hex[:8]}"
+    pipeline.publish(config, {"generation": generation}, attempt=attempt)
+
+
+def roll_back(config: NightConfig, to: str | None = None) -> str:
+    """Back to an earlier generation; the one that is live now."""
+    attempt = f"test-{uuid.uuid4().hex[:8]}"
+    moved = pipeline.roll_back(config, to=to, reason="a test says so", attempt=attempt)
+    return str(moved["generation"])
+
+
+def histories(config: NightConfig, data_until: str = UNTIL) -> dict[str, list[str]]:
+    """What each user had clicked before the cut, oldest first, read from the source file itself."""
+    table = pq.read_table(config.path("interactions.parquet"))
+    cut = datetime.fromisoformat(data_until)
+    found: dict[str, list[str]] = {}
+    rows = zip(
+        table["user"].to_pylist(),
+        table["item"].to_pylist(),
+        table["timestamp"].to_pylist(),
+        strict=True,
+    )
+    for user, item, at in sorted(rows, key=lambda row: row[2]):
+        if at < cut:
+            found.setdefault(user, []).append(item)
+    return found
+
+
+def top_lists(
+    config: NightConfig, generation: str, ids: list[str], table: str = "user_topk"
+) -> Mapping[str, tuple[str, ...]]:
+    """The records of `ids` as they lie in the generation's own page files, Redis and service left out."""
+    manifest, root = open_generation(config.store(), generation)
+    items = ItemTable.open(root, manifest)
+    found = manifest.tables[table]
+    directory = Directory.open(root, manifest.entity_sets[found.entity])
+    size = found.layout.size_bytes
+    parts = [(root / part.file.path).read_bytes() for part in found.parts]
+    lists: dict[str, tuple[str, ...]] = {}
+    positions = directory.find_many(hash_ids([each.encode() for each in ids], directory.seed))
+    for name, position in zip(ids, positions.tolist(), strict=True):
+        if position < 0:
+            continue
+        part, offset = directory.place(position)
+        record = decode(found.layout, parts[part][offset * size : (offset + 1) * size])
+        assert record.items is not None
+        kept = record.items[record.items != NO_ITEM]
+        lists[name] = tuple(items.ids_of(kept))
+    return lists
+
+
+def with_namespace(config: NightConfig, namespace: str, artifacts: str) -> NightConfig:
+    """The same night apart from everything that was published: its own store and keys."""
+    return replace(config, namespace=namespace, artifacts=artifacts)
