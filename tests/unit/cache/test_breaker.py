@@ -1,0 +1,97 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.breaker import Breaker
+from tests.fakes import FakeClock
+
+
+def test_opens_after_as_many_failures_in_a_row_as_the_threshold_says():
+    """C10."""
+    breaker = Breaker(threshold=3, timer=FakeClock())
+
+    for _ in range(2):
+        breaker.failure()
+    breaker.success()
+    for _ in range(2):
+        breaker.failure()
+    assert breaker.state == "closed" and breaker.allow()
+    breaker.failure()
+
+    assert breaker.state == "open" and not breaker.allow()
+    assert breaker.opened == 1
+
+
+def test_lets_one_probe_through_after_the_cooldown():
+    clock = FakeClock()
+    breaker = Breaker(threshold=1, cooldown_s=2.0, timer=clock)
+    breaker.failure()
+
+    clock.tick(1.9)
+    assert not breaker.allow()
+    clock.tick(0.1)
+
+    assert [breaker.allow() for _ in range(4)] == [True, False, False, False]
+    assert breaker.state == "half_open"
+
+
+def test_closes_when_the_probe_succeeds_and_opens_again_when_it_fails():
+    clock = FakeClock()
+    breaker = Breaker(threshold=1, cooldown_s=2.0, timer=clock)
+    breaker.failure()
+    clock.tick(2.0)
+    assert breaker.allow()
+
+    breaker.failure()
+    assert breaker.state == "open" and not breaker.allow()
+    clock.tick(2.0)
+    assert breaker.allow()
+    breaker.success()
+
+    assert breaker.state == "closed" and breaker.allow() and breaker.allow()
+
+
+def test_a_probe_that_never_reports_does_not_block_the_next():
+    clock = FakeClock()
+    breaker = Breaker(threshold=1, cooldown_s=2.0, timer=clock)
+    breaker.failure()
+    clock.tick(2.0)
+    assert breaker.allow()
+
+    clock.tick(2.0)
+
+    assert breaker.allow()
+
+
+def test_stragglers_from_before_the_opening_do_not_postpone_the_probe():
+    clock = FakeClock()
+    breaker = Breaker(threshold=1, cooldown_s=2.0, timer=clock)
+    breaker.failure()
+
+    for _ in range(10):
+        clock.tick(0.2)
+        breaker.failure()
+
+    assert breaker.allow()
+    assert breaker.opened == 1
+
+
+def test_a_threshold_below_one_is_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        Breaker(threshold=0)
+
+
+@given(st.lists(st.sampled_from(["allow", "success", "failure", "tick"]), max_size=60))
+def test_whatever_happens_a_call_is_allowed_within_one_cooldown(steps):
+    clock = FakeClock()
+    breaker = Breaker(threshold=2, cooldown_s=1.0, timer=clock)
+
+    for step in steps:
+        match step:
+            case "tick":
+                clock.tick(0.3)
+            case _:
+                getattr(breaker, step)()
+    clock.tick(1.0)
+
+    assert breaker.allow()

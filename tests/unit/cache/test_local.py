@@ -1,0 +1,177 @@
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.local import OVERHEAD_BYTES, Entry, LocalKey, LocalTier, NegativeCache
+from tests.fakes import FakeClock
+
+
+def key(number: int, generation: str = "g", table: str = "t") -> LocalKey:
+    return LocalKey(generation, table, number)
+
+
+def test_returns_the_very_record_that_was_put():
+    """C13: immutable bytes, never a copy that a caller could edit."""
+    local = LocalTier(100_000)
+    entry = Entry(b"record", 1)
+
+    local.put(key(1), entry)
+
+    assert local.get(key(1)) is entry
+    assert isinstance(entry.record, bytes)
+    with pytest.raises(AttributeError):
+        entry.record = b"other"  # type: ignore[misc]
+
+
+def test_generation_and_table_are_part_of_the_key():
+    """C2: a record of another generation is another record, so nothing is ever invalidated."""
+    local = LocalTier(100_000)
+    local.put(key(1), Entry(b"a", 1))
+
+    assert local.get(key(1, generation="g2")) is None
+    assert local.get(key(1, table="t2")) is None
+
+
+def test_the_least_recently_used_record_goes_first():
+    local = LocalTier(3 * (OVERHEAD_BYTES + 10))
+    for number in range(3):
+        local.put(key(number), Entry(bytes(10), number))
+
+    local.get(key(0))
+    local.put(key(3), Entry(bytes(10), 3))
+
+    assert local.get(key(1)) is None
+    assert all(local.get(key(number)) is not None for number in (0, 2, 3))
+
+
+def test_an_entry_is_gone_at_the_very_end_of_its_life():
+    """C1."""
+    clock = FakeClock()
+    local = LocalTier(100_000, clock)
+    local.put(key(1), Entry(b"a", 1, b"digest", clock() + 5))
+
+    clock.tick(4.9)
+    assert local.get(key(1)) is not None
+    clock.tick(0.1)
+
+    assert local.get(key(1)) is None
+    assert local.size_bytes == 0
+
+
+def test_a_record_of_the_night_has_no_end():
+    clock = FakeClock()
+    local = LocalTier(100_000, clock)
+    local.put(key(1), Entry(b"a", 1))
+
+    clock.tick(1e9)
+
+    assert local.get(key(1)) is not None
+
+
+def test_overwriting_with_a_larger_record_stays_within_the_bound():
+    """C12."""
+    local = LocalTier(4 * (OVERHEAD_BYTES + 100))
+    for number in range(4):
+        local.put(key(number), Entry(bytes(100), number))
+
+    local.put(key(0), Entry(bytes(900), 0))
+
+    assert local.size_bytes <= local.max_bytes
+    assert local.get(key(0)) is not None
+
+
+def test_a_record_larger_than_the_tier_is_left_out_and_takes_its_predecessor_along():
+    """C12: after a refused overwrite the old value must not be served as if it were the new one."""
+    local = LocalTier(OVERHEAD_BYTES + 100)
+    local.put(key(1), Entry(b"old", 1))
+
+    local.put(key(1), Entry(bytes(10_000), 1))
+
+    assert local.get(key(1)) is None
+    assert local.too_large == 1
+    assert local.size_bytes == 0
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "get", "discard", "tick"]),
+        st.integers(0, 8),
+        st.integers(0, 3000),
+    ),
+    max_size=80,
+)
+
+
+@given(steps, st.integers(0, 12_000))
+def test_the_accounted_bytes_are_those_of_the_entries_whatever_happens(script, max_bytes):
+    """C12."""
+    clock = FakeClock()
+    local = LocalTier(max_bytes, clock)
+
+    for step, number, size in script:
+        match step:
+            case "put":
+                life = None if size % 2 else clock() + size / 100
+                local.put(key(number), Entry(bytes(size), number, None, life))
+            case "get":
+                local.get(key(number))
+            case "discard":
+                local.discard(key(number))
+            case "tick":
+                clock.tick(size / 100)
+        held = [local._entries[each] for each in list(local._entries)]
+        assert local.size_bytes == sum(len(each.record) + OVERHEAD_BYTES for each in held)
+        assert local.size_bytes <= max_bytes
+
+
+@pytest.mark.parametrize("count", [20_000, 44_000])
+def test_resident_bytes_exceed_the_accounted_ones_by_five_percent_at_most(count):
+    """C12: the constant per entry covers what the interpreter really spends, also just after dictionaries grew."""
+    local = LocalTier(1 << 30)
+    tracemalloc.start()
+    for number in range(count):
+        # Keys and records as the read path makes them: a fresh tuple, a 64-bit hash, bytes from a socket.
+        local.put(key(number | 1 << 62), Entry(number.to_bytes(616, "big"), number | 1 << 61))
+    spent, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert 0.85 <= spent / local.size_bytes <= 1.05
+
+
+def test_a_negative_entry_lives_for_its_time_and_no_longer():
+    clock = FakeClock()
+    negative = NegativeCache(10, 5.0, clock)
+    negative.add(key(1))
+
+    assert key(1) in negative and key(2) not in negative
+    clock.tick(5.0)
+
+    assert key(1) not in negative
+    assert len(negative) == 0
+
+
+def test_negative_entries_are_bounded_and_the_oldest_goes():
+    negative = NegativeCache(3, 5.0, FakeClock())
+
+    for number in range(5):
+        negative.add(key(number))
+
+    assert len(negative) == 3
+    assert key(1) not in negative and key(4) in negative
+
+
+def test_adding_a_negative_entry_again_renews_it():
+    clock = FakeClock()
+    negative = NegativeCache(2, 5.0, clock)
+    negative.add(key(1))
+    clock.tick(1)
+    negative.add(key(2))
+    clock.tick(1)
+    negative.add(key(1))
+    negative.add(key(3))
+
+    assert key(1) in negative and key(2) not in negative
+    clock.tick(4.5)
+    assert key(1) in negative

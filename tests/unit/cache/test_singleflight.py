@@ -1,0 +1,281 @@
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.singleflight import Abandoned, SingleFlight
+
+
+class Work:
+    """A computation that ends when told to, and says how often it ran and whether it was cancelled."""
+
+    def __init__(self, value: int = 42, error: Exception | None = None, turns: int = 0) -> None:
+        self.value = value
+        self.error = error
+        self.turns = turns
+        self.go = asyncio.Event()
+        self.runs = 0
+        self.cancelled = 0
+
+    async def __call__(self) -> int:
+        self.runs += 1
+        try:
+            await self.go.wait()
+            for _ in range(self.turns):
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+async def turns(count: int = 3) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_callers_of_one_key_share_one_piece_of_work():
+    flights, work = SingleFlight[str, int](), Work()
+    callers = [asyncio.create_task(flights.do("key", work)) for _ in range(10_000)]
+    await turns()
+
+    work.go.set()
+
+    assert set(await asyncio.gather(*callers)) == {42}
+    assert work.runs == 1 and flights.started == 1 and flights.shared == 9_999
+    assert len(flights) == 0
+
+
+async def test_different_keys_do_not_wait_for_each_other():
+    flights, slow, fast = SingleFlight[str, int](), Work(1), Work(2)
+    waiting = asyncio.create_task(flights.do("slow", slow))
+    await turns()
+
+    fast.go.set()
+
+    assert await flights.do("fast", fast) == 2
+    assert not waiting.done()
+    slow.go.set()
+    assert await waiting == 1
+
+
+async def test_cancelling_the_first_caller_cancels_nobody_else():
+    """C7."""
+    flights, work = SingleFlight[str, int](), Work()
+    first, second = (asyncio.create_task(flights.do("key", work)) for _ in range(2))
+    await turns()
+
+    first.cancel()
+    await turns()
+    work.go.set()
+
+    assert await second == 42
+    assert first.cancelled() and work.runs == 1 and work.cancelled == 0
+
+
+async def test_the_work_is_cancelled_when_the_last_caller_has_left():
+    """C7."""
+    flights, work = SingleFlight[str, int](), Work()
+    callers = [asyncio.create_task(flights.do("key", work)) for _ in range(3)]
+    await turns()
+
+    for caller in callers:
+        caller.cancel()
+        await turns()
+
+    assert work.cancelled == 1 and len(flights) == 0
+
+
+async def test_a_newcomer_does_not_board_work_that_is_being_cancelled():
+    """C7."""
+    flights, new = SingleFlight[str, int](), Work(2)
+    let_go = asyncio.Event()
+
+    async def old() -> int:
+        try:
+            return await asyncio.Event().wait() and 1
+        finally:
+            await let_go.wait()
+
+    caller = asyncio.create_task(flights.do("key", old))
+    await turns()
+    caller.cancel()
+    await turns()
+    assert caller.cancelled() and not let_go.is_set()
+    new.go.set()
+
+    assert await flights.do("key", new) == 2
+    let_go.set()
+
+
+async def test_an_error_reaches_every_caller_and_the_next_one_starts_afresh():
+    """C7, C11: a failed leader leaves nobody waiting, and nothing of it is kept."""
+    flights, broken = SingleFlight[str, int](), Work(error=ValueError("broken"))
+    callers = [asyncio.create_task(flights.do("key", broken)) for _ in range(3)]
+    await turns()
+
+    broken.go.set()
+    outcomes = await asyncio.gather(*callers, return_exceptions=True)
+
+    assert all(isinstance(each, ValueError) for each in outcomes)
+    sound = Work(7)
+    sound.go.set()
+    assert await flights.do("key", sound) == 7
+
+
+async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_their_cancellation():
+    """C7."""
+    flights = SingleFlight[str, int]()
+    inner: list[asyncio.Future[int]] = []
+
+    def work() -> Awaitable[int]:
+        inner.append(asyncio.get_running_loop().create_future())
+        return inner[0]
+
+    callers = [asyncio.create_task(flights.do("key", work)) for _ in range(2)]
+    await turns()
+    inner[0].cancel()
+
+    outcomes = await asyncio.gather(*callers, return_exceptions=True)
+
+    assert all(isinstance(each, Abandoned) for each in outcomes)
+
+
+async def test_many_keys_take_off_together_and_join_what_is_under_way():
+    """C9: a follower is counted as shared, once."""
+    flights = SingleFlight[str, int]()
+    asked: list[Sequence[str]] = []
+    go = asyncio.Event()
+
+    async def work(keys: Sequence[str]) -> Sequence[int]:
+        asked.append(tuple(keys))
+        await go.wait()
+        return [len(key) for key in keys]
+
+    first = asyncio.create_task(flights.do_many(["a", "bb"], work))
+    await turns()
+    second = asyncio.create_task(flights.do_many(["bb", "ccc", "ccc", "a"], work))
+    await turns()
+    go.set()
+
+    assert await first == [1, 2]
+    assert await second == [2, 3, 3, 1]
+    assert asked == [("a", "bb"), ("ccc",)]
+    assert flights.started == 3 and flights.shared == 3
+
+
+async def test_an_error_in_one_of_several_flights_is_raised_and_leaves_no_trace(caplog):
+    flights, sound, broken = SingleFlight[str, int](), Work(), Work(error=ValueError("broken"))
+    other = asyncio.create_task(flights.do("sound", sound))
+    bad = asyncio.create_task(flights.do("broken", broken))
+    await turns()
+
+    async def none(keys: Sequence[str]) -> Sequence[int]:
+        raise AssertionError("both keys have flights")
+
+    both = asyncio.create_task(flights.do_many(["sound", "broken"], none))
+    await turns()
+    broken.go.set()
+    with pytest.raises(ValueError, match="broken"):
+        await bad
+    sound.go.set()
+
+    with pytest.raises(ValueError, match="broken"):
+        await both
+    assert await other == 42
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+@st.composite
+def cancellations(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """(turn, caller) pairs: who is cancelled when."""
+    return draw(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5)), max_size=8))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    cancelled=cancellations(),
+    joins=st.lists(st.integers(0, 10), min_size=6, max_size=6),
+    ends_at=st.integers(0, 12),
+    fails=st.booleans(),
+    work_turns=st.integers(0, 3),
+)
+def test_every_order_of_cancellations_leaves_each_remaining_caller_with_the_outcome(
+    cancelled, joins, ends_at, fails, work_turns
+):
+    """C7: a cancel at every await, by any caller, before, while and after the work ends."""
+
+    async def run() -> None:
+        flights = SingleFlight[str, int]()
+        works: list[Work] = []
+        go = asyncio.Event()
+
+        def work() -> Awaitable[int]:
+            made = Work(len(works), ValueError("broken") if fails else None, work_turns)
+            made.go = go
+            works.append(made)
+            return made()
+
+        callers: dict[int, asyncio.Task[int]] = {}
+        hit: set[int] = set()
+        for turn in range(14):
+            for caller, at in enumerate(joins):
+                if at == turn:
+                    callers[caller] = asyncio.create_task(flights.do("key", work))
+            for at, caller in cancelled:
+                if at == turn and caller in callers and callers[caller].cancel():
+                    hit.add(caller)
+            if turn == ends_at:
+                go.set()
+            await asyncio.sleep(0)
+        done, pending = await asyncio.wait(callers.values(), timeout=1.0)
+
+        assert not pending, "somebody waits for ever"
+        assert len(flights) == 0
+        for caller, task in callers.items():
+            if caller in hit and task.cancelled():
+                continue
+            assert not task.cancelled(), "a caller that nobody cancelled was cancelled"
+            if fails:
+                assert isinstance(task.exception(), ValueError)
+            else:
+                assert task.result() in range(len(works))
+        assert flights.started == len(works)
+        assert flights.started + flights.shared <= len(callers)
+
+    asyncio.run(run())
+
+
+async def test_a_future_is_used_as_it_is():
+    flights = SingleFlight[str, int]()
+    made: list[asyncio.Future[Sequence[int]]] = []
+
+    def work(keys: Sequence[str]) -> Awaitable[Sequence[int]]:
+        made.append(asyncio.get_running_loop().create_future())
+        return made[0]
+
+    caller = asyncio.create_task(flights.do_many(["a", "b"], work))
+    await turns()
+    made[0].set_result([1, 2])
+
+    assert await caller == [1, 2]
+
+
+async def test_work_that_cannot_even_start_leaves_no_flight():
+    flights = SingleFlight[str, int]()
+
+    def work() -> Awaitable[int]:
+        raise RuntimeError("no")
+
+    bad: Callable[[Sequence[str]], Awaitable[Sequence[int]]] = lambda _: work()  # type: ignore  # noqa: E731
+
+    with pytest.raises(RuntimeError):
+        await flights.do_many(["a"], bad)
+
+    assert len(flights) == 0
