@@ -1,0 +1,278 @@
+"""Exact top-K of all items for many users: FAISS products choose candidates, `cache.ranking` decides.
+
+Items are visited in order of falling length. A first pass over the longest gives every user a threshold;
+by Cauchy-Schwarz (score <= |user| * |item|) no item below a certain length can reach it (LEMP, Teflioudi
+et al., SIGMOD 2015, in its simplest form), and users are grouped by where that is. Where that would save
+little, one pass does. Each user's list is then certified against the rounding of the products; the few
+that fail are scored against every item.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Self
+
+import faiss as faiss_module
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import ConfigError
+from cache.ranking import Metric, best, pack, rank, score, unpack
+from cache.tower import Histories
+from precompute.index import unit
+
+faiss: Any = faiss_module  # its type stubs lag behind what the module has
+
+Top = tuple[NDArray[np.uint32], NDArray[np.float32]]
+
+K_MAX = 1000
+
+_CHUNK_USERS = 4096
+_CHUNK_CANDIDATES = 1 << 21
+_GROUP_USERS = 1024
+_RANK_USERS = 256
+_SCAN_ITEMS = 8192
+_SPARE = 16
+_FIRST_SHARE = 5
+_FIRST_MIN = 4096
+_WORTH_IT = 0.75
+_ROUNDING = 2.0**-23
+"""Two float32 sums of d products differ by at most 2 * d * 2**-24 * |user| * |item|."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scorer:
+    """Items ready to be searched exactly: made once, used for every shard."""
+
+    vectors: NDArray[np.float32]
+    metric: Metric
+    by_length: NDArray[np.float32]
+    order: NDArray[np.int64]
+    lengths: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, vectors: NDArray[np.float32], metric: Metric = "inner_product") -> Self:
+        """From float32 [items, dims] in ordinal order."""
+        filtering = unit(vectors) if metric == "cosine" else np.asarray(vectors, np.float32)
+        lengths = _lengths(filtering)
+        order = np.argsort(-lengths, kind="stable")
+        return cls(vectors, metric, np.ascontiguousarray(filtering[order]), order, lengths[order])
+
+    def top(
+        self,
+        users: NDArray[np.float32],
+        k: int,
+        excluded: Histories | None = None,
+        *,
+        threads: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Top:
+        """(ordinals uint32 [n, k], scores float32 [n, k]) for users float32 [n, dims].
+
+        `excluded` holds ordinals per user (unknown ones are -1). Score descending, ties by ordinal;
+        where fewer than k items remain, NO_ITEM and 0. `progress` is told how many users each step
+        finished. Memory beside the result does not depend on the number of users.
+        """
+        if not 1 <= k <= K_MAX:
+            raise ConfigError(f"k must be 1 to {K_MAX}, not {k}", k=k)
+        ordinals = np.empty((len(users), k), np.uint32)
+        scores = np.empty((len(users), k), np.float32)
+        gone = Histories.of([()] * len(users)) if excluded is None else excluded
+        count = threads or os.cpu_count() or 1
+        before = faiss.omp_get_max_threads()
+        faiss.omp_set_num_threads(count)
+        try:
+            with ThreadPoolExecutor(count) as pool:
+                first = self._first_items(users, k)
+                for rows, fetch in self._chunks(np.diff(gone.indptr), k):
+                    chunk = _Chunk(self, users[rows], gone.take(rows), k, fetch)
+                    ordinals[rows], scores[rows] = chunk.run(pool, first)
+                    if progress is not None:
+                        progress(len(rows))
+        finally:
+            faiss.omp_set_num_threads(before)
+        return ordinals, scores
+
+    def _chunks(
+        self, excluded: NDArray[np.int64], k: int
+    ) -> Iterator[tuple[NDArray[np.int64], int]]:
+        """(rows, candidates to fetch): users with like numbers of exclusions together, in order."""
+        slack = 1 << np.ceil(np.log2(excluded + _SPARE)).astype(np.int64)
+        fetches = np.minimum(k + slack, len(self.order))
+        for fetch in np.unique(fetches):
+            members = np.flatnonzero(fetches == fetch)
+            step = max(1, min(_CHUNK_USERS, _CHUNK_CANDIDATES // max(1, int(fetch))))
+            for start in range(0, len(members), step):
+                yield members[start : start + step], int(fetch)
+
+    def _first_items(self, users: NDArray[np.float32], k: int) -> int:
+        """How many items the first pass takes; all of them unless a sample says that pruning pays."""
+        items = len(self.order)
+        first = max(_FIRST_MIN, items // _FIRST_SHARE)
+        if self.metric == "cosine" or first >= items or k > first or not len(users):
+            return items
+        sample = users[:: max(1, len(users) // 256)]
+        found = _search(sample, self.by_length[:first], min(first, k + 2 * _SPARE))[0]
+        needed = self.needed(_lengths(sample), found[:, -1].astype(np.float64))
+        share = float(np.maximum(needed, first).mean()) / items
+        return first if share < _WORTH_IT else items
+
+    def needed(
+        self, lengths: NDArray[np.float64], thresholds: NDArray[np.float64]
+    ) -> NDArray[np.int64]:
+        """How many of the longest items could still score `thresholds` with users of these lengths."""
+        shortest = thresholds / np.maximum(lengths, 1e-300)
+        shortest -= (self.vectors.shape[1] + 8) * _ROUNDING * self.lengths[0]
+        return len(self.order) - np.searchsorted(self.lengths[::-1], shortest, "left")
+
+
+def exact_topk(
+    users: NDArray[np.float32],
+    items: NDArray[np.float32],
+    k: int,
+    excluded: Histories | None = None,
+    *,
+    metric: Metric = "inner_product",
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Top:
+    """`Scorer.top` for one call."""
+    return Scorer.of(items, metric).top(users, k, excluded, threads=threads, progress=progress)
+
+
+class _Chunk:
+    """Users with like numbers of exclusions against all items."""
+
+    def __init__(
+        self, scorer: Scorer, users: NDArray[np.float32], excluded: Histories, k: int, fetch: int
+    ) -> None:
+        self._scorer = scorer
+        self._users = users
+        self._queries = unit(users) if scorer.metric == "cosine" else users
+        self._lengths = _lengths(self._queries)
+        self._excluded = excluded
+        self._k = k
+        self._fetch = fetch
+
+    def run(self, pool: Executor, first: int) -> Top:
+        """The chunk's answer; `first` items are searched before pruning."""
+        scorer, items = self._scorer, len(self._scorer.order)
+        found, places = _search(self._queries, scorer.by_length[:first], min(self._fetch, first))
+        # Nothing outside the candidates scores more than this, but for rounding.
+        bounds = found[:, -1].astype(np.float64)
+        if first < items:
+            found, places = self._deepen(found, places, first, bounds)
+        elif self._fetch >= items:
+            bounds[:] = -np.inf
+        candidates = np.where(places >= 0, scorer.order[places], -1)
+        parts = [
+            slice(start, start + _RANK_USERS) for start in range(0, len(self._users), _RANK_USERS)
+        ]
+        ranked = list(pool.map(lambda rows: self._settle(rows, found, candidates, bounds), parts))
+        return np.concatenate([each[0] for each in ranked]), np.concatenate(
+            [each[1] for each in ranked]
+        )
+
+    def _deepen(
+        self,
+        found: NDArray[np.float32],
+        places: NDArray[np.int64],
+        first: int,
+        bounds: NDArray[np.float64],
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Search the later items as far as any user of a group needs them; keep the best of both."""
+        scorer, fetch = self._scorer, found.shape[1]
+        needed = scorer.needed(self._lengths, bounds)
+        order = np.argsort(needed, kind="stable")
+        for start in range(0, len(order), _GROUP_USERS):
+            rows = order[start : start + _GROUP_USERS]
+            last = int(needed[rows[-1]])
+            if last <= first:
+                continue
+            more = _search(
+                np.ascontiguousarray(self._queries[rows]),
+                scorer.by_length[first:last],
+                min(fetch, last - first),
+            )
+            both = np.concatenate([found[rows], more[0]], axis=1)
+            which = np.argpartition(-both, fetch - 1, axis=1)[:, :fetch]
+            joined = np.concatenate([places[rows], more[1] + first], axis=1)
+            found[rows] = np.take_along_axis(both, which, axis=1)
+            places[rows] = np.take_along_axis(joined, which, axis=1)
+        bounds[:] = found.min(axis=1)
+        return found, places
+
+    def _settle(
+        self,
+        rows: slice,
+        found: NDArray[np.float32],
+        candidates: NDArray[np.int64],
+        bounds: NDArray[np.float64],
+    ) -> Top:
+        """Drop what is excluded, keep K and a few, re-score, certify; scan the rows that fail."""
+        scorer, k = self._scorer, self._k
+        users, candidates = self._users[rows], candidates[rows]
+        gone = self._excluded.take(np.arange(len(self._users))[rows])
+        filtered = np.where(self._among(candidates, gone) | (candidates < 0), -np.inf, found[rows])
+        limits = bounds[rows].copy()
+        if candidates.shape[1] > k + _SPARE:
+            which = np.argpartition(-filtered, k + _SPARE, axis=1)
+            cut = np.take_along_axis(filtered, which[:, k + _SPARE :][:, :1], axis=1)[:, 0]
+            limits = np.maximum(limits, cut)
+            which = which[:, : k + _SPARE]
+            filtered = np.take_along_axis(filtered, which, axis=1)
+            candidates = np.take_along_axis(candidates, which, axis=1)
+        candidates = np.where(np.isneginf(filtered), -1, candidates)
+        ordinals, scores = rank(users, scorer.vectors, candidates, None, k, metric=scorer.metric)
+        margin = (users.shape[1] + 8) * _ROUNDING * self._lengths[rows] * scorer.lengths[0]
+        if scorer.metric == "cosine":
+            margin = np.full(len(users), (users.shape[1] + 16) * _ROUNDING)
+        full = (candidates >= 0).sum(axis=1) >= k
+        certified = np.isneginf(limits) | (full & (scores[:, -1] > limits + margin))
+        for row in np.flatnonzero(~certified):
+            banned = gone.indices[gone.indptr[row] : gone.indptr[row + 1]]
+            ordinals[row], scores[row] = _scan(scorer, users[row], banned, k)
+        return ordinals, scores
+
+    def _among(self, candidates: NDArray[np.int64], gone: Histories) -> NDArray[np.bool_]:
+        items = len(self._scorer.order)
+        known = (gone.indices >= 0) & (gone.indices < items)
+        owners = np.repeat(np.arange(len(gone)), np.diff(gone.indptr))
+        banned = np.sort(owners[known] * items + gone.indices[known])
+        if not len(banned):
+            return np.zeros(candidates.shape, np.bool_)
+        wanted = np.arange(len(candidates))[:, None] * items + candidates
+        at = np.minimum(np.searchsorted(banned, wanted), len(banned) - 1)
+        hit: NDArray[np.bool_] = banned[at] == wanted
+        return hit
+
+
+def _scan(scorer: Scorer, user: NDArray[np.float32], banned: NDArray[np.int64], k: int) -> Top:
+    """One user against every item, in tiles: for ties in masses and vectors without direction."""
+    items = len(scorer.vectors)
+    keys = np.empty(0, np.uint64)
+    allowed = np.ones(items, np.bool_)
+    allowed[banned[(banned >= 0) & (banned < items)]] = False
+    for start in range(0, items, _SCAN_ITEMS):
+        ordinals = start + np.flatnonzero(allowed[start : start + _SCAN_ITEMS])
+        scores = score(user[None], scorer.vectors, ordinals[None], scorer.metric)[0]
+        keys = best(np.concatenate([keys, pack(scores, ordinals)])[None], k)[0]
+        if not user.any() and len(keys) == k:
+            break  # every score is zero: the first k ordinals are the answer
+    found = unpack(keys[None], k)
+    return found[0][0], found[1][0]
+
+
+def _search(
+    queries: NDArray[np.float32], items: NDArray[np.float32], count: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    scores, places = faiss.knn(queries, items, count, metric=faiss.METRIC_INNER_PRODUCT)
+    return scores, places
+
+
+def _lengths(vectors: NDArray[np.float32]) -> NDArray[np.float64]:
+    lengths: NDArray[np.float64] = np.sqrt(
+        np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
+    )
+    return lengths
