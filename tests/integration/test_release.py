@@ -1,0 +1,418 @@
+"""Publish, roll back, restore and retire against a real Redis and a real folder."""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import redis
+import xxhash
+
+from cache.artefacts import ArtefactStore, describe, generation_path, write_atomically
+from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused
+from cache.keys import Keyspace
+from cache.manifest import (
+    Artefact,
+    DirectoryPart,
+    EntitySet,
+    ItemFiles,
+    Manifest,
+    Producer,
+    Table,
+    TablePart,
+)
+from cache.records import Layout, encode_values
+from cache.releases import Pointer, all_releases, done_path, intent_path, newest_release
+from precompute.control import Control, Row, connect
+from precompute.load import load_part, page_keys, parts_of, verify_part
+from precompute.release import Releases, drop_old_rows, reload, restore, retire, sweepable
+from precompute.states import State
+
+A, B, C, D = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2, 3, 4))
+LAYOUT = Layout("value", 4, "f4")
+
+
+class Clock:
+    """Unix seconds that move only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """A store with tiny generations and the releases over them."""
+
+    def __init__(self, store: ArtefactStore, client: "redis.Redis", keys: Keyspace) -> None:
+        self.store, self.client, self.keys, self.clock = store, client, keys, Clock()
+        self.control = Control(client, keys)
+        self.releases = Releases(store, self.control, self.clock)
+        self.numbers = itertools.count()
+
+    def attempt(self) -> str:
+        """A name that no other attempt has."""
+        return f"attempt-{next(self.numbers)}"
+
+    def make(self, generation: str, records: int = 50) -> Manifest:
+        """A generation of one value table in two parts, pages of 10 records."""
+        root = self.store.local(generation_path(generation))
+        seed = int(hashlib.sha256(generation.encode()).hexdigest()[:8], 16)
+        rng = np.random.default_rng(seed)
+        parts, page = [], 0
+        for number in range(2):
+            name = f"tables/score/{number:04d}"
+            marks = rng.integers(0, 2**63, records, dtype=np.uint64)
+            data = encode_values(LAYOUT, marks, rng.random((records, 4), np.float32), 0).tobytes()
+            write_atomically(root / f"{name}.pages", data)
+            size = 10 * LAYOUT.size_bytes
+            sums = [
+                xxhash.xxh3_64_intdigest(data[at : at + size]) for at in range(0, len(data), size)
+            ]
+            write_atomically(root / f"{name}.sums", np.array(sums, "<u8").tobytes())
+            files = (describe(root, f"{name}.pages"), describe(root, f"{name}.sums"))
+            parts.append(TablePart(page, len(sums), records, *files))
+            page += len(sums)
+        nothing = Artefact("", 0, "")
+        manifest = Manifest(
+            namespace=self.keys.namespace,
+            generation=generation,
+            data_until=0,
+            created_at=0,
+            bundle_digest="",
+            inputs_digest="",
+            entity_sets={"user": EntitySet("user", 0, 0, (DirectoryPart(0, 0, nothing),))},
+            items=ItemFiles(nothing, nothing, nothing, nothing, 0, 0),
+            tables={"score": Table("score", "user", Producer("none"), LAYOUT, 10, tuple(parts))},
+            models={},
+            indexes={},
+            defaults=nothing,
+        )
+        self.store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
+        return manifest
+
+    def load(self, generation: str) -> Manifest:
+        """Rows first, then pages, as the pipeline does."""
+        manifest = self.make(generation)
+        self.control.set_row(generation, Row(State.BEGUN, self.clock()))
+        reload(self.control, self.keys, self.store, generation, chunk_bytes=1000)
+        self.control.set_row(generation, Row(State.VERIFIED, self.clock()))
+        return manifest
+
+    def publish(self, *generations: str) -> None:
+        """Load and publish each, a day apart."""
+        for generation in generations:
+            self.load(generation)
+            self.clock.now += 86_400
+            self.releases.publish(generation, attempt=self.attempt())
+
+    def live(self) -> Pointer:
+        """What readers follow."""
+        pointer = self.control.pointer()
+        assert pointer is not None
+        return pointer
+
+    def pages(self) -> set[str]:
+        """All page keys in Redis (a test may scan)."""
+        pattern = f"larder:1:{self.keys.namespace}:g:*"
+        return {
+            key.decode() for key in self.client.scan_iter(pattern) if not key.endswith(b":loaded")
+        }
+
+
+@pytest.fixture
+def world(tmp_path, redis_url, keyspace) -> Iterator[World]:
+    with connect(redis_url, 5.0) as client:
+        yield World(ArtefactStore(str(tmp_path)), client, keyspace)
+
+
+def test_publishing_moves_the_pointer_and_writes_down_why_first(world):
+    world.publish(A, B)
+
+    assert (world.live().generation, world.live().previous) == (B, A)
+    records = all_releases(world.store)
+    assert [(each.action, each.generation, each.done) for each in records] == [
+        ("publish", A, True),
+        ("publish", B, True),
+    ]
+    assert world.live().epoch == records[-1].epoch
+    assert world.control.rows()[A].state is State.SUPERSEDED
+    newest = newest_release(world.store)
+    assert newest is not None and newest.generation == B
+
+
+def test_publishing_again_changes_nothing(world):
+    world.publish(A)
+    before = world.live()
+    moved = world.releases.publish(A, attempt=world.attempt())
+    assert not moved.changed and world.live() == before
+
+
+def test_p19_older_data_is_never_published_over_newer(world):
+    """PITFALLS P19: clears and backfills do not reorder generations."""
+    world.load(A)
+    world.publish(B)
+    with pytest.raises(Conflict, match="older than"):
+        world.releases.publish(A, attempt=world.attempt())
+    assert world.live().generation == B
+
+
+@pytest.mark.parametrize(
+    "state", [each for each in State if each not in (State.VERIFIED, State.LIVE)]
+)
+def test_only_a_verified_generation_is_published(world, state):
+    world.publish(A)
+    world.load(B)
+    world.control.set_row(B, Row(state, 0.0))
+    with pytest.raises(Conflict):
+        world.releases.publish(B, attempt=world.attempt())
+    assert world.live().generation == A
+
+
+def test_p4_and_p21_rolling_back_twice_never_meets_a_bad_generation(world):
+    """PITFALLS P4, P21: previous is the newest superseded one, never one rolled back."""
+    world.publish(A, B, C)
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    assert (world.live().generation, world.live().previous) == (B, A)
+    world.releases.roll_back(to=None, reason="bad too", attempt=world.attempt())
+    assert (world.live().generation, world.live().previous) == (A, None)
+    with pytest.raises(Conflict, match="no earlier"):
+        world.releases.roll_back(to=None, reason="", attempt=world.attempt())
+    for gone in (B, C):
+        with pytest.raises(Conflict, match="rolled_back"):
+            world.releases.roll_back(to=gone, reason="", attempt=world.attempt())
+        with pytest.raises(Conflict, match="rolled_back"):
+            world.releases.publish(gone, attempt=world.attempt())
+
+
+def test_a_rolled_back_generation_returns_after_a_new_verification_only(world):
+    world.publish(A, B)
+    world.releases.roll_back(to=A, reason="bad", attempt=world.attempt())
+    world.releases.mark_verified(B, attempt=world.attempt())
+    world.releases.publish(B, attempt=world.attempt())
+    assert (world.live().generation, world.live().previous) == (B, A)
+
+
+def test_a_later_night_can_be_published_after_a_rollback(world):
+    """PITFALLS P4 (Venice #2785): a stale guard must not block the next push."""
+    world.publish(A, B)
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    world.publish(C)
+    assert (world.live().generation, world.live().previous) == (C, A)
+
+
+def test_a_refused_generation_cannot_be_published(world):
+    world.publish(A)
+    world.load(B)
+    world.releases.refuse(B, reason="coverage is 0.4, the threshold 0.95", attempt=world.attempt())
+    with pytest.raises(Conflict, match="refused"):
+        world.releases.publish(B, attempt=world.attempt())
+
+
+def test_epochs_grow_even_when_the_clock_goes_back(world):
+    world.publish(A)
+    first = world.live().epoch
+    world.clock.now -= 10 * 86_400
+    world.load(B)
+    world.releases.publish(B, attempt=world.attempt())
+    assert world.live().epoch > first
+
+
+def test_a_lost_reply_to_a_successful_move_is_success(world):
+    world.publish(A)
+    world.load(B)
+    expected = world.live().epoch
+    to = Pointer(B, expected + 1, A, "run-1", 0.0)
+    assert world.control.move(to, expected_epoch=expected, rows={}) == to
+    again = world.control.move(
+        Pointer(B, expected + 9, A, "run-1", 0.0), expected_epoch=expected, rows={}
+    )
+    assert again == to and world.live() == to
+
+
+def test_of_two_publishers_one_loses(world):
+    world.publish(A)
+    expected = world.live().epoch
+    assert world.control.move(
+        Pointer(B, expected + 1, A, "one", 0.0), expected_epoch=expected, rows={}
+    )
+    assert (
+        world.control.move(
+            Pointer(C, expected + 2, A, "two", 0.0), expected_epoch=expected, rows={}
+        )
+        is None
+    )
+    assert world.live().generation == B
+
+
+def test_a_crash_between_move_and_done_is_settled_from_the_pointer(world):
+    world.publish(A, B)
+    world.store.local(done_path(world.live().epoch)).unlink()
+
+    ledger = world.releases.ledger()
+
+    assert ledger.live == B and world.store.read(done_path(world.live().epoch)) is not None
+
+
+def test_a_crash_between_intent_and_move_leaves_the_live_one(world, monkeypatch):
+    world.publish(A)
+    world.load(B)
+
+    def crash(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Control, "move", crash)
+        with pytest.raises(KeyboardInterrupt):
+            world.releases.publish(B, attempt="run-1")
+    assert world.releases.ledger().live == A
+    assert world.releases.publish(B, attempt="run-1").changed
+    assert world.live().generation == B
+
+
+def test_redis_lost_is_restored_under_a_new_epoch(world):
+    world.publish(A, B)
+    before, pages = world.live(), world.pages()
+    for key in world.client.scan_iter(f"larder:1:*{world.keys.namespace}*"):
+        world.client.delete(key)
+
+    pointer, loaded, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+
+    assert (pointer.generation, pointer.previous) == (before.generation, before.previous)
+    assert pointer.epoch > before.epoch and loaded == [B, A]
+    assert world.pages() == pages
+    assert (
+        world.control.rows()[B].state is State.LIVE
+        and world.control.rows()[A].state is State.SUPERSEDED
+    )
+    again, _, _ = restore(world.releases, world.keys, attempt="restore-2", chunk_bytes=1000)
+    assert again == pointer
+
+
+def test_p22_a_pointer_from_an_older_snapshot_is_not_trusted(world):
+    """PITFALLS P22: Redis restored from an old snapshot must not take readers or publishers back."""
+    world.publish(A)
+    old = world.client.get(world.keys.live)
+    world.publish(B)
+    world.client.set(world.keys.live, old)
+    world.load(C)
+    with pytest.raises(Conflict, match="older pointer"):
+        world.releases.publish(C, attempt=world.attempt())
+    pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    assert pointer.generation == B and pointer.epoch > Pointer.from_bytes(old).epoch
+
+
+def test_publishing_into_an_emptied_redis_is_refused_until_restored(world):
+    world.publish(A)
+    world.load(B)
+    world.client.delete(world.keys.live)
+    with pytest.raises(Conflict, match="restore"):
+        world.releases.publish(B, attempt=world.attempt())
+
+
+def test_pages_never_expire_and_are_verified_where_they_are(world):
+    """Invariant 4, and the loader's marks."""
+    manifest = world.load(A)
+    assert world.pages() == set(page_keys(world.keys, manifest))
+    assert {world.client.ttl(key) for key in world.pages()} == {-1}
+    root = world.store.local(generation_path(A))
+    part = parts_of(manifest)[1]
+    assert not load_part(world.client, world.keys, manifest, root, part)
+    page = world.keys.page(A, "score", part.pages.first_page + 2)
+    world.client.setrange(page, 7, b"x")
+    with pytest.raises(CorruptArtefact, match="differs"):
+        verify_part(world.client, world.keys, manifest, root, part)
+    world.client.delete(page)
+    with pytest.raises(CorruptArtefact, match="not in Redis"):
+        verify_part(world.client, world.keys, manifest, root, part)
+
+
+def test_p8_and_p9_retiring_removes_every_key_and_file_and_nothing_else(world):
+    """PITFALLS P8, P9: keys come from the manifest, in small batches; a swept generation leaves nothing."""
+    world.publish(A, B, C, D)
+    world.clock.now += 100
+    assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
+
+    for generation in (A, B):
+        retire(world.releases, world.keys, generation, attempt=world.attempt())
+
+    assert {key.split(":")[4] for key in world.pages()} == {C, D}
+    assert world.store.names("generations") == [C, D]
+    assert world.control.rows()[A].state is State.RETIRED
+    world.clock.now += 90_000
+    assert drop_old_rows(world.releases, overlay_ttl_s=86_400) == 2
+    assert set(world.control.rows()) == {C, D}
+
+
+def test_retire_spares_what_is_held_pinned_or_just_superseded(world):
+    world.publish(A, B, C, D)
+    assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
+    world.releases.pin(A, reason="audit", expires_at=None, attempt=world.attempt())
+    beat = b'{"replica":"r1","serving":"%s","holds":["%s"]}' % (D.encode(), B.encode())
+    world.client.zadd(world.keys.replicas, {beat: world.clock()})
+    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    world.clock.now += 4
+    assert sweepable(world.releases, keep=1, grace_s=60) == [B]
+    assert sweepable(world.releases, keep=0, grace_s=4 * 86_400) == []
+
+
+def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monkeypatch):
+    world.publish(A, B, C)
+    world.clock.now += 100
+
+    def crash(*_arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("precompute.release.unlink_pages", crash)
+        with pytest.raises(KeyboardInterrupt):
+            retire(world.releases, world.keys, A, attempt=world.attempt())
+    with pytest.raises(Conflict, match="retired"):
+        world.releases.roll_back(to=A, reason="", attempt=world.attempt())
+    assert sweepable(world.releases, keep=5, grace_s=60) == [A]
+    retire(world.releases, world.keys, A, attempt=world.attempt())
+    assert world.store.names("generations") == [B, C]
+
+
+def test_rollback_works_with_redis_at_full_memory(own_redis, tmp_path, keyspace):
+    with connect(own_redis.url, 5.0) as client:
+        world = World(ArtefactStore(str(tmp_path / "artefacts")), client, keyspace)
+        world.publish(A, B)
+        client.config_set("maxmemory", client.info("memory")["used_memory"] - 1)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            client.set("anything", b"x" * 4096)
+        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+        assert world.live().generation == A
+
+
+def test_a_policy_that_evicts_pages_is_refused(own_redis, keyspace):
+    with connect(own_redis.url, 5.0) as client:
+        control = Control(client, keyspace)
+        assert control.check_policy() == "volatile-lru"
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(Refused) as caught:
+            control.check_policy()
+    assert caught.value.details == {
+        "rule": "maxmemory_policy", "value": "allkeys-lru", "threshold": "volatile-* or noeviction",
+    }  # fmt: skip
+
+
+def test_redis_errors_come_in_words_of_ours(own_redis, keyspace):
+    with pytest.raises(ConfigError, match="REDIS_URL"), connect(None, 1.0):
+        pass
+    with pytest.raises(ConfigError, match="cannot be used"), connect("http://x", 1.0):
+        pass
+    with connect(own_redis.url, 5.0) as client:
+        client.config_set("maxmemory", 1)
+    with pytest.raises(Refused, match="maxmemory"), connect(own_redis.url, 5.0) as client:
+        client.set("x", "y")
+
+
+def test_every_release_file_is_written_once(world):
+    world.publish(A)
+    epoch = world.live().epoch
+    assert not world.store.write_once(intent_path(epoch), b"other")
+    record = world.releases.record("pin", A, attempt="x")
+    assert record.epoch > epoch

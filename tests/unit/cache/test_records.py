@@ -1,0 +1,150 @@
+"""Encoding and decoding of fixed-size records."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from cache.errors import ConfigError, CorruptArtefact, UnfitValue
+from cache.records import (
+    NO_ITEM,
+    Layout,
+    decode,
+    encode_topk,
+    encode_values,
+    encode_vectors,
+    pack_overlay,
+    peek_fingerprint,
+    peek_format,
+    unpack_overlay,
+)
+
+MARKS = np.array([1, 2**64 - 1], np.uint64)
+moderate = st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-3)
+
+
+def test_a_list_of_100_in_half_precision_takes_616_bytes():
+    assert Layout("topk", 100, "f2").size_bytes == 616
+
+
+@given(hnp.arrays(np.float32, (2, 5), elements=moderate), st.sampled_from(["f2", "f4"]))
+def test_scores_come_back_within_half_precision_and_items_exactly(scores, precision):
+    items = np.arange(10, dtype=np.uint32).reshape(2, 5)
+    layout = Layout("topk", 8, precision)
+
+    records = encode_topk(layout, MARKS, items, scores, 1_700_000_000)
+
+    for row, mark in enumerate(MARKS.tolist()):
+        record = decode(layout, records[row].tobytes())
+        assert (record.fingerprint, record.scored_at, record.live) == (mark, 1_700_000_000, False)
+        assert record.items is not None and record.items.tolist() == items[row].tolist()
+        tolerance = 2**-11 if precision == "f2" else 0
+        assert np.allclose(record.numbers, scores[row], rtol=tolerance, atol=0)
+
+
+@given(st.integers(-100, 100))
+def test_the_shared_exponent_keeps_precision_at_any_scale(power):
+    scores = np.ldexp(np.array([[3.25, 1.5, -0.75]], np.float32), power)
+    layout = Layout("topk", 3, "f2")
+    items = np.array([[5, 6, 7]], np.uint32)
+    record = decode(layout, encode_topk(layout, MARKS[:1], items, scores, 0)[0].tobytes())
+    assert record.numbers.tolist() == scores[0].tolist()
+
+
+def test_unused_slots_never_come_back():
+    layout = Layout("topk", 4, "f2")
+    items = np.array([[9, NO_ITEM, NO_ITEM]], np.uint32)
+    record = decode(
+        layout, encode_topk(layout, MARKS[:1], items, np.ones((1, 3), "f4"), 0)[0].tobytes()
+    )
+    assert record.items is not None and record.items.tolist() == [9]
+    assert len(record.numbers) == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("precision", ["f2", "f4"])
+def test_a_non_finite_number_is_refused_never_clipped(bad, precision):
+    with pytest.raises(UnfitValue) as caught:
+        encode_values(Layout("value", 2, precision), MARKS[:1], np.array([[1.0, bad]], "f4"), 0)
+    assert caught.value.details["rule"] == "non_finite"
+
+
+def test_a_score_that_would_turn_zero_is_refused():
+    scores = np.array([[1.0, 1e-20]], np.float32)
+    with pytest.raises(UnfitValue) as caught:
+        encode_topk(Layout("topk", 2, "f2"), MARKS[:1], np.array([[1, 2]], np.uint32), scores, 0)
+    assert caught.value.details["rule"] == "underflow"
+
+
+@given(hnp.arrays(np.float32, (2, 6), elements=moderate))
+def test_int8_vectors_keep_the_direction_within_half_a_step(vectors):
+    layout = Layout("vector", 6, "i1")
+    records = encode_vectors(layout, MARKS, vectors, 0)
+    for row in range(2):
+        step = np.abs(vectors[row]).max() / 127
+        found = decode(layout, records[row].tobytes()).numbers
+        assert np.abs(found - vectors[row]).max() <= step * 0.5001
+
+
+def test_a_tiny_component_of_a_vector_is_rounded_but_a_vanishing_vector_refused():
+    layout = Layout("vector", 2, "f2")
+    record = encode_vectors(layout, MARKS[:1], np.array([[1.0, 1e-20]], "f4"), 0)[0]
+    assert decode(layout, record.tobytes()).numbers.tolist() == [1.0, 0.0]
+    with pytest.raises(UnfitValue):
+        encode_vectors(Layout("vector", 1, "f2"), MARKS[:1], np.array([[np.float32(1e-45)]]), 0)
+
+
+def test_a_zero_vector_stays_zero():
+    for precision in ("f2", "f4", "i1"):
+        layout = Layout("vector", 3, precision)
+        record = encode_vectors(layout, MARKS[:1], np.zeros((1, 3), "f4"), 0)[0]
+        assert decode(layout, record.tobytes()).numbers.tolist() == [0, 0, 0]
+
+
+def test_c17_another_format_or_length_is_corrupt():
+    """PITFALLS C17: the format number stands in the record."""
+    layout = Layout("value", 2, "f4")
+    raw = encode_values(layout, MARKS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
+    assert peek_format(raw) == 1 and peek_fingerprint(raw) == 1
+    with pytest.raises(CorruptArtefact):
+        decode(layout, raw[:14] + bytes([0x20]) + raw[15:])
+    with pytest.raises(CorruptArtefact):
+        decode(layout, raw[:-1])
+
+
+def test_a_count_beyond_the_width_is_corrupt():
+    layout = Layout("value", 2, "f4")
+    raw = encode_values(layout, MARKS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
+    with pytest.raises(CorruptArtefact):
+        decode(layout, raw[:12] + b"\xff\xff" + raw[14:])
+
+
+def test_the_live_flag_travels():
+    layout = Layout("value", 1, "f4")
+    raw = encode_values(layout, MARKS[:1], np.ones((1, 1), "f4"), 0, live=True)[0].tobytes()
+    assert decode(layout, raw).live
+
+
+def test_an_overlay_is_a_record_and_the_digest_of_its_input():
+    layout = Layout("value", 1, "f4")
+    raw = encode_values(layout, MARKS[:1], np.ones((1, 1), "f4"), 0)[0].tobytes()
+    assert unpack_overlay(layout, pack_overlay(raw, b"d" * 16)) == (raw, b"d" * 16)
+    assert unpack_overlay(layout, raw) is None
+    with pytest.raises(ValueError):
+        pack_overlay(raw, b"short")
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "precision"),
+    [
+        ("topk", 0, "f2"),
+        ("topk", 70_000, "f2"),
+        ("topk", 3, "i1"),
+        ("matrix", 3, "f2"),
+        ("value", 3, "f8"),
+    ],
+)
+def test_an_impossible_layout_is_refused(kind, width, precision):
+    with pytest.raises(ConfigError):
+        Layout(kind, width, precision)

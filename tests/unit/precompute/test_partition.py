@@ -1,0 +1,183 @@
+"""Reading sources and partitioning them by hash range."""
+
+import gzip
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from cache.directory import Directory
+from cache.errors import SourceError
+from cache.items import ItemTable
+from cache.keys import hash_ids
+from precompute.config import NightConfig, Sources, parse_time
+from precompute.partition import first_hash, partition, read_shard, shard_of, sort_unique
+from precompute.sources import read_interactions
+
+USERS = ["007", "7", "ü/1", "u4", "u5"]
+
+
+def item_table(ids, seed=0):
+    order = np.argsort(hash_ids(ids, seed))
+    placed = [ids[place] for place in order]
+    offsets = np.concatenate([[0], np.cumsum([len(raw) for raw in placed])]).astype(np.uint64)
+    return ItemTable(
+        Directory(seed, [0], [hash_ids(placed, seed)]),
+        np.frombuffer(b"".join(placed), np.uint8),
+        offsets,
+        np.empty((0, 0), np.float32),
+        np.arange(len(ids), dtype=np.int64)[order],
+    )
+
+
+@pytest.fixture
+def config(tmp_path):
+    rng = np.random.default_rng(3)
+    users = rng.choice(USERS, 300)
+    items = [f"i{each}" for each in rng.integers(0, 20, 300)]
+    times = rng.integers(1_000, 2_000, 300)
+    pq.write_table(
+        pa.table({"user": users, "item": items, "timestamp": times}), tmp_path / "a.parquet"
+    )
+    return NightConfig(base=str(tmp_path), shards=3, sources=Sources(interactions=("a.parquet",)))
+
+
+ITEMS = [f"i{each}".encode() for each in range(15)]
+
+
+def histories(config, tmp_path, **options):
+    items = item_table(ITEMS)
+    seen = partition(config, items, tmp_path / "work", before=None, **options)
+    found = {}
+    for shard in range(config.shards):
+        part = read_shard(tmp_path / "work", shard, seen.seed, history_limit=1000)
+        assert (part.hashes[1:] > part.hashes[:-1]).all()
+        for row, raw in enumerate(part.ids):
+            ordinals = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
+            found[raw.decode()] = items.ids_of(ordinals.astype(np.uint32))
+    return seen, found
+
+
+def expected(config):
+    table = pq.read_table(config.path("a.parquet")).to_pylist()
+    wanted = {}
+    for row in sorted(table, key=lambda each: each["timestamp"]):
+        seen = wanted.setdefault(row["user"], {})
+        seen.pop(row["item"], None)
+        if row["item"].encode() in ITEMS:
+            seen[row["item"]] = row["timestamp"]
+    return wanted
+
+
+def test_every_user_lands_in_one_shard_with_known_items_once_and_in_order(config, tmp_path):
+    seen, found = histories(config, tmp_path)
+
+    wanted = expected(config)
+    assert found.keys() == wanted.keys() == set(USERS)
+    for user, history in found.items():
+        times = [wanted[user][item] for item in history]
+        assert set(history) == set(wanted[user]) and times == sorted(times)
+    assert seen.users == len(USERS) and seen.interactions == 300
+    assert seen.unknown_items + int(seen.popularity.sum()) == 300
+
+
+def test_two_ids_with_one_hash_lead_to_the_next_seed(config, tmp_path):
+    def weak(raws, seed):
+        return hash_ids(raws, seed) if seed else np.zeros(len(raws), np.uint64)
+
+    seen, found = histories(config, tmp_path, hasher=weak)
+    assert seen.seed == 1 and set(found) == set(USERS)
+    assert sort_unique([b"a", b"b"], 0, weak) is None
+
+
+def test_the_cut_keeps_what_is_strictly_older(config, tmp_path):
+    batches = list(
+        read_interactions(config.sources, tmp_path, before=parse_time("1970-01-01T00:25:00Z"))
+    )
+    table = pq.read_table(tmp_path / "a.parquet")
+    assert sum(len(each.times) for each in batches) == sum(
+        t < 1500 for t in table["timestamp"].to_pylist()
+    )
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7, 64])
+def test_ranges_tile_the_whole_hash(shards):
+    firsts = [first_hash(shard, shards) for shard in range(shards)]
+    assert firsts[0] == 0 and firsts == sorted(set(firsts))
+    edges = np.array([edge for first in firsts[1:] for edge in (first - 1, first)], np.uint64)
+    assert shard_of(edges, shards).tolist() == [each // 2 + each % 2 for each in range(len(edges))]
+    assert shard_of(np.array([0, 2**64 - 1], np.uint64), shards).tolist() == [0, shards - 1]
+
+
+def test_csv_ids_keep_their_zeros_and_weights_of_zero_are_no_interactions(tmp_path):
+    (tmp_path / "a.csv").write_text("user,item,weight\n007,1,1\n007,2,0\n7,01,2.5\n")
+    batch = next(iter(read_interactions(Sources(interactions=("a.csv",)), tmp_path)))
+    assert (batch.users.to_pylist(), batch.items.to_pylist()) == (["007", "7"], ["1", "01"])
+
+
+def test_the_line_format_is_read_packed_or_not(tmp_path):
+    for name, opener in (("a.txt", open), ("a.txt.gz", gzip.open)):
+        with opener(tmp_path / name, "wt") as file:
+            file.write("0 5 6\n\n1 007\n2\n")
+        batch = next(iter(read_interactions(Sources(interactions=(name,)), tmp_path)))
+        assert batch.users.to_pylist() == ["0", "0", "1"]
+        assert batch.items.to_pylist() == ["5", "6", "007"]
+
+
+def test_integer_ids_become_decimal(tmp_path):
+    pq.write_table(pa.table({"user": [1], "item": [2**40]}), tmp_path / "a.parquet")
+    batch = next(iter(read_interactions(Sources(interactions=("a.parquet",)), tmp_path)))
+    assert (batch.users.to_pylist(), batch.items.to_pylist()) == (["1"], [str(2**40)])
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"user": [1.5], "item": ["a"]}, "double"),
+        ({"user": ["a"], "thing": ["b"]}, "no column 'item'"),
+        ({"user": ["a", None], "item": ["b", "c"]}, "1 missing ids"),
+        ({"user": [""], "item": ["b"]}, "0 to 0 bytes"),
+        ({"user": ["x" * 257], "item": ["b"]}, "257"),
+        ({"user": ["x"], "item": ["b"], "timestamp": ["noon"]}, "timestamps are string"),
+    ],
+)
+def test_a_source_that_cannot_be_right_is_refused_by_name(tmp_path, columns, said):
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match=said):
+        list(read_interactions(Sources(interactions=("a.parquet",)), tmp_path))
+
+
+def test_a_pattern_without_a_file_is_an_error(tmp_path):
+    with pytest.raises(SourceError, match="no source file"):
+        list(read_interactions(Sources(interactions=("*.parquet",)), tmp_path))
+
+
+def test_long_histories_keep_their_newest_items(config, tmp_path):
+    seen, whole = histories(config, tmp_path)
+    items = item_table(ITEMS)
+    for shard in range(config.shards):
+        part = read_shard(tmp_path / "work", shard, seen.seed, history_limit=4)
+        for row, raw in enumerate(part.ids):
+            ordinals = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
+            assert items.ids_of(ordinals.astype(np.uint32)) == whole[raw.decode()][-4:]
+
+
+def test_features_are_aligned_with_their_entities(config, tmp_path):
+    pq.write_table(
+        pa.table({"user": ["u4", "only-features", "007"], "age": [40, 50, 7]}),
+        tmp_path / "users.parquet",
+    )
+    config = replace(config, sources=replace(config.sources, user_features="users.parquet"))
+    seen = partition(
+        config, item_table(ITEMS), tmp_path / "work", before=None, feature_columns=["age"]
+    )
+    ages = {}
+    for shard in range(config.shards):
+        part = read_shard(tmp_path / "work", shard, seen.seed, history_limit=10)
+        ages |= dict(
+            zip([raw.decode() for raw in part.ids], part.features["age"].to_pylist(), strict=True)
+        )
+    assert ages == {"007": 7, "7": None, "ü/1": None, "u4": 40, "u5": None, "only-features": 50}

@@ -1,0 +1,105 @@
+"""The state machine: single rules, then random histories."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.errors import Conflict
+from cache.releases import Release
+from precompute.states import ALLOWED, State, demand, fold
+
+
+def release(epoch, action, generation, *, done=True, expires_at=None):
+    return Release(
+        epoch, action, generation, None, f"a{epoch}", float(epoch), done=done, expires_at=expires_at
+    )
+
+
+def test_publishing_supersedes_and_rolling_back_returns():
+    ledger = fold(
+        [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "roll_back", "a")]
+    )
+    assert ledger.live == "a" and ledger.state("b") is State.ROLLED_BACK
+    assert ledger.previous is None
+
+
+def test_p21_previous_is_never_the_generation_rolled_back():
+    """PITFALLS P21: a, b, c published, c rolled back to b: previous is a."""
+    history = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "publish", "c")]
+    ledger = fold([*history, release(4, "roll_back", "b")])
+    assert (ledger.live, ledger.previous, ledger.state("c")) == ("b", "a", State.ROLLED_BACK)
+
+
+def test_an_intent_that_was_never_completed_moves_nothing():
+    ledger = fold([release(1, "publish", "a"), release(2, "publish", "b", done=False)])
+    assert ledger.live == "a" and ledger.epoch == 2 and ledger.state("b") is None
+
+
+def test_a_rolled_back_generation_needs_a_verification_before_it_is_published():
+    with pytest.raises(Conflict):
+        demand("publish", "b", State.ROLLED_BACK)
+    demand("verify", "b", State.ROLLED_BACK)
+    demand("publish", "b", State.VERIFIED)
+
+
+@pytest.mark.parametrize("state", [each for each in State if each is not State.SUPERSEDED])
+def test_a_rollback_lands_on_superseded_generations_only(state):
+    with pytest.raises(Conflict):
+        demand("roll_back", "x", state)
+
+
+@pytest.mark.parametrize("state", [State.LIVE, State.VERIFIED, State.LOADED, State.BEGUN])
+def test_what_is_live_or_on_its_way_is_never_retired(state):
+    with pytest.raises(Conflict):
+        demand("retire", "x", state)
+
+
+def test_a_pin_ends_when_it_expires_or_is_lifted():
+    pinned = fold([release(1, "pin", "a", expires_at=10.0)])
+    assert pinned.is_pinned("a", 9.0) and not pinned.is_pinned("a", 10.0)
+    assert not fold([release(1, "pin", "a"), release(2, "unpin", "a")]).is_pinned("a", 0.0)
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["publish", "roll_back", "refuse", "verify", "retire", "restore", "pin"]),
+        st.sampled_from("abcdef"),
+        st.booleans(),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=500)
+@given(actions)
+def test_whatever_is_allowed_keeps_one_live_and_a_previous_that_was_never_bad(steps):
+    """Random operations, each taken only if the state machine allows it from the ledger's own state."""
+    history: list[Release] = []
+    states: dict[str, State] = {}
+    for epoch, (action, generation, done) in enumerate(steps, 1):
+        ledger = fold(history)
+        state = ledger.state(generation) or states.get(generation, State.LOADED)
+        if action == "restore":
+            if ledger.live is None:
+                continue
+            generation = ledger.live
+        elif action != "pin" and state not in ALLOWED[action]:
+            continue
+        history.append(release(epoch, action, generation, done=done))
+        if action == "verify":
+            states[generation] = State.VERIFIED
+    ledger = fold(history)
+    live = [each for each, state in (ledger.states or {}).items() if state is State.LIVE]
+    assert live == ([ledger.live] if ledger.live else [])
+    if ledger.previous is not None:
+        assert ledger.state(ledger.previous) is State.SUPERSEDED and ledger.previous != ledger.live
+    completed = [each for each in history if each.action in ("publish", "roll_back") and each.done]
+    for before, after in itertools.pairwise(completed):
+        bad = {
+            each.generation
+            for each in history
+            if before.epoch < each.epoch < after.epoch and each.action in ("refuse", "retire")
+        }
+        assert after.action != "roll_back" or after.generation not in bad
