@@ -1,0 +1,539 @@
+import asyncio
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.errors import TierUnavailable
+from cache.keys import hash_hex
+from cache.local import OVERHEAD_BYTES, LocalTier, NegativeCache
+from cache.records import pack_overlay
+from cache.tiered import Found, Missed, MissReason, Tiered, Want
+from tests.fakes import (
+    DIGEST_A,
+    DIGEST_B,
+    GENERATION,
+    NEXT_GENERATION,
+    FakeClock,
+    FakeRemote,
+    Night,
+)
+
+NIGHT = Night()
+VIEW = NIGHT.view()
+KNOWN = NIGHT.ids[3]
+STRANGER = "nobody-the-night-knew"
+
+
+class Bench:
+    """A read path on fakes, with a clock that only ticks."""
+
+    def __init__(self, max_bytes: int = 1 << 20, writes_max_bytes: int = 1 << 20) -> None:
+        self.clock = FakeClock()
+        self.remote = FakeRemote(self.clock)
+        NIGHT.load(self.remote)
+        self.cache = Tiered(
+            LocalTier(max_bytes, self.clock),
+            NegativeCache(100, 5.0, self.clock),
+            self.remote,
+            writes_max_bytes=writes_max_bytes,
+            timer=self.clock,
+        )
+
+    async def get(self, want: Want, generation: str = GENERATION) -> Found | Missed:
+        return await self.cache.get(NIGHT.view(generation), want, self.clock() + 60)
+
+    def store_overlay(self, id_: str, digest: bytes, ttl_s: float, value: float = 0.5) -> None:
+        name = (GENERATION, NIGHT.table.name, hash_hex(NIGHT.want(id_).key))
+        payload = pack_overlay(NIGHT.live_record(id_, value), digest)
+        self.remote.overlays[name] = payload, self.clock() + ttl_s
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_known_entity_comes_from_l2_and_then_from_l1(bench):
+    first = await bench.get(NIGHT.want(KNOWN))
+    second = await bench.get(NIGHT.want(KNOWN))
+
+    assert isinstance(first, Found) and isinstance(second, Found)
+    assert (first.tier, second.tier) == ("l2", "l1")
+    assert first.record is second.record and not first.live and first.expires_at is None
+    assert len(bench.remote.reads) == 1
+    assert bench.cache.counters.l1 == 1 and bench.cache.counters.l2 == 1
+
+
+async def test_every_known_entity_gets_its_own_record(bench):
+    wants = [NIGHT.want(each) for each in NIGHT.ids]
+
+    outcomes = await bench.cache.get_many(VIEW, wants, bench.clock() + 60)
+
+    for want, outcome in zip(wants, outcomes, strict=True):
+        assert isinstance(outcome, Found)
+        assert outcome.record[:8] == want.fingerprint.to_bytes(8, "little")
+    assert len(bench.remote.calls) == 1, "one call for the whole batch"
+
+
+async def test_peek_finds_what_l1_holds_and_counts_only_hits(bench):
+    assert bench.cache.peek(VIEW, NIGHT.want(KNOWN)) is None
+    await bench.get(NIGHT.want(KNOWN))
+
+    found = bench.cache.peek(VIEW, NIGHT.want(KNOWN))
+
+    assert found is not None and found.tier == "l1"
+    assert bench.cache.counters.total == 2
+
+
+async def test_a_page_that_is_not_there_is_a_miss_of_its_own_kind(bench):
+    bench.remote.pages.clear()
+
+    assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.PAGE_MISSING)
+    assert bench.cache.local.size_bytes == 0
+
+
+async def test_another_entitys_record_is_a_counted_corrupt_miss_and_is_not_kept(bench):
+    """C4, C16: a reply that belongs to somebody else is never an answer."""
+    want = NIGHT.want(KNOWN)
+    wrong = want._replace(position=NIGHT.want(NIGHT.ids[4]).position)
+
+    assert await bench.get(wrong) == Missed(MissReason.CORRUPT)
+    assert bench.cache.counters.missed[MissReason.CORRUPT] == 1
+    assert await bench.get(want) != Missed(MissReason.CORRUPT)
+
+
+async def test_an_id_whose_hash_collides_with_a_known_one_gets_no_answer_even_from_l1(bench):
+    """C4: the hash is not the identity; the fingerprint inside the record is compared on every read."""
+    known = NIGHT.want(KNOWN)
+    await bench.get(known)
+
+    impostor = known._replace(fingerprint=known.fingerprint ^ 1)
+
+    assert await bench.get(impostor) == Missed(MissReason.CORRUPT)
+
+
+async def test_a_record_of_another_format_is_not_read(bench):
+    """C17: during a rolling deploy two formats may meet; the number in the record decides."""
+    pages = bench.remote.pages
+    for name, page in pages.items():
+        size = NIGHT.layout.size_bytes
+        records = [bytearray(page[at : at + size]) for at in range(0, len(page), size)]
+        for record in records:
+            record[14] = 2 << 4
+        pages[name] = b"".join(bytes(record) for record in records)
+
+    assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.CORRUPT)
+
+
+async def test_format_and_generation_are_part_of_every_key(bench):
+    """C2, C17: what a late write leaves under an old generation is never seen under a new one."""
+    stranger = NIGHT.want(STRANGER)
+    bench.cache.put_live(VIEW, stranger, NIGHT.live_record(STRANGER), DIGEST_A, 60)
+    await bench.cache.aclose()
+
+    assert isinstance(await bench.get(stranger), Found)
+    assert await bench.get(stranger, NEXT_GENERATION) == Missed(MissReason.NOT_IN_GENERATION)
+    assert {each.generation for each in bench.remote.writes} == {GENERATION}
+
+
+@pytest.mark.parametrize(
+    ("reason", "missed"),
+    [
+        ("timeout", MissReason.L2_TIMEOUT),
+        ("connection", MissReason.L2_DOWN),
+        ("breaker_open", MissReason.BREAKER_OPEN),
+    ],
+)
+async def test_why_redis_did_not_answer_is_the_reason_of_the_miss(bench, reason, missed):
+    """C10, C11: and nothing is remembered of it."""
+    bench.remote.fails_with = TierUnavailable("no", reason=reason)
+
+    known, stranger = NIGHT.want(KNOWN), NIGHT.want(STRANGER)
+    assert await bench.get(known) == Missed(missed) == await bench.get(stranger)
+
+    bench.remote.fails_with = None
+    assert isinstance(await bench.get(known), Found)
+    assert await bench.get(stranger) == Missed(MissReason.NOT_IN_GENERATION)
+
+
+async def test_a_caller_whose_deadline_is_over_does_not_read(bench):
+    """C10."""
+    outcome = await bench.cache.get(VIEW, NIGHT.want(KNOWN), bench.clock() - 1)
+
+    assert outcome == Missed(MissReason.L2_TIMEOUT)
+    assert bench.remote.calls == []
+
+
+async def test_a_callers_deadline_ends_only_its_own_waiting(bench):
+    """C7, C10."""
+    bench.remote.gate = asyncio.Event()
+    patient = asyncio.create_task(bench.get(NIGHT.want(KNOWN)))
+    await turns()
+
+    hasty = await bench.cache.get(VIEW, NIGHT.want(KNOWN), bench.clock() + 0.01)
+    bench.remote.gate.set()
+
+    assert hasty == Missed(MissReason.L2_TIMEOUT)
+    assert isinstance(await patient, Found)
+    assert len(bench.remote.reads) == 1
+
+
+async def test_ten_thousand_callers_of_one_cold_key_cost_one_read(bench):
+    """C9: each is counted once, as answered from L2; that they shared a read is counted apart."""
+    bench.remote.gate = asyncio.Event()
+    callers = [asyncio.create_task(bench.get(NIGHT.want(KNOWN))) for _ in range(10_000)]
+    await turns()
+
+    bench.remote.gate.set()
+    outcomes = await asyncio.gather(*callers)
+
+    assert all(isinstance(each, Found) and each.tier == "l2" for each in outcomes)
+    counters = bench.cache.counters
+    assert counters.l2 == counters.total == 10_000 and counters.l2_reads == 1
+    assert bench.cache.flights.shared == 9_999
+
+
+async def test_a_cancelled_caller_takes_nobody_along(bench):
+    """C7."""
+    bench.remote.gate = asyncio.Event()
+    callers = [asyncio.create_task(bench.get(NIGHT.want(KNOWN))) for _ in range(3)]
+    await turns()
+
+    callers[0].cancel()
+    await turns()
+    bench.remote.gate.set()
+    outcomes = await asyncio.gather(*callers, return_exceptions=True)
+
+    assert isinstance(outcomes[0], asyncio.CancelledError)
+    assert all(isinstance(each, Found) for each in outcomes[1:])
+
+
+async def test_the_same_entity_twice_in_a_batch_is_read_once_and_answered_twice(bench):
+    wants = [NIGHT.want(KNOWN), NIGHT.want(STRANGER), NIGHT.want(KNOWN)]
+
+    outcomes = await bench.cache.get_many(VIEW, wants, bench.clock() + 60)
+
+    assert outcomes[0] == outcomes[2] and isinstance(outcomes[0], Found)
+    assert outcomes[1] == Missed(MissReason.NOT_IN_GENERATION)
+    assert len(bench.remote.reads) == 2 and bench.cache.counters.total == 3
+
+
+async def test_a_flood_of_one_unknown_id_costs_one_read_per_negative_life(bench):
+    want = NIGHT.want(STRANGER)
+
+    outcomes = [await bench.get(want) for _ in range(50)]
+    assert outcomes[0] == Missed(MissReason.NOT_IN_GENERATION)
+    assert set(outcomes[1:]) == {Missed(MissReason.NEGATIVE)}
+    assert len(bench.remote.reads) == 1
+
+    bench.clock.tick(5.0)
+    assert await bench.get(want) == Missed(MissReason.NOT_IN_GENERATION)
+    assert len(bench.remote.reads) == 2
+
+
+async def test_unknown_ids_evict_nothing_from_l1(bench):
+    await bench.get(NIGHT.want(KNOWN))
+
+    for number in range(500):
+        await bench.get(NIGHT.want(f"stranger-{number}"))
+
+    assert isinstance(bench.cache.peek(VIEW, NIGHT.want(KNOWN)), Found)
+    assert len(bench.cache.negative) == 100
+
+
+async def test_an_overlay_lives_here_no_longer_than_in_redis(bench):
+    """C1."""
+    bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
+    bench.clock.tick(7)
+
+    found = await bench.get(NIGHT.want(STRANGER))
+    assert isinstance(found, Found) and found.live
+    assert found.expires_at == bench.clock() + 3
+    bench.clock.tick(3)
+
+    assert await bench.get(NIGHT.want(STRANGER)) == Missed(MissReason.NOT_IN_GENERATION)
+
+
+async def test_an_overlay_without_life_left_is_expired_and_not_kept(bench):
+    """C1."""
+    bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
+    answer = bench.remote._answer
+
+    bench.remote._answer = lambda read: answer(read)._replace(ttl_s=0.0)  # type: ignore
+
+    assert await bench.get(NIGHT.want(STRANGER)) == Missed(MissReason.EXPIRED)
+    assert len(bench.cache.local) == 0
+
+
+@pytest.mark.parametrize("tier", ["l1", "l2"])
+async def test_an_answer_computed_from_another_input_is_a_miss(bench, tier):
+    """C19."""
+    bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
+    if tier == "l1":
+        await bench.get(NIGHT.want(STRANGER))
+
+    assert await bench.get(NIGHT.want(STRANGER, DIGEST_B)) == Missed(MissReason.INPUT_CHANGED)
+    assert isinstance(await bench.get(NIGHT.want(STRANGER, DIGEST_A)), Found)
+    assert isinstance(await bench.get(NIGHT.want(STRANGER)), Found)
+
+
+async def test_callers_with_different_inputs_share_a_read_and_not_an_answer(bench):
+    """C19: the read of the stored record is one, what each may take from it is judged for each."""
+    bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
+
+    one, other = await asyncio.gather(
+        bench.get(NIGHT.want(STRANGER, DIGEST_A)), bench.get(NIGHT.want(STRANGER, DIGEST_B))
+    )
+
+    assert isinstance(one, Found) and other == Missed(MissReason.INPUT_CHANGED)
+    assert len(bench.remote.reads) == 1
+
+
+async def test_a_live_answer_for_an_unknown_entity_is_kept_in_both_tiers_with_an_end(bench):
+    want = NIGHT.want(STRANGER, DIGEST_A)
+    await bench.get(want)
+
+    bench.cache.put_live(VIEW, want, NIGHT.live_record(STRANGER), DIGEST_A, 30)
+    found = await bench.get(want)
+    await bench.cache.aclose()
+
+    assert isinstance(found, Found) and found.tier == "l1" and found.live
+    assert [each.ttl_s for each in bench.remote.writes] == [30]
+    assert bench.cache.writes.stored == 1
+
+
+async def test_a_new_input_replaces_the_answer_to_the_old_one(bench):
+    want = NIGHT.want(STRANGER, DIGEST_A)
+    bench.cache.put_live(VIEW, want, NIGHT.live_record(STRANGER, 1.0), DIGEST_A, 30)
+    bench.cache.put_live(VIEW, want, NIGHT.live_record(STRANGER, 2.0), DIGEST_B, 30)
+    await bench.cache.aclose()
+
+    ours = await bench.get(NIGHT.want(STRANGER, DIGEST_B))
+    payload, _ = next(iter(bench.remote.overlays.values()))
+
+    assert isinstance(ours, Found) and ours.record == NIGHT.live_record(STRANGER, 2.0)
+    assert payload.endswith(DIGEST_B)
+
+
+async def test_a_live_answer_never_takes_the_place_of_the_nights(bench):
+    """A fresh answer for a known entity is kept beside its batch record and written to no other tier."""
+    known = NIGHT.want(KNOWN)
+    batch = await bench.get(known)
+
+    bench.cache.put_live(VIEW, known, NIGHT.live_record(KNOWN), DIGEST_A, 30)
+    await bench.cache.aclose()
+
+    assert (await bench.get(known))[0] == batch[0]
+    assert (await bench.get(NIGHT.want(KNOWN, DIGEST_A)))[0] == batch[0]
+    assert bench.remote.writes == []
+
+
+async def test_while_a_page_is_missing_a_live_answer_serves_only_those_who_sent_its_input(bench):
+    """C19."""
+    bench.remote.pages.clear()
+    ours = NIGHT.want(KNOWN, DIGEST_A)
+
+    bench.cache.put_live(VIEW, ours, NIGHT.live_record(KNOWN), DIGEST_A, 30)
+
+    assert isinstance(await bench.get(ours), Found)
+    assert await bench.get(NIGHT.want(KNOWN, DIGEST_B)) == Missed(MissReason.PAGE_MISSING)
+    assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.PAGE_MISSING)
+
+
+async def test_an_older_overlay_that_arrives_late_does_not_replace_a_newer_answer(bench):
+    bench.store_overlay(STRANGER, DIGEST_A, ttl_s=100, value=1.0)
+    bench.remote.gate = asyncio.Event()
+    reading = asyncio.create_task(bench.get(NIGHT.want(STRANGER)))
+    await turns()
+
+    bench.cache.put_live(
+        VIEW, NIGHT.want(STRANGER), NIGHT.live_record(STRANGER, 2.0), DIGEST_B, 30
+    )
+    bench.remote.gate.set()
+    await reading
+
+    found = await bench.get(NIGHT.want(STRANGER))
+    assert isinstance(found, Found) and found.record == NIGHT.live_record(STRANGER, 2.0)
+
+
+async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(bench):
+    bench.remote.gate = asyncio.Event()
+    reading = asyncio.create_task(bench.get(NIGHT.want(STRANGER)))
+    await turns()
+    bench.cache.put_live(VIEW, NIGHT.want(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 30)
+
+    bench.remote.gate.set()
+
+    assert isinstance(await reading, Found)
+    assert len(bench.cache.negative) == 0
+
+
+async def test_only_whole_live_records_of_the_entity_itself_are_kept(bench):
+    """C11: no default, no partial answer and nobody else's is ever stored."""
+    want = NIGHT.want(STRANGER)
+    good = NIGHT.live_record(STRANGER)
+    batch = (await bench.get(NIGHT.want(KNOWN)))[0]
+
+    for bad in (good[:-1], good + b"x", NIGHT.live_record("somebody else"), batch, b""):
+        with pytest.raises(ValueError, match="record"):
+            bench.cache.put_live(VIEW, want, bad, DIGEST_A, 30)  # type: ignore[arg-type]
+
+    assert await bench.get(want) == Missed(MissReason.NOT_IN_GENERATION)
+
+
+async def test_an_overlay_of_another_layout_is_corrupt(bench):
+    bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
+    name, (payload, expires_at) = next(iter(bench.remote.overlays.items()))
+    bench.remote.overlays[name] = payload[4:], expires_at
+
+    assert await bench.get(NIGHT.want(STRANGER)) == Missed(MissReason.CORRUPT)
+
+
+async def test_feature_keys_are_compared_in_all_their_128_bits(bench):
+    """C3, C4: the key of an id-less request is the digest of its input."""
+    want = NIGHT.want(STRANGER, DIGEST_A)._replace(key=DIGEST_A)
+    bench.cache.put_live(VIEW, want, NIGHT.live_record(STRANGER), DIGEST_A, 30)
+    await bench.cache.aclose()
+
+    assert isinstance(await bench.get(want), Found)
+    other = bytes([*DIGEST_A[:15], 0])
+    assert await bench.get(want._replace(key=other, digest=other)) == Missed(
+        MissReason.NOT_IN_GENERATION
+    )
+    assert bench.remote.writes[0].hash_hex == DIGEST_A.hex()
+
+
+async def test_overlay_writes_are_bounded_and_what_is_dropped_is_counted():
+    size = NIGHT.layout.size_bytes + 16
+    bench = Bench(writes_max_bytes=3 * size)
+    bench.remote.gate = asyncio.Event()
+
+    for number in range(5):
+        id_ = f"stranger-{number}"
+        bench.cache.put_live(VIEW, NIGHT.want(id_), NIGHT.live_record(id_), DIGEST_A, 30)
+
+    assert bench.cache.writes.dropped == 2
+    bench.remote.gate.set()
+    await bench.cache.aclose()
+    assert bench.cache.writes.stored == 3 == len(bench.remote.writes)
+
+
+async def test_closing_stores_what_is_queued_and_counts_what_it_cannot(bench):
+    bench.remote.gate = asyncio.Event()
+    for number in range(600):
+        id_ = f"stranger-{number}"
+        bench.cache.put_live(VIEW, NIGHT.want(id_), NIGHT.live_record(id_), DIGEST_A, 30)
+    await turns()
+
+    await bench.cache.aclose(timeout_s=0.01)
+
+    writes = bench.cache.writes
+    assert writes.failed == 256 and writes.dropped == 344 and writes.stored == 0
+
+
+async def test_a_failed_write_is_counted_and_not_tried_again(bench):
+    bench.remote.fails_with = TierUnavailable("no", reason="connection")
+    bench.cache.put_live(VIEW, NIGHT.want(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 30)
+
+    await bench.cache.aclose()
+
+    assert bench.cache.writes.failed == 1 and bench.remote.writes == []
+    assert isinstance(await bench.get(NIGHT.want(STRANGER)), Found), "L1 has it"
+
+
+async def test_warming_fills_l1_and_counts_no_request(bench):
+    there = await bench.cache.warm(VIEW, [NIGHT.want(each) for each in NIGHT.ids], bench.clock() + 60)
+
+    assert there == len(NIGHT.ids) and bench.cache.counters.total == 0
+    assert bench.cache.peek(VIEW, NIGHT.want(KNOWN)) is not None
+
+
+async def test_l1_stays_within_its_bytes_when_everybody_comes_by():
+    """C12."""
+    bench = Bench(max_bytes=5 * (OVERHEAD_BYTES + NIGHT.layout.size_bytes))
+
+    for id_ in NIGHT.ids * 2:
+        assert isinstance(await bench.get(NIGHT.want(id_)), Found)
+        assert bench.cache.local.size_bytes <= bench.cache.local.max_bytes
+
+    assert len(bench.cache.local) == 5
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["get", "many", "peek", "put", "tick", "fail", "heal", "lose", "warm"]),
+        st.integers(0, 9),
+        st.sampled_from([None, DIGEST_A, DIGEST_B]),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(actions)
+def test_each_request_has_one_outcome_and_no_answer_belongs_to_another_input(script):
+    """C9, C19: whatever happens, outcomes sum to requests and an answer is the asker's own."""
+
+    async def run() -> None:
+        bench = Bench(max_bytes=4 * (OVERHEAD_BYTES + NIGHT.layout.size_bytes))
+        ids = [*NIGHT.ids[:5], *(f"stranger-{number}" for number in range(5))]
+        asked = 0
+        computed_from: dict[bytes, bytes] = {}
+
+        def check(want: Want, outcome: Found | Missed) -> None:
+            if isinstance(outcome, Found):
+                assert outcome.record[:8] == want.fingerprint.to_bytes(8, "little")
+                if outcome.live and want.digest is not None:
+                    assert computed_from[outcome.record] == want.digest
+
+        for value, (action, number, digest) in enumerate(script):
+            want = NIGHT.want(ids[number], digest)
+            match action:
+                case "get":
+                    asked += 1
+                    check(want, await bench.get(want))
+                case "many":
+                    wants = [NIGHT.want(each, digest) for each in ids[: number + 1]]
+                    asked += len(wants)
+                    outcomes = await bench.cache.get_many(VIEW, wants, bench.clock() + 60)
+                    for each, outcome in zip(wants, outcomes, strict=True):
+                        check(each, outcome)
+                case "peek":
+                    found = bench.cache.peek(VIEW, want)
+                    asked += found is not None
+                    check(want, found or Missed(MissReason.NEGATIVE))
+                case "put" if digest is not None:
+                    record = NIGHT.live_record(ids[number], value + 1.0)
+                    computed_from[record] = digest
+                    bench.cache.put_live(VIEW, want, record, digest, 10)
+                case "tick":
+                    bench.clock.tick(number)
+                case "fail":
+                    bench.remote.fails_with = TierUnavailable("no", reason="timeout")
+                case "heal":
+                    bench.remote.fails_with = None
+                case "lose":
+                    bench.remote.overlays.clear()
+                case "warm":
+                    await bench.cache.warm(VIEW, [want], bench.clock() + 60)
+            await asyncio.sleep(0)
+        assert bench.cache.counters.total == asked
+        await bench.cache.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_want_of_a_table_names_its_page_and_offset():
+    """Pages of later shards begin where the manifest says."""
+    table = replace(NIGHT.table, parts=(replace(NIGHT.table.parts[0], first_page=100),))
+
+    page, offset = table.locate(*NIGHT.directory.place(17))
+
+    assert (page, offset) == (100 + 17 // 8, 17 % 8 * NIGHT.layout.size_bytes)
