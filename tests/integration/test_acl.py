@@ -83,10 +83,11 @@ def reader(socket: Path) -> Iterator[redis.Redis]:
 
 
 async def test_the_service_can_do_its_work_with_the_readers_rights(
-    socket: Path, loader: redis.Redis
+    socket: Path, loader: redis.Redis, reader: redis.Redis
 ) -> None:
     loader.set(KEYS.page("g1", "user_topk", 0), b"0123456789")
     loader.set(KEYS.live, b"{}")
+    assert reader.exists(KEYS.live)
     remote = RemoteTier(
         RemoteConfig(f"unix://larder-reader:reads@{socket}", deadline_s=5.0), KEYS, Breaker()
     )

@@ -1,0 +1,105 @@
+"""What must hold for every answer, whoever asked: the invariants as a caller can see them."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SOURCES = ("l1", "l2", "live", "previous", "default")
+KEPT = 20
+"""Violations told in full; the others are only counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One entity as asked, with everything that must not come back."""
+
+    table: str
+    id: str | None
+    k: int | None = None
+    hidden: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Judge:
+    """Counts answers by source and notes what breaks a rule; `barred` generations must not answer any more."""
+
+    known: set[str] = field(default_factory=set)
+    barred: set[str] = field(default_factory=set)
+    histories: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    sources: Counter[str] = field(default_factory=Counter)
+    generations: Counter[str] = field(default_factory=Counter)
+    requests: int = 0
+    entities: int = 0
+    broken: int = 0
+    violations: list[str] = field(default_factory=list)
+    _lists: dict[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
+
+    def complain(self, what: str) -> None:
+        """One rule was broken."""
+        self.broken += 1
+        if len(self.violations) < KEPT:
+            self.violations.append(what)
+
+    def request(
+        self,
+        questions: Sequence[Question],
+        answers: Sequence[Mapping[str, Any]],
+        barred: Iterable[str] = (),
+    ) -> None:
+        """One answered request; `barred` is what was barred when it was sent."""
+        self.requests += 1
+        self.entities += len(questions)
+        if len(answers) != len(questions):
+            self.complain(f"{len(questions)} entities asked, {len(answers)} answered")
+        asked_of = {each.get("generation") for each in answers if each.get("source") != "previous"}
+        if len(asked_of) > 1:
+            self.complain(f"one request, answers of several generations: {sorted(map(str, asked_of))}")
+        for question, answer in zip(questions, answers, strict=False):
+            self._answer(question, answer, set(barred))
+
+    def _answer(self, question: Question, answer: Mapping[str, Any], barred: set[str]) -> None:
+        source, generation = answer.get("source"), str(answer.get("generation"))
+        where = f"{question.table}/{question.id}: "
+        if source not in SOURCES:
+            self.complain(f"{where}source {source!r}")
+            return
+        self.sources[source] += 1
+        self.generations[generation] += 1
+        if generation not in self.known:
+            self.complain(f"{where}generation {generation} was never published")
+        if generation in barred:
+            self.complain(f"{where}answered from {generation} after it was rolled back")
+        if answer.get("id") != question.id:
+            self.complain(f"{where}got the answer of {answer.get('id')!r}")
+        if source not in ("l1", "l2") and not answer.get("reason"):
+            self.complain(f"{where}source {source} without a reason")
+        if "items" in answer:
+            self._items(where, question, answer, source, generation)
+
+    def _items(
+        self, where: str, question: Question, answer: Mapping[str, Any], source: str, generation: str
+    ) -> None:
+        items, scores = tuple(answer["items"]), answer["scores"]
+        if len(items) != len(scores) or len(set(items)) != len(items):
+            self.complain(f"{where}{len(items)} items, {len(scores)} scores, or an item twice")
+        if any(one < two for one, two in zip(scores, scores[1:], strict=False)):
+            self.complain(f"{where}scores are not in order")
+        if question.k is not None and (len(items) > question.k or (len(items) < question.k) != bool(answer.get("short"))):
+            self.complain(f"{where}{len(items)} of {question.k} items, short = {answer.get('short')}")
+        if back := question.hidden.intersection(items):
+            self.complain(f"{where}{sorted(back)[:3]} came back although it was sent or excluded")
+        if question.id is None or answer.get("producer") != "batch":
+            return
+        if question.table == "user_topk" and question.id in self.histories:
+            if back := set(self.histories[question.id]).intersection(items):
+                self.complain(f"{where}{sorted(back)[:3]} is in the user's own history")
+        # A generation is immutable: the same plain question has the same answer, from any tier, at any time.
+        if not question.hidden and source in ("l1", "l2"):
+            key = (generation, question.table, question.id)
+            first = self._lists.setdefault(key, items)
+            shared = min(len(first), len(items))
+            if first[:shared] != items[:shared]:
+                self.complain(f"{where}two different answers within {generation}")
+            if len(items) > len(first):
+                self._lists[key] = items

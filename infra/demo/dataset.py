@@ -1,0 +1,231 @@
+"""What the demo runs on: a night's interactions, the next day's, and what is held out to measure against."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+from infra.demo.synthetic import World, synthesize
+from precompute.config import Sources
+from precompute.sources import read_interactions
+
+ITEM_FEATURES = "item_features.parquet"
+NEWCOMERS = 400
+HELD_OUT_SHARE = 0.1
+ARRIVING_EVERY = 25
+"""Where nothing has a time, the held-out interactions of every 25th user arrive for the second night."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """Interactions, oldest first: Arrow strings, and int64 microseconds since 1970 (0 = not known)."""
+
+    users: Any
+    items: Any
+    times: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    def where(self, keep: NDArray[np.bool_]) -> Self:
+        """Some of them."""
+        mask = pa.array(keep)
+        return replace(
+            self, users=self.users.filter(mask), items=self.items.filter(mask), times=self.times[keep]
+        )
+
+    def by_user(self) -> dict[str, tuple[str, ...]]:
+        """Items of each user, in order."""
+        if not len(self):
+            return {}
+        coded = pc.dictionary_encode(self.users)
+        rows = np.asarray(coded.indices, np.int64)
+        order = np.argsort(rows, kind="stable")
+        ends = np.cumsum(np.bincount(rows)).tolist()
+        items = self.items.take(pa.array(order)).to_pylist()
+        starts = [0, *ends[:-1]]
+        return {
+            user: tuple(items[start:end])
+            for user, start, end in zip(coded.dictionary.to_pylist(), starts, ends, strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dataset:
+    """`histories` is what the first night knows; `held_out` what the same users do later; `newcomers` come later."""
+
+    name: str
+    first_cut: datetime
+    second_cut: datetime
+    known: Pairs
+    arriving: Pairs
+    histories: Mapping[str, tuple[str, ...]]
+    held_out: Mapping[str, tuple[str, ...]]
+    newcomers: Mapping[str, tuple[str, ...]]
+    original: Path | None = None
+    """The file that `known` was read from, if the night can read it as it is."""
+    item_features: Path | None = None
+    categories: Mapping[str, str] | None = None
+
+    def write_first(self, folder: Path) -> None:
+        """What the first night finds in `folder`; the user's own files are linked, not copied."""
+        (folder / "interactions").mkdir(parents=True)
+        if self.original is not None:
+            link = folder / "interactions" / f"day-1{''.join(self.original.suffixes)}"
+            os.symlink(self.original, link)
+        else:
+            write_parquet(self.known, folder / "interactions" / "day-1.parquet")
+        if self.item_features is not None:
+            os.symlink(self.item_features, folder / ITEM_FEATURES)
+        elif self.categories is not None:
+            columns = {"item": list(self.categories), "category": list(self.categories.values())}
+            pq.write_table(pa.table(columns), folder / ITEM_FEATURES)
+
+    def write_second(self, folder: Path) -> None:
+        """The next day's interactions, beside the others."""
+        write_parquet(self.arriving, folder / "interactions" / "day-2.parquet")
+
+    @property
+    def has_item_features(self) -> bool:
+        """Whether `write_first` leaves an item table."""
+        return self.item_features is not None or self.categories is not None
+
+
+def write_parquet(pairs: Pairs, path: Path) -> None:
+    """`user, item[, timestamp]`, complete or not at all."""
+    columns = {"user": pairs.users, "item": pairs.items}
+    if len(pairs) and pairs.times.any():
+        columns["timestamp"] = pa.array(pairs.times, pa.timestamp("us", tz="UTC"))
+    beside = path.with_suffix(".part")
+    pq.write_table(pa.table(columns), beside)
+    beside.replace(path)
+
+
+def synthetic(world: World) -> Dataset:
+    """The last five days are held out; the first of them arrives for the second night."""
+    clicks = synthesize(world)
+    users, items = np.array(clicks.user_ids, object), np.array(clicks.item_ids, object)
+    pairs = Pairs(
+        pa.array(users[clicks.user_rows], pa.string()),
+        pa.array(items[clicks.item_rows], pa.string()),
+        clicks.times,
+    )
+    cut = world.until - timedelta(days=5)
+    made = _split_by_time("synthetic", pairs, cut, cut + timedelta(days=1))
+    return replace(made, categories=dict(zip(clicks.item_ids, clicks.categories, strict=True)))
+
+
+def user_data(path: Path, *, now: datetime, seed: int = 0) -> Dataset:
+    """A team's own data: `train.txt`/`test.txt` lines, or Parquet/CSV interactions; raises SourceError."""
+    path = path.resolve()
+    if path.is_dir() and (train := _named(path, "train.txt")) is not None:
+        known = _read([train])
+        test = _named(path, "test.txt")
+        if test is not None:
+            held_out = _read([test])
+            made = _split_by_hand(path.name, known, held_out, now)
+            return replace(made, original=train)
+        return _hold_out_at_random(path.name, known, now, seed)
+    files = [path] if path.is_file() else _interaction_files(path)
+    pairs = _read(files)
+    if pairs.times.any():
+        order = np.argsort(pairs.times, kind="stable")
+        pairs = Pairs(
+            pairs.users.take(pa.array(order)), pairs.items.take(pa.array(order)), pairs.times[order]
+        )
+        late = np.quantile(pairs.times, [1 - HELD_OUT_SHARE, 1 - HELD_OUT_SHARE / 2])
+        first, second = (datetime.fromtimestamp(int(each) // 1_000_000 + 1, UTC) for each in late)
+        made = _split_by_time(path.stem, pairs, first, max(second, first + timedelta(seconds=1)))
+    else:
+        made = _hold_out_at_random(path.stem, pairs, now, seed)
+    features = path / ITEM_FEATURES if path.is_dir() else None
+    return replace(made, item_features=features if features and features.is_file() else None)
+
+
+def _named(folder: Path, name: str) -> Path | None:
+    return next((each for each in (folder / name, folder / f"{name}.gz") if each.is_file()), None)
+
+
+def _interaction_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise SourceError(f"{folder} is neither a file nor a folder")
+    endings = (".parquet", ".pq", ".csv", ".csv.gz", ".txt", ".txt.gz")
+    found = [
+        each
+        for each in sorted(folder.iterdir())
+        if each.name.endswith(endings) and "features" not in each.name
+    ]
+    if not found:
+        raise SourceError(f"{folder} holds no interactions: {', '.join(endings)}")
+    return found
+
+
+def _read(files: Sequence[Path]) -> Pairs:
+    """All rows, a user's second interaction with the same item left out."""
+    sources = Sources(interactions=tuple(str(each) for each in files))
+    batches = list(read_interactions(sources, Path("/")))
+    if not batches:
+        raise SourceError(f"{files[0]} holds no interaction")
+    users = pa.chunked_array([each.users for each in batches]).combine_chunks()
+    items = pa.chunked_array([each.items for each in batches]).combine_chunks()
+    pairs = Pairs(users, items, np.concatenate([each.times for each in batches]))
+    return pairs.where(_first_of_each(pairs))
+
+
+def _first_of_each(pairs: Pairs) -> NDArray[np.bool_]:
+    coded_users, coded_items = (pc.dictionary_encode(each) for each in (pairs.users, pairs.items))
+    rows = np.asarray(coded_users.indices, np.int64) * len(coded_items.dictionary)
+    order = np.argsort(pairs.times, kind="stable")
+    _, first = np.unique((rows + np.asarray(coded_items.indices, np.int64))[order], return_index=True)
+    keep = np.zeros(len(pairs), np.bool_)
+    keep[order[first]] = True
+    return keep
+
+
+def _split_by_time(name: str, pairs: Pairs, first: datetime, second: datetime) -> Dataset:
+    cuts = [int(each.timestamp() * 1_000_000) for each in (first, second)]
+    known, later = pairs.where(pairs.times < cuts[0]), pairs.where(pairs.times >= cuts[0])
+    arriving = later.where(later.times < cuts[1])
+    return _dataset(name, first, second, known, arriving, later)
+
+
+def _split_by_hand(name: str, known: Pairs, held_out: Pairs, now: datetime) -> Dataset:
+    users = pc.dictionary_encode(held_out.users)
+    arriving = held_out.where(np.asarray(users.indices, np.int64) % ARRIVING_EVERY == 0)
+    first = now.replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
+    return _dataset(name, first, first + timedelta(days=1), known, arriving, held_out)
+
+
+def _hold_out_at_random(name: str, pairs: Pairs, now: datetime, seed: int) -> Dataset:
+    """One item of each user with at least three, chosen by `seed`."""
+    rows = np.asarray(pc.dictionary_encode(pairs.users).indices, np.int64)
+    order = np.lexsort((np.random.default_rng(seed).random(len(rows)), rows))
+    counts = np.bincount(rows)
+    last = np.cumsum(counts) - 1
+    keep = np.ones(len(rows), np.bool_)
+    keep[order[last[counts >= 3]]] = False
+    return _split_by_hand(name, pairs.where(keep), pairs.where(~keep), now)
+
+
+def _dataset(
+    name: str, first: datetime, second: datetime, known: Pairs, arriving: Pairs, later: Pairs
+) -> Dataset:
+    if not len(known):
+        raise SourceError(f"{name}: nothing is left to train on once the newest part is held out")
+    histories, afterwards = known.by_user(), later.by_user()
+    held_out = {user: items for user, items in afterwards.items() if user in histories}
+    fresh = {user: items[:20] for user, items in afterwards.items() if user not in histories}
+    if not fresh:  # nobody joined: what known users do later stands for people never seen before
+        some = sorted(held_out)[:: max(1, len(held_out) // NEWCOMERS)]
+        fresh = {f"fresh-{number:04d}": held_out[user][:20] for number, user in enumerate(some)}
+    newcomers = dict(sorted(fresh.items())[:NEWCOMERS])
+    return Dataset(name, first, second, known, arriving, histories, held_out, newcomers)

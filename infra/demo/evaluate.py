@@ -1,0 +1,140 @@
+"""Recall and NDCG at 20: of what the service answers, and of the same bundle computed apart from all of Larder."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import orjson
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from infra.demo.http import post
+
+TOP = 20
+BATCH = 1000
+_PADDED_NUMBERS = 1 << 23
+
+Lists = Mapping[str, Sequence[str]]
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Means over the users that have something held out."""
+
+    recall: float
+    ndcg: float
+    users: int
+
+    def agrees_with(self, other: "Quality", tolerance: float = 5e-5) -> bool:
+        """Equal to four decimals: items whose scores tie may come in another order elsewhere."""
+        return (
+            self.users == other.users
+            and abs(self.recall - other.recall) <= tolerance
+            and abs(self.ndcg - other.ndcg) <= tolerance
+        )
+
+
+def quality(lists: Lists, held_out: Lists, top: int = TOP) -> Quality:
+    """Recall = hits / held-out items; NDCG with binary gain, ideal = min(top, held-out items) hits."""
+    gains = 1 / np.log2(np.arange(2, top + 2))
+    ideal = np.cumsum(gains)
+    recalls, ndcgs = [], []
+    for user, wanted in held_out.items():
+        if not wanted:
+            continue
+        relevant = set(wanted)
+        hits = [place for place, item in enumerate(lists[user][:top]) if item in relevant]
+        recalls.append(len(hits) / len(relevant))
+        ndcgs.append(float(gains[hits].sum() / ideal[min(top, len(relevant)) - 1]))
+    if not recalls:
+        return Quality(0.0, 0.0, 0)
+    return Quality(float(np.mean(recalls)), float(np.mean(ndcgs)), len(recalls))
+
+
+async def served_lists(
+    url: str,
+    users: Sequence[str],
+    on_answers: Callable[[Sequence[Mapping[str, Any]]], None],
+    *,
+    top: int = TOP,
+) -> dict[str, list[str]]:
+    """What the service answers for `users`, in batches; `on_answers` sees every batch as it came."""
+    lists: dict[str, list[str]] = {}
+    for start in range(0, len(users), BATCH):
+        some = users[start : start + BATCH]
+        body = orjson.dumps({"entities": [{"id": user} for user in some], "k": top})
+        status, raw = await post(url, "/v1/lookup/user_topk", body)
+        if status != 200:
+            raise RuntimeError(f"POST /v1/lookup/user_topk: {status} {raw[:500]!r}")
+        answers = orjson.loads(raw)["answers"]
+        on_answers(answers)
+        lists |= {answer["id"]: answer["items"] for answer in answers}
+    return lists
+
+
+def offline_lists(
+    bundle: Path, histories: Lists, users: Iterable[str], *, top: int = TOP, progress: Progress = lambda _n: None
+) -> dict[str, list[str]]:
+    """Exact float32 scores of the bundle's own towers in plain numpy, the history left out."""
+    model = orjson.loads((bundle / "bundle.json").read_bytes())
+    ids: list[str] = pq.read_table(bundle / model["items"]["path"])["id"].to_pylist()
+    number = {item: row for row, item in enumerate(ids)}
+    spec = model["item_tower"]["inputs"][0]
+    vectors = _run(bundle, model["item_tower"], np.arange(len(ids), dtype=spec["dtype"]))
+    lists: dict[str, list[str]] = {}
+    wanted = sorted(users, key=lambda user: len(histories[user]))
+    for some in _batches(wanted, histories, vectors.shape[1]):
+        rows = [
+            [number[item] for item in histories[user] if item in number] for user in some
+        ]
+        scores = _run(bundle, model["user_tower"], _padded(rows, model["user_tower"])) @ vectors.T
+        for line, row in zip(scores, rows, strict=True):
+            line[row] = -np.inf
+        best = np.argpartition(-scores, min(top, len(ids) - 1), axis=1)[:, :top]
+        for user, line, some_best in zip(some, scores, best, strict=True):
+            order = some_best[np.lexsort((some_best, -line[some_best]))]
+            lists[user] = [ids[each] for each in order if np.isfinite(line[each])]
+        progress(len(some))
+    return lists
+
+
+_sessions: dict[str, ort.InferenceSession] = {}
+
+
+def _run(bundle: Path, tower: Mapping[str, Any], value: NDArray[Any]) -> NDArray[np.float32]:
+    path = str(bundle / tower["path"])
+    key = f"{path}:{tower['sha256']}"
+    if key not in _sessions:
+        _sessions[key] = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    found: NDArray[np.float32] = _sessions[key].run(
+        [tower["output"]], {tower["inputs"][0]["name"]: value}
+    )[0]
+    return found
+
+
+def _padded(rows: Sequence[Sequence[int]], tower: Mapping[str, Any]) -> NDArray[Any]:
+    spec = tower["inputs"][0]
+    if spec["bind"] != "history" or len(tower["inputs"]) != 1:
+        raise ValueError("the offline evaluation knows towers of one history input")
+    length = min(spec["max_length"], max(1, *(len(row) for row in rows), 1))
+    matrix = np.full((len(rows), length), spec["pad"], spec["dtype"])
+    for line, row in zip(matrix, rows, strict=True):
+        kept = row[-length:]
+        line[: len(kept)] = kept
+    return matrix
+
+
+def _batches(users: Sequence[str], histories: Lists, dims: int) -> Iterator[list[str]]:
+    """Users of similar length together; the gathered embeddings of a batch stay within 32 MB."""
+    some: list[str] = []
+    for user in users:
+        if some and (len(some) + 1) * max(16, len(histories[user])) * dims > _PADDED_NUMBERS:
+            yield some
+            some = []
+        some.append(user)
+    if some:
+        yield some

@@ -1,0 +1,220 @@
+"""A skewed stream of requests, replayed against the running service, each answer judged."""
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import numpy as np
+import orjson
+
+from infra.demo.checks import Judge, Question
+from infra.demo.dataset import Dataset
+from infra.demo.http import Connection
+
+TOPK = "user_topk"
+KINDS = {"known": 0.68, "batch": 0.05, "exclude": 0.06, "fresh": 0.02, "similar": 0.03,
+         "tables": 0.02, "stranger": 0.05, "newcomer": 0.09}  # fmt: skip
+"""Share of each kind of request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One HTTP request and what it asks."""
+
+    kind: str
+    method: str
+    path: str
+    body: bytes
+    questions: tuple[Question, ...]
+
+
+class Stream:
+    """An endless stream of requests; popular users are asked for as often as Zipf says (1 / rank)."""
+
+    def __init__(self, dataset: Dataset, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self._rng = rng
+        self._users = rng.permutation(np.array(sorted(dataset.histories), object))
+        self._items = np.array(sorted({item for seen in dataset.histories.values() for item in seen}), object)
+        self._histories = dataset.histories
+        self._newcomers = sorted(dataset.newcomers.items())
+        weights = 1.0 / np.arange(1, len(self._users) + 1)
+        self._cumulated = np.cumsum(weights / weights.sum())
+        self._kinds = list(KINDS)
+        self._shares = np.cumsum(list(KINDS.values()))
+        self._shares /= self._shares[-1]
+
+    def __iter__(self) -> Iterator[Request]:
+        while True:
+            yield getattr(self, f"_{self._kinds[int(np.searchsorted(self._shares, self._rng.random()))]}")()
+
+    def _user(self) -> str:
+        place = int(np.searchsorted(self._cumulated, self._rng.random()))
+        return str(self._users[min(place, len(self._users) - 1)])
+
+    def _some_items(self, count: int) -> list[str]:
+        return [str(each) for each in self._items[self._rng.integers(len(self._items), size=count)]]
+
+    def _known(self) -> Request:
+        return _get("known", Question(TOPK, self._user(), int(self._rng.choice((10, 20, 50)))))
+
+    def _batch(self) -> Request:
+        users = dict.fromkeys(self._user() for _ in range(20))
+        return _post("batch", [(Question(TOPK, user, 20), {}) for user in users], k=20)
+
+    def _exclude(self) -> Request:
+        user, barred = self._user(), self._some_items(30)
+        question = Question(TOPK, user, 20, frozenset(barred))
+        return _post("exclude", [(question, {})], k=20, exclude=barred)
+
+    def _fresh(self) -> Request:
+        user = self._user()
+        history = [*self._histories[user][-30:], *self._some_items(1)]
+        question = Question(TOPK, user, 20, frozenset(history))
+        return _post("fresh", [(question, {"history": history})], k=20, fresh=True)
+
+    def _similar(self) -> Request:
+        return _get("similar", Question("item_similar", self._some_items(1)[0], 10))
+
+    def _tables(self) -> Request:
+        user, item = self._user(), self._some_items(1)[0]
+        questions = [
+            Question(TOPK, user), Question("user_vector", user), Question("user_affinity", user),
+            Question("item_vector", item),
+        ]  # fmt: skip
+        return _post("tables", [(each, {"table": each.table}) for each in questions], table=None)
+
+    def _stranger(self) -> Request:
+        return _get("stranger", Question(TOPK, f"nobody-{self._rng.integers(1 << 40)}", 20))
+
+    def _newcomer(self) -> Request:
+        user, history = self._newcomers[int(len(self._newcomers) * self._rng.random() ** 2)]
+        # Some come back having done one thing more: another input, so another answer.
+        seen = list(history[: max(1, len(history) - int(self._rng.integers(3)))])
+        question = Question(TOPK, user, 20, frozenset(seen))
+        return _post("newcomer", [(question, {"history": seen})], k=20)
+
+
+def _get(kind: str, question: Question) -> Request:
+    path = f"/v1/lookup/{question.table}/{quote(str(question.id), safe='')}?k={question.k}"
+    return Request(kind, "GET", path, b"", (question,))
+
+
+def _post(
+    kind: str, asked: Sequence[tuple[Question, dict[str, Any]]], *, table: str | None = TOPK, **options: Any
+) -> Request:
+    entities = [{"id": question.id, **more} for question, more in asked]
+    body = orjson.dumps({"entities": entities, **options})
+    path = "/v1/lookup" if table is None else f"/v1/lookup/{table}"
+    return Request(kind, "POST", path, body, tuple(question for question, _ in asked))
+
+
+@dataclass(slots=True)
+class Latencies:
+    """Milliseconds of single lookups by source, and of requests with several entities as "batch"."""
+
+    of: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def rows(self) -> list[tuple[str, int, float, float, float, float]]:
+        """(source, requests, p50, p99, p99.9, max), in the ladder's order."""
+        order = ("l1", "l2", "live", "previous", "default", "batch")
+        found = []
+        for name in order:
+            if taken := self.of.get(name):
+                p50, p99, p999 = np.percentile(taken, [50, 99, 99.9]).tolist()
+                found.append((name, len(taken), p50, p99, p999, max(taken)))
+        return found
+
+
+async def replay(
+    url: str,
+    stream: Stream,
+    judge: Judge,
+    *,
+    requests: int | None,
+    concurrency: int = 16,
+    rate: float | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], None] = lambda _count: None,
+) -> Latencies:
+    """Send `requests` (None: until `stop`), at most `rate` per second, over `concurrency` connections."""
+    latencies, source = Latencies(), iter(stream)
+    turn = itertools.count()
+    began = time.perf_counter()
+
+    async def worker() -> None:
+        async with Connection(url) as connection:
+            while not stop():
+                number = next(turn)
+                if requests is not None and number >= requests:
+                    return
+                if rate is not None:
+                    await asyncio.sleep(max(0.0, began + number / rate - time.perf_counter()))
+                await _ask(connection, next(source), judge, latencies)
+                progress(1)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(worker())
+    return latencies
+
+
+async def _ask(connection: Connection, request: Request, judge: Judge, latencies: Latencies) -> None:
+    barred = set(judge.barred)
+    began = time.perf_counter()
+    try:
+        status, raw = await connection.request(request.method, request.path, request.body)
+    except (OSError, TimeoutError, EOFError) as error:
+        judge.complain(f"{request.method} {request.path}: no answer ({type(error).__name__}: {error})")
+        return
+    took_ms = (time.perf_counter() - began) * 1000
+    if status != 200:
+        judge.complain(f"{request.method} {request.path}: {status} {raw[:300]!r}")
+        return
+    body = orjson.loads(raw)
+    answers = [body] if request.method == "GET" else body["answers"]
+    judge.request(request.questions, answers, barred)
+    name = answers[0].get("source", "?") if len(request.questions) == 1 else "batch"
+    latencies.of[name].append(took_ms)
+
+
+class Background:
+    """Traffic that goes on in a thread while something else happens, for as long as the `with` block lasts."""
+
+    def __init__(self, url: str, stream: Stream, judge: Judge, *, rate: float) -> None:
+        self.latencies = Latencies()
+        self._stop = threading.Event()
+        self._failed: BaseException | None = None
+        self._run = lambda: replay(
+            url, stream, judge, requests=None, concurrency=8, rate=rate, stop=self._stop.is_set
+        )
+        # A daemon: Ctrl-C must not wait for an answer that never comes.
+        self._thread = threading.Thread(target=self._work, name="traffic", daemon=True)
+
+    def _work(self) -> None:
+        try:
+            self.latencies = asyncio.run(self._run())
+        except BaseException as error:
+            self._failed = error
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5.0 if kind is not None else 60.0)
+        if kind is None and (self._failed is not None or self._thread.is_alive()):
+            raise RuntimeError(f"the traffic ended badly: {self._failed}") from self._failed

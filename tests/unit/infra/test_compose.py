@@ -1,0 +1,109 @@
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+INFRA = Path(__file__).parents[3] / "infra"
+ROOT = INFRA.parent
+COMPOSE: Any = yaml.safe_load((INFRA / "compose.yaml").read_text())
+SERVICES: Any = COMPOSE["services"]
+DOCKERFILES = sorted(INFRA.glob("Dockerfile.*"))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_depends_only_on_services_that_exist(name: str) -> None:
+    assert set(SERVICES[name].get("depends_on", ())) <= set(SERVICES)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_mounts_declared_volumes_and_files_that_exist(name: str) -> None:
+    for mount in SERVICES[name].get("volumes", ()):
+        source = mount.split("}")[0] if mount.startswith("$") else mount.split(":")[0]
+        if source.startswith("."):
+            assert (INFRA / source).exists(), source
+        elif not source.startswith("$"):
+            assert source in COMPOSE["volumes"], source
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_is_built_here_or_names_a_version(name: str) -> None:
+    build = SERVICES[name].get("build")
+    if build:
+        assert (INFRA / build["context"] / build["dockerfile"]).is_file()
+    else:
+        assert re.search(r":v?\d", SERVICES[name]["image"]), "no version: tomorrow's is another one"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_publishes_ports_on_loopback_only(name: str) -> None:
+    assert all(port.startswith("127.0.0.1:") for port in SERVICES[name].get("ports", ()))
+
+
+def test_every_variable_has_a_default_or_a_line_to_fill_in() -> None:
+    text = (INFRA / "compose.yaml").read_text()
+    used = set(re.findall(r"\$\{(\w+)(?::\?)?\}", text))
+    to_fill = set(re.findall(r"^(\w+)=", (INFRA / "example.env").read_text(), re.MULTILINE))
+
+    assert used == to_fill
+
+
+def test_each_program_gets_the_redis_user_with_its_own_rights() -> None:
+    users = {
+        name: match.group(1)
+        for name, service in SERVICES.items()
+        if (url := service.get("environment", {}).get("REDIS_URL"))
+        and (match := re.search(r"//([\w-]+):", url))
+    }
+
+    assert users.pop("serving") == "larder-reader"
+    assert set(users.values()) == {"larder-loader"}
+
+
+def test_airflow_is_told_to_create_the_pool_that_scoring_waits_for() -> None:
+    command = " ".join(SERVICES["airflow-init"]["command"])
+
+    assert "airflow pools set gpu" in command
+    for name in ("airflow-api-server", "airflow-scheduler", "airflow-dag-processor"):
+        assert "airflow-init" in SERVICES[name]["depends_on"]
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_a_dockerfile_copies_what_exists_and_is_sent_to_the_builder(dockerfile: Path) -> None:
+    admitted = [
+        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"
+    ]
+    copies = re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile.read_text(), re.MULTILINE)
+
+    assert copies
+    for source in " ".join(copies).split():
+        assert (ROOT / source).exists(), source
+        assert any(source == each or source.startswith(f"{each}/") for each in admitted), source
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_installs_locked_hashes_and_runs_as_nobody_special(dockerfile: Path) -> None:
+    text = dockerfile.read_text()
+
+    assert "--require-hashes" in text
+    assert re.search(r"^USER (?!root)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "lock", sorted((INFRA / "locks").glob("*.txt")), ids=lambda path: path.name
+)
+def test_a_lock_names_versions_and_hashes_and_no_address(lock: Path) -> None:
+    text = lock.read_text()
+
+    assert "://" not in text
+    assert len(re.findall(r"^\S+==", text, re.MULTILINE)) > 20
+    assert all(
+        f"\n{entry}" in f"\n{everything()}"
+        for entry in re.findall(r"^\S+==\S+", text, re.MULTILINE)
+    )
+
+
+def everything() -> str:
+    """Return the lock that the tests run with."""
+    return (INFRA / "locks/all.txt").read_text()
