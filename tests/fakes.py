@@ -1,7 +1,7 @@
 """Stand-ins that fit the protocols of the code under test by shape, and a small night to read from."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,9 +37,10 @@ class FakeClock:
 class FakeRemote:
     """L2 in a dictionary; `gate`, when set, holds every call until it opens."""
 
-    timer: FakeClock = field(default_factory=FakeClock)
+    timer: Callable[[], float] = field(default_factory=FakeClock)
     fails_with: TierUnavailable | None = None
     gate: asyncio.Event | None = None
+    left_at_most_s: float = float("inf")
     pages: dict[tuple[str, str, int], bytes] = field(default_factory=dict)
     overlays: dict[tuple[str, str, str], tuple[bytes, float]] = field(default_factory=dict)
     calls: list[tuple[Read, ...]] = field(default_factory=list)
@@ -54,9 +55,11 @@ class FakeRemote:
 
     def _answer(self, read: Read) -> Answer:
         if isinstance(read, OverlayRead):
-            payload, expires_at = self.overlays.get(tuple(read), (b"", 0.0))
+            payload, expires_at = self.overlays.get(
+                (read.generation, read.table, read.hash_hex), (b"", 0.0)
+            )
             left_s = expires_at - self.timer()
-            return Overlay(payload, left_s) if left_s > 0 else None
+            return Overlay(payload, min(left_s, self.left_at_most_s)) if left_s > 0 else None
         page = self.pages.get((read.generation, read.table, read.page), b"")
         found = page[read.offset : read.offset + read.length]
         return found if len(found) == read.length else None

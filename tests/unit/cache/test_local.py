@@ -12,7 +12,7 @@ def key(number: int, generation: str = "g", table: str = "t") -> LocalKey:
     return LocalKey(generation, table, number)
 
 
-def test_returns_the_very_record_that_was_put():
+def test_returns_the_very_record_that_was_put() -> None:
     """C13: immutable bytes, never a copy that a caller could edit."""
     local = LocalTier(100_000)
     entry = Entry(b"record", 1)
@@ -25,7 +25,7 @@ def test_returns_the_very_record_that_was_put():
         entry.record = b"other"  # type: ignore[misc]
 
 
-def test_generation_and_table_are_part_of_the_key():
+def test_generation_and_table_are_part_of_the_key() -> None:
     """C2: a record of another generation is another record, so nothing is ever invalidated."""
     local = LocalTier(100_000)
     local.put(key(1), Entry(b"a", 1))
@@ -34,7 +34,7 @@ def test_generation_and_table_are_part_of_the_key():
     assert local.get(key(1, table="t2")) is None
 
 
-def test_the_least_recently_used_record_goes_first():
+def test_the_least_recently_used_record_goes_first() -> None:
     local = LocalTier(3 * (OVERHEAD_BYTES + 10))
     for number in range(3):
         local.put(key(number), Entry(bytes(10), number))
@@ -46,7 +46,7 @@ def test_the_least_recently_used_record_goes_first():
     assert all(local.get(key(number)) is not None for number in (0, 2, 3))
 
 
-def test_an_entry_is_gone_at_the_very_end_of_its_life():
+def test_an_entry_is_gone_at_the_very_end_of_its_life() -> None:
     """C1."""
     clock = FakeClock()
     local = LocalTier(100_000, clock)
@@ -60,7 +60,7 @@ def test_an_entry_is_gone_at_the_very_end_of_its_life():
     assert local.size_bytes == 0
 
 
-def test_a_record_of_the_night_has_no_end():
+def test_a_record_of_the_night_has_no_end() -> None:
     clock = FakeClock()
     local = LocalTier(100_000, clock)
     local.put(key(1), Entry(b"a", 1))
@@ -70,7 +70,7 @@ def test_a_record_of_the_night_has_no_end():
     assert local.get(key(1)) is not None
 
 
-def test_overwriting_with_a_larger_record_stays_within_the_bound():
+def test_overwriting_with_a_larger_record_stays_within_the_bound() -> None:
     """C12."""
     local = LocalTier(4 * (OVERHEAD_BYTES + 100))
     for number in range(4):
@@ -82,7 +82,7 @@ def test_overwriting_with_a_larger_record_stays_within_the_bound():
     assert local.get(key(0)) is not None
 
 
-def test_a_record_larger_than_the_tier_is_left_out_and_takes_its_predecessor_along():
+def test_a_record_larger_than_the_tier_is_left_out_and_takes_its_predecessor_along() -> None:
     """C12: after a refused overwrite the old value must not be served as if it were the new one."""
     local = LocalTier(OVERHEAD_BYTES + 100)
     local.put(key(1), Entry(b"old", 1))
@@ -105,7 +105,9 @@ steps = st.lists(
 
 
 @given(steps, st.integers(0, 12_000))
-def test_the_accounted_bytes_are_those_of_the_entries_whatever_happens(script, max_bytes):
+def test_the_accounted_bytes_are_those_of_the_entries_whatever_happens(
+    script: list[tuple[str, int, int]], max_bytes: int
+) -> None:
     """C12."""
     clock = FakeClock()
     local = LocalTier(max_bytes, clock)
@@ -127,7 +129,7 @@ def test_the_accounted_bytes_are_those_of_the_entries_whatever_happens(script, m
 
 
 @pytest.mark.parametrize("count", [20_000, 44_000])
-def test_resident_bytes_exceed_the_accounted_ones_by_five_percent_at_most(count):
+def test_resident_bytes_exceed_the_accounted_ones_by_five_percent_at_most(count: int) -> None:
     """C12: the constant per entry covers what the interpreter really spends, also just after dictionaries grew."""
     local = LocalTier(1 << 30)
     tracemalloc.start()
@@ -140,7 +142,7 @@ def test_resident_bytes_exceed_the_accounted_ones_by_five_percent_at_most(count)
     assert 0.85 <= spent / local.size_bytes <= 1.05
 
 
-def test_a_negative_entry_lives_for_its_time_and_no_longer():
+def test_a_negative_entry_lives_for_its_time_and_no_longer() -> None:
     clock = FakeClock()
     negative = NegativeCache(10, 5.0, clock)
     negative.add(key(1))
@@ -152,7 +154,7 @@ def test_a_negative_entry_lives_for_its_time_and_no_longer():
     assert len(negative) == 0
 
 
-def test_negative_entries_are_bounded_and_the_oldest_goes():
+def test_negative_entries_are_bounded_and_the_oldest_goes() -> None:
     negative = NegativeCache(3, 5.0, FakeClock())
 
     for number in range(5):
@@ -162,7 +164,7 @@ def test_negative_entries_are_bounded_and_the_oldest_goes():
     assert key(1) not in negative and key(4) in negative
 
 
-def test_adding_a_negative_entry_again_renews_it():
+def test_adding_a_negative_entry_again_renews_it() -> None:
     clock = FakeClock()
     negative = NegativeCache(2, 5.0, clock)
     negative.add(key(1))

@@ -1,6 +1,6 @@
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -39,7 +39,7 @@ async def turns(count: int = 3) -> None:
         await asyncio.sleep(0)
 
 
-async def test_callers_of_one_key_share_one_piece_of_work():
+async def test_callers_of_one_key_share_one_piece_of_work() -> None:
     flights, work = SingleFlight[str, int](), Work()
     callers = [asyncio.create_task(flights.do("key", work)) for _ in range(10_000)]
     await turns()
@@ -51,7 +51,7 @@ async def test_callers_of_one_key_share_one_piece_of_work():
     assert len(flights) == 0
 
 
-async def test_different_keys_do_not_wait_for_each_other():
+async def test_different_keys_do_not_wait_for_each_other() -> None:
     flights, slow, fast = SingleFlight[str, int](), Work(1), Work(2)
     waiting = asyncio.create_task(flights.do("slow", slow))
     await turns()
@@ -64,7 +64,7 @@ async def test_different_keys_do_not_wait_for_each_other():
     assert await waiting == 1
 
 
-async def test_cancelling_the_first_caller_cancels_nobody_else():
+async def test_cancelling_the_first_caller_cancels_nobody_else() -> None:
     """C7."""
     flights, work = SingleFlight[str, int](), Work()
     first, second = (asyncio.create_task(flights.do("key", work)) for _ in range(2))
@@ -78,7 +78,7 @@ async def test_cancelling_the_first_caller_cancels_nobody_else():
     assert first.cancelled() and work.runs == 1 and work.cancelled == 0
 
 
-async def test_the_work_is_cancelled_when_the_last_caller_has_left():
+async def test_the_work_is_cancelled_when_the_last_caller_has_left() -> None:
     """C7."""
     flights, work = SingleFlight[str, int](), Work()
     callers = [asyncio.create_task(flights.do("key", work)) for _ in range(3)]
@@ -91,7 +91,7 @@ async def test_the_work_is_cancelled_when_the_last_caller_has_left():
     assert work.cancelled == 1 and len(flights) == 0
 
 
-async def test_a_newcomer_does_not_board_work_that_is_being_cancelled():
+async def test_a_newcomer_does_not_board_work_that_is_being_cancelled() -> None:
     """C7."""
     flights, new = SingleFlight[str, int](), Work(2)
     let_go = asyncio.Event()
@@ -113,7 +113,7 @@ async def test_a_newcomer_does_not_board_work_that_is_being_cancelled():
     let_go.set()
 
 
-async def test_an_error_reaches_every_caller_and_the_next_one_starts_afresh():
+async def test_an_error_reaches_every_caller_and_the_next_one_starts_afresh() -> None:
     """C7, C11: a failed leader leaves nobody waiting, and nothing of it is kept."""
     flights, broken = SingleFlight[str, int](), Work(error=ValueError("broken"))
     callers = [asyncio.create_task(flights.do("key", broken)) for _ in range(3)]
@@ -128,7 +128,9 @@ async def test_an_error_reaches_every_caller_and_the_next_one_starts_afresh():
     assert await flights.do("key", sound) == 7
 
 
-async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_their_cancellation():
+async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_their_cancellation() -> (
+    None
+):
     """C7."""
     flights = SingleFlight[str, int]()
     inner: list[asyncio.Future[int]] = []
@@ -146,7 +148,7 @@ async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_th
     assert all(isinstance(each, Abandoned) for each in outcomes)
 
 
-async def test_many_keys_take_off_together_and_join_what_is_under_way():
+async def test_many_keys_take_off_together_and_join_what_is_under_way() -> None:
     """C9: a follower is counted as shared, once."""
     flights = SingleFlight[str, int]()
     asked: list[Sequence[str]] = []
@@ -169,7 +171,9 @@ async def test_many_keys_take_off_together_and_join_what_is_under_way():
     assert flights.started == 3 and flights.shared == 3
 
 
-async def test_an_error_in_one_of_several_flights_is_raised_and_leaves_no_trace(caplog):
+async def test_an_error_in_one_of_several_flights_is_raised_and_leaves_no_trace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     flights, sound, broken = SingleFlight[str, int](), Work(), Work(error=ValueError("broken"))
     other = asyncio.create_task(flights.do("sound", sound))
     bad = asyncio.create_task(flights.do("broken", broken))
@@ -207,8 +211,8 @@ def cancellations(draw: st.DrawFn) -> list[tuple[int, int]]:
     work_turns=st.integers(0, 3),
 )
 def test_every_order_of_cancellations_leaves_each_remaining_caller_with_the_outcome(
-    cancelled, joins, ends_at, fails, work_turns
-):
+    cancelled: list[tuple[int, int]], joins: list[int], ends_at: int, fails: bool, work_turns: int
+) -> None:
     """C7: a cancel at every await, by any caller, before, while and after the work ends."""
 
     async def run() -> None:
@@ -234,7 +238,7 @@ def test_every_order_of_cancellations_leaves_each_remaining_caller_with_the_outc
             if turn == ends_at:
                 go.set()
             await asyncio.sleep(0)
-        done, pending = await asyncio.wait(callers.values(), timeout=1.0)
+        _, pending = await asyncio.wait(callers.values(), timeout=1.0)
 
         assert not pending, "somebody waits for ever"
         assert len(flights) == 0
@@ -252,7 +256,7 @@ def test_every_order_of_cancellations_leaves_each_remaining_caller_with_the_outc
     asyncio.run(run())
 
 
-async def test_a_future_is_used_as_it_is():
+async def test_a_future_is_used_as_it_is() -> None:
     flights = SingleFlight[str, int]()
     made: list[asyncio.Future[Sequence[int]]] = []
 
@@ -267,15 +271,13 @@ async def test_a_future_is_used_as_it_is():
     assert await caller == [1, 2]
 
 
-async def test_work_that_cannot_even_start_leaves_no_flight():
+async def test_work_that_cannot_even_start_leaves_no_flight() -> None:
     flights = SingleFlight[str, int]()
 
-    def work() -> Awaitable[int]:
+    def work(keys: Sequence[str]) -> Awaitable[Sequence[int]]:
         raise RuntimeError("no")
 
-    bad: Callable[[Sequence[str]], Awaitable[Sequence[int]]] = lambda _: work()  # type: ignore  # noqa: E731
-
     with pytest.raises(RuntimeError):
-        await flights.do_many(["a"], bad)
+        await flights.do_many(["a"], work)
 
     assert len(flights) == 0

@@ -1,0 +1,549 @@
+"""L2 on a real server: what is true of replies, deadlines and connections when things go wrong."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import redis
+import uvloop
+
+from cache.breaker import Breaker
+from cache.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead
+from cache.embedded import Server
+from cache.errors import TierUnavailable
+from cache.keys import Keyspace
+from cache.remote import RemoteConfig, RemoteTier
+from tests.conftest import redis_binary
+
+SIZE = 64
+RECORDS = 32
+
+
+def page_bytes(page: int) -> bytes:
+    """Records that say which they are, with line ends in them."""
+    return b"".join(
+        f"page {page} record {slot}\r\n".encode().ljust(SIZE, b"\n") for slot in range(RECORDS)
+    )
+
+
+def read_of(page: int, slot: int) -> PageRead:
+    return PageRead("g", "t", page, slot * SIZE, SIZE)
+
+
+def record_of(page: int, slot: int) -> bytes:
+    return page_bytes(page)[slot * SIZE : (slot + 1) * SIZE]
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> bool:
+    """Polls for at most five seconds."""
+    for _ in range(500):
+        if await condition():
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+def reason_of(answer: Answer) -> str:
+    assert isinstance(answer, TierUnavailable), answer
+    return str(answer.details["reason"])
+
+
+@pytest.fixture
+def client(redis_url: str) -> redis.Redis:
+    return redis.Redis.from_url(redis_url, protocol=2)
+
+
+@pytest.fixture
+def loaded(client: redis.Redis, keyspace: Keyspace) -> Keyspace:
+    for page in range(4):
+        client.set(keyspace.page("g", "t", page), page_bytes(page))
+    return keyspace
+
+
+@pytest.fixture
+async def remote(redis_url: str, loaded: Keyspace) -> AsyncIterator[RemoteTier]:
+    tier = RemoteTier(RemoteConfig(redis_url, deadline_s=2.0), loaded)
+    yield tier
+    await tier.aclose()
+
+
+async def test_a_record_is_exactly_its_bytes_of_the_page(remote: RemoteTier) -> None:
+    reads = [read_of(page, slot) for page in range(4) for slot in range(RECORDS)]
+
+    answers = await remote.read(reads)
+
+    assert answers == [record_of(page, slot) for page in range(4) for slot in range(RECORDS)]
+
+
+async def test_an_absent_page_and_a_short_one_hold_no_record(
+    remote: RemoteTier, client: redis.Redis
+) -> None:
+    """Redis answers GETRANGE on a missing key with an empty string."""
+    client.set(remote.keyspace.page("g", "t", 8), page_bytes(8)[: SIZE + 5])
+
+    answers = await remote.read([read_of(7, 0), read_of(8, 0), read_of(8, 1), read_of(0, 0)])
+
+    assert answers == [None, record_of(8, 0), None, record_of(0, 0)]
+
+
+async def test_all_reads_of_one_turn_travel_in_one_pipeline_on_one_connection(
+    remote: RemoteTier,
+) -> None:
+    await remote.ping()
+    callers = [remote.read([read_of(0, slot), read_of(1, slot)]) for slot in range(RECORDS)]
+
+    answers = await asyncio.gather(*callers)
+
+    assert answers == [[record_of(0, slot), record_of(1, slot)] for slot in range(RECORDS)]
+    assert remote.batches == 1 and remote.commands == 2 * RECORDS
+
+
+async def test_a_turn_too_large_for_one_pipeline_is_split_between_callers(
+    redis_url: str, loaded: Keyspace
+) -> None:
+    remote = RemoteTier(RemoteConfig(redis_url, deadline_s=2.0, batch_commands_max=10), loaded)
+
+    answers = await asyncio.gather(
+        *(remote.read([read_of(0, slot)] * 4) for slot in range(RECORDS))
+    )
+    await remote.aclose()
+
+    assert answers == [[record_of(0, slot)] * 4 for slot in range(RECORDS)]
+    assert remote.batches == RECORDS // 2
+
+
+async def test_an_overlay_is_written_with_its_expiry_and_read_with_what_is_left(
+    remote: RemoteTier, client: redis.Redis
+) -> None:
+    """C1: life is read with the value, and no overlay is ever without an end."""
+    payload = bytes(range(256)) + b"\r\n$5\r\n"
+    write = OverlayWrite("g", "t", "00ff", payload, 30.0)
+
+    assert await remote.write_overlays([write]) == [None]
+    client.pexpire(remote.keyspace.overlay("g", "t", "00ff"), 9_000)
+    found, none = await remote.read([OverlayRead("g", "t", "00ff"), OverlayRead("g", "t", "00fe")])
+
+    assert isinstance(found, Overlay) and found.payload == payload
+    assert 8.0 < found.ttl_s <= 9.0
+    assert none is None
+
+
+async def test_every_overlay_written_expires_however_short_its_life(
+    remote: RemoteTier, client: redis.Redis
+) -> None:
+    writes = [OverlayWrite("g", "t", f"{n:04x}", b"x", ttl_s) for n, ttl_s in enumerate([1e-9, 60])]
+
+    await remote.write_overlays(writes)
+
+    lives = [client.pttl(remote.keyspace.overlay("g", "t", each.hash_hex)) for each in writes]
+    assert all(life != -1 for life in lives)
+    assert 0 < lives[1] <= 60_000
+
+
+async def test_an_overlay_without_expiry_has_no_life_left(
+    remote: RemoteTier, client: redis.Redis
+) -> None:
+    """C1: somebody else's key is not promoted for ever."""
+    client.set(remote.keyspace.overlay("g", "t", "aa"), b"x")
+
+    assert await remote.read([OverlayRead("g", "t", "aa")]) == [Overlay(b"x", 0.0)]
+
+
+async def test_pages_overlays_and_writes_of_one_turn_do_not_mix_up_replies(
+    remote: RemoteTier,
+) -> None:
+    writes = [OverlayWrite("g", "t", f"{n:04x}", b"%d" % n, 60) for n in range(20)]
+    await remote.write_overlays(writes)
+
+    async def one(number: int) -> tuple[list[Answer], list[TierUnavailable | None]]:
+        read = remote.read([OverlayRead("g", "t", f"{number:04x}"), read_of(1, number)])
+        write = remote.write_overlays([OverlayWrite("g", "other", f"{number}", b"y", 60)])
+        return await asyncio.gather(read, write)
+
+    for number, (answers, written) in enumerate(
+        await asyncio.gather(*(one(number) for number in range(20)))
+    ):
+        overlay, page = answers
+        assert isinstance(overlay, Overlay) and overlay.payload == b"%d" % number
+        assert page == record_of(1, number) and written == [None]
+
+
+async def test_a_key_of_the_wrong_type_is_an_error_of_that_read_alone(
+    remote: RemoteTier, client: redis.Redis
+) -> None:
+    client.hset(remote.keyspace.page("g", "t", 9), "a", "b")
+
+    good, bad = await remote.read([read_of(0, 0), read_of(9, 0)])
+
+    assert good == record_of(0, 0) and reason_of(bad) == "connection"
+    assert remote.breaker.state == "closed"
+
+
+async def test_cancelled_callers_never_leave_another_one_their_answer(remote: RemoteTier) -> None:
+    """C16: hundreds of reads, a third of them cancelled at random moments; each answer is its asker's."""
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+
+    async def one(page: int, slot: int) -> None:
+        for _ in range(rng.randrange(3)):
+            await asyncio.sleep(0)
+        assert await remote.read([read_of(page, slot)]) == [record_of(page, slot)], seed
+
+    for _ in range(30):
+        callers = [
+            asyncio.create_task(one(rng.randrange(4), rng.randrange(RECORDS))) for _ in range(30)
+        ]
+        for caller in rng.sample(callers, 10):
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            caller.cancel()
+        outcomes = await asyncio.gather(*callers, return_exceptions=True)
+        assert all(each is None or isinstance(each, asyncio.CancelledError) for each in outcomes)
+
+    assert remote.lane.opened <= remote.config.wires_max, "a caller that leaves costs no connection"
+
+
+async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_nobody(
+    own_redis: Server,
+) -> None:
+    """C10, C16."""
+    keyspace = Keyspace("paused")
+    with redis.Redis.from_url(own_redis.url, protocol=2) as client:
+        for page in range(4):
+            client.set(keyspace.page("g", "t", page), page_bytes(page))
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.1, wires_max=1), keyspace)
+    assert await remote.read([read_of(0, 0)]) == [record_of(0, 0)]
+
+    os.kill(own_redis.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    late = await asyncio.gather(*(remote.read([read_of(1, slot)]) for slot in range(5)))
+    took_s = time.monotonic() - began
+    os.kill(own_redis.pid, signal.SIGCONT)
+
+    assert {reason_of(each) for (each,) in late} == {"timeout"}
+    assert took_s < 0.1 * 1.5
+    assert await remote.read([read_of(2, 7)]) == [record_of(2, 7)]
+    assert remote.lane.opened == 2 and remote.lane.timed_out == 1
+    await remote.aclose()
+
+
+async def test_a_callers_shorter_deadline_ends_its_wait_and_keeps_the_connection(
+    own_redis: Server,
+) -> None:
+    """C10, C16."""
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=5.0, wires_max=1), Keyspace("a"))
+    await remote.read([read_of(0, 0)])
+
+    os.kill(own_redis.pid, signal.SIGSTOP)
+    hasty = await remote.read([read_of(0, 0)], timeout_s=0.02)
+    patient = asyncio.create_task(remote.read([read_of(0, 1)]))
+    await asyncio.sleep(0)
+    os.kill(own_redis.pid, signal.SIGCONT)
+
+    assert reason_of(hasty[0]) == "timeout"
+    assert await patient == [None]
+    assert remote.lane.opened == 1 and remote.breaker.state == "closed"
+    await remote.aclose()
+
+
+async def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(
+    redis_url: str, loaded: Keyspace
+) -> None:
+    """uvloop fires timers before it looks at its sockets; a long callback must not look like a slow Redis."""
+    remote = RemoteTier(RemoteConfig(redis_url, deadline_s=0.05), loaded)
+    await remote.read([read_of(0, 0)])
+
+    reading = asyncio.create_task(remote.read([read_of(0, 1)]))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    time.sleep(0.1)  # noqa: ASYNC251 - the point of the test
+
+    assert await reading == [record_of(0, 1)]
+    await remote.aclose()
+
+
+async def test_a_dead_redis_is_reported_at_once_then_left_alone_then_probed(
+    own_redis: Server,
+) -> None:
+    """C10."""
+    now = [0.0]
+    breaker = Breaker(threshold=3, cooldown_s=5.0, timer=lambda: now[0])
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=1.0), Keyspace("a"), breaker)
+    assert await remote.read([read_of(0, 0)]) == [None]
+
+    os.kill(own_redis.pid, signal.SIGKILL)
+    reasons = [reason_of((await remote.read([read_of(0, 0)]))[0]) for _ in range(6)]
+    assert set(reasons[:3]) == {"connection"} and set(reasons[3:]) == {"breaker_open"}
+
+    now[0] = 5.0
+    probes = await asyncio.gather(remote.read([read_of(0, 0)]), remote.read([read_of(0, 1)]))
+    assert {reason_of(each) for (each,) in probes} == {"connection"}, "one pipeline is one probe"
+    assert reason_of((await remote.read([read_of(0, 0)]))[0]) == "breaker_open"
+    await remote.aclose()
+
+
+async def test_reads_recover_by_themselves_when_redis_answers_again(own_redis: Server) -> None:
+    breaker = Breaker(threshold=1, cooldown_s=0.01)
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.05), Keyspace("a"), breaker)
+    await remote.read([read_of(0, 0)])
+
+    os.kill(own_redis.pid, signal.SIGSTOP)
+    assert reason_of((await remote.read([read_of(0, 0)]))[0]) == "timeout"
+    assert breaker.opened == 1
+    os.kill(own_redis.pid, signal.SIGCONT)
+
+    async def answers() -> bool:
+        return await remote.read([read_of(0, 0)]) == [None]
+
+    assert await eventually(answers)
+    assert breaker.state == "closed"
+    await remote.aclose()
+
+
+async def test_connections_stay_within_their_bound_and_end_with_the_tier(own_redis: Server) -> None:
+    client = redis.Redis.from_url(own_redis.url, protocol=2)
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0, wires_max=2), Keyspace("a"))
+
+    for _ in range(5):
+        await asyncio.gather(*(remote.read([read_of(0, n)] * 500) for n in range(20)))
+    during = len(client.client_list())
+    await remote.aclose()
+
+    assert during <= 2 + 1
+
+    async def only_ours_is_left() -> bool:
+        return len(client.client_list()) == 1
+
+    assert await eventually(only_ours_is_left)
+    client.close()
+
+
+async def test_what_is_under_way_ends_when_the_tier_is_closed(own_redis: Server) -> None:
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=30.0), Keyspace("a"))
+    await remote.read([read_of(0, 0)])
+    os.kill(own_redis.pid, signal.SIGSTOP)
+    reading = asyncio.create_task(remote.read([read_of(0, 0)]))
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+    await remote.aclose()
+    os.kill(own_redis.pid, signal.SIGCONT)
+
+    assert reason_of((await reading)[0]) == "connection"
+
+
+async def test_more_commands_than_may_be_under_way_are_shed(
+    redis_url: str, loaded: Keyspace
+) -> None:
+    """C10, C12: a slow Redis does not become a queue in this process."""
+    config = RemoteConfig(redis_url, deadline_s=2.0, commands_in_flight_max=10)
+    remote = RemoteTier(config, loaded)
+
+    first, second = await asyncio.gather(
+        remote.read([read_of(0, 0)] * 10), remote.read([read_of(0, 0)])
+    )
+
+    assert first == [record_of(0, 0)] * 10
+    assert reason_of(second[0]) == "timeout" and remote.shed == 1
+    assert await remote.read([read_of(0, 0)]) == [record_of(0, 0)]
+    await remote.aclose()
+
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.mark.parametrize(
+    ("reply", "good"),
+    [
+        (b"$3\r\nabc\r\n", True),
+        (b"$3\r\nabc\r\n$3\r\nxyz\r\n", True),
+        (b"$3\r\nab", False),
+        (b"?nonsense\r\n", False),
+        (b"", False),
+    ],
+    ids=["whole", "one-too-many", "cut-off", "garbage", "closed"],
+)
+async def test_a_server_that_breaks_the_protocol_loses_its_connection(
+    reply: bytes, good: bool
+) -> None:
+    """C16: an unasked-for reply would be taken for the next caller's."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while command := await reader.read(4096):
+            setup = b"CLIENT" in command or b"SELECT" in command
+            writer.write(b"+OK\r\n" * command.count(b"*") if setup else reply)
+            await writer.drain()
+            if not setup and not good:
+                break
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    url = f"redis://127.0.0.1:{port}/0"
+    remote = RemoteTier(RemoteConfig(url, deadline_s=2.0, wires_max=1), Keyspace("a"))
+    for expected in range(1, 3):
+        answer = (await remote.read([PageRead("g", "t", 0, 0, 3)]))[0]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if good:
+            assert answer == b"abc"
+        else:
+            assert reason_of(answer) == "connection"
+        if reply != b"$3\r\nabc\r\n":
+            assert remote.lane.opened == expected, "never used again"
+    await remote.aclose()
+    server.close()
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+async def test_the_protocol_is_the_one_that_is_named_and_news_arrive_in_both(
+    redis_url: str, loaded: Keyspace, client: redis.Redis, protocol: int
+) -> None:
+    """C15: a changed default of the client library must not silence what keeps readers current."""
+    url = redis_url if protocol == 2 else f"{redis_url}?protocol=3"
+    remote = RemoteTier(RemoteConfig(url, deadline_s=2.0), loaded)
+    assert await remote.read([read_of(0, 0)]) == [record_of(0, 0)]
+
+    said: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def listen() -> None:
+        async for message in remote.subscribe():
+            said.put_nowait(message)
+
+    listening = asyncio.create_task(listen())
+
+    async def heard() -> bool:
+        return bool(client.publish(loaded.channel, "pointer"))
+
+    assert await eventually(heard)
+    assert await asyncio.wait_for(said.get(), 5) == b"pointer"
+    connections = [each["resp"] for each in client.client_list() if "resp" in each]
+    assert str(protocol) in connections
+    listening.cancel()
+    await asyncio.gather(listening, return_exceptions=True)
+    await remote.aclose()
+
+
+async def test_listening_ends_with_the_reason_when_the_connection_does(own_redis: Server) -> None:
+    remote = RemoteTier(RemoteConfig(own_redis.url), Keyspace("a"))
+    listening = asyncio.ensure_future(anext(remote.subscribe()))
+    client = redis.Redis.from_url(own_redis.url, protocol=2)
+
+    async def listened_to() -> bool:
+        return bool(client.pubsub_channels())
+
+    assert await eventually(listened_to)
+    client.close()
+    os.kill(own_redis.pid, signal.SIGKILL)
+
+    with pytest.raises(TierUnavailable):
+        await asyncio.wait_for(listening, 5)
+    await remote.aclose()
+
+
+async def test_pointer_heartbeat_and_policy(remote: RemoteTier, client: redis.Redis) -> None:
+    keyspace = remote.keyspace
+    assert await remote.pointer() is None
+    client.set(keyspace.live, b"{}")
+    assert await remote.pointer() == b"{}"
+    assert await remote.eviction_policy() == "volatile-lru"
+
+    await remote.heartbeat("replica-1", b'{"holds":["a"]}', 100.0)
+    await remote.heartbeat("replica-1", b'{"holds":["b"]}', 101.0)
+    await remote.heartbeat("replica-2", b'{"holds":["a"]}', 102.0)
+
+    beats = client.zrange(keyspace.replicas, 0, -1, withscores=True)
+    assert beats == [(b'{"holds":["b"]}', 101.0), (b'{"holds":["a"]}', 102.0)]
+    assert client.ttl(keyspace.replicas) == -1, "evictable if it could expire"
+    await remote.sign_off("replica-1")
+    assert client.zcard(keyspace.replicas) == 1
+
+
+async def test_an_unreachable_redis_is_one_kind_of_error_for_control_commands_too() -> None:
+    remote = RemoteTier(RemoteConfig("redis://127.0.0.1:1/0"), Keyspace("a"))
+
+    for ask in (remote.ping, remote.pointer, remote.eviction_policy):
+        with pytest.raises(TierUnavailable) as caught:
+            await ask()
+        assert caught.value.details["reason"] == "connection"
+    assert reason_of((await remote.read([read_of(0, 0)]))[0]) == "connection"
+    await remote.aclose()
+
+
+async def test_a_user_and_password_in_the_url_are_used_and_a_wrong_one_is_no_answer(
+    own_redis: Server,
+) -> None:
+    with redis.Redis.from_url(own_redis.url, protocol=2) as client:
+        client.execute_command(
+            "ACL", "SETUSER", "reader", "on", ">se/cret", "~larder:1:a:*", "+getrange", "+select"
+        )
+        client.select(3)
+        client.set(Keyspace("a").page("g", "t", 0), page_bytes(0))
+    place = own_redis.url.removeprefix("redis://").removesuffix("/0")
+
+    for password, expected in (("se%2Fcret", record_of(0, 2)), ("wrong", None)):
+        url = f"redis://reader:{password}@{place}/3"
+        remote = RemoteTier(RemoteConfig(url, deadline_s=2.0), Keyspace("a"))
+        answer = (await remote.read([read_of(0, 2)]))[0]
+        await remote.aclose()
+        if expected is None:
+            assert reason_of(answer) == "connection"
+            assert "wrong" not in str(answer), "a password is never part of a message"
+        else:
+            assert answer == expected
+
+
+@pytest.fixture
+def tls(tmp_path: Path, own_redis: Server) -> tuple[int, Path]:
+    """A port of the server that speaks TLS, and the certificate to trust."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("openssl cannot make a certificate here")
+    port = int(own_redis.url.split(":")[2].split("/")[0])
+    settings = {
+        "tls-cert-file": str(certificate),
+        "tls-key-file": str(key),
+        "tls-ca-cert-file": str(certificate),
+        "tls-auth-clients": "no",
+        "tls-port": str(port + 1 if port < 65_000 else port - 1),
+    }
+    with redis.Redis.from_url(own_redis.url, protocol=2) as client:
+        try:
+            for name, value in settings.items():
+                client.config_set(name, value)
+        except redis.RedisError:
+            pytest.skip(f"{redis_binary().name} was built without TLS")
+    return int(settings["tls-port"]), certificate
+
+
+async def test_tls_is_a_matter_of_the_url(own_redis: Server, tls: tuple[int, Path]) -> None:
+    port, certificate = tls
+    with redis.Redis.from_url(own_redis.url, protocol=2) as client:
+        client.set(Keyspace("a").page("g", "t", 0), page_bytes(0))
+    url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
+    remote = RemoteTier(RemoteConfig(url, deadline_s=2.0), Keyspace("a"))
+
+    assert await remote.read([read_of(0, 5)] * 100) == [record_of(0, 5)] * 100
+    await remote.aclose()
+
+
+def test_the_same_on_the_event_loop_of_production(redis_url: str, loaded: Keyspace) -> None:
+    """Taking over a transport is the loop's business, and uvloop is another loop."""
+
+    async def run() -> list[list[Answer]]:
+        remote = RemoteTier(RemoteConfig(redis_url, deadline_s=2.0), loaded)
+        try:
+            return await asyncio.gather(*(remote.read([read_of(0, n)] * 9) for n in range(RECORDS)))
+        finally:
+            await remote.aclose()
+
+    assert uvloop.run(run()) == [[record_of(0, n)] * 9 for n in range(RECORDS)]
