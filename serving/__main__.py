@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,8 @@ _BACKLOG = 2_048
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the service; 0 after a clean stop, 2 when it cannot start as configured."""
     sent = _parser().parse_args(arguments)
+    # uvicorn raises what stopped it once more when it is done: the default would end us before Redis is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     logging.basicConfig(level=sent.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         config = ServingConfig.load(

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cache.predictor import LiveInput
-
 from cache.errors import CorruptArtefact, InvalidInput
 from cache.keys import fingerprint, hash_id, input_digest
 from cache.manifest import Table
+from cache.predictor import LiveInput
 from cache.records import Record, decode
 from cache.tiered import Found, MissReason, Want
 from serving.answer import Answer

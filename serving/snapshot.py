@@ -10,7 +10,6 @@ from typing import Self
 
 import numpy as np
 import orjson
-from cache.predictor import Predictor
 from numpy.typing import NDArray
 
 from cache.artefacts import ArtefactStore, open_generation
@@ -19,6 +18,7 @@ from cache.directory import Directory
 from cache.errors import CorruptArtefact, LarderError
 from cache.items import ItemTable
 from cache.manifest import Manifest, Table
+from cache.predictor import Predictor
 from cache.tiered import View
 from serving.config import Precision
 from serving.problem import Problem

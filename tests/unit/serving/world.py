@@ -110,7 +110,7 @@ class FakePredictor:
         else:
             barred = set(blocked.tolist())
             lists = [self._after(each, barred) for each in batch]
-            scores = np.tile(np.arange(layout.width, 0, -1, np.float32), (len(batch), 1))
+            scores = np.tile(np.arange(layout.width, 0, -1).astype(np.float32), (len(batch), 1))
             rows = encode_topk(
                 layout, wanted, np.array(lists, np.uint32), scores, scored_at, live=True
             )
@@ -224,7 +224,7 @@ class World:
             values = np.ones((len(raws), layout.width), np.float32)
             return encode_values(layout, prints, values, SCORED_AT).tobytes()
         lists = np.array([night_list(raw.decode()) for raw in raws], np.uint32)
-        scores = np.tile(np.arange(WIDTH, 0, -1, np.float32), (len(raws), 1))
+        scores = np.tile(np.arange(WIDTH, 0, -1).astype(np.float32), (len(raws), 1))
         return encode_topk(layout, prints, lists, scores, SCORED_AT).tobytes()
 
     def ids(self, ordinals: Sequence[int]) -> list[str]:

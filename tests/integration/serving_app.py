@@ -1,0 +1,88 @@
+"""The real application over a real night, in this process."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from precompute.config import NightConfig
+from serving.app import create_app
+from serving.config import ServingConfig
+from serving.routes import Service
+
+BASE = "http://larder"
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A started application and a client of it."""
+
+    http: httpx.AsyncClient
+    service: Service
+
+    async def get(self, path: str, **query: Any) -> dict[str, Any]:
+        """The JSON of a GET that is answered."""
+        response = await self.http.get(path, params=query)
+        assert response.status_code == 200, response.text
+        body: dict[str, Any] = response.json()
+        return body
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The JSON of a POST that is answered."""
+        response = await self.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def counted(self, name: str) -> dict[tuple[str, ...], float]:
+        """A counter's samples by label values in the order of label names, as Prometheus would scrape them."""
+        text = (await self.http.get("/metrics")).text
+        return {
+            tuple(sample.labels[each] for each in sorted(sample.labels)): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name
+        }
+
+
+def settings(night: NightConfig, **changes: Any) -> ServingConfig:
+    """What serves this night, impatient enough for tests."""
+    values: dict[str, Any] = {
+        "artifacts": str(night.path(night.artifacts)),
+        "state": night.path(night.state),
+        "redis_url": night.redis_url or "",
+        "namespace": night.namespace,
+        "deadline_ms": 3_000.0,
+        "l2_deadline_ms": 500.0,
+        "poll_s": 0.1,
+        "blocklist_poll_s": 0.1,
+        "heartbeat_s": 0.2,
+    }
+    return ServingConfig(**(values | changes))
+
+
+@contextlib.asynccontextmanager
+async def serving(night: NightConfig, **changes: Any) -> AsyncIterator[Running]:
+    """The application, started and stopped as a server would."""
+    app = create_app(settings(night, **changes))
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url=BASE) as http,
+    ):
+        yield Running(http, app.state.service)
+
+
+async def eventually(look: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> bool:
+    """Polls until `look` says yes; bounded."""
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + timeout_s
+    while loop.time() < give_up:
+        if await look():
+            return True
+        await asyncio.sleep(0.02)
+    return False

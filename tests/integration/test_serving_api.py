@@ -1,0 +1,313 @@
+"""Every route over a real night: what is answered, what is refused, and that it is what the night computed."""
+
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from cache.artefacts import open_generation
+from cache.items import ItemTable
+from cache.releases import newest_release
+from precompute.config import NightConfig
+from serving.client import AsyncLarderClient, Options, Refusal
+from tests.integration.nights import K, build_night, histories, top_lists
+from tests.integration.serving_app import BASE, Running, serving
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("night"), redis_url)
+
+
+@pytest.fixture
+async def app(night: NightConfig) -> AsyncIterator[Running]:
+    async with serving(night) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def generation(night: NightConfig) -> str:
+    release = newest_release(night.store())
+    assert release is not None
+    return release.generation
+
+
+def known_users(night: NightConfig, count: int) -> list[str]:
+    return sorted(histories(night))[:count]
+
+
+async def test_served_lists_are_those_of_the_night(
+    app: Running, night: NightConfig, generation: str
+) -> None:
+    users = known_users(night, 200)
+    expected = top_lists(night, generation, users)
+
+    body = await app.post("/v1/lookup/user_topk", {"entities": users})
+
+    assert {each["id"]: tuple(each["items"]) for each in body["answers"]} == dict(expected)
+    assert {each["source"] for each in body["answers"]} == {"l2"}
+    assert {each["generation"] for each in body["answers"]} == {generation}
+
+
+async def test_one_entity_by_url_says_where_it_comes_from(
+    app: Running, night: NightConfig, generation: str
+) -> None:
+    user = known_users(night, 1)[0]
+
+    first = await app.get(f"/v1/lookup/user_topk/{user}", k=10)
+    second = await app.get(f"/v1/lookup/user_topk/{user}", k=10)
+
+    assert (first["source"], second["source"]) == ("l2", "l1")
+    assert len(first["items"]) == len(first["scores"]) == 10 and not first["short"]
+    assert first["scores"] == sorted(first["scores"], reverse=True)
+    assert first["producer"] == "batch" and first["generation"] == generation
+    assert first["age_seconds"] > 0 and first["published_at"].endswith("Z")
+    assert "reason" not in first and not set(first["items"]) & set(histories(night)[user])
+
+
+async def test_every_table_answers_in_its_own_shape(app: Running, night: NightConfig) -> None:
+    user = known_users(night, 1)[0]
+    item = histories(night)[user][0]
+    asked = [
+        {"table": "user_topk", "id": user},
+        {"table": "user_vector", "id": user},
+        {"table": "item_vector", "id": item},
+        {"table": "item_similar", "id": item},
+        {"table": "user_affinity", "id": user},
+    ]
+
+    top, vector, item_vector, similar, affinity = (
+        await app.post("/v1/lookup", {"entities": asked, "k": 5})
+    )["answers"]
+
+    assert len(top["items"]) == len(similar["items"]) == 5 and item not in similar["items"]
+    assert len(vector["vector"]) == len(item_vector["vector"]) == 16
+    assert len(affinity["values"]) == len(affinity["labels"]) > 1
+    assert len({each["generation"] for each in (top, vector, item_vector, similar, affinity)}) == 1
+
+
+async def test_an_unknown_user_gets_defaults_and_with_a_history_a_live_answer(
+    app: Running, night: NightConfig
+) -> None:
+    history = histories(night)[known_users(night, 1)[0]]
+    new = {"id": "a user/of tomorrow", "history": [*history, "no-such-item"]}
+
+    plain = await app.get("/v1/lookup/user_topk/a user%2Fof tomorrow", k=5)
+    live = (await app.post("/v1/lookup/user_topk", {"entities": [new]}))["answers"][0]
+    again = (await app.post("/v1/lookup/user_topk", {"entities": [new]}))["answers"][0]
+    vector = (await app.post("/v1/lookup/user_vector", {"entities": [new]}))["answers"][0]
+    affinity = await app.get("/v1/lookup/user_affinity/nobody")
+
+    assert (plain["source"], plain["reason"]) == ("default", "not_in_generation")
+    assert (live["source"], again["source"], vector["source"]) == ("live", "l1", "live")
+    assert live["dropped_history"] == 1 and len(live["items"]) == K
+    assert not set(history) & set(live["items"])
+    assert affinity["values"] is None and affinity["reason"] == "not_in_generation"
+
+
+async def test_a_live_answer_agrees_with_what_the_night_computed_from_the_same_history(
+    app: Running, night: NightConfig
+) -> None:
+    users = known_users(night, 40)
+    seen = histories(night)
+    strangers = [{"id": f"twin of {user}", "history": seen[user]} for user in users]
+
+    stored = (await app.post("/v1/lookup/user_topk", {"entities": users, "k": 20}))["answers"]
+    live = (await app.post("/v1/lookup/user_topk", {"entities": strangers, "k": 20}))["answers"]
+
+    overlaps = [
+        len(set(one["items"]) & set(other["items"])) / 20
+        for one, other in zip(stored, live, strict=True)
+    ]
+    assert {each["source"] for each in live} == {"live"}
+    assert np.mean(overlaps) > 0.9
+
+
+async def test_fresh_is_computed_and_the_batch_answer_stays(
+    app: Running, night: NightConfig
+) -> None:
+    one, other = known_users(night, 2)
+    body = {"entities": [{"id": one, "history": histories(night)[other]}]}
+
+    fresh = (await app.post("/v1/lookup/user_topk", body | {"fresh": True}))["answers"][0]
+    after = (await app.post("/v1/lookup/user_topk", body))["answers"][0]
+
+    assert (fresh["source"], fresh["reason"]) == ("live", "fresh")
+    assert (after["source"], after["producer"]) == ("l2", "batch")
+
+
+async def test_excluded_items_and_the_sent_history_do_not_appear(
+    app: Running, night: NightConfig
+) -> None:
+    user = known_users(night, 1)[0]
+    items = (await app.get(f"/v1/lookup/user_topk/{user}"))["items"]
+    body = {"entities": [{"id": user, "history": items[:2]}], "exclude": items[2:4], "k": K}
+
+    answer = (await app.post("/v1/lookup/user_topk", body))["answers"][0]
+
+    assert answer["items"] == items[4:] and answer["short"]
+
+
+async def test_scores_come_in_rank_order_and_name_what_cannot_be_scored(
+    app: Running, night: NightConfig, generation: str
+) -> None:
+    user = known_users(night, 1)[0]
+    top = await app.get(f"/v1/lookup/user_topk/{user}", k=30)
+    candidates = [*reversed(top["items"]), "no-such-item"]
+
+    stored = await app.post("/v1/score", {"user": user, "items": candidates})
+    live = await app.post(
+        "/v1/score", {"user": {"history": histories(night)[user]}, "items": candidates, "k": 3}
+    )
+    nobody = await app.post("/v1/score", {"user": "nobody", "items": candidates})
+
+    assert stored["unknown"] == ["no-such-item"] and stored["source"] in ("l1", "l2")
+    assert stored["scores"] == sorted(stored["scores"], reverse=True)
+    exact = exact_order(night, generation, stored["items"], top)
+    assert exact > 0.99 and set(stored["items"]) == set(top["items"])
+    assert live["source"] == "live" and len(live["items"]) == 3
+    assert (nobody["items"], nobody["source"]) == ([], "default")
+    assert nobody["unscored"] and nobody["reason"] == "not_in_generation"
+
+
+def exact_order(
+    night: NightConfig, generation: str, ranked: list[str], top: dict[str, Any]
+) -> float:
+    """Share of ranks on which the stored vector agrees with the night's exact scores."""
+    manifest, root = open_generation(night.store(), generation)
+    assert ItemTable.open(root, manifest).count == manifest.items.count
+    scores = dict(zip(top["items"], top["scores"], strict=True))
+    found = [scores[each] for each in ranked]
+    in_order = [a >= b or abs(a - b) <= 2e-3 * abs(a) for a, b in itertools.pairwise(found)]
+    return float(np.mean(in_order))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("GET", "/v1/lookup/nothing/x", None, 404, "unknown_table"),
+        ("GET", "/v1/lookup/user_topk/x?k=0", None, 422, "invalid_k"),
+        ("GET", f"/v1/lookup/user_topk/x?k={K + 1}", None, 422, "invalid_k"),
+        ("GET", "/v1/lookup/user_topk/%FF", None, 422, "invalid_id"),
+        ("GET", "/v1/lookup/user_topk/" + "x" * 257, None, 422, "invalid_id"),
+        ("GET", "/v1/lookup/user_topk/x?generation=gone", None, 409, "generation_gone"),
+        ("POST", "/v1/lookup/user_topk", {"entities": ["x"] * 1001}, 422, "batch_too_long"),
+        ("POST", "/v1/lookup/user_topk", {"entities": [{"id": 1.5}]}, 422, "invalid_id"),
+        ("POST", "/v1/lookup/user_topk", {"entities": [{"id": "x", "features": {"age": 3}}]}, 422, "invalid_input"),
+        ("POST", "/v1/lookup", {"entities": [{"id": "x"}]}, 422, "missing_field"),
+        ("POST", "/v1/score", {"user": "x", "items": ["a"] * 1001}, 422, "batch_too_long"),
+        ("DELETE", "/v1/lookup/user_topk/x", None, 405, "method_not_allowed"),
+        ("GET", "/v2", None, 404, "not_found"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_answered_is_refused_for_a_program_to_read(
+    app: Running, method: str, path: str, body: dict[str, Any] | None, status: int, code: str
+) -> None:
+    response = await app.http.request(method, path, json=body)
+
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code and response.json()["error"]["message"]
+
+
+async def test_a_body_that_lies_about_its_length_is_stopped_while_it_streams(
+    night: NightConfig,
+) -> None:
+    pulled = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal pulled
+        while pulled < 10_000:
+            pulled += 1
+            yield b"x" * 1_000
+
+    async with serving(night, body_bytes=50_000) as app:
+        response = await app.http.post("/v1/lookup/user_topk", content=endless())
+        honest = await app.http.post("/v1/lookup/user_topk", content=b" " * 50_001)
+
+    assert response.status_code == honest.status_code == 413 and pulled < 100
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+async def test_a_token_guards_predictions_and_not_the_probes(night: NightConfig) -> None:
+    async with serving(night, token="secret") as app:
+        assert (await app.http.get("/v1/lookup/user_topk/x")).status_code == 401
+        assert (await app.http.get("/v1/generations")).status_code == 401
+        wrong = {"Authorization": "Bearer secre"}
+        assert (await app.http.get("/v1/generations", headers=wrong)).status_code == 401
+        right = {"Authorization": "Bearer secret"}
+        assert (await app.http.get("/v1/lookup/user_topk/x", headers=right)).status_code == 200
+        for probe in ("/healthz", "/readyz", "/metrics"):
+            assert (await app.http.get(probe)).status_code == 200
+
+
+async def test_sources_sum_to_the_entities_asked_and_misses_to_the_rest(
+    app: Running, night: NightConfig
+) -> None:
+    users = known_users(night, 20)
+    history = histories(night)[users[0]]
+
+    for _ in range(2):
+        await app.post("/v1/lookup/user_topk", {"entities": [*users, "nobody", "nobody"]})
+        await app.post(
+            "/v1/lookup/user_topk", {"entities": [{"id": "new", "history": history}] * 5}
+        )
+        await app.http.post("/v1/lookup/user_topk", json={"entities": [""]})
+
+    answers, misses = (
+        await app.counted("larder_answers_total"),
+        await app.counted("larder_misses_total"),
+    )
+    total = 2 * (22 + 5)
+    assert sum(answers.values()) == total
+    assert sum((await app.counted("larder_entities_total")).values()) == total
+    stored = sum(value for (source, _), value in answers.items() if source in ("l1", "l2"))
+    assert sum(misses.values()) == total - stored
+    seconds = await app.counted("larder_answer_seconds_count")
+    assert sum(seconds.values()) == total
+
+
+async def test_the_probes_and_the_overview_describe_the_replica(
+    app: Running, generation: str
+) -> None:
+    ready = await app.get("/readyz")
+    overview = await app.get("/v1/generations")
+    info = await app.counted("larder_generation_info")
+
+    assert await app.get("/healthz") == {"status": "ok"}
+    assert ready["ready"] and ready["generation"] == generation and ready["stale"] is None
+    assert overview["live"]["generation"] == generation and overview["previous"] is None
+    assert overview["live"]["tables"]["user_topk"]["width"] == K
+    assert overview["live"]["models"]["user_tower"]["int8_bytes"]
+    assert info[generation, "live"] == 1
+
+
+async def test_openapi_documents_what_is_parsed_by_hand(app: Running) -> None:
+    paths = (await app.get("/openapi.json"))["paths"]
+
+    lookup = paths["/v1/lookup/{table}"]["post"]
+    assert "entities" in str(lookup["requestBody"]) and "413" in lookup["responses"]
+    one = paths["/v1/lookup/{table}/{entity}"]["get"]["parameters"]
+    assert {each["name"] for each in one} >= {"table", "entity", "k", "fresh", "generation"}
+    assert "/v1/score" in paths
+
+
+@pytest.mark.parametrize("id_", ["007", "a/b", "..", "../x", "50% + ü", "?k=1#x", "x" * 256])
+async def test_the_client_gets_back_the_very_id_it_asked_for(night: NightConfig, id_: str) -> None:
+    async with serving(night) as app:
+        transport = httpx.ASGITransport(app.http._transport.app)  # type: ignore[attr-defined]
+        async with AsyncLarderClient(BASE, transport=transport) as client:
+            by_url = await client.lookup("user_topk", id_, Options(k=3))
+            by_body = (await client.lookup_many("user_topk", [id_]))[0]
+            with pytest.raises(Refusal) as refused:
+                await client.lookup("user_topk", id_, Options(k=0))
+
+    assert by_url.id == by_body.id == id_ and by_url.source == "default"
+    assert by_url.items is not None and len(by_url.items) == 3
+    assert (refused.value.status, refused.value.code, refused.value.field) == (
+        422,
+        "invalid_k",
+        "k",
+    )

@@ -1,0 +1,179 @@
+"""`python -m serving` as a program: what it prints, what it refuses, how it stops and what it starts itself."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty, Queue
+
+import httpx
+import pytest
+
+from cache.embedded import server
+from precompute.config import NightConfig
+from serving.client import LarderClient, Options
+from tests.integration.nights import build_night, histories
+from tests.polling import until
+
+ROOT = Path(__file__).parents[2]
+ANNOUNCED = "Larder serves on "
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("night"), redis_url)
+
+
+def environment(night: NightConfig, state: Path, **more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
+    kept.pop("REDIS_URL", None)
+    return kept | {
+        "LARDER_ARTIFACTS": str(night.path(night.artifacts)),
+        "LARDER_NAMESPACE": night.namespace,
+        "LARDER_STATE": str(state),
+        "LARDER_DEADLINE_MS": "3000",
+        "LARDER_L2_DEADLINE_MS": "500",
+        "PYTHONPATH": str(ROOT),
+    } | more  # fmt: skip
+
+
+def run(environ: dict[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "serving", *arguments],
+        env=environ, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def started(environ: dict[str, str]) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """The running program and the URL that it announced."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "serving", "--port", "0"],
+        env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    lines: Queue[str] = Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        line = lines.get(timeout=60)
+        assert line.startswith(ANNOUNCED), line
+        yield process, line.removeprefix(ANNOUNCED).strip()
+    except Empty as error:
+        raise AssertionError("nothing was announced") from error
+    finally:
+        process.kill()
+        process.wait(10)
+        reader.join(10)
+
+
+def test_help_says_where_settings_come_from(night: NightConfig, tmp_path: Path) -> None:
+    done = run(environment(night, tmp_path), "--help")
+
+    assert done.returncode == 0 and "LARDER_TOKEN" in done.stdout and "--insecure" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "arguments", "says"),
+    [
+        ({}, ("--host", "0.0.0.0", "--port", "0"), "LARDER_TOKEN"),
+        ({"LARDER_DEADLINE_MS": "soon"}, (), "deadline_ms"),
+        ({"REDIS_URL": "nonsense://x"}, ("--port", "0"), "REDIS_URL"),
+        ({}, ("--host", "256.1.1.1", "--port", "0", "--insecure"), "cannot listen"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(
+    night: NightConfig, tmp_path: Path, more: dict[str, str], arguments: tuple[str, ...], says: str
+) -> None:
+    done = run(environment(night, tmp_path, **more), *arguments)
+
+    assert done.returncode == 2 and says in done.stderr
+    assert done.stderr.startswith("larder: ") and "Traceback" not in done.stderr
+
+
+def test_a_redis_that_may_evict_published_pages_is_refused(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    import redis
+
+    with server(tmp_path / "other") as other:
+        client = redis.Redis.from_url(other.url, protocol=2)
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        done = run(environment(night, tmp_path, REDIS_URL=other.url), "--port", "0")
+        client.close()
+
+    assert done.returncode == 2 and "volatile-lru" in done.stderr
+
+
+def test_it_serves_on_a_free_port_and_stops_cleanly_when_told(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    assert night.redis_url is not None
+    user = min(histories(night))
+    with started(environment(night, tmp_path, REDIS_URL=night.redis_url)) as (process, url):
+        with LarderClient(url) as client:
+            answer = client.lookup("user_topk", user, Options(k=3))
+            many = client.lookup_many("user_topk", [user, "nobody"])
+            tables = client.lookup_tables([{"table": "user_vector", "id": user}])
+            scores = client.score(user, answer.items or ())
+        process.send_signal(signal.SIGTERM)
+
+        assert process.wait(15) == 0
+    assert answer.source == "l2" and answer.items is not None and len(answer.items) == 3
+    assert [each.source for each in many] == ["l1", "default"]
+    assert len(tables[0].vector or ()) == 16 and set(scores.items or ()) == set(answer.items)
+
+
+def test_without_any_redis_it_starts_one_and_fills_it(night: NightConfig, tmp_path: Path) -> None:
+    own = tmp_path / "artifacts"
+    shutil.copytree(night.path(night.artifacts), own)
+    alone = replace(night, artifacts=str(own), redis_url=None)
+    user = min(histories(night))
+
+    with started(environment(alone, tmp_path / "state")) as (process, url):
+        stored = httpx.get(f"{url}/v1/lookup/user_topk/{user}", params={"k": 3}).json()
+        redis_pid = running_redis(tmp_path / "state")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(15) == 0
+
+    assert stored["source"] == "l2" and "stale" not in stored
+    assert until(lambda: not alive(redis_pid))
+
+
+def test_a_killed_service_takes_its_redis_along(night: NightConfig, tmp_path: Path) -> None:
+    own = tmp_path / "artifacts"
+    shutil.copytree(night.path(night.artifacts), own)
+    alone = replace(night, artifacts=str(own), redis_url=None)
+
+    with started(environment(alone, tmp_path / "state")) as (process, _):
+        redis_pid = running_redis(tmp_path / "state")
+        process.kill()
+        process.wait(10)
+
+    assert until(lambda: not alive(redis_pid))
+
+
+def running_redis(state: Path) -> int:
+    import orjson
+
+    return int(orjson.loads((state / "redis.json").read_bytes())["pid"])
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/status")
+    return not (status.exists() and "State:\tZ" in status.read_text())

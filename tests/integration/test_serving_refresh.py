@@ -1,0 +1,245 @@
+"""Publishing, rolling back and blocking under a running service; Redis slow, gone and lost."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from cache.blocklist import change_blocklist
+from cache.embedded import Server
+from precompute import pipeline
+from precompute.config import NightConfig
+from tests.integration.nights import (
+    NEXT,
+    build_night,
+    build_verified,
+    histories,
+    publish,
+    publish_night,
+    roll_back,
+    top_lists,
+)
+from tests.integration.serving_app import Running, eventually, serving
+
+
+@pytest.fixture
+def night(tmp_path: Path, own_redis: Server) -> NightConfig:
+    return build_night(tmp_path / "night", own_redis.url)
+
+
+@pytest.fixture
+async def app(night: NightConfig) -> AsyncIterator[Running]:
+    async with serving(night) as running:
+        yield running
+
+
+def control(night: NightConfig) -> "redis.Redis":
+    assert night.redis_url is not None
+    return redis.Redis.from_url(night.redis_url, protocol=2)
+
+
+async def follows(app: Running, generation: str) -> bool:
+    async def look() -> bool:
+        return bool((await app.get("/readyz"))["generation"] == generation)
+
+    return await eventually(look)
+
+
+async def test_publishes_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
+    app: Running, night: NightConfig
+) -> None:
+    first = (await app.get("/readyz"))["generation"]
+    second = await asyncio.to_thread(build_verified, night, NEXT)
+    users = sorted(histories(night))[:30]
+    expected = {each: top_lists(night, each, users) for each in (first, second)}
+    history = histories(night)[users[0]]
+    asked, seen, stop = 0, set(), asyncio.Event()
+
+    async def traffic(number: int) -> None:
+        nonlocal asked
+        while not stop.is_set():
+            entities = [*users, {"id": f"new-{number}", "history": history}, "nobody"]
+            body = await app.post("/v1/lookup/user_topk", {"entities": entities})
+            asked += len(entities)
+            assert len({each["generation"] for each in body["answers"]}) == 1
+            for each in body["answers"][: len(users)]:
+                assert tuple(each["items"]) == expected[each["generation"]][each["id"]]
+                seen.add(each["generation"])
+            await asyncio.sleep(0.001)
+
+    running = [asyncio.create_task(traffic(number)) for number in range(3)]
+    for _ in range(3):
+        await asyncio.to_thread(publish, night, second)
+        assert await follows(app, second)
+        assert await asyncio.to_thread(roll_back, night) == first
+        assert await follows(app, first)
+        # C2, P21: from here on nothing comes from the generation that was rolled back.
+        late = await app.post("/v1/lookup/user_topk", {"entities": [*users, "nobody"]})
+        assert {each["generation"] for each in late["answers"]} == {first}
+        asked += len(users) + 1
+        assert (await app.get("/v1/generations"))["previous"] is None
+        await asyncio.to_thread(pipeline.verify, night, {"generation": second})
+    stop.set()
+    await asyncio.gather(*running)
+
+    assert seen == {first, second}
+    assert sum((await app.counted("larder_answers_total")).values()) == asked
+
+
+async def test_a_request_that_began_before_the_swap_ends_on_its_own_generation(
+    app: Running, night: NightConfig
+) -> None:
+    first = (await app.get("/readyz"))["generation"]
+    user = min(histories(night))
+    captured = app.service.holding()
+
+    second = await asyncio.to_thread(publish_night, night, NEXT)
+    assert await follows(app, second)
+
+    assert captured.live.generation == first and app.service.holding().live.generation == second
+    pinned = await app.get(f"/v1/lookup/user_topk/{user}", generation=first)
+    assert (pinned["generation"], pinned["source"]) == (first, "l2")
+
+
+async def test_what_callers_asked_most_is_in_l1_before_the_swap(
+    app: Running, night: NightConfig
+) -> None:
+    users = sorted(histories(night))[:20]
+    await app.post("/v1/lookup/user_topk", {"entities": users})
+
+    second = await asyncio.to_thread(publish_night, night, NEXT)
+    assert await follows(app, second)
+    answers = (await app.post("/v1/lookup/user_topk", {"entities": users}))["answers"]
+
+    # C14: no herd on Redis at the flip.
+    assert {(each["source"], each["generation"]) for each in answers} == {("l1", second)}
+
+
+async def test_the_heartbeat_names_what_is_held(app: Running, night: NightConfig) -> None:
+    first = (await app.get("/readyz"))["generation"]
+    second = await asyncio.to_thread(publish_night, night, NEXT)
+
+    async def held() -> bool:
+        from precompute.control import Control
+
+        replicas = await asyncio.to_thread(Control(control(night), night.keyspace()).replicas)
+        return [(each.serving, each.holds) for each in replicas] == [(second, (second, first))]
+
+    assert await eventually(held)
+
+
+async def test_a_block_is_effective_everywhere_within_seconds(
+    app: Running, night: NightConfig
+) -> None:
+    user, other = sorted(histories(night))[:2]
+    items = (await app.get(f"/v1/lookup/user_topk/{user}"))["items"]
+    popular = (await app.get("/v1/lookup/user_topk/nobody", k=3))["items"]
+    change_blocklist(
+        night.store(),
+        block_items=[items[0].encode(), popular[0].encode()],
+        block_entities=[other.encode()],
+    )
+
+    async def gone() -> bool:
+        return bool(items[0] not in (await app.get(f"/v1/lookup/user_topk/{user}"))["items"])
+
+    assert await eventually(gone, timeout_s=5)
+    blocked = {items[0], popular[0]}
+    new = {"entities": [{"id": "new", "history": histories(night)[user]}]}
+    live = (await app.post("/v1/lookup/user_topk", new))["answers"][0]
+    default = await app.get("/v1/lookup/user_topk/nobody", k=3)
+    refused = await app.get(f"/v1/lookup/user_topk/{other}")
+    vector = await app.get(f"/v1/lookup/user_vector/{other}")
+    scores = await app.post("/v1/score", {"user": user, "items": items[:3]})
+    assert (live["source"], default["source"], refused["source"]) == ("live", "default", "default")
+    assert not blocked & {*live["items"], *default["items"], *refused["items"]}
+    assert len(default["items"]) == 3 and items[0] in scores["blocked"]
+    assert refused["reason"] == vector["reason"] == "entity_blocked" and vector["vector"] is None
+
+
+async def test_a_redis_that_loses_everything_is_survived_and_restored(
+    app: Running, night: NightConfig
+) -> None:
+    users = sorted(histories(night))[:5]
+    await app.post("/v1/lookup/user_topk", {"entities": users[:2]})
+    history = histories(night)[users[0]]
+    control(night).flushall()
+
+    async def marked() -> bool:
+        return bool((await app.get("/readyz"))["stale"] == "pointer_vanished")
+
+    assert await eventually(marked)
+    entities = [*users[:2], {"id": users[2], "history": history}, users[3]]
+    lost = (await app.post("/v1/lookup/user_topk", {"entities": entities}))["answers"]
+    assert [each["source"] for each in lost] == ["l1", "l1", "live", "default"]
+    assert [each.get("reason") for each in lost[2:]] == ["page_missing"] * 2
+    assert {each["stale"] for each in lost} == {"pointer_vanished"}
+    epoch = (await app.get("/readyz"))["epoch"]
+
+    await asyncio.to_thread(pipeline.restore, night)
+
+    async def followed() -> bool:
+        body = await app.get("/readyz")
+        return bool(body["epoch"] > epoch and body["stale"] is None)
+
+    assert await eventually(followed)
+    back = (await app.post("/v1/lookup/user_topk", {"entities": users}))["answers"]
+    assert {each["source"] for each in back} <= {"l1", "l2"}
+    assert back[3]["source"] == "l2" and all("stale" not in each for each in back)
+
+
+async def test_a_redis_that_hangs_costs_a_deadline_and_then_nothing(
+    night: NightConfig,
+) -> None:
+    users = sorted(histories(night))
+    async with serving(night, l2_deadline_ms=50.0, breaker_cooldown_s=30.0) as app:
+        loop = asyncio.get_running_loop()
+        control(night).client_pause(1_500)
+        slow, answers = [], []
+        for user in users[:8]:
+            started = loop.time()
+            answers.append(await app.get(f"/v1/lookup/user_topk/{user}", k=3))
+            slow.append(loop.time() - started)
+
+        # C10: bounded waits, then the breaker spares even those; nobody is refused.
+        assert {each["source"] for each in answers} == {"default"}
+        assert max(slow) < 1.0 and min(slow[-2:]) < 0.05
+        assert {each["reason"] for each in answers} == {"l2_timeout", "breaker_open"}
+
+
+async def test_without_redis_a_replica_starts_from_the_newest_release(
+    night: NightConfig,
+) -> None:
+    user = min(histories(night))
+    new = {"entities": [{"id": "new", "history": histories(night)[user]}]}
+    async with serving(night, redis_url="redis://127.0.0.1:1/0") as app:
+        ready = await app.get("/readyz")
+        known = await app.get(f"/v1/lookup/user_topk/{user}")
+        live = (await app.post("/v1/lookup/user_topk", new))["answers"][0]
+
+    assert ready["ready"] and ready["stale"] == "redis_unreachable"
+    assert (known["source"], known["stale"]) == ("default", "redis_unreachable")
+    assert known["reason"] in ("l2_down", "breaker_open") and live["source"] == "live"
+
+
+async def test_before_anything_is_published_the_service_says_so(
+    tmp_path: Path, own_redis: Server
+) -> None:
+    from tests.integration.nights import prepare
+
+    night = prepare(tmp_path / "night", own_redis.url)
+    async with serving(night) as app:
+        assert (await app.http.get("/healthz")).status_code == 200
+        assert (await app.http.get("/readyz")).status_code == 503
+        refused = await app.http.get("/v1/lookup/user_topk/x")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+
+        generation = await asyncio.to_thread(publish_night, night, NEXT)
+
+        async def ready() -> bool:
+            return (await app.http.get("/readyz")).status_code == 200
+
+        assert await eventually(ready)
+        assert (await app.get("/v1/lookup/user_topk/x", k=1))["generation"] == generation
