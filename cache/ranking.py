@@ -52,7 +52,8 @@ def score(
     einsum, not BLAS: its sum over a vector has one order whatever stands beside it, so a pair's score
     has the same bits in any batch, in any tile and with any number of threads.
     """
-    gathered = item_vectors[np.maximum(candidates, 0)]
+    # As a plain array: a memory map's own class is slow to index.
+    gathered = np.asarray(item_vectors)[np.maximum(candidates, 0)]
     scores: NDArray[np.float32] = np.einsum("nd,ncd->nc", users, gathered)
     if metric == "cosine":
         lengths = np.sqrt(np.einsum("ncd,ncd->nc", gathered, gathered))

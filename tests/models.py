@@ -1,0 +1,133 @@
+"""A small reference bundle and a predictor over it, as a generation would hold them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.directory import Directory
+from cache.items import ItemTable, Ordinals
+from cache.keys import hash_ids
+from cache.manifest import Producer, Table
+from cache.predictor import ModelPrecision, Predictor
+from cache.records import Layout
+from cache.search import Searcher
+from cache.tower import Histories, Tower
+from precompute.bundle import Bundle
+from precompute.index import build_index
+from precompute.quantize import quantize_tower
+from precompute.reference import ReferenceData, train
+
+USERS, ITEMS = 60, 40
+K = 10
+
+
+def interactions(seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(user rows, item rows): each user likes one half of the items more than the other."""
+    rng = np.random.default_rng(seed)
+    users = np.repeat(np.arange(USERS), 8)
+    halves = rng.random(len(users)) < 0.85
+    items = rng.integers(0, ITEMS // 2, len(users)) * 2 + ((users + halves) % 2)
+    return users, items
+
+
+def train_small(
+    out: Path, *, dims: int = 16, categories: Sequence[str] | None = None, seed: int = 0
+) -> Bundle:
+    """The reference model on a few dozen users and items."""
+    users, items = interactions()
+    ids = [f"item-{number}" for number in range(ITEMS)]
+    return train(ReferenceData(users, items, ids, categories), out, dims=dims, seed=seed)
+
+
+def histories_of(users: int = USERS) -> Histories:
+    """Model indices of every user's history."""
+    rows, items = interactions()
+    return Histories.of([items[rows == user] for user in range(users)])
+
+
+def item_table(bundle: Bundle) -> ItemTable:
+    """The item table of a generation over all items of the bundle, in hash order."""
+    hashes = hash_ids(bundle.item_ids, 1)
+    order = np.argsort(hashes)
+    raw = [bundle.item_ids[index] for index in order]
+    offsets = np.concatenate([[0], np.cumsum([len(each) for each in raw])]).astype(np.uint64)
+    tower = Tower.open(bundle.item_tower.path, bundle.item_tower.spec)
+    return ItemTable(
+        Directory(1, [0], [hashes[order]]),
+        np.frombuffer(b"".join(raw), np.uint8),
+        offsets,
+        tower.run({"item_index": order}),
+        order.astype(np.int64),
+    )
+
+
+def make_predictor(
+    bundle: Bundle, folder: Path, *, precision: ModelPrecision = "int8"
+) -> tuple[Predictor, ItemTable]:
+    """A predictor for one table of every kind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    items = item_table(bundle)
+    towers = {}
+    for model in bundle.models:
+        path = model.path
+        if precision == "int8":
+            path = folder / f"{model.name}.int8.onnx"
+            sample = (
+                {"history": histories_of()}
+                if model.entity == "user"
+                else {"item_index": np.arange(len(bundle.item_ids))}
+            )
+            quantize_tower(model.path, model.spec, sample, path)
+        towers[model.name] = Tower.open(path, model.spec)
+    searchers = {}
+    for metric in ("inner_product", "cosine"):
+        file = folder / f"{metric}.faiss"
+        build_index(items.vectors, metric, file)
+        searchers[metric] = Searcher.open(file, metric, count=items.count)
+    labels = bundle.values["user_affinity"].labels
+
+    def table(name: str, entity: str, producer: Producer, layout: Layout) -> Table:
+        return Table(name, entity, producer, layout, 4, (), labels)  # type: ignore[arg-type]
+
+    tables = [
+        table(
+            "user_topk",
+            "user",
+            Producer("topk", "user_tower", "inner_product"),
+            Layout("topk", K, "f4"),
+        ),
+        table(
+            "item_similar",
+            "item",
+            Producer("similar", "item_tower", "cosine"),
+            Layout("topk", K, "f4"),
+        ),
+        table(
+            "user_vector",
+            "user",
+            Producer("tower", "user_tower"),
+            Layout("vector", bundle.dims, "f4"),
+        ),
+        table(
+            "user_affinity",
+            "user",
+            Producer("value", "user_affinity"),
+            Layout("value", len(labels), "f4"),
+        ),
+    ]
+    predictor = Predictor(
+        {each.name: each for each in tables},
+        items,
+        towers,
+        searchers,
+        dict.fromkeys(towers, precision),
+        bundle.digest,
+    )
+    return predictor, items
+
+
+def ordinals_of(items: ItemTable, ids: Sequence[bytes]) -> Ordinals:
+    """Ordinals of item ids."""
+    return items.ordinals_of(list(ids))
