@@ -1,7 +1,8 @@
 """What must hold for every answer, whoever asked: the invariants as a caller can see them."""
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,6 @@ class Question:
 class Judge:
     """Counts answers by source and notes what breaks a rule; `barred` generations must not answer any more."""
 
-    known: set[str] = field(default_factory=set)
     barred: set[str] = field(default_factory=set)
     histories: Mapping[str, Sequence[str]] = field(default_factory=dict)
     sources: Counter[str] = field(default_factory=Counter)
@@ -41,6 +41,13 @@ class Judge:
         if len(self.violations) < KEPT:
             self.violations.append(what)
 
+    def published(self, generations: Collection[str]) -> None:
+        """To be asked once all answers are in: each came from one of these."""
+        for stranger in sorted(set(self.generations) - set(generations)):
+            self.complain(
+                f"{self.generations[stranger]} answers from {stranger}, which never was live"
+            )
+
     def request(
         self,
         questions: Sequence[Question],
@@ -54,7 +61,9 @@ class Judge:
             self.complain(f"{len(questions)} entities asked, {len(answers)} answered")
         asked_of = {each.get("generation") for each in answers if each.get("source") != "previous"}
         if len(asked_of) > 1:
-            self.complain(f"one request, answers of several generations: {sorted(map(str, asked_of))}")
+            self.complain(
+                f"one request, answers of several generations: {sorted(map(str, asked_of))}"
+            )
         for question, answer in zip(questions, answers, strict=False):
             self._answer(question, answer, set(barred))
 
@@ -66,8 +75,6 @@ class Judge:
             return
         self.sources[source] += 1
         self.generations[generation] += 1
-        if generation not in self.known:
-            self.complain(f"{where}generation {generation} was never published")
         if generation in barred:
             self.complain(f"{where}answered from {generation} after it was rolled back")
         if answer.get("id") != question.id:
@@ -78,22 +85,30 @@ class Judge:
             self._items(where, question, answer, source, generation)
 
     def _items(
-        self, where: str, question: Question, answer: Mapping[str, Any], source: str, generation: str
+        self,
+        where: str,
+        question: Question,
+        answer: Mapping[str, Any],
+        source: str,
+        generation: str,
     ) -> None:
         items, scores = tuple(answer["items"]), answer["scores"]
         if len(items) != len(scores) or len(set(items)) != len(items):
             self.complain(f"{where}{len(items)} items, {len(scores)} scores, or an item twice")
-        if any(one < two for one, two in zip(scores, scores[1:], strict=False)):
+        if any(one < two for one, two in itertools.pairwise(scores)):
             self.complain(f"{where}scores are not in order")
-        if question.k is not None and (len(items) > question.k or (len(items) < question.k) != bool(answer.get("short"))):
-            self.complain(f"{where}{len(items)} of {question.k} items, short = {answer.get('short')}")
+        short = answer.get("short")
+        if question.k is not None and (
+            len(items) > question.k or (len(items) < question.k) != short
+        ):
+            self.complain(f"{where}{len(items)} of {question.k} items, short = {short}")
         if back := question.hidden.intersection(items):
             self.complain(f"{where}{sorted(back)[:3]} came back although it was sent or excluded")
         if question.id is None or answer.get("producer") != "batch":
             return
-        if question.table == "user_topk" and question.id in self.histories:
-            if back := set(self.histories[question.id]).intersection(items):
-                self.complain(f"{where}{sorted(back)[:3]} is in the user's own history")
+        own = self.histories.get(question.id, ()) if question.table == "user_topk" else ()
+        if back := set(own).intersection(items):
+            self.complain(f"{where}{sorted(back)[:3]} is in the user's own history")
         # A generation is immutable: the same plain question has the same answer, from any tier, at any time.
         if not question.hidden and source in ("l1", "l2"):
             key = (generation, question.table, question.id)

@@ -1,6 +1,5 @@
 """What the demo runs on: a night's interactions, the next day's, and what is held out to measure against."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -40,7 +39,10 @@ class Pairs:
         """Some of them."""
         mask = pa.array(keep)
         return replace(
-            self, users=self.users.filter(mask), items=self.items.filter(mask), times=self.times[keep]
+            self,
+            users=self.users.filter(mask),
+            items=self.items.filter(mask),
+            times=self.times[keep],
         )
 
     def by_user(self) -> dict[str, tuple[str, ...]]:
@@ -81,11 +83,11 @@ class Dataset:
         (folder / "interactions").mkdir(parents=True)
         if self.original is not None:
             link = folder / "interactions" / f"day-1{''.join(self.original.suffixes)}"
-            os.symlink(self.original, link)
+            link.symlink_to(self.original)
         else:
             write_parquet(self.known, folder / "interactions" / "day-1.parquet")
         if self.item_features is not None:
-            os.symlink(self.item_features, folder / ITEM_FEATURES)
+            (folder / ITEM_FEATURES).symlink_to(self.item_features)
         elif self.categories is not None:
             columns = {"item": list(self.categories), "category": list(self.categories.values())}
             pq.write_table(pa.table(columns), folder / ITEM_FEATURES)
@@ -185,7 +187,9 @@ def _first_of_each(pairs: Pairs) -> NDArray[np.bool_]:
     coded_users, coded_items = (pc.dictionary_encode(each) for each in (pairs.users, pairs.items))
     rows = np.asarray(coded_users.indices, np.int64) * len(coded_items.dictionary)
     order = np.argsort(pairs.times, kind="stable")
-    _, first = np.unique((rows + np.asarray(coded_items.indices, np.int64))[order], return_index=True)
+    _, first = np.unique(
+        (rows + np.asarray(coded_items.indices, np.int64))[order], return_index=True
+    )
     keep = np.zeros(len(pairs), np.bool_)
     keep[order[first]] = True
     return keep

@@ -77,7 +77,12 @@ async def served_lists(
 
 
 def offline_lists(
-    bundle: Path, histories: Lists, users: Iterable[str], *, top: int = TOP, progress: Progress = lambda _n: None
+    bundle: Path,
+    histories: Lists,
+    users: Iterable[str],
+    *,
+    top: int = TOP,
+    progress: Progress = lambda _n: None,
 ) -> dict[str, list[str]]:
     """Exact float32 scores of the bundle's own towers in plain numpy, the history left out."""
     model = orjson.loads((bundle / "bundle.json").read_bytes())
@@ -88,9 +93,7 @@ def offline_lists(
     lists: dict[str, list[str]] = {}
     wanted = sorted(users, key=lambda user: len(histories[user]))
     for some in _batches(wanted, histories, vectors.shape[1]):
-        rows = [
-            [number[item] for item in histories[user] if item in number] for user in some
-        ]
+        rows = [[number[item] for item in histories[user] if item in number] for user in some]
         scores = _run(bundle, model["user_tower"], _padded(rows, model["user_tower"])) @ vectors.T
         for line, row in zip(scores, rows, strict=True):
             line[row] = -np.inf

@@ -8,7 +8,7 @@ from typing import Self
 
 from infra.demo.http import get
 
-_SAMPLE = re.compile(r'^(larder_\w+?)(?:\{(.*)\})? ([0-9.e+naif-]+)$', re.IGNORECASE | re.MULTILINE)
+_SAMPLE = re.compile(r"^(larder_\w+?)(?:\{(.*)\})? ([0-9.e+naif-]+)$", re.IGNORECASE | re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 

@@ -22,7 +22,9 @@ class ServiceFailed(RuntimeError):
 class Service:
     """`python -m serving` on a free loopback port; `url` is set once it answers."""
 
-    def __init__(self, log: Path, environment: Mapping[str, str], *, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, log: Path, environment: Mapping[str, str], *, timeout_s: float = 60.0
+    ) -> None:
         self.url = ""
         self._log = log
         self._environment = {**os.environ, **environment, "PYTHONPATH": _search_path()}
@@ -59,7 +61,9 @@ class Service:
         give_up = time.monotonic() + self._timeout_s
         while time.monotonic() < give_up:
             self.check()
-            if self._log.exists() and (found := _ANNOUNCED.search(self._log.read_text("utf-8", "replace"))):
+            if self._log.exists() and (
+                found := _ANNOUNCED.search(self._log.read_text("utf-8", "replace"))
+            ):
                 return found[1]
             time.sleep(0.02)
         raise ServiceFailed(f"the service did not come up within {self._timeout_s:.0f} s")

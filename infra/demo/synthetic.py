@@ -87,9 +87,7 @@ def _choose(
     return np.clip(drawn, 0, len(group_of_item) - 1)
 
 
-def _when(
-    rng: np.random.Generator, world: World, users: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _when(rng: np.random.Generator, world: World, users: NDArray[np.int64]) -> NDArray[np.int64]:
     joined = rng.random(world.users) * 0.7 * DAYS
     new = rng.random(world.users) < world.newcomers
     joined[new] = DAYS - 5.0 * rng.random(int(new.sum()))

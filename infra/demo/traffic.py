@@ -42,7 +42,9 @@ class Stream:
         rng = np.random.default_rng(seed)
         self._rng = rng
         self._users = rng.permutation(np.array(sorted(dataset.histories), object))
-        self._items = np.array(sorted({item for seen in dataset.histories.values() for item in seen}), object)
+        self._items = np.array(
+            sorted({item for seen in dataset.histories.values() for item in seen}), object
+        )
         self._histories = dataset.histories
         self._newcomers = sorted(dataset.newcomers.items())
         weights = 1.0 / np.arange(1, len(self._users) + 1)
@@ -53,7 +55,9 @@ class Stream:
 
     def __iter__(self) -> Iterator[Request]:
         while True:
-            yield getattr(self, f"_{self._kinds[int(np.searchsorted(self._shares, self._rng.random()))]}")()
+            yield getattr(
+                self, f"_{self._kinds[int(np.searchsorted(self._shares, self._rng.random()))]}"
+            )()
 
     def _user(self) -> str:
         place = int(np.searchsorted(self._cumulated, self._rng.random()))
@@ -108,7 +112,11 @@ def _get(kind: str, question: Question) -> Request:
 
 
 def _post(
-    kind: str, asked: Sequence[tuple[Question, dict[str, Any]]], *, table: str | None = TOPK, **options: Any
+    kind: str,
+    asked: Sequence[tuple[Question, dict[str, Any]]],
+    *,
+    table: str | None = TOPK,
+    **options: Any,
 ) -> Request:
     entities = [{"id": question.id, **more} for question, more in asked]
     body = orjson.dumps({"entities": entities, **options})
@@ -166,13 +174,17 @@ async def replay(
     return latencies
 
 
-async def _ask(connection: Connection, request: Request, judge: Judge, latencies: Latencies) -> None:
+async def _ask(
+    connection: Connection, request: Request, judge: Judge, latencies: Latencies
+) -> None:
     barred = set(judge.barred)
     began = time.perf_counter()
     try:
         status, raw = await connection.request(request.method, request.path, request.body)
     except (OSError, TimeoutError, EOFError) as error:
-        judge.complain(f"{request.method} {request.path}: no answer ({type(error).__name__}: {error})")
+        judge.complain(
+            f"{request.method} {request.path}: no answer ({type(error).__name__}: {error})"
+        )
         return
     took_ms = (time.perf_counter() - began) * 1000
     if status != 200:

@@ -1,0 +1,59 @@
+"""`python -m infra.demo`: the whole loop on this machine, from data to served and rolled back."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from cache.errors import LarderError
+from infra.demo.airflow import AirflowFailed
+from infra.demo.run import Broken, Demo, Plan
+from infra.demo.service import ServiceFailed
+from infra.demo.steps import Steps
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 everything held, 1 something broke, 130 interrupted."""
+    sent = _parser().parse_args(argv)
+    console = Console()
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, _interrupt)
+    demo = Demo(Plan(sent.data, sent.state, sent.quick, sent.serve), Steps(console))
+    try:
+        demo.run()
+    except KeyboardInterrupt:
+        console.print("stopped; nothing is left running")
+        return 130
+    except (AirflowFailed, Broken, ServiceFailed, LarderError) as error:
+        console.print("[red bold]demo failed:[/red bold] ", end="")
+        console.print(str(error), markup=False, highlight=False)
+        return 1
+    console.print("[green bold]every invariant held[/green bold]")
+    return 0
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.demo",
+        description="Train, precompute through a real Airflow, serve, swap and roll back under traffic, and check it.",
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="PATH",
+        help="your interactions: train.txt[.gz] with test.txt[.gz], or Parquet/CSV with user,item[,timestamp]",
+    )  # fmt: skip
+    parser.add_argument("--state", type=Path, metavar="DIR", default=Path(".larder"))
+    parser.add_argument("--serve", action="store_true", help="keep serving until Ctrl-C")
+    parser.add_argument("--quick", action="store_true", help="fewer users and requests")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Where the demo keeps everything: one folder under the state folder, emptied before each run."""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cache.errors import ConfigError
+from infra.demo.dataset import Dataset
+
+SHARDS = 4
+_OURS = ("data", "artifacts", "bundle", "host-cache", "larder.toml", "service.log")
+_NEVER = "0 0 29 2 *"
+"""The demo starts its nights itself: none may come by the clock in the middle of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Paths under `home`, and the namespace that keeps this run apart from others in the same Redis."""
+
+    home: Path
+    namespace: str
+
+    @property
+    def data(self) -> Path:
+        """What the nights read."""
+        return self.home / "data"
+
+    @property
+    def config(self) -> Path:
+        """The settings of nights and service."""
+        return self.home / "larder.toml"
+
+    @property
+    def bundle(self) -> Path:
+        """The trained model."""
+        return self.home / "bundle"
+
+    @property
+    def artifacts(self) -> Path:
+        """The artefact store."""
+        return self.home / "artifacts"
+
+    def write_config(self, dataset: Dataset) -> None:
+        """Only what differs from the defaults."""
+        lines = [
+            f'namespace = "{self.namespace}"',
+            'artifacts = "artifacts"',
+            'bundle = "bundle"',
+            'state = "."',
+            f'data_until = "{dataset.first_cut.isoformat()}"',
+            f"shards = {SHARDS}",
+            "",
+            "[sources]",
+            'interactions = ["data/interactions"]',
+        ]
+        if dataset.has_item_features:
+            lines.append('item_features = "data/item_features.parquet"')
+        self.config.write_text("\n".join(lines) + "\n")
+
+    def environment(
+        self, redis_url: str, environ: Mapping[str, str] = os.environ
+    ) -> dict[str, str]:
+        """What nights and service see; settings of the surrounding shell do not reach them."""
+        blank = {name: "" for name in environ if name.startswith("LARDER_")}
+        return {
+            **blank,
+            "LARDER_CONFIG": str(self.config),
+            "LARDER_NAMESPACE": self.namespace,
+            "LARDER_ARTIFACTS": str(self.artifacts),
+            "LARDER_STATE": str(self.home),
+            "LARDER_SCHEDULE": _NEVER,
+            "REDIS_URL": redis_url,
+        }
+
+
+@contextmanager
+def place(state: Path) -> Iterator[Place]:
+    """An emptied place that no other run uses meanwhile; raises ConfigError when one does."""
+    home = state.resolve() / "demo"
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / "demo.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another demo runs in {home}; choose another --state") from None
+        for name in _OURS:
+            path = home / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        yield Place(home, f"demo-{secrets.token_hex(4)}")
+
+
+def quoted(value: object) -> str:
+    """As it may stand within single quotes of a shell command."""
+    return json.dumps(value, ensure_ascii=False).replace("'", "'\\''")

@@ -1,0 +1,344 @@
+"""The demo itself: two nights through Airflow, traffic over HTTP, a swap and a rollback under it, and what it proves."""
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from cache.artefacts import ArtefactStore
+from cache.embedded import redis_url
+from cache.keys import Keyspace
+from cache.releases import all_releases
+from infra.demo import dataset as datasets
+from infra.demo.airflow import LocalAirflow, RunReport
+from infra.demo.checks import Judge, Question
+from infra.demo.dataset import Dataset
+from infra.demo.evaluate import TOP, Quality, offline_lists, quality, served_lists
+from infra.demo.http import get
+from infra.demo.place import Place, place, quoted
+from infra.demo.scrape import Counts, scrape
+from infra.demo.service import Service
+from infra.demo.steps import Step, Steps
+from infra.demo.synthetic import World
+from infra.demo.traffic import Background, Latencies, Stream, replay
+
+NIGHTLY = "nightly_precompute"
+RUN_TIMEOUT_S = 900.0
+FOLLOW_S = 10.0
+
+
+class Broken(RuntimeError):
+    """An invariant does not hold; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run, and how much of it."""
+
+    data: Path | None
+    state: Path
+    quick: bool
+    serve: bool
+
+    @property
+    def requests(self) -> int:
+        """Requests of the measured replay."""
+        return 3_000 if self.quick else 20_000
+
+    @property
+    def world(self) -> World:
+        """The synthetic data set."""
+        today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+        if self.quick:
+            return World(users=3_000, items=1_000, until=today)
+        return World(until=today)
+
+    def dataset(self) -> Dataset:
+        """The user's, else the synthetic one."""
+        if self.data is None:
+            return datasets.synthetic(self.world)
+        return datasets.user_data(self.data, now=datetime.now(UTC))
+
+
+@dataclass(slots=True)
+class Found:
+    """What the summary tells."""
+
+    first: str = ""
+    second: str = ""
+    served: Quality | None = None
+    offline: Quality | None = None
+    quiet: Latencies = field(default_factory=Latencies)
+    busy: Latencies = field(default_factory=Latencies)
+    swap_s: float = 0.0
+    back_s: float = 0.0
+
+
+class Demo:
+    """One run; everything it starts is gone when `run` returns or raises."""
+
+    def __init__(self, plan: Plan, steps: Steps) -> None:
+        self.plan = plan
+        self.steps = steps
+        self.judge = Judge()
+        self.found = Found()
+
+    def run(self) -> None:
+        """Raises Broken, AirflowFailed, ServiceFailed or LarderError with a clear line."""
+        with ExitStack() as stack:
+            here = stack.enter_context(place(self.plan.state))
+            data = self._data(here)
+            redis = self._redis(stack, here)
+            environment = here.environment(redis)
+            with self.steps.step("Airflow: API server, scheduler, DAG processor") as step:
+                airflow = stack.enter_context(LocalAirflow(here.home, environment=environment))
+                step.note(airflow.url)
+            self._first_night(airflow)
+            with self.steps.step("Lookup service") as step:
+                service = stack.enter_context(Service(here.home / "service.log", environment))
+                self.found.first = self._live(service)["generation"]
+                step.note(f"{service.url}, generation {self.found.first}")
+            stream = Stream(data)
+            self._replay(service, stream)
+            self._evaluate(service, here, data)
+            self._second_night(airflow, service, stream, here, data)
+            counts = self._audit(service, here)
+            self._summary(data, counts)
+            if self.plan.serve:
+                self._serve(service, airflow, here, data)
+
+    def _data(self, here: Place) -> Dataset:
+        with self.steps.step("Data") as step:
+            data = self.plan.dataset()
+            data.write_first(here.data)
+            here.write_config(data)
+            self.judge.histories = data.histories
+            step.note(
+                f"{data.name}: {len(data.histories):,} users, {len(data.known):,} interactions, "
+                f"{len(data.held_out):,} users with something held out, {len(data.newcomers)} newcomers"
+            )
+        return data
+
+    def _redis(self, stack: ExitStack, here: Place) -> str:
+        with self.steps.step("Redis") as step:
+            configured = os.environ.get("REDIS_URL") or None
+            url = stack.enter_context(redis_url(here.home, configured))
+            if configured:
+                stack.callback(forget, url, here)
+            step.note("the configured one" if configured else url)
+        return url
+
+    def _first_night(self, airflow: LocalAirflow) -> None:
+        before = airflow.run_ids(NIGHTLY)
+        with self.steps.step("DAG train_reference: the model bundle") as step:
+            self._wait(airflow, "train_reference", airflow.trigger("train_reference"), step)
+        with self.steps.step(f"DAG {NIGHTLY}: started by the new bundle") as step:
+            run = airflow.wait_new(NIGHTLY, before)
+            self._wait(airflow, NIGHTLY, run, step)
+
+    def _wait(self, airflow: LocalAirflow, dag: str, run: str, step: Step) -> RunReport:
+        bar = step.bar("tasks", None)
+
+        def tell(task: Any) -> None:
+            bar.advance(1)
+            bar.say(f"{task.task_id} {task.duration_s:.1f} s")
+
+        report = airflow.wait(dag, run, RUN_TIMEOUT_S, on_task=tell)
+        slowest = sorted(report.tasks, key=lambda task: task.duration_s, reverse=True)[:3]
+        longest = ", ".join(f"{task.task_id} {task.duration_s:.1f} s" for task in slowest)
+        step.note(f"{len(report.tasks)} tasks, longest {longest}")
+        return report
+
+    def _live(self, service: Service) -> dict[str, Any]:
+        status, raw = asyncio.run(get(service.url, "/v1/generations"))
+        if status != 200:
+            raise Broken(f"GET /v1/generations: {status} {raw[:300]!r}")
+        body: dict[str, Any] = orjson.loads(raw)
+        return dict(body["live"])
+
+    def _follow(
+        self, service: Service, wanted: str | None = None, *, unlike: str | None = None
+    ) -> str:
+        """Wait until the service answers from `wanted` (or from any but `unlike`)."""
+        give_up = time.monotonic() + FOLLOW_S
+        while time.monotonic() < give_up:
+            service.check()
+            live = str(self._live(service)["generation"])
+            if live == wanted or (wanted is None and live != unlike):
+                return live
+            time.sleep(0.05)
+        raise Broken(
+            f"the service still answers from {live} {FOLLOW_S:.0f} s after the pointer moved"
+        )
+
+    def _replay(self, service: Service, stream: Stream) -> None:
+        with self.steps.step(f"Replay {self.plan.requests:,} requests") as step:
+            bar = step.bar("requests", self.plan.requests)
+            began = time.perf_counter()
+            work = replay(
+                service.url, stream, self.judge, requests=self.plan.requests, progress=bar.advance
+            )
+            self.found.quiet = asyncio.run(work)
+            rate = self.plan.requests / (time.perf_counter() - began)
+            step.note(
+                f"{rate:,.0f} requests/s from 16 connections, client and server on this machine"
+            )
+            self._stop_if_broken()
+
+    def _evaluate(self, service: Service, here: Place, data: Dataset) -> None:
+        users = [user for user, items in data.held_out.items() if items]
+        if not users:
+            return
+
+        def judged(answers: Sequence[Mapping[str, Any]]) -> None:
+            asked = [Question("user_topk", str(each["id"]), TOP) for each in answers]
+            self.judge.request(asked, answers)
+
+        with self.steps.step(f"Recall and NDCG at {TOP}, read through HTTP") as step:
+            lists = asyncio.run(served_lists(service.url, users, judged))
+            served = self.found.served = quality(lists, data.held_out)
+            step.note(f"{served.users:,} users: recall {served.recall:.6f}, NDCG {served.ndcg:.6f}")
+        with self.steps.step("The same offline: plain numpy over the bundle") as step:
+            bar = step.bar("users", len(users))
+            exact = offline_lists(here.bundle, data.histories, users, progress=bar.advance)
+            offline = self.found.offline = quality(exact, data.held_out)
+            step.note(f"recall {offline.recall:.6f}, NDCG {offline.ndcg:.6f}")
+            if not served.agrees_with(offline):
+                raise Broken(f"served quality {served} is not the bundle's own {offline}")
+            self._stop_if_broken()
+
+    def _second_night(
+        self, airflow: LocalAirflow, service: Service, stream: Stream, here: Place, data: Dataset
+    ) -> None:
+        found = self.found
+        data.write_second(here.data)
+        with Background(service.url, stream, self.judge, rate=150.0) as traffic:
+            with self.steps.step(f"DAG {NIGHTLY}: a day later, under traffic") as step:
+                run = airflow.trigger(NIGHTLY, {"data_until": data.second_cut.isoformat()})
+                self._wait(airflow, NIGHTLY, run, step)
+                found.second = self._follow(service, unlike=found.first)
+                step.note(f"generation {found.second}")
+            with self.steps.step("DAG roll_back, under traffic") as step:
+                run = airflow.trigger("roll_back", {"reason": "the demo takes it back"})
+                airflow.wait("roll_back", run, RUN_TIMEOUT_S)
+                self._follow(service, found.first)
+                # Whoever asks from now on must not hear of it again.
+                self.judge.barred.add(found.second)
+                step.note(f"{found.first} is live again")
+            with self.steps.step("Traffic goes on, none of it from what was rolled back"):
+                time.sleep(3.0)
+                service.check()
+        found.busy = traffic.latencies
+        self._stop_if_broken()
+        if not self.judge.generations[found.second]:
+            raise Broken(f"{found.second} was live and never answered")
+
+    def _audit(self, service: Service, here: Place) -> Counts:
+        with self.steps.step("Audit: every answer against the service's own counters") as step:
+            counts = asyncio.run(scrape(service.url))
+            for line in counts.disagreements(self.judge.sources, self.judge.entities):
+                self.judge.complain(line)
+            moves = [each for each in all_releases(ArtefactStore(str(here.artifacts))) if each.done]
+            self.judge.published({each.generation for each in moves})
+            self._stop_if_broken()
+            step.note(
+                f"{self.judge.requests:,} requests, {self.judge.entities:,} entities, 0 violations"
+            )
+        return counts
+
+    def _stop_if_broken(self) -> None:
+        if self.judge.broken:
+            few = "\n  ".join(self.judge.violations[:5])
+            raise Broken(f"{self.judge.broken} violations, the first of them:\n  {few}")
+
+    def _summary(self, data: Dataset, counts: Counts) -> None:
+        found, steps = self.found, self.steps
+        total = sum(counts.sources.values())
+        rows = [
+            (name, f"{counts.sources.get(name, 0):,}", f"{counts.sources.get(name, 0) / total:.2%}")
+            for name in ("l1", "l2", "live", "previous", "default")
+        ]
+        steps.table("Where answers came from", ("source", "entities", "share"), rows)
+        for title, taken in (
+            ("Latency, quiet (ms)", found.quiet), ("Latency, under a night, a swap and a rollback (ms)", found.busy),
+        ):  # fmt: skip
+            shown = [
+                (name, f"{count:,}", *(f"{each:.2f}" for each in times))
+                for name, count, *times in taken.rows()
+            ]
+            steps.table(title, ("source", "requests", "p50", "p99", "p99.9", "max"), shown)
+        told: list[tuple[str, str]] = [
+            ("data", data.name),
+            ("generations", f"{found.first} (live), {found.second} (rolled back)"),
+            (
+                "requests checked",
+                f"{self.judge.requests:,}, of them 0 failed, 0 mixed, 0 after the rollback",
+            ),
+        ]
+        if found.served is not None and found.offline is not None:
+            for name, served, offline in (
+                (f"Recall@{TOP}", found.served.recall, found.offline.recall),
+                (f"NDCG@{TOP}", found.served.ndcg, found.offline.ndcg),
+            ):
+                told.append((name, f"{served:.4f} through HTTP, {offline:.4f} offline"))
+        told.append(("seconds", f"{time.monotonic() - steps.began:.0f}"))
+        steps.table("Summary", ("what", "result"), told)
+
+    def _serve(self, service: Service, airflow: LocalAirflow, here: Place, data: Dataset) -> None:
+        url, say = service.url, self.steps.console.print
+        user = next(iter(data.histories))
+        history = list(next(iter(data.newcomers.values()), data.histories[user]))[:3]
+        body = quoted({"entities": [{"id": "somebody-new", "history": history}], "k": 5})
+        both = quoted(
+            {
+                "entities": [
+                    {"table": "user_topk", "id": user},
+                    {"table": "user_affinity", "id": user},
+                ]
+            }
+        )
+        say(f"\n[bold]Serving[/bold] until Ctrl-C. Everything lies in {here.home}")
+        for name, address in (
+            ("service", url), ("API documentation", f"{url}/docs"),
+            ("metrics", f"{url}/metrics"), ("Airflow", airflow.url),
+        ):  # fmt: skip
+            say(f"  {name:18} {address}", highlight=False)
+        say("\nTry:")
+        for line in (
+            f"curl -s '{url}/v1/lookup/user_topk/{_in_url(user)}?k=5'",
+            f"curl -s {url}/v1/lookup/user_topk -d '{body}'",
+            f"curl -s {url}/v1/lookup -d '{both}'",
+        ):
+            # Plain, so that a long line can be copied as a whole.
+            self.steps.console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        while True:
+            time.sleep(1.0)
+            service.check()
+
+
+def _in_url(name: str) -> str:
+    from urllib.parse import quote
+
+    return quote(name, safe="")
+
+
+def forget(url: str, here: Place) -> None:
+    """Leave nothing of this run in a Redis that is not ours."""
+    from cache.artefacts import read_manifest
+    from precompute.config import night_config
+    from precompute.control import connect
+    from precompute.load import unlink_pages
+
+    config = night_config(str(here.config), {"REDIS_URL": url})
+    keys = Keyspace(here.namespace)
+    with connect(url, config.redis_timeout_s) as client:
+        for generation in config.store().names("generations"):
+            unlink_pages(client, keys, read_manifest(config.store(), generation))
+        client.unlink(keys.live, keys.generations, keys.replicas)

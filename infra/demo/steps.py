@@ -1,0 +1,91 @@
+"""What the demo tells whoever watches: one line per step with its seconds, bars while it runs."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+
+@dataclass(slots=True)
+class Step:
+    """The step that runs now; notes appear on its line once it is done."""
+
+    _bars: Progress
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Something worth a few words."""
+        self.notes.append(text)
+
+    def bar(self, what: str, total: int | None) -> "Bar":
+        """A bar below the step; gone with it."""
+        return Bar(self._bars, self._bars.add_task(f"  {what}", total=total))
+
+
+@dataclass(slots=True)
+class Bar:
+    """One progress bar."""
+
+    _bars: Progress
+    _task: object
+
+    def advance(self, count: int) -> None:
+        """So many more."""
+        self._bars.advance(self._task, count)  # type: ignore[arg-type]
+
+    def say(self, what: str) -> None:
+        """Change what stands beside it."""
+        self._bars.update(self._task, description=f"  {escape(what)}")  # type: ignore[arg-type]
+
+
+class Steps:
+    """Prints to `console`; remembers how long each step took."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[Step]:
+        """A step; its line says whether it went well."""
+        started = time.monotonic()
+        columns = (
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(),
+            MofNCompleteColumn(), TimeElapsedColumn(),
+        )  # fmt: skip
+        mark = "[red]x[/red]"
+        with Progress(*columns, console=self.console, transient=True) as bars:
+            bars.add_task(f"[bold]{escape(title)}", total=1)
+            step = Step(bars)
+            try:
+                yield step
+                mark = "[green]✓[/green]"
+            finally:
+                self.seconds[title] = time.monotonic() - started
+                notes = escape("; ".join(step.notes))
+                line = f"{mark} {self.seconds[title]:6.1f} s  [bold]{escape(title)}[/bold]"
+                bars.console.print(
+                    f"{line}  [dim]{notes}[/dim]" if notes else line, highlight=False
+                )
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """A table; all but the first column are figures."""
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for number, name in enumerate(columns):
+            table.add_column(name, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*(escape(str(each)) for each in row))
+        self.console.print(table)
