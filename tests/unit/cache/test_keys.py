@@ -1,6 +1,7 @@
 """Ids, digests and Redis keys."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,8 +71,8 @@ def typed(value: FeatureValue) -> object:
     return (type(value).__name__, value)
 
 
-def meaning(each: object) -> object:
-    model, history, features = each  # type: ignore[misc]
+def meaning(each: Any) -> object:
+    model, history, features = each
     named = None if features is None else {name: typed(value) for name, value in features.items()}
     return (model, history, named)
 

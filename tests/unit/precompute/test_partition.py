@@ -63,7 +63,7 @@ def histories(config, tmp_path, **options):
 
 def expected(config):
     table = pq.read_table(config.path("a.parquet")).to_pylist()
-    wanted = {}
+    wanted: dict[str, dict[str, int]] = {}
     for row in sorted(table, key=lambda each: each["timestamp"]):
         seen = wanted.setdefault(row["user"], {})
         seen.pop(row["item"], None)
@@ -174,7 +174,7 @@ def test_features_are_aligned_with_their_entities(config, tmp_path):
     seen = partition(
         config, item_table(ITEMS), tmp_path / "work", before=None, feature_columns=["age"]
     )
-    ages = {}
+    ages: dict[str, int | None] = {}
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, seen.seed, history_limit=10)
         ages |= dict(

@@ -1,0 +1,132 @@
+"""Stored bytes. A change here is a change of format: it needs a new format number and a line in the changelog."""
+
+import numpy as np
+
+from cache.keys import (
+    FINGERPRINT_SEED,
+    FORMAT,
+    Keyspace,
+    fingerprint,
+    hash_hex,
+    hash_id,
+    input_digest,
+)
+from cache.manifest import (
+    Artefact,
+    DirectoryPart,
+    EntitySet,
+    Index,
+    ItemFiles,
+    Manifest,
+    Model,
+    Producer,
+    Table,
+    TablePart,
+)
+from cache.records import Layout, encode_topk, encode_values, encode_vectors, pack_overlay
+from cache.releases import Pointer, Release
+
+MARKS = np.array([0x1122334455667788], np.uint64)
+GENERATION = "20260131T000000Z-0123456789ab"
+
+
+def test_the_format_is_1():
+    assert FORMAT == 1
+
+
+def test_ids_hash_to_these_numbers():
+    assert hash_id(b"u-00042", 0) == 0x40F1B793D48F0A18
+    assert hash_id(b"u-00042", 1) == 0x2ECE5187B9ED43BE
+    assert fingerprint(b"u-00042") == hash_id(b"u-00042", FINGERPRINT_SEED) == 0x0BE399F29657CE74
+
+
+def test_inputs_digest_to_these_bytes():
+    digest = input_digest(
+        "model", [b"a", b"b"], {"age": 7, "x": (1.0, -0.0), "s": "t", "f": 0.5, "b": True}
+    )
+    assert digest.hex() == "1334def18fdcf52a3e36a04eecd5e6dc"
+
+
+def test_keys_read_like_this():
+    keys = Keyspace("shop")
+    assert keys.live == "larder:1:{shop}:live"
+    assert keys.generations == "larder:1:{shop}:generations"
+    assert keys.replicas == "larder:1:{shop}:replicas"
+    assert keys.page(GENERATION, "user_topk", 3) == f"larder:1:shop:g:{GENERATION}:user_topk:3"
+    assert keys.overlay(GENERATION, "user_topk", hash_hex(255)) == (
+        f"larder:1:shop:w:{GENERATION}:user_topk:00000000000000ff"
+    )
+
+
+def test_a_top_k_record():
+    record = encode_topk(
+        Layout("topk", 3, "f2"),
+        MARKS,
+        np.array([[7, 9]], np.uint32),
+        np.array([[2.0, 1.0]], np.float32),
+        0x01020304,
+    )[0].tobytes()
+    assert record.hex() == (
+        "887766554433221104030201020010f3"
+        "0700000009000000ffffffff007400700000"
+    )  # fmt: skip
+
+
+def test_an_int8_vector_record_written_live():
+    record = encode_vectors(
+        Layout("vector", 3, "i1"), MARKS, np.array([[127.0, -63.5, 0.0]], np.float32), 1, live=True
+    )[0].tobytes()
+    assert record.hex() == "887766554433221101000000030011000000803f7fc000"  # fmt: skip
+
+
+def test_a_value_record_and_its_overlay():
+    record = encode_values(Layout("value", 2, "f4"), MARKS, np.array([[1.0, 0.25]], np.float32), 1)[
+        0
+    ].tobytes()
+    assert record.hex() == "887766554433221101000000020010000000803f0000803e"  # fmt: skip
+    assert pack_overlay(record, b"\x01" * 16) == record + b"\x01" * 16
+
+
+def test_a_pointer_and_a_release():
+    pointer = Pointer(GENERATION, 5, None, "run-1", 1.5)
+    assert pointer.to_bytes() == (
+        b'{"generation":"%s","epoch":5,"previous":null,"attempt":"run-1","published_at":1.5,"canary":null}'
+        % GENERATION.encode()
+    )
+    release = Release(5, "publish", GENERATION, None, "run-1", 1.5, done=True)
+    assert Release.from_bytes(release.to_bytes(), done=True) == release
+    assert b"done" not in release.to_bytes()
+
+
+def test_a_manifest_survives_the_round_trip_to_the_byte():
+    file = Artefact("a/b", 8, "00" * 32)
+    manifest = Manifest(
+        namespace="shop",
+        generation=GENERATION,
+        data_until=1,
+        created_at=2,
+        bundle_digest="b",
+        inputs_digest="i",
+        entity_sets={"user": EntitySet("user", 1, 1, (DirectoryPart(2**63, 1, file),))},
+        items=ItemFiles(file, file, file, file, 1, 2),
+        tables={
+            "t": Table(
+                "t",
+                "user",
+                Producer("value", "m"),
+                Layout("value", 2, "f4"),
+                4,
+                (TablePart(0, 1, 1, file, file),),
+                ("x", "y"),
+            )
+        },  # fmt: skip
+        models={"m": Model("m", file, None, "d", {"inputs": []}, {"overlap_at_20": 1.0})},
+        indexes={"cosine": Index("cosine", "flat", file, 0.5)},
+        defaults=file,
+        gates=({"rule": "r", "passed": True},),
+        timings={"score": 1.5},
+        facts={"users": 1},
+    )
+    again = Manifest.from_bytes(manifest.to_bytes())
+    assert again == manifest
+    assert again.to_bytes() == manifest.to_bytes()
