@@ -66,24 +66,21 @@ def test_a_top_k_record():
         np.array([[2.0, 1.0]], np.float32),
         0x01020304,
     )[0].tobytes()
-    assert record.hex() == (
-        "887766554433221104030201020010f3"
-        "0700000009000000ffffffff007400700000"
-    )  # fmt: skip
+    assert record.hex() == ("887766554433221104030201020010f30700000009000000ffffffff007400700000")
 
 
 def test_an_int8_vector_record_written_live():
     record = encode_vectors(
         Layout("vector", 3, "i1"), MARKS, np.array([[127.0, -63.5, 0.0]], np.float32), 1, live=True
     )[0].tobytes()
-    assert record.hex() == "887766554433221101000000030011000000803f7fc000"  # fmt: skip
+    assert record.hex() == "887766554433221101000000030011000000803f7fc000"
 
 
 def test_a_value_record_and_its_overlay():
     record = encode_values(Layout("value", 2, "f4"), MARKS, np.array([[1.0, 0.25]], np.float32), 1)[
         0
     ].tobytes()
-    assert record.hex() == "887766554433221101000000020010000000803f0000803e"  # fmt: skip
+    assert record.hex() == "887766554433221101000000020010000000803f0000803e"
     assert pack_overlay(record, b"\x01" * 16) == record + b"\x01" * 16
 
 
@@ -119,7 +116,7 @@ def test_a_manifest_survives_the_round_trip_to_the_byte():
                 (TablePart(0, 1, 1, file, file),),
                 ("x", "y"),
             )
-        },  # fmt: skip
+        },
         models={"m": Model("m", file, None, "d", {"inputs": []}, {"overlap_at_20": 1.0})},
         indexes={"cosine": Index("cosine", "flat", file, 0.5)},
         defaults=file,
