@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 everything held, 1 something broke, 130 interrupted."""
     sent = _parser().parse_args(argv)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, _interrupt)
     demo = Demo(Plan(sent.data, sent.state, sent.quick, sent.serve), Steps(console))

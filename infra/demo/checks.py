@@ -107,7 +107,7 @@ class Judge:
         if question.id is None or answer.get("producer") != "batch":
             return
         own = self.histories.get(question.id, ()) if question.table == "user_topk" else ()
-        if back := set(own).intersection(items):
+        if back := frozenset(own).intersection(items):
             self.complain(f"{where}{sorted(back)[:3]} is in the user's own history")
         # A generation is immutable: the same plain question has the same answer, from any tier, at any time.
         if not question.hidden and source in ("l1", "l2"):

@@ -67,7 +67,8 @@ class Steps:
             MofNCompleteColumn(), TimeElapsedColumn(),
         )  # fmt: skip
         mark = "[red]x[/red]"
-        with Progress(*columns, console=self.console, transient=True) as bars:
+        quiet = not self.console.is_terminal
+        with Progress(*columns, console=self.console, transient=True, disable=quiet) as bars:
             bars.add_task(f"[bold]{escape(title)}", total=1)
             step = Step(bars)
             try:
@@ -77,7 +78,7 @@ class Steps:
                 self.seconds[title] = time.monotonic() - started
                 notes = escape("; ".join(step.notes))
                 line = f"{mark} {self.seconds[title]:6.1f} s  [bold]{escape(title)}[/bold]"
-                bars.console.print(
+                self.console.print(
                     f"{line}  [dim]{notes}[/dim]" if notes else line, highlight=False
                 )
 

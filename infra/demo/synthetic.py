@@ -84,7 +84,8 @@ def _choose(
     low, high = ends[starts[group]], ends[starts[group + 1]]
     drawn = np.searchsorted(ends, low + (high - low) * rng.random(len(users)), side="right") - 1
     # A group without an item sends its clicks to its neighbour.
-    return np.clip(drawn, 0, len(group_of_item) - 1)
+    chosen: NDArray[np.int64] = np.clip(drawn, 0, len(group_of_item) - 1)
+    return chosen
 
 
 def _when(rng: np.random.Generator, world: World, users: NDArray[np.int64]) -> NDArray[np.int64]:

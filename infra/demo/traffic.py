@@ -204,15 +204,15 @@ class Background:
         self.latencies = Latencies()
         self._stop = threading.Event()
         self._failed: BaseException | None = None
-        self._run = lambda: replay(
+        self._work = replay(
             url, stream, judge, requests=None, concurrency=8, rate=rate, stop=self._stop.is_set
         )
         # A daemon: Ctrl-C must not wait for an answer that never comes.
-        self._thread = threading.Thread(target=self._work, name="traffic", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
-            self.latencies = asyncio.run(self._run())
+            self.latencies = asyncio.run(self._work)
         except BaseException as error:
             self._failed = error
 
