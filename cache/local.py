@@ -30,8 +30,15 @@ class Entry:
     expires_at: float | None = None
 
 
-def _size_bytes(entry: Entry) -> int:
-    return len(entry.record) + OVERHEAD_BYTES
+def _size_bytes(entry: Entry | None) -> int:
+    return 0 if entry is None else len(entry.record) + OVERHEAD_BYTES
+
+
+class _Entries(LRUCache[LocalKey, Entry | None]):
+    """An absent key is None and no exception: a miss is as common as a hit, and raising costs more than looking."""
+
+    def __missing__(self, key: LocalKey) -> None:
+        return None
 
 
 class LocalTier:
@@ -40,18 +47,15 @@ class LocalTier:
     def __init__(self, max_bytes: int, timer: Callable[[], float] = time.monotonic) -> None:
         self.too_large = 0
         self._timer = timer
-        self._entries: LRUCache[LocalKey, Entry] = LRUCache(max_bytes, _size_bytes)
+        self._entries = _Entries(max_bytes, _size_bytes)
 
     def get(self, key: LocalKey) -> Entry | None:
         """The entry, unless it is absent or its life is over."""
-        try:
-            entry = self._entries[key]
-        except KeyError:
-            return None
-        if entry.expires_at is not None and entry.expires_at <= self._timer():
-            del self._entries[key]
-            return None
-        return entry
+        entry = self._entries[key]
+        if entry is None or entry.expires_at is None or entry.expires_at > self._timer():
+            return entry
+        del self._entries[key]
+        return None
 
     def put(self, key: LocalKey, entry: Entry) -> None:
         """Stores or replaces; an entry larger than the whole tier is left out and counted."""

@@ -1,6 +1,6 @@
 """What a read asks for and how it can end."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
@@ -71,6 +71,16 @@ class Counters:
     l2: int = 0
     missed: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
     l2_reads: int = 0
+
+    def count(self, outcomes: Sequence[Outcome]) -> None:
+        """Adds one request's outcomes."""
+        for outcome in outcomes:
+            if type(outcome) is Missed:
+                self.missed[outcome.reason] += 1
+            elif outcome.tier == "l1":  # type: ignore[union-attr]
+                self.l1 += 1
+            else:
+                self.l2 += 1
 
     @property
     def total(self) -> int:

@@ -37,22 +37,31 @@ class SingleFlight(Generic[K, V]):
 
     async def do(self, key: K, work: Callable[[], Awaitable[V]]) -> V:
         """The value of `key`: from the flight under way, else from `work()`, whose errors all waiters get."""
+        place = self._flights.get(key)
+        if place is None:
 
-        async def alone(_: Sequence[K]) -> Sequence[V]:
-            return (await work(),)
+            async def alone(_: Sequence[K]) -> Sequence[V]:
+                return (await work(),)
 
-        return (await self.do_many((key,), alone))[0]
+            self._take_off((key,), alone)
+            place = self._flights[key]
+        else:
+            self.shared += 1
+        flight, index = place
+        return (await self._wait(flight))[index]
 
     async def do_many(
         self, keys: Sequence[K], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]
     ) -> list[V]:
         """Values in the order of `keys`; one `work(new keys)` for all keys that have no flight yet."""
         flights = self._flights
+        if len(keys) == 1 and (place := flights.get(keys[0])) is not None:
+            self.shared += 1
+            return [(await self._wait(place[0]))[place[1]]]
         new = [key for key in dict.fromkeys(keys) if key not in flights]
         self.shared += len(keys) - len(new)
         if new:
             self._take_off(tuple(new), work)
-        # Nothing awaits between here and joining: no flight can land or be abandoned unseen.
         places = [flights[key] for key in keys]
         joined = {id(flight): flight for flight, _ in places}
         waiting = {each: self._join(flight) for each, flight in joined.items()}
@@ -62,6 +71,14 @@ class SingleFlight(Generic[K, V]):
             for each, waiter in waiting.items():
                 self._leave(joined[each], waiter)
         return [landed[id(flight)][index] for flight, index in places]
+
+    async def _wait(self, flight: _Flight[K, V]) -> Sequence[V]:
+        # Nothing awaits between looking the flight up and joining it: it can neither land nor be abandoned unseen.
+        waiter = self._join(flight)
+        try:
+            return await waiter
+        finally:
+            self._leave(flight, waiter)
 
     def _take_off(
         self, keys: tuple[K, ...], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]

@@ -39,7 +39,10 @@ _UNAVAILABLE = {
 
 
 class Tiered:
-    """Both tiers as one; `flights` joins readers of the same key, whatever input each of them sent."""
+    """Both tiers as one; `flights` joins readers of the same key, whatever input each of them sent.
+
+    `l2_deadline_s` is the one that `remote` keeps by itself: callers with more time than that need no clock of theirs.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class Tiered:
         negative: NegativeCache,
         remote: Remote,
         *,
+        l2_deadline_s: float = float("inf"),
         writes_max_bytes: int = 8 << 20,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,6 +60,7 @@ class Tiered:
         self.flights: SingleFlight[LocalKey, Entry | Missed] = SingleFlight()
         self.writes = WriteBehind(remote.write_overlays, writes_max_bytes)
         self._remote = remote
+        self._l2_deadline_s = l2_deadline_s
         self._timer = timer
 
     def peek(self, view: View, want: Want) -> Found | None:
@@ -68,19 +73,21 @@ class Tiered:
 
     async def get(self, view: View, want: Want, deadline: float) -> Outcome:
         """The record, or why there is none; `deadline` is monotonic and this caller's own."""
-        return (await self.get_many(view, (want,), deadline))[0]
+        outcome = self._local(view, want)
+        if outcome is None:
+            key = LocalKey(view.generation, want.table.name, want.key)
+            if want.position < 0 and key in self.negative:
+                outcome = _MISSED[MissReason.NEGATIVE]
+            else:
+                (entry,) = await self._read(view, {key: want}, (key,), deadline)
+                outcome = entry if isinstance(entry, Missed) else _judge(entry, want, "l2")
+        self.counters.count((outcome,))
+        return outcome
 
     async def get_many(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
         """One outcome per want, in order; all that L1 lacks is read from L2 together."""
         outcomes = await self._resolve(view, wants, deadline)
-        counters = self.counters
-        for outcome in outcomes:
-            if isinstance(outcome, Missed):
-                counters.missed[outcome.reason] += 1
-            elif outcome.tier == "l1":
-                counters.l1 += 1
-            else:
-                counters.l2 += 1
+        self.counters.count(outcomes)
         return outcomes
 
     async def warm(self, view: View, wants: Sequence[Want], deadline: float) -> int:
@@ -152,7 +159,9 @@ class Tiered:
         if left_s <= 0:
             return [_MISSED[MissReason.L2_TIMEOUT]] * len(keys)
         try:
-            # A flight has the tier's deadline; this one ends nobody's waiting but this caller's.
+            # A flight ends within the tier's deadline; a caller's own, if shorter, ends nobody else's waiting.
+            if left_s >= self._l2_deadline_s:
+                return await self.flights.do_many(keys, work)
             async with asyncio.timeout(left_s):
                 return await self.flights.do_many(keys, work)
         except TimeoutError:
