@@ -1,0 +1,238 @@
+"""The one live path, over a small real model, real indexes and a real item table."""
+
+import numpy as np
+import pytest
+from onnx import load, numpy_helper
+
+from cache.errors import InvalidInput
+from cache.predictor import LiveInput
+from cache.records import decode
+from cache.tower import Histories
+from precompute import graphs
+from precompute.bundle import Bundle, ModelFile, write_bundle
+from precompute.topk import exact_topk
+from tests.models import ITEMS, K, histories_of, make_predictor, train_small
+
+AT = 1_700_000_000
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return train_small(tmp_path_factory.mktemp("bundle"))
+
+
+@pytest.fixture(scope="module")
+def world(bundle, tmp_path_factory):
+    return make_predictor(bundle, tmp_path_factory.mktemp("live"))
+
+
+def history(*numbers: int) -> LiveInput:
+    return LiveInput(history=tuple(f"item-{number}".encode() for number in numbers))
+
+
+def answer(world, table, *inputs, blocked=()):
+    predictor, _ = world
+    batch = [predictor.prepare(table, each) for each in inputs]
+    marks = list(range(1, len(batch) + 1))
+    records = predictor.predict(table, batch, marks, AT, blocked=np.array(blocked, np.int64))
+    layout = predictor._tables[table].layout
+    return [decode(layout, record) for record in records]
+
+
+def test_a_list_has_the_users_best_items_in_order_and_is_marked_live(world):
+    record = answer(world, "user_topk", history(2, 4, 6))[0]
+
+    assert record.live and record.fingerprint == 1 and record.scored_at == AT
+    assert len(record.items) == K
+    assert (np.diff(record.numbers) <= 0).all()
+
+
+def test_history_and_blocked_items_never_appear(world):
+    _, items = world
+    sent = history(2, 4, 6, 8)
+    gone = items.ordinals_of(list(sent.history or ()))
+    first = answer(world, "user_topk", sent)[0]
+    blocked = [int(each) for each in first.items[:3]]
+
+    record = answer(world, "user_topk", sent, blocked=blocked)[0]
+
+    assert not np.isin(first.items, gone).any()
+    assert not np.isin(record.items, [*gone, *blocked]).any()
+    assert record.items[0] == first.items[3]
+
+
+def test_many_blocked_items_are_skipped_inside_the_index(world, monkeypatch):
+    monkeypatch.setattr("cache.search._FILTER_ABOVE", 4)
+    _, items = world
+    blocked = list(range(0, items.count, 2))
+
+    record = answer(world, "user_topk", history(1), blocked=blocked)[0]
+
+    assert len(record.items) == K
+    assert not np.isin(record.items, blocked).any()
+
+
+def test_a_list_is_short_when_fewer_items_remain(world):
+    _, items = world
+    blocked = list(range(4, items.count))
+
+    record = answer(world, "user_topk", history(1), blocked=blocked)[0]
+
+    assert 3 <= len(record.items) <= 4
+
+
+def test_fp32_live_answers_equal_the_nights(bundle, tmp_path):
+    # Given the night's exact lists of all users
+    predictor, items = make_predictor(bundle, tmp_path, precision="fp32")
+    histories = histories_of()
+    ordinal = np.empty(ITEMS, np.int64)
+    ordinal[items._model_index] = np.arange(ITEMS)
+    seen = Histories(histories.indptr, ordinal[histories.indices])
+    users = predictor._towers["user_tower"].run({"history": histories})
+    night, scores = exact_topk(users, items.vectors, K, seen)
+
+    # When the live path is sent the same histories
+    sent = [
+        history(*histories.indices[histories.indptr[row] : histories.indptr[row + 1]])
+        for row in range(len(histories))
+    ]
+    live = answer((predictor, items), "user_topk", *sent)
+
+    # Then every list is the night's
+    for row, record in enumerate(live):
+        assert np.allclose(record.numbers, scores[row], rtol=1e-5)
+        assert record.items.tolist() == night[row].tolist()
+
+
+def test_an_int8_answer_does_not_depend_on_its_micro_batch(world):
+    predictor, _ = world
+    rng = np.random.default_rng(7)
+    sent = [history(*rng.integers(0, ITEMS, rng.integers(1, 30))) for _ in range(200)]
+    prepared = [predictor.prepare("user_topk", each) for each in sent]
+    whole = predictor.predict("user_topk", prepared, range(200), AT)
+
+    for size in (1, 2, 7, 19, 20, 64):
+        rows = rng.choice(200, size, replace=False)
+        part = predictor.predict("user_topk", [prepared[row] for row in rows], rows.tolist(), AT)
+        assert part == [whole[row] for row in rows]
+
+
+def test_vectors_and_values_come_from_their_towers(world, bundle):
+    vector = answer(world, "user_vector", history(1, 2))[0]
+    values = answer(world, "user_affinity", history(1, 2))[0]
+
+    assert len(vector.numbers) == bundle.dims
+    assert len(values.numbers) == len(bundle.values["user_affinity"].labels)
+    assert values.numbers.sum() == pytest.approx(1, abs=1e-4)
+
+
+def test_similar_items_leave_the_item_itself_out(world):
+    for ordinal in range(5):
+        record = answer(world, "item_similar", LiveInput(item=ordinal))[0]
+
+        assert ordinal not in record.items
+        assert len(record.items) == K
+        assert record.numbers[0] <= 1.0001
+
+
+def test_unknown_history_ids_are_dropped_and_counted(world):
+    predictor, _ = world
+    known = predictor.prepare("user_topk", LiveInput(history=(b"item-1",)))
+    mixed = predictor.prepare("user_topk", LiveInput(history=(b"item-1", b"nobody", b"else")))
+
+    assert mixed.dropped == 2
+    assert np.array_equal(mixed.history, known.history)
+
+
+@pytest.mark.parametrize(
+    "source", [LiveInput(), LiveInput(history=()), LiveInput(history=(b"nobody",))]
+)
+def test_nothing_known_is_no_input(world, source):
+    assert world[0].prepare("user_topk", source) is None
+
+
+def test_a_feature_that_the_model_does_not_take_is_refused(world):
+    with pytest.raises(InvalidInput, match="'age'; it takes none"):
+        world[0].prepare("user_topk", LiveInput(history=(b"item-1",), features={"age": 3}))
+
+
+def test_a_table_without_a_producer_is_not_supported(world):
+    predictor, _ = world
+
+    assert predictor.supports("user_topk")
+    assert not predictor.supports("nothing")
+    with pytest.raises(InvalidInput, match="nothing"):
+        predictor.prepare("nothing", LiveInput())
+
+
+def test_scores_of_given_items_equal_those_of_the_list(world):
+    predictor, _ = world
+    prepared = predictor.prepare("user_topk", history(2, 4))
+    record = answer(world, "user_topk", history(2, 4))[0]
+
+    scores = predictor.score(prepared, record.items.astype(np.int64))
+
+    assert np.array_equal(scores, record.numbers)
+
+
+def test_warming_runs_every_table(world):
+    world[0].warm()
+
+
+def test_a_bundle_with_shuffled_items_gives_the_same_answers(bundle, tmp_path):
+    # Given the same model with its vocabulary in another order (pitfall P20)
+    shuffled = shuffle(bundle, tmp_path / "shuffled")
+    ours, theirs = (
+        make_predictor(bundle, tmp_path / "a", precision="fp32"),
+        make_predictor(shuffled, tmp_path / "b", precision="fp32"),
+    )
+    assert ours[1].ids_of(np.arange(ITEMS, dtype=np.uint32)) == theirs[1].ids_of(
+        np.arange(ITEMS, dtype=np.uint32)
+    )
+
+    # When both are asked the same things
+    rng = np.random.default_rng(8)
+    sent = [history(*rng.choice(ITEMS, 6, replace=False)) for _ in range(40)]
+    for table, inputs in (
+        ("user_topk", sent),
+        ("user_affinity", sent),
+        ("item_similar", [LiveInput(item=ordinal) for ordinal in range(ITEMS)]),
+    ):
+        mine, other = answer(ours, table, *inputs), answer(theirs, table, *inputs)
+
+        # Then the answers are the same
+        for first, second in zip(mine, other, strict=True):
+            assert np.allclose(first.numbers, second.numbers, rtol=1e-4, atol=1e-6)
+            if first.items is not None:
+                assert first.items.tolist() == second.items.tolist()
+
+
+def shuffle(bundle: Bundle, out) -> Bundle:
+    """The same model with its items in another order."""
+    order = np.random.default_rng(9).permutation(len(bundle.item_ids))
+
+    def table(model, name="table"):
+        graph = load(model.path).graph
+        return next(numpy_helper.to_array(each) for each in graph.initializer if each.name == name)
+
+    affinity = bundle.values["user_affinity"]
+    rows = table(bundle.user_tower)
+    padded = np.concatenate([rows[order], rows[-1:]])
+    return write_bundle(
+        out,
+        name="shuffled",
+        version="1",
+        dims=bundle.dims,
+        item_ids=[bundle.item_ids[index].decode() for index in order],
+        user_tower=ModelFile(graphs.history_tower(padded), bundle.user_tower.spec),
+        item_tower=ModelFile(
+            graphs.item_tower(table(bundle.item_tower)[order]), bundle.item_tower.spec, "item"
+        ),
+        values={
+            "user_affinity": ModelFile(
+                graphs.affinity_model(padded, table(affinity, "centroids").T),
+                affinity.spec,
+                labels=affinity.labels,
+            )
+        },
+    )

@@ -1,0 +1,116 @@
+"""The FAISS index of the live path."""
+
+import numpy as np
+import pytest
+
+from cache.errors import ConfigError, CorruptArtefact
+from cache.search import Searcher
+from precompute import index as indexes
+from precompute.index import build_index, measure_recall, sample_queries
+
+
+@pytest.fixture(scope="module")
+def vectors():
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((4000, 24)) * np.exp(0.8 * rng.standard_normal((4000, 1)))
+    return rows.astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["auto", "flat", "ivf", "hnsw"])
+@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
+def test_recall_is_measured_through_the_file_as_written(tmp_path, vectors, kind, metric):
+    path = tmp_path / "index.faiss"
+
+    report = build_index(vectors, metric, path, kind)
+
+    # Pitfall P14: the same figure when the index is opened again
+    again = measure_recall(
+        Searcher.open(path, metric, count=4000), vectors, sample_queries(vectors)
+    )
+    assert again == (report.recall, report.recall_head, report.recall_tail)
+    assert report.recall > 0.85
+    assert report.size_bytes == path.stat().st_size
+    assert [each.name for each in tmp_path.iterdir()] == ["index.faiss"]
+
+
+def test_an_index_of_the_wrong_metric_or_probes_shows_in_its_recall(tmp_path, vectors):
+    path = tmp_path / "index.faiss"
+    build_index(vectors, "cosine", path, "flat")
+    sample = sample_queries(vectors)
+
+    as_inner_product = measure_recall(Searcher.open(path, "inner_product"), vectors, sample)
+    index = indexes._inverted(vectors, 0)
+    index.nprobe = 1
+    one_probe = measure_recall(Searcher(index, "inner_product", 1), vectors, sample)
+
+    assert as_inner_product[0] < 0.8
+    assert one_probe[0] < 0.8
+
+
+def test_many_items_get_the_inverted_file_only_if_it_pays(tmp_path, vectors, monkeypatch):
+    monkeypatch.setattr(indexes, "_FLAT_BELOW", 1000)
+    monkeypatch.setattr(indexes, "_search_ms", lambda searcher, sample: 1.0)
+
+    slow = build_index(vectors, "inner_product", tmp_path / "a.faiss")
+    monkeypatch.setattr(indexes, "_WORTH_IT", 2.0)
+    fast = build_index(vectors, "inner_product", tmp_path / "b.faiss")
+
+    assert slow.kind == "flat"
+    assert fast.kind.startswith("ivf")
+    assert fast.recall >= 0.99
+
+
+def test_a_searcher_refuses_what_is_no_index_or_another_generations(tmp_path, vectors):
+    path = tmp_path / "index.faiss"
+    build_index(vectors, "inner_product", path)
+    (tmp_path / "broken").write_bytes(b"nothing")
+
+    with pytest.raises(CorruptArtefact, match="4000 vectors, the generation has 5"):
+        Searcher.open(path, "inner_product", count=5)
+    with pytest.raises(CorruptArtefact, match="broken"):
+        Searcher.open(tmp_path / "broken", "inner_product")
+
+
+def test_candidates_do_not_depend_on_their_batch(tmp_path, vectors):
+    path = tmp_path / "index.faiss"
+    for kind in ("flat", "ivf"):
+        build_index(vectors, "inner_product", path, kind)
+        searcher = Searcher.open(path, "inner_product")
+
+        whole = searcher.search(vectors[:100], 40)
+
+        for size in (1, 7, 16, 17, 50):
+            assert np.array_equal(searcher.search(vectors[:size], 40), whole[:size])
+
+
+@pytest.mark.parametrize("kind", ["flat", "ivf", "hnsw"])
+def test_blocked_items_are_filtered_inside_the_index(tmp_path, vectors, kind):
+    path = tmp_path / "index.faiss"
+    build_index(vectors, "inner_product", path, kind)
+    blocked = np.arange(0, 4000, 2)
+
+    found = Searcher.open(path, "inner_product").search(vectors[:5], 30, blocked)
+
+    assert (found % 2 == 1).all()
+
+
+def test_the_candidates_wanted_depend_on_a_rows_own_exclusions():
+    searcher = Searcher.__new__(Searcher)
+    searcher.count = 1000
+
+    counts = searcher.fetch(100, np.array([0, 10, 20, 100, 5000]))
+
+    assert counts.tolist() == [132, 132, 164, 228, 1000]
+
+
+def test_a_few_items_are_enough(tmp_path):
+    path = tmp_path / "index.faiss"
+
+    report = build_index(np.eye(3, dtype=np.float32), "inner_product", path)
+
+    assert (report.kind, report.recall) == ("flat", 1.0)
+
+
+def test_an_unknown_kind_is_refused(tmp_path, vectors):
+    with pytest.raises(ConfigError, match="lsh"):
+        build_index(vectors, "inner_product", tmp_path / "x", "lsh")  # type: ignore[arg-type]

@@ -1,0 +1,136 @@
+"""int8 towers: what becomes int8, how far they agree, and that no batch mate matters (pitfall P7)."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from cache.errors import BundleError
+from cache.tower import Histories, InputSpec, Tower, TowerSpec
+from precompute.agreement import agreement, take
+from precompute.quantize import quantize_tower
+from tests.models import histories_of, train_small
+
+ITEMS, DIMS = 3000, 32
+HISTORY = InputSpec("history", "history", "int32", max_length=64, pad=ITEMS)
+
+
+def save(path, nodes, constants, inputs, width):
+    graph = helper.make_graph(
+        nodes,
+        "tower",
+        inputs,
+        [helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["n", width])],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path
+    )
+
+
+@pytest.fixture(scope="module")
+def perceptron(tmp_path_factory):
+    """A general tower: the mean of embeddings through two dense layers."""
+    path = tmp_path_factory.mktemp("perceptron") / "user_tower.onnx"
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((ITEMS + 1, DIMS)).astype(np.float32)
+    table[-1] = 0
+    nodes = [
+        helper.make_node("Gather", ["table", "history"], ["rows"], name="embedding"),
+        helper.make_node("ReduceMean", ["rows"], ["mean"], name="mean", axes=[1], keepdims=0),
+        helper.make_node("Gemm", ["mean", "w1", "b1"], ["hidden"], name="first"),
+        helper.make_node("Relu", ["hidden"], ["active"], name="relu"),
+        helper.make_node("MatMul", ["active", "w2"], ["vector"], name="second"),
+    ]
+    constants = {
+        "table": table,
+        "w1": rng.standard_normal((DIMS, 64)).astype(np.float32) / 6,
+        "b1": rng.standard_normal(64).astype(np.float32) / 10,
+        "w2": rng.standard_normal((64, DIMS)).astype(np.float32) / 8,
+    }
+    history = helper.make_tensor_value_info("history", TensorProto.INT32, ["n", "length"])
+    save(path, nodes, constants, [history], DIMS)
+    return path, TowerSpec((HISTORY,), "vector", DIMS)
+
+
+def make_inputs(count, seed=1):
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(0, ITEMS, rng.integers(1, 80)) for _ in range(count)]
+    return {"history": Histories.of(rows)}
+
+
+def test_tables_and_products_of_a_general_tower_become_int8(perceptron, tmp_path):
+    path, spec = perceptron
+    out = tmp_path / "int8.onnx"
+
+    report = quantize_tower(path, spec, make_inputs(300), out)
+
+    assert (report.tables, report.products) == (1, 2)
+    assert report.int8_bytes < 0.4 * report.fp32_bytes
+    kinds = {each.name: each.data_type for each in onnx.load(out).graph.initializer}
+    assert kinds["table_int8"] == TensorProto.INT8
+    assert "table" not in kinds
+
+
+def test_a_general_int8_tower_is_batch_invariant_and_agrees(perceptron, tmp_path):
+    path, spec = perceptron
+    out = tmp_path / "int8.onnx"
+    inputs = make_inputs(1200)
+    quantize_tower(path, spec, take(inputs, np.arange(400)), out)
+    exact, fast = Tower.open(path, spec), Tower.open(out, spec)
+    items = np.random.default_rng(2).standard_normal((500, DIMS)).astype(np.float32)
+
+    facts = agreement(exact, fast, inputs, items)
+
+    assert facts["batch_invariant"]
+    assert facts["overlap_at_20"] > 0.85
+    assert facts["score_error_p99"] < 0.1
+    whole = fast.run(inputs)
+    for size in (1, 2, 31, 700):
+        rows = np.random.default_rng(size).choice(1200, size, replace=False)
+        assert np.array_equal(fast.run(take(inputs, rows)), whole[rows])
+
+
+def test_the_reference_towers_keep_their_lists_in_int8(tmp_path):
+    bundle = train_small(tmp_path / "bundle")
+    inputs = {"history": histories_of()}
+    item = Tower.open(bundle.item_tower.path, bundle.item_tower.spec)
+    vectors = item.run({"item_index": np.arange(len(bundle.item_ids))})
+
+    for model in (bundle.user_tower, bundle.values["user_affinity"]):
+        out = tmp_path / f"{model.name}.onnx"
+        quantize_tower(model.path, model.spec, inputs, out)
+        facts = agreement(
+            Tower.open(model.path, model.spec),
+            Tower.open(out, model.spec),
+            inputs,
+            vectors if model is bundle.user_tower else None,
+        )
+
+        assert facts["batch_invariant"]
+        assert facts["overlap_at_20" if model is bundle.user_tower else "overlap_at_1"] >= 0.98
+
+
+def test_excluded_items_count_on_neither_side(tmp_path):
+    bundle = train_small(tmp_path / "bundle")
+    tower = Tower.open(bundle.user_tower.path, bundle.user_tower.spec)
+    item = Tower.open(bundle.item_tower.path, bundle.item_tower.spec)
+    vectors = item.run({"item_index": np.arange(len(bundle.item_ids))})
+    inputs = {"history": histories_of()}
+
+    facts = agreement(tower, tower, inputs, vectors, excluded=histories_of())
+
+    assert facts["overlap_at_20"] == 1.0
+    assert facts["score_error_p99"] == 0.0
+
+
+def test_a_model_with_nothing_to_quantize_is_refused(tmp_path):
+    path = tmp_path / "plain.onnx"
+    taste = helper.make_tensor_value_info("taste", TensorProto.FLOAT, ["n", 3])
+    save(path, [helper.make_node("Relu", ["taste"], ["vector"])], {}, [taste], 3)
+    spec = TowerSpec(
+        (InputSpec("taste", "feature", "float32", column="taste", width=3),), "vector", 3
+    )
+
+    with pytest.raises(BundleError, match=r"plain\.onnx holds no embedding table"):
+        quantize_tower(path, spec, {"taste": np.ones((4, 3), np.float32)}, tmp_path / "int8.onnx")

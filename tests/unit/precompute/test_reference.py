@@ -1,0 +1,102 @@
+"""The closed-form reference model."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+from cache.errors import SourceError
+from cache.tower import Tower
+from precompute import reference
+from precompute.reference import ReferenceData, singular_vectors, spherical_clusters, train
+from tests.models import ITEMS, USERS, histories_of, train_small
+
+
+def test_the_same_data_and_seed_give_the_same_bundle(tmp_path):
+    first, second = train_small(tmp_path / "a"), train_small(tmp_path / "b")
+
+    assert first.digest == second.digest
+
+
+def test_dimensions_shrink_to_the_data(tmp_path):
+    bundle = train_small(tmp_path, dims=256)
+
+    assert bundle.dims == ITEMS < USERS
+
+
+def test_users_rank_their_own_half_of_the_items_first(tmp_path):
+    # Given users who like the even or the odd items
+    bundle = train_small(tmp_path, dims=4)
+    users = Tower.open(bundle.user_tower.path, bundle.user_tower.spec)
+    items = Tower.open(bundle.item_tower.path, bundle.item_tower.spec)
+
+    # When their vectors meet the items'
+    scores = users.run({"history": histories_of()}) @ items.run({"item_index": np.arange(ITEMS)}).T
+
+    # Then their own half scores higher
+    own = np.array([(np.arange(ITEMS) + user) % 2 == 1 for user in range(USERS)])
+    assert (
+        np.where(own, scores, 0).sum(axis=1) > np.where(own, 0, scores).sum(axis=1)
+    ).mean() > 0.9
+
+
+def test_given_categories_become_the_labels(tmp_path):
+    categories = [f"c{number % 3}" for number in range(ITEMS)]
+
+    bundle = train_small(tmp_path, categories=categories)
+
+    assert bundle.values["user_affinity"].labels == ("c0", "c1", "c2")
+
+
+def test_clusters_are_named_by_one_of_their_items(tmp_path):
+    labels = train_small(tmp_path).values["user_affinity"].labels
+
+    assert len(set(labels)) == len(labels) == reference.CLUSTERS
+    assert all(label.startswith("item-") for label in labels)
+
+
+def test_one_user_and_one_item_are_enough(tmp_path):
+    one = np.zeros(1, np.int64)
+
+    bundle = train(ReferenceData(one, one, ["only"]), tmp_path)
+
+    assert bundle.dims == 1
+    assert bundle.values["user_affinity"].labels == ("only",)
+
+
+def test_no_interactions_are_refused(tmp_path):
+    none = np.empty(0, np.int64)
+
+    with pytest.raises(SourceError):
+        train(ReferenceData(none, none, ["a"]), tmp_path)
+
+
+def test_repeated_interactions_count_once(tmp_path):
+    users, items = np.array([0, 0, 1]), np.array([0, 1, 1])
+    twice = np.concatenate([users, users]), np.concatenate([items, items])
+
+    once = train(ReferenceData(users, items, ["a", "b"]), tmp_path / "a")
+    again = train(ReferenceData(*twice, ["a", "b"]), tmp_path / "b")
+
+    assert once.digest == again.digest
+
+
+def test_randomised_singular_vectors_equal_the_exact_ones():
+    # Given a matrix with a falling spectrum, larger than the randomised basis
+    rng = np.random.default_rng(0)
+    left = np.linalg.qr(rng.standard_normal((400, 120)))[0]
+    right = np.linalg.qr(rng.standard_normal((300, 120)))[0]
+    matrix = sp.csr_matrix(((left * 0.8 ** np.arange(120)) @ right.T).astype(np.float32))
+
+    vectors, spectrum = singular_vectors(matrix, 10, rng)
+
+    assert np.allclose(spectrum, 0.8 ** np.arange(10), rtol=1e-3)
+    assert np.allclose(np.abs((vectors * right[:, :10]).sum(axis=0)), 1, atol=1e-3)
+
+
+def test_clusters_find_separate_directions():
+    directions = np.repeat(np.eye(3, dtype=np.float32), 20, axis=0)
+    found = [spherical_clusters(directions, 3, np.random.default_rng(seed)) for seed in range(20)]
+
+    best = max(found, key=lambda groups: len(np.unique(groups)))
+
+    assert [len(np.unique(best[start : start + 20])) for start in (0, 20, 40)] == [1, 1, 1]
