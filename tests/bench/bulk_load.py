@@ -1,0 +1,144 @@
+"""Loading a table of 616-byte records into Redis: the night's loader beside one command per entity.
+
+Baselines, through redis-py with hiredis: pipelines of 1,000 `SET` with prebuilt keys and values, and `MSET` of 1,000.
+The candidate is `precompute.load.load_part`, from the page file to its mark, with the night's own page and chunk
+sizes. Each run starts with an empty Redis; emptying it is not timed. `bytes_over_payload` is what Redis's memory grew
+by, keys included, over the records' own bytes.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import redis
+
+from cache.embedded import Server
+from cache.keys import Keyspace
+from cache.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
+from cache.records import Layout
+from precompute.config import NightConfig
+from precompute.load import Part, load_part
+from precompute.tables import records_per_page
+from tests.bench.harness import Ratio, Report, alternate, parse
+from tests.bench.place import own_server, pin, unpin
+
+LAYOUT = Layout("topk", 100, "f2")
+AT_ONCE = 1_000
+GENERATION = "20261120T000000Z-000000000001"
+KEYS = Keyspace("bench")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One table as the night leaves it on disk, and the same records one by one."""
+
+    root: Path
+    manifest: Manifest
+    part: Part
+    names: list[str]
+    records: list[bytes]
+
+
+def make_case(root: Path, count: int, config: NightConfig) -> Case:
+    """Random bytes: neither Redis nor the loader looks into a record."""
+    rows = np.random.default_rng(0).bytes(count * LAYOUT.size_bytes)
+    (root / "pages").write_bytes(rows)
+    file = Artefact("pages", len(rows), "0" * 64)
+    per_page = records_per_page(LAYOUT, config.page_bytes)
+    entry = TablePart(0, -(-count // per_page), count, file, replace(file, path="sums"))
+    producer = Producer("topk", "user_tower", "inner_product")
+    table = Table("user_topk", "user", producer, LAYOUT, per_page, (entry,))
+    items = ItemFiles(file, file, file, file, 0, 0)
+    manifest = Manifest(
+        "bench", GENERATION, 0, 0, "", "", {}, items, {table.name: table}, {}, {}, file
+    )
+    size = LAYOUT.size_bytes
+    return Case(
+        root,
+        manifest,
+        Part(table, 0),
+        [f"larder:1:bench:{GENERATION}:user_topk:{number:016x}" for number in range(count)],
+        [rows[at : at + size] for at in range(0, len(rows), size)],
+    )
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    config = NightConfig()
+    count = 100_000 if options.quick else 200_000
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        case = make_case(Path(folder), count, config)
+        report = Report("bulk_load", ("redis", "hiredis"))
+        report.figures["entities"] = count
+        report.figures["record bytes"] = LAYOUT.size_bytes
+        report.figures["page bytes"] = case.part.table.page_bytes
+        report.figures["placement"] = (
+            f"client on {pin(0, 0)}, redis on {pin(server.pid, -1)}, TCP on loopback"
+        )
+        measure(report, case, server, config, options.rounds)
+        unpin()
+        with redis.Redis.from_url(server.url, protocol=2) as client:
+            report.figures["redis"] = str(client.info("server")["redis_version"])
+    report.show(options)
+
+
+def measure(report: Report, case: Case, server: Server, config: NightConfig, rounds: int) -> None:
+    """Rates are entities per second."""
+    client = redis.Redis.from_url(server.url, protocol=3)
+    count = len(case.records)
+    spent: dict[str, float] = {}
+
+    def timed(name: str, run: Callable[[], object]) -> Callable[[], float]:
+        def once() -> float:
+            client.flushall(asynchronous=False)
+            before = int(client.info("memory")["used_memory"])
+            began = time.perf_counter()
+            run()
+            took_s = time.perf_counter() - began
+            spent[name] = (int(client.info("memory")["used_memory"]) - before) / count
+            return count / took_s
+
+        return once
+
+    def one_by_one() -> None:
+        pipeline = client.pipeline(transaction=False)
+        for at in range(0, count, AT_ONCE):
+            for name, record in zip(
+                case.names[at : at + AT_ONCE], case.records[at : at + AT_ONCE], strict=True
+            ):
+                pipeline.set(name, record)
+            pipeline.execute()
+
+    def mset() -> None:
+        for at in range(0, count, AT_ONCE):
+            names = case.names[at : at + AT_ONCE]
+            client.mset(dict(zip(names, case.records[at : at + AT_ONCE], strict=True)))
+
+    def load() -> None:
+        load_part(
+            client, KEYS, case.manifest, case.root, case.part,
+            chunk_bytes=config.load_chunk_bytes,
+        )  # fmt: skip
+
+    loaded = timed("load_part", load)
+    report.ratios["vs_set_pipeline"] = alternate(
+        timed("SET pipeline", one_by_one), {"load": loaded}, rounds=rounds
+    )["load"]
+    report.ratios["vs_mset"] = alternate(timed("MSET", mset), {"load": loaded}, rounds=rounds)[
+        "load"
+    ]
+    size = LAYOUT.size_bytes
+    report.ratios["bytes_over_payload"] = Ratio(
+        spent["load_part"] / size, 1.0, 1, spent["load_part"], size
+    )
+    for name, bytes_each in spent.items():
+        report.figures[f"bytes per entity, {name}"] = round(bytes_each, 1)
+    client.close()
+
+
+if __name__ == "__main__":
+    main()

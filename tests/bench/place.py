@@ -1,0 +1,43 @@
+"""Where the parts of a bench run: placement decides latency, so it is chosen and printed."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from cache.embedded import Server, server
+
+
+def cores() -> list[int]:
+    """The cores this process may use; empty where the system does not say."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def pin(pid: int, core: int | None) -> str:
+    """Keep a process (0 = this one) with all its threads on the core at that index of `cores`, wrapping around."""
+    available = cores_at_start
+    if core is None or len(available) < 2:
+        return "anywhere"
+    chosen = available[core % len(available)]
+    tasks = Path(f"/proc/{pid or 'self'}/task")
+    for task in [int(each.name) for each in tasks.iterdir()] if tasks.exists() else [pid]:
+        os.sched_setaffinity(task, {chosen})
+    return f"core {chosen}"
+
+
+def unpin() -> None:
+    """Give this process all its cores back."""
+    if cores_at_start:
+        os.sched_setaffinity(0, cores_at_start)
+
+
+@contextmanager
+def own_server(core: int = -1) -> Iterator[Server]:
+    """A Redis of the bench's own, pinned to one core (by default the last)."""
+    with TemporaryDirectory(prefix="larder-bench-") as folder, server(Path(folder)) as running:
+        pin(running.pid, core)
+        yield running
+
+
+cores_at_start = cores()
