@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ from infra.demo.airflow import AirflowFailed, LocalAirflow, RunReport, TaskRepor
 from precompute.control import Control
 
 USERS, ITEMS, SHARDS = 240, 90, 3
-LATER = "2026-02-01T00:00:00+00:00"
 CONFIG = f"""
 shards = {SHARDS}
 bundle = "bundle"
@@ -88,50 +88,71 @@ def place(tmp_path: Path, own_redis: Server) -> Iterator[Place]:
         yield Place(tmp_path, airflow, Control(client, Keyspace("default")))
 
 
+def now() -> str:
+    """Return a cut later than that of any night before: what is older is never published."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def states(report: RunReport) -> set[str]:
     return {task.state for task in report.tasks}
 
 
-def test_a_new_bundle_is_scored_published_repeated_and_rolled_back(place: Place) -> None:
-    # given: a bundle, trained by one DAG, whose asset starts the other
-    trained = place.run("train_reference")
+def first_night(place: Place) -> tuple[RunReport, list[TaskReport]]:
+    """Train a bundle, and wait for the night that its asset starts."""
+    assert states(place.run("train_reference")) == {"success"}
     run_id = place.airflow.wait_new("nightly_precompute", known=())
     told: list[TaskReport] = []
+    return place.airflow.wait("nightly_precompute", run_id, 180.0, on_task=told.append), told
 
-    # when: that night has run
-    night = place.airflow.wait("nightly_precompute", run_id, 180.0, on_task=told.append)
 
-    # then: it had no logical date, scored each shard in its own task, and published
-    assert states(trained) == states(night) == {"success"}
+def test_a_new_bundle_is_scored_and_published_once(place: Place) -> None:
+    # when
+    night, told = first_night(place)
+
+    # then: it had no logical date, scored each shard in a task of its own, and published
+    assert states(night) == {"success"}
     assert night.run_type == "asset_triggered"
     scored = {task.map_index for task in night.tasks if task.task_id == "score_shard"}
     assert scored == set(range(SHARDS))
     assert set(told) == set(night.tasks)
-    first = place.live
-    assert first.attempt == run_id
-    assert first.previous is None
+    published = place.live
+    assert published.attempt == night.run_id
+    assert published.previous is None
 
-    # and: a second night replaces it, and knows its own work when asked again
-    second_night = place.run("nightly_precompute", data_until=LATER)
-    second = place.live
-    assert states(second_night) == {"success"}
-    assert second.generation.startswith("20260201T000000Z")
-    assert second.previous == first.generation
-    again = place.run("nightly_precompute", data_until=LATER)
+    # and: asked for the same cut again, it knows its own work
+    cut = datetime.strptime(published.generation[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    again = place.run("nightly_precompute", data_until=cut.isoformat())
     assert [task.task_id for task in again.tasks if task.state == "success"] == ["begin"]
     assert states(again) == {"success", "skipped"}
-    assert place.live == second
+    assert place.live == published
 
-    # and: one trigger brings the first one back
+
+@pytest.mark.slow
+def test_a_second_night_is_rolled_back_and_a_refused_one_changes_nothing(place: Place) -> None:
+    # given
+    first_night(place)
+    first = place.live
+    assert states(place.run("nightly_precompute", data_until=now())) == {"success"}
+    second = place.live
+    assert second.previous == first.generation
+
+    # when
     back = place.run("roll_back", reason="a test")
+
+    # then
     assert states(back) == {"success"}
     assert place.live.generation == first.generation
     assert place.live.epoch > second.epoch
 
-    # and: a night that its gates refuse is red at `verify`, once, and changes nothing
+    # and: a night that a gate refuses is red at `verify`, at its first try
     config = place.folder / "larder.toml"
     config.write_text(CONFIG.replace("index_recall = 0.5", "index_recall = 1.5"))
-    with pytest.raises(AirflowFailed, match="index_recall") as refused:
-        place.run("nightly_precompute", data_until="2026-03-01T00:00:00Z")
-    assert "verify" in str(refused.value)
+    run_id = place.airflow.trigger("nightly_precompute", {"data_until": now()})
+    with pytest.raises(AirflowFailed, match="index_recall"):
+        place.airflow.wait("nightly_precompute", run_id, 180.0)
+    tasks = {
+        task.task_id: task for task in place.airflow.report("nightly_precompute", run_id).tasks
+    }
+    assert (tasks["verify"].state, tasks["verify"].try_number) == ("failed", 1)
+    assert tasks["publish"].state == "upstream_failed"
     assert place.live.generation == first.generation
