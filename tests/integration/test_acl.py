@@ -108,7 +108,7 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
 
 
 def test_the_service_hears_of_a_publish(reader: redis.Redis, loader: redis.Redis) -> None:
-    with reader.pubsub(ignore_subscribe_messages=True) as subscription:  # type: ignore[no-untyped-call]
+    with reader.pubsub(ignore_subscribe_messages=True) as subscription:
         subscription.subscribe(KEYS.channel)
         heard = []
 
@@ -145,7 +145,7 @@ def test_the_service_can_neither_move_the_pointer_nor_touch_a_page(
     reader: redis.Redis, command: tuple[str, ...]
 ) -> None:
     with pytest.raises(redis.exceptions.NoPermissionError):
-        reader.execute_command(*command)  # type: ignore[no-untyped-call]
+        reader.execute_command(*command)
 
 
 def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) -> None:
@@ -186,7 +186,7 @@ def test_the_night_stays_within_its_namespace(
     loader: redis.Redis, command: tuple[str, ...]
 ) -> None:
     with pytest.raises(redis.exceptions.NoPermissionError):
-        loader.execute_command(*command)  # type: ignore[no-untyped-call]
+        loader.execute_command(*command)
 
 
 def test_nobody_gets_in_without_a_password(socket: Path) -> None:
