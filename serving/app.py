@@ -20,9 +20,10 @@ from cache.remote import RemoteConfig, RemoteTier
 from cache.tiered import Tiered
 from serving.case import want_in
 from serving.config import ServingConfig
+from serving.follower import Follower
 from serving.ladder import Ladder, Lives
 from serving.live import MicroBatcher, compute
-from serving.metrics import Metrics
+from serving.metrics import Events, Metrics
 from serving.problem import Problem
 from serving.refresh import Refresher
 from serving.routes import Service, refused, routes
@@ -90,11 +91,11 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
     ladder = Ladder(tiers, batcher, metrics, lives)
     store = config.store()
 
-    def open_snapshot(pointer: Pointer, generation: str, blocklist: Blocklist) -> Snapshot:
+    def open_snapshot(pointer: Pointer, blocklist: Blocklist) -> Snapshot:
         return Snapshot.open(
             store,
-            generation,
-            epoch=pointer.epoch if generation == pointer.generation else 0,
+            pointer.generation,
+            epoch=pointer.epoch,
             published_at=pointer.published_at,
             blocklist=blocklist,
             precision=config.precision,
@@ -113,11 +114,32 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
             await tiers.warm(coming.view, wants[start : start + _WARM_CHUNK], give_up)
             await asyncio.sleep(0)  # readers go first
 
+    def events() -> dict[str, float]:
+        return {
+            "l2_reads": tiers.counters.l2_reads,
+            "l2_batches": remote.batches,
+            "l2_shed": remote.shed,
+            "breaker_opened": breaker.opened,
+            "flights_shared": tiers.flights.shared,
+            "inferences_shared": ladder.flights.shared,
+            "overlays_stored": tiers.writes.stored,
+            "overlays_failed": tiers.writes.failed,
+            "overlays_dropped": tiers.writes.dropped,
+        }
+
+    follower = Follower(store, remote, open_snapshot, metrics, warm=warm)
     refresher = Refresher(
-        config, store, remote, open_snapshot, metrics, replica_id=replica_id(), warm=warm
+        follower,
+        store,
+        remote,
+        replica_id=replica_id(),
+        poll_s=config.poll_s,
+        blocklist_poll_s=config.blocklist_poll_s,
+        heartbeat_s=config.heartbeat_s,
     )
     _gauges(metrics, refresher, local, breaker, batcher)
-    service = Service(refresher, ladder, metrics, config.limits(), config.body_bytes, config.token)
+    metrics.registry.register(Events(events))
+    service = Service(follower, ladder, metrics, config.limits(), config.body_bytes, config.token)
     try:
         await refresher.start()
         yield service
@@ -140,13 +162,15 @@ def _gauges(
     breaker: Breaker,
     batcher: MicroBatcher,
 ) -> None:
+    follower = refresher.follower
+
     def age() -> float:
-        held = refresher.holding
+        held = follower.holding
         return float("nan") if held is None else time.time() - held.live.manifest.data_until
 
     metrics.generation_age.set_function(age)
-    metrics.stale.set_function(lambda: float(refresher.stale is not None))
-    metrics.ready.set_function(lambda: float(refresher.health.ready))
+    metrics.stale.set_function(lambda: float(follower.stale is not None))
+    metrics.ready.set_function(lambda: float(follower.health.ready))
     metrics.breaker.set_function(lambda: _BREAKER_STATES[breaker.state])
     metrics.blocklist_age.set_function(lambda: time.monotonic() - refresher.blocklist_read_at)
     metrics.l1_bytes.set_function(lambda: local.size_bytes)

@@ -1,10 +1,12 @@
 """Everything the service counts; sources sum to the entities asked, misses to what no stored tier answered."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 Source = Literal["l1", "l2", "live", "previous", "default"]
 SOURCES: tuple[Source, ...] = ("l1", "l2", "live", "previous", "default")
@@ -15,6 +17,22 @@ _SECONDS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10,
 )  # fmt: skip
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class Events(Collector):
+    """Counters that others keep as plain numbers, read when they are scraped."""
+
+    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """One family."""
+        family = CounterMetricFamily(
+            "larder_tier_events", "What the tiers did besides answering", labels=["event"]
+        )
+        for event, count in self._read().items():
+            family.add_metric([event], count)
+        yield family
 
 
 class Metrics:
@@ -45,12 +63,6 @@ class Metrics:
         )
         self.refreshes = Counter(
             "larder_refreshes", "Looks at the pointer, by outcome", ["outcome"], registry=registry
-        )
-        self.tier_events = Counter(
-            "larder_tier_events",
-            "What the tiers did besides answering",
-            ["event"],
-            registry=registry,
         )
         self.answer_seconds = Histogram(
             "larder_answer_seconds", "Request start to answer", ["source"],
@@ -97,22 +109,35 @@ class Metrics:
         self.live_queue = Gauge(
             "larder_live_queue", "Inputs waiting for the model", registry=registry
         )
+        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
         self._seconds = {source: self.answer_seconds.labels(source) for source in SOURCES}
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
 
     def answered(self, table: str, source: Source, seconds: float) -> None:
         """One entity has its answer."""
-        self.answers.labels(table, source).inc()
+        self._child(self.answers, table, source).inc()
         self._seconds[source].observe(seconds)
 
     def missed(self, table: str, reason: str) -> None:
         """No stored tier answered one entity."""
-        self.misses.labels(table, reason).inc()
+        self._child(self.misses, table, reason).inc()
 
     def asked(self, tables: Iterable[str]) -> None:
         """Entities that passed validation: each of them will be answered exactly once."""
         for table in tables:
-            self.entities.labels(table).inc()
+            self._child(self.entities, table).inc()
+
+    def requested(self, route: str, status: int) -> None:
+        """One HTTP request has its response."""
+        self._child(self.requests, route, str(status)).inc()
+
+    def _child(self, counter: Counter, *labels: str) -> Counter:
+        """prometheus_client checks labels and takes a lock at every look-up; a hit must not pay for that."""
+        key = (counter, labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = counter.labels(*labels)
+        return child
 
     def stage(self, stage: str, seconds: float) -> None:
         """One stage of one request took this long."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from serving.refresh import Health
+from serving.follower import Health
 from serving.snapshot import Holding, Snapshot
 
 

@@ -31,7 +31,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def look(world: World, holding: Holding, *entities, **options):  # type: ignore[no-untyped-def]
+async def look(world: World, holding: Holding, *entities, **options):
     return await world.ladder.lookup(holding, ask(*entities, **options), now())
 
 
@@ -195,10 +195,13 @@ async def test_history_exclusions_and_blocked_items_appear_from_no_source(world:
 async def test_a_blocked_entity_gets_defaults_or_null_even_with_a_history(world: World) -> None:
     snapshot = world.snapshot(blocklist=Blocklist(1, entities=frozenset(ids("u3"))))
     holding = Holding(snapshot, world.snapshot(OLDER))
-    blocked = {"history": ids("i1")}
+    history = ids("i1")
 
     top, vector = await look(
-        world, holding, entity("u3", **blocked), entity("u3", "user_vector", **blocked)
+        world,
+        holding,
+        entity("u3", history=history),
+        entity("u3", "user_vector", history=history),
     )
 
     assert (top["source"], top["reason"]) == ("default", "entity_blocked")
@@ -368,3 +371,31 @@ async def test_what_no_generation_could_answer_is_refused_before_any_tier_is_ask
     assert not world.remote.calls and not world.jobs
     assert not counts(world, "entities")
     assert world.clock() > DATA_UNTIL
+
+
+async def test_a_record_of_another_format_is_a_miss_and_not_an_error(world: World) -> None:
+    holding = Holding(world.snapshot())
+    page = bytearray(world.remote.pages[GENERATION, "user_topk", 0])
+    size = holding.live.manifest.tables["user_topk"].layout.size_bytes
+    for start in range(0, len(page), size):
+        page[start + 14] = 2 << 4  # C17: written by a program of the next format
+    world.remote.pages[GENERATION, "user_topk", 0] = bytes(page)
+
+    stored, live = await look(world, holding, entity("u1"), entity("u2", history=ids("i1")))
+
+    assert (stored["source"], stored["reason"]) == ("default", "corrupt")
+    assert (live["source"], live["reason"]) == ("live", "corrupt")
+
+
+async def test_inputs_that_never_repeat_cost_one_inference_and_one_read_each(
+    world: World,
+) -> None:
+    holding = Holding(world.snapshot())
+
+    # C18: all misses; L1 and its negative side stay within their bounds.
+    for number in range(150):
+        await look(world, holding, entity(f"x{number}", history=ids(f"i{number % 20}")))
+
+    assert len(world.jobs) == len(world.remote.reads) == 150
+    assert world.tiers.local.size_bytes <= world.tiers.local.max_bytes
+    assert len(world.tiers.negative) <= 100

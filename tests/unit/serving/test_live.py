@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,13 @@ def job(snapshot: Snapshot, *history: str, table: str = "user_topk", size_bytes:
 
 
 def batcher(executor: ThreadPoolExecutor, **changes: int) -> MicroBatcher:
-    settings = {"workers": 1, "max_batch": 4, "max_queue": 100, "max_queue_bytes": 1 << 20}
-    return MicroBatcher(executor, compute=compute, **(settings | changes))
+    settings: dict[str, Any] = {"workers": 1, "max_batch": 4, "max_queue": 100}
+    settings |= {"max_queue_bytes": 1 << 20} | changes
+    return MicroBatcher(executor, compute=compute, **settings)
 
 
 @pytest.fixture
-def executor():  # type: ignore[no-untyped-def]
+def executor():
     with ThreadPoolExecutor(2) as pool:
         yield pool
 

@@ -12,10 +12,11 @@ from cache.artefacts import ArtefactStore
 from cache.blocklist import Blocklist, change_blocklist
 from cache.errors import CorruptArtefact, TierUnavailable
 from cache.releases import Pointer, Release, done_path, intent_path
-from serving.refresh import Refresher, judge
+from serving.follower import Follower, judge
+from serving.refresh import Refresher
 from serving.snapshot import Snapshot
 from tests.fakes import FakeClock
-from tests.unit.serving.world import World, config
+from tests.unit.serving.world import World
 
 A, B, C = (f"2026112{day}T000000Z-00000000000{day}" for day in range(3))
 
@@ -59,21 +60,25 @@ class Scene:
         self.opened: list[str] = []
         self.broken: set[str] = set()
         self.on_open: Callable[[], None] = lambda: None
+        self.follower = Follower(
+            self.store, self.redis, self.open, self.world.metrics, timer=self.timer
+        )
         self.refresher = Refresher(
-            config(), self.store, self.redis, self.open, self.world.metrics,
-            replica_id="replica-1", timer=self.timer,
+            self.follower, self.store, self.redis, replica_id="replica-1",
+            poll_s=1, blocklist_poll_s=1, heartbeat_s=1, timer=self.timer,
         )  # fmt: skip
 
-    def open(self, to: Pointer, generation: str, blocklist: Blocklist) -> Snapshot:
-        self.opened.append(generation)
+    def open(self, to: Pointer, blocklist: Blocklist) -> Snapshot:
+        self.opened.append(to.generation)
         self.on_open()
-        if generation in self.broken:
+        if to.generation in self.broken:
             raise CorruptArtefact("items.bin has 3 bytes")
-        return self.world.snapshot(generation, epoch=to.epoch, blocklist=blocklist)
+        return self.world.snapshot(to.generation, epoch=to.epoch, blocklist=blocklist)
 
     async def publish(self, to: Pointer | bytes | None) -> None:
         self.redis.now = to
-        await self.refresher.look()
+        await self.follower.look()
+        await self.follower.settled()
 
     def release(self, generation: str, epoch: int, previous: str | None = None) -> None:
         release = Release(epoch, "publish", generation, previous, "a", float(epoch))
@@ -81,9 +86,9 @@ class Scene:
         self.store.write_once(done_path(epoch), b"")
 
     @property
-    def held(self) -> tuple[str, ...]:
-        holding = self.refresher.holding
-        return () if holding is None else holding.generations
+    def held(self) -> list[str]:
+        holding = self.follower.holding
+        return [] if holding is None else list(holding.generations)
 
 
 @pytest.fixture
@@ -102,12 +107,13 @@ def test_only_a_greater_epoch_is_followed() -> None:
 
 async def test_a_publish_swaps_one_object_and_keeps_the_previous(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
-    before = scene.refresher.holding
+    before = scene.follower.holding
 
     await scene.publish(pointer(B, 2, A))
 
-    assert scene.held == (B, A) and before is not None and before.generations == (A,)
-    assert scene.opened == [A, B] and scene.refresher.health.ready
+    assert scene.held == [B, A] and before is not None and before.generations == (A,)
+    assert scene.opened == [A, B] and scene.follower.health.ready
+    await scene.refresher.beat()
     assert scene.redis.beats[-1]["serving"] == B and scene.redis.beats[-1]["holds"] == [B, A]
 
 
@@ -118,25 +124,45 @@ async def test_after_a_rollback_the_bad_generation_is_held_no_more(scene: Scene)
     await scene.publish(pointer(A, 3, None))
 
     # P21: previous is what the pointer says, not what happened to be live before.
-    assert scene.held == (A,) and scene.opened == [A, B]
-    assert scene.refresher.holding is not None and scene.refresher.holding.live.epoch == 3
+    assert scene.held == [A] and scene.opened == [A, B]
+    assert scene.follower.holding is not None and scene.follower.holding.live.epoch == 3
 
 
 async def test_a_previous_that_is_not_held_is_fetched_after_the_swap(scene: Scene) -> None:
+    scene.release(A, 1)
+
     await scene.publish(pointer(C, 9, A))
 
-    assert scene.held == (C, A) and scene.opened == [C, A]
+    assert scene.held == [C, A] and scene.opened == [C, A]
+    assert scene.follower.holding is not None and scene.follower.holding.previous is not None
+    assert scene.follower.holding.previous.epoch == 1
     scene.broken.add(A)
     await scene.publish(pointer(B, 10, A))
-    assert scene.held == (B, A)
+    assert scene.held == [B, A]
+
+
+async def test_a_generation_rolled_back_while_it_loads_is_never_served(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    live = []
+    scene.follower.changed = lambda: live.append(scene.held[0])
+
+    def roll_back_meanwhile() -> None:
+        scene.redis.now = pointer(A, 3)
+
+    scene.on_open = roll_back_meanwhile
+    await scene.publish(pointer(B, 2, A))
+
+    # P21: the load was under way when the bad generation was taken back.
+    assert scene.opened == [A, B] and live == [A] and scene.follower.epoch == 3
 
 
 async def test_a_previous_that_cannot_be_loaded_costs_nothing(scene: Scene) -> None:
+    scene.release(A, 1)
     scene.broken.add(A)
 
     await scene.publish(pointer(B, 2, A))
 
-    assert scene.held == (B,) and scene.refresher.health.ready
+    assert scene.held == [B] and scene.follower.health.ready
 
 
 @pytest.mark.parametrize(
@@ -156,21 +182,21 @@ async def test_a_pointer_that_vanished_or_went_back_is_ignored_and_marked(
     await scene.publish(now)
 
     # P22, P23: nothing is followed, nothing drained; it is only said.
-    assert scene.held == (A,) and scene.refresher.stale == why and scene.refresher.health.ready
+    assert scene.held == [A] and scene.follower.stale == why and scene.follower.health.ready
     await scene.publish(pointer(C, 6, A))
-    assert scene.held == (C, A) and scene.refresher.stale is None
+    assert scene.held == [C, A] and scene.follower.stale is None
 
 
 async def test_a_lost_redis_leaves_the_replica_ready_and_marked(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     scene.redis.down = True
 
-    await scene.refresher.look()
+    await scene.follower.look()
 
-    assert scene.refresher.stale == "redis_unreachable" and scene.refresher.health.ready
+    assert scene.follower.stale == "redis_unreachable" and scene.follower.health.ready
     scene.redis.down = False
-    await scene.refresher.look()
-    assert scene.refresher.stale is None
+    await scene.follower.look()
+    assert scene.follower.stale is None
 
 
 async def test_without_redis_a_replica_starts_from_the_newest_completed_release(
@@ -182,10 +208,11 @@ async def test_without_redis_a_replica_starts_from_the_newest_completed_release(
     scene.store.write_once(intent_path(3), intent.to_bytes())
     scene.redis.down = True
 
-    await scene.refresher.look()
+    await scene.follower.look()
+    await scene.follower.settled()
 
-    assert scene.held == (B, A) and scene.refresher.health.ready
-    assert scene.refresher.stale == "redis_unreachable"
+    assert scene.held == [B, A] and scene.follower.health.ready
+    assert scene.follower.stale == "redis_unreachable"
 
 
 async def test_a_redis_restored_from_an_old_copy_is_not_believed(scene: Scene) -> None:
@@ -194,15 +221,15 @@ async def test_a_redis_restored_from_an_old_copy_is_not_believed(scene: Scene) -
 
     await scene.publish(pointer(A, 1))
 
-    assert scene.held[0] == B and scene.refresher.stale == "pointer_backwards"
+    assert scene.held[0] == B and scene.follower.stale == "pointer_backwards"
 
 
 async def test_nothing_published_yet_is_not_ready_and_not_an_error(scene: Scene) -> None:
-    await scene.refresher.look()
+    await scene.follower.look()
 
-    assert not scene.refresher.health.ready and scene.refresher.holding is None
+    assert not scene.follower.health.ready and scene.follower.holding is None
     await scene.publish(pointer(A, 1))
-    assert scene.refresher.health.ready
+    assert scene.follower.health.ready
 
 
 async def test_only_an_epoch_that_was_seen_and_cannot_be_loaded_drains(scene: Scene) -> None:
@@ -211,14 +238,14 @@ async def test_only_an_epoch_that_was_seen_and_cannot_be_loaded_drains(scene: Sc
 
     await scene.publish(pointer(B, 2, A))
 
-    assert scene.held == (A,) and not scene.refresher.health.ready
-    assert "items.bin" in (scene.refresher.health.failed or "")
-    await scene.refresher.look()
+    assert scene.held == [A] and not scene.follower.health.ready
+    assert "items.bin" in (scene.follower.health.failed or "")
+    await scene.follower.look()
     assert scene.opened == [A, B]  # not at every look: each try reads and checks every file
     scene.broken.clear()
     scene.timer.tick(60)
-    await scene.refresher.look()
-    assert scene.held == (B, A) and scene.refresher.health.ready
+    await scene.follower.look()
+    assert scene.held == [B, A] and scene.follower.health.ready
 
 
 async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loading(
@@ -229,17 +256,17 @@ async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loadi
 
     await scene.refresher.look_at_blocklist()
 
-    held = scene.refresher.holding
+    held = scene.follower.holding
     ordinal = scene.world.items.ordinal_of(b"i3")
     assert held is not None and held.live.blocked == {ordinal}
     assert held.live.blocklist.entities == {b"u1"}
 
     def block_meanwhile() -> None:
-        scene.refresher.blocklist = change_blocklist(scene.store, block_items=[b"i4"])
+        scene.follower.blocklist = change_blocklist(scene.store, block_items=[b"i4"])
 
     scene.on_open = block_meanwhile
     await scene.publish(pointer(B, 2, A))
-    held = scene.refresher.holding
+    held = scene.follower.holding
     assert held is not None
     assert all(len(each.blocked) == 2 for each in held.snapshots)
 
@@ -254,6 +281,6 @@ async def test_a_blocklist_that_cannot_be_read_leaves_the_last_one_in_force(scen
 
     await scene.refresher.look_at_blocklist()
 
-    held = scene.refresher.holding
+    held = scene.follower.holding
     assert held is not None and len(held.live.blocked) == 1
     assert scene.refresher.blocklist_read_at == read_at

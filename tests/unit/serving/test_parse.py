@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.ask import lookup_body, lookup_url, score_body, with_deadline_header
+from serving.parse import lookup_body, lookup_url, score_body, with_deadline_header
 from serving.problem import Problem
 from tests.unit.serving.world import LIMITS
 
