@@ -131,34 +131,62 @@ def alternate(
     Rounds go on beyond `rounds`, up to `rounds_max` (default twice as many), only while the
     baseline's own ratio is out of tolerance; the candidates' ratios have no say in it.
     """
+    found = compare(
+        {"": baseline},
+        candidates,
+        rounds=rounds,
+        rounds_max=rounds_max,
+        tolerance=tolerance,
+        warm=warm,
+    )
+    return {candidate: ratio for (_, candidate), ratio in found.items()}
+
+
+def compare(
+    baselines: Mapping[str, Run],
+    candidates: Mapping[str, Run],
+    *,
+    rounds: int = ROUNDS_MIN,
+    rounds_max: int | None = None,
+    tolerance: float = AA_TOLERANCE,
+    warm: bool = True,
+) -> dict[tuple[str, str], Ratio]:
+    """Like `alternate` for several baselines in the same rounds; keys are (baseline, candidate)."""
     if warm:
-        for run in (baseline, *candidates.values()):
+        for run in (*baselines.values(), *candidates.values()):
             run()
     limit = max(rounds, 2 * rounds if rounds_max is None else rounds_max)
-    before: list[float] = []
-    after: list[float] = []
+    before: dict[str, list[float]] = {name: [] for name in baselines}
+    after: dict[str, list[float]] = {name: [] for name in baselines}
     seen: dict[str, list[float]] = {name: [] for name in candidates}
-    names = list(candidates)
-    while len(before) < rounds or (
-        len(before) < limit and abs(_median_ratio(after, before) - 1.0) > tolerance
-    ):
-        before.append(baseline())
+    done = 0
+
+    def restless() -> bool:
+        return any(abs(_median_ratio(after[n], before[n]) - 1) > tolerance for n in baselines)
+
+    while done < rounds or (done < limit and restless()):
+        done += 1
+        for name, run in baselines.items():
+            before[name].append(run())
         # Every other round runs the candidates backwards, so that none always follows the baseline.
-        for name in names if len(before) % 2 else reversed(names):
+        for name in candidates if done % 2 else reversed(list(candidates)):
             seen[name].append(candidates[name]())
-        after.append(baseline())
-    middle = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
-    return {
-        name: Ratio(
-            value=_median_ratio(values, middle),
-            aa=_median_ratio(after, before),
-            rounds=len(before),
-            candidate=statistics.median(values),
-            baseline=statistics.median(middle),
-            tolerance=tolerance,
-        )
-        for name, values in seen.items()
-    }
+        for name, run in reversed(list(baselines.items())):
+            after[name].append(run())
+    ratios = {}
+    for baseline in baselines:
+        pairs = zip(before[baseline], after[baseline], strict=True)
+        middle = [(first + second) / 2 for first, second in pairs]
+        for candidate, values in seen.items():
+            ratios[baseline, candidate] = Ratio(
+                value=_median_ratio(values, middle),
+                aa=_median_ratio(after[baseline], before[baseline]),
+                rounds=done,
+                candidate=statistics.median(values),
+                baseline=statistics.median(middle),
+                tolerance=tolerance,
+            )
+    return ratios
 
 
 def versions(packages: Sequence[str] = ()) -> dict[str, str]:
