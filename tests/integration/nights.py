@@ -3,7 +3,6 @@
 import hashlib
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -160,6 +159,17 @@ def top_lists(
     return lists
 
 
-def with_namespace(config: NightConfig, namespace: str, artifacts: str) -> NightConfig:
-    """The same night apart from everything that was published: its own store and keys."""
-    return replace(config, namespace=namespace, artifacts=artifacts)
+def environment(config: NightConfig, **more: str) -> dict[str, str]:
+    """What a program needs to serve or restore these nights; patient, since tests share few cores."""
+    return {
+        "REDIS_URL": str(config.redis_url),
+        "LARDER_CONFIG": "",
+        "LARDER_ARTIFACTS": str(config.path(config.artifacts)),
+        "LARDER_NAMESPACE": config.namespace,
+        "LARDER_STATE": str(config.path(config.state)),
+        "LARDER_TOKEN": "",
+        "LARDER_DEADLINE_MS": "5000",
+        "LARDER_L2_DEADLINE_MS": "1000",
+        "LARDER_POLL_S": "0.2",
+        **more,
+    }

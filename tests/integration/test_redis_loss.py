@@ -1,0 +1,184 @@
+"""Redis dies while the service runs, comes back empty, and one command brings everything back."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+
+from cache.artefacts import read_manifest
+from cache.embedded import SETTINGS, Server
+from cache.guarded import Guarded
+from infra.demo.scrape import Counts
+from infra.demo.service import ROOT, Service
+from precompute.config import NightConfig
+from precompute.control import Control, connect
+from precompute.load import page_keys
+from tests.conftest import redis_binary
+from tests.integration.nights import NEXT, build_night, environment, histories, publish_night
+from tests.polling import until
+
+OUTAGES = {"l2_down", "l2_timeout", "breaker_open", "page_missing"}
+
+
+class Asked:
+    """A caller that keeps count of what it got."""
+
+    def __init__(self, url: str) -> None:
+        self.http = httpx.Client(base_url=url, timeout=30.0)
+        self.sources: dict[str, int] = {}
+        self.entities = 0
+
+    def ask(self, entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The answers; a request that is not answered fails the test."""
+        body = {"entities": entities, "k": 20}
+        response = self.http.post("/v1/lookup/user_topk", json=body)
+        assert response.status_code == 200, response.text
+        answers: list[dict[str, Any]] = response.json()["answers"]
+        assert len(answers) == len(entities)
+        for answer in answers:
+            self.sources[answer["source"]] = self.sources.get(answer["source"], 0) + 1
+        self.entities += len(entities)
+        return answers
+
+    def ready(self) -> dict[str, Any]:
+        """What the replica says of itself."""
+        body: dict[str, Any] = self.http.get("/readyz").json()
+        return body
+
+    def counts(self) -> Counts:
+        """Its counters."""
+        return Counts.read(self.http.get("/metrics").text)
+
+
+@pytest.fixture
+def night(tmp_path: Path, own_redis: Server) -> NightConfig:
+    config = build_night(tmp_path / "night", own_redis.url)
+    publish_night(config, NEXT)
+    return config
+
+
+@contextmanager
+def empty_redis_at(url: str, folder: Path) -> Iterator[None]:
+    """A new server where the old one was."""
+    port = url.rpartition(":")[2].partition("/")[0]
+    command = [str(redis_binary()), "--port", port, "--dir", str(folder)]
+    for name, value in SETTINGS.items():
+        command += [f"--{name}", value]
+
+    def answers() -> bool:
+        try:
+            with redis.Redis.from_url(url, protocol=2) as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
+
+    with Guarded(command, log=folder / "second-redis.log"):
+        assert until(answers)
+        yield
+
+
+def run_restore(environ: Mapping[str, str]) -> None:
+    command = [sys.executable, "-m", "precompute", "--quiet", "restore"]
+    done = subprocess.run(
+        command, env={**os.environ, **environ}, cwd=ROOT, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
+    night: NightConfig, own_redis: Server, tmp_path: Path
+) -> None:
+    environ = environment(night)
+    known = sorted(histories(night, NEXT))
+    hot, cold = known[:50], known[50:150]
+    history = histories(night, NEXT)[known[0]][:5]
+    with Service(tmp_path / "service.log", environ) as service:
+        # given: a service that has answered some users, so that they are in L1
+        caller = Asked(service.url)
+        before = {each["id"]: each for each in caller.ask([{"id": user} for user in hot])}
+        assert {each["source"] for each in before.values()} == {"l2"}
+        epoch = caller.ready()["epoch"]
+
+        # when: Redis is killed
+        os.kill(own_redis.pid, signal.SIGKILL)
+
+        # then: what is in L1 answers as before, everybody else gets what can be had, marked
+        for answer in caller.ask([{"id": user} for user in hot]):
+            assert answer["source"] == "l1"
+            assert answer["items"] == before[answer["id"]]["items"]
+        for answer in caller.ask([{"id": user} for user in cold]):
+            assert answer["source"] == "default"
+            assert answer["reason"] in OUTAGES
+            assert answer["items"]
+        for answer in caller.ask([{"id": user, "history": history} for user in cold[:20]]):
+            assert answer["source"] == "live"
+            assert answer["reason"] in OUTAGES
+            assert not set(history).intersection(answer["items"])
+        stranger = caller.ask([{"id": "nobody"}])[0]
+        assert stranger["source"] == "default"
+        assert until(lambda: caller.ready()["stale"] == "redis_unreachable")
+        assert caller.ready()["ready"]
+        assert caller.ask([{"id": hot[0]}])[0]["stale"] == "redis_unreachable"
+
+        with empty_redis_at(night.redis_url or "", tmp_path):
+            # when: it is back and empty
+            assert until(lambda: caller.ready()["stale"] == "pointer_vanished")
+
+            # then: still every answer, from the same generation
+            for answer in caller.ask([{"id": user} for user in cold]):
+                assert answer["generation"] == before[hot[0]]["generation"]
+                assert answer["source"] == "default"
+                assert answer["reason"] in OUTAGES
+
+            # when
+            run_restore(environ)
+
+            # then: readers follow under a new epoch, and pages answer again
+            assert until(lambda: caller.ready()["epoch"] > epoch)
+            assert caller.ready()["stale"] is None
+            assert caller.ready()["generation"] == before[hot[0]]["generation"]
+            assert until(
+                lambda: (
+                    {each["source"] for each in caller.ask([{"id": each} for each in cold[20:]])}
+                    <= {"l1", "l2"}
+                )
+            )
+            assert_restored(night)
+        counts = caller.counts()
+        assert counts.disagreements(caller.sources, caller.entities) == []
+
+
+def assert_restored(night: NightConfig) -> None:
+    """Registry, pointer and every page of live and previous are in Redis."""
+    with connect(night.redis_url, night.redis_timeout_s) as client:
+        control = Control(client, night.keyspace())
+        pointer = control.pointer()
+        assert pointer is not None
+        assert pointer.previous is not None
+        for generation in (pointer.generation, pointer.previous):
+            assert generation in control.rows()
+            names = list(page_keys(night.keyspace(), read_manifest(night.store(), generation)))
+            assert client.exists(*names) == len(names)
+
+
+def test_restoring_twice_changes_nothing(night: NightConfig) -> None:
+    # given
+    run_restore(environment(night))
+    with connect(night.redis_url, night.redis_timeout_s) as client:
+        before = Control(client, night.keyspace()).pointer()
+
+        # when
+        run_restore(environment(replace(night)))
+
+        # then
+        assert Control(client, night.keyspace()).pointer() == before

@@ -1,0 +1,170 @@
+"""Publishes and rollbacks under concurrent requests: nothing mixed, nothing lost, nothing from the past."""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from infra.demo.http import Connection, get
+from infra.demo.scrape import scrape
+from infra.demo.service import Service
+from tests.integration.nights import (
+    NEXT,
+    UNTIL,
+    build_verified,
+    environment,
+    histories,
+    prepare,
+    publish,
+    publish_night,
+    roll_back,
+    top_lists,
+)
+
+SEED = 4_242
+BATCH = 8
+
+
+@dataclass
+class Callers:
+    """What concurrent callers saw, held against the page files of every generation."""
+
+    expected: Mapping[str, Mapping[str, tuple[str, ...]]]
+    users: list[str]
+    items: list[str]
+    rng: np.random.Generator
+    sources: Counter[str] = field(default_factory=Counter)
+    generations: Counter[str] = field(default_factory=Counter)
+    barred: set[str] = field(default_factory=set)
+    done: int = 0
+    entities: int = 0
+    wrong: list[str] = field(default_factory=list)
+    _progress: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def ask(self, connection: Connection, number: int) -> None:
+        """One request: mostly a batch of known users, now and then a stranger with a history."""
+        barred = set(self.barred)
+        history = [str(each) for each in self.rng.choice(self.items, 5)]
+        if number % 10 == 0:
+            entities: list[dict[str, Any]] = [{"id": f"new-{number % 50}", "history": history}]
+        else:
+            entities = [
+                {"id": str(each)} for each in self.rng.choice(self.users, BATCH, replace=False)
+            ]
+        body = orjson.dumps({"entities": entities, "k": 20})
+        status, raw = await connection.request("POST", "/v1/lookup/user_topk", body)
+        async with self._progress:
+            self.done += 1
+            self._progress.notify_all()
+        if status != 200:
+            self.wrong.append(f"{status} {raw[:200]!r}")
+            return
+        answers = orjson.loads(raw)["answers"]
+        self.entities += len(entities)
+        found = {answer["generation"] for answer in answers if answer["source"] != "previous"}
+        if len(found) > 1 or len(answers) != len(entities):
+            self.wrong.append(f"{len(answers)} answers from {found}")
+        for entity, answer in zip(entities, answers, strict=False):
+            self._judge(entity, answer, barred)
+
+    async def reach(self, done: int) -> None:
+        """Wait until so many requests were answered."""
+        async with self._progress:
+            await self._progress.wait_for(lambda: self.done >= done)
+
+    def _judge(self, entity: dict[str, Any], answer: dict[str, Any], barred: set[str]) -> None:
+        generation, items = answer["generation"], tuple(answer["items"])
+        self.sources[answer["source"]] += 1
+        self.generations[generation] += 1
+        if generation in barred:
+            self.wrong.append(f"{entity['id']} answered from {generation}, which was rolled back")
+        if "history" in entity:
+            if set(entity["history"]).intersection(items):
+                self.wrong.append(f"{entity['id']}: history came back")
+        elif answer["source"] in ("live", "default"):
+            self.wrong.append(f"{entity['id']}: {answer['source']}, {answer.get('reason')}")
+        elif items != self.expected[generation].get(entity["id"], ())[:20]:
+            self.wrong.append(f"{entity['id']}: not the list of {generation}")
+
+
+def cuts(count: int) -> list[str]:
+    """So many moments after the first night's, in order."""
+    first, last = datetime.fromisoformat(UNTIL), datetime.fromisoformat(NEXT)
+    return [
+        (first + timedelta(seconds=(last - first).total_seconds() * each / count)).isoformat()
+        for each in range(1, count + 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("requests", "moves"),
+    [(1_000, "PRPPR"), pytest.param(10_000, "PRPPRPPPRPRPPRPPRPPR", marks=pytest.mark.storm)],
+)
+async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
+    tmp_path: Path, redis_url: str, requests: int, moves: str
+) -> None:
+    # given: one live generation, as many verified ones as will be published, and a running service
+    print(f"seed {SEED}")
+    config = prepare(tmp_path / "night", redis_url, seed=SEED, users=300)
+    live = publish_night(config, UNTIL)
+    coming = [build_verified(config, cut) for cut in cuts(moves.count("P"))]
+    users = sorted(histories(config))
+    expected = {each: top_lists(config, each, users) for each in (live, *coming)}
+    assert all(
+        one != two for one, two in itertools.pairwise(expected[each] for each in (live, *coming))
+    )
+    rng = np.random.default_rng(SEED)
+    items = sorted({item for seen in histories(config).values() for item in seen})
+    callers = Callers(expected, users, items, rng)
+    service = Service(tmp_path / "service.log", environment(config))
+    with service:
+        finished = asyncio.Event()
+
+        async def caller(numbers: "itertools.count[int]") -> None:
+            async with Connection(service.url) as connection:
+                while not finished.is_set():
+                    await callers.ask(connection, next(numbers))
+
+        # when: pointer moves are spread over the requests
+        numbers = itertools.count()
+        callings = [asyncio.create_task(caller(numbers)) for _ in range(8)]
+        followed = []
+        queue = iter(coming)
+        for number, move in enumerate(moves, start=1):
+            if move == "P":
+                before, live = live, next(queue)
+                await asyncio.to_thread(publish, config, live)
+            else:
+                before, live = live, await asyncio.to_thread(roll_back, config)
+            followed.append(await follows(service.url, live))
+            if move == "R":
+                callers.barred.add(before)
+            await callers.reach(requests * number // len(moves))
+        finished.set()
+        await asyncio.gather(*callings)
+        counts = await scrape(service.url)
+
+    # then
+    assert all(followed)
+    assert callers.wrong == []
+    assert callers.done >= requests
+    assert set(callers.generations) == {*expected}
+    assert counts.disagreements(callers.sources, callers.entities) == []
+
+
+async def follows(url: str, generation: str) -> bool:
+    """Whether readers answer from `generation` within five seconds."""
+    for _ in range(500):
+        _, raw = await get(url, "/v1/generations")
+        if orjson.loads(raw)["live"]["generation"] == generation:
+            return True
+        await asyncio.sleep(0.01)
+    return False
