@@ -1,0 +1,248 @@
+"""One answer from each tier beside the least it could cost: bare HTTP, a bare Redis client, the bare model.
+
+- `l1_vs_bare_asgi`: requests/s of `GET /v1/lookup/user_topk/{id}?k=20` from L1 over a raw ASGI app that sends the same
+  bytes, both on uvicorn with uvloop and httptools, 32 keep-alive connections from wrk over 200 ids.
+- `l2_vs_bare_client`: reads/s of 616-byte records through the whole read path with an empty L1 (directory, flight,
+  merged pipeline, fingerprint) over `redis.asyncio` `GET` of the same bytes from a pool, 32 tasks each.
+- `live_vs_bare_model`: live answers/s through ladder, flight, micro-batch and thread, 32 in flight, each with a history
+  of its own, over the same inferences called directly in batches of 32 (tower, search, exclusion, encoding).
+
+A rate over HTTP is void unless the server used at least 95 % of its core.
+"""
+
+import asyncio
+import itertools
+import json
+import random
+import sys
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+from urllib.parse import quote
+
+import redis.asyncio
+import uvloop
+
+from cache.keys import Keyspace, hash_hex
+from cache.local import LocalTier, NegativeCache
+from cache.predictor import LiveInput
+from cache.remote import RemoteConfig, RemoteTier
+from cache.tiered import Found, Tiered
+from precompute.config import NightConfig, TableConfig
+from serving.app import running
+from serving.ask import Ask
+from serving.case import want_in
+from serving.live import Job, compute
+from serving.parse import lookup_body
+from serving.routes import Service
+from tests.bench.harness import Options, Report, alternate, parse
+from tests.bench.http_load import BUSY, Load, Program, paths_script, place, program, wrk
+from tests.bench.place import own_server, pin, unpin
+from tests.integration.nights import environment, histories, prepare, publish_night
+from tests.integration.serving_app import settings
+
+CONNECTIONS = 32
+BATCH = 32
+TABLE: Literal["user_topk"] = "user_topk"
+UNTIL = "2026-01-29T00:00:00Z"
+
+Rate = Callable[[], Coroutine[None, None, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A published night and ids it knows."""
+
+    folder: Path
+    night: NightConfig
+    users: list[str]
+    items: list[str]
+
+
+def make_case(folder: Path, redis_url: str, quick: bool) -> Case:
+    """A real night of 616-byte records."""
+    night = prepare(folder, redis_url, users=2_000 if quick else 10_000, items=2_000)
+    tables: dict[str, TableConfig] = {TABLE: TableConfig(TABLE, k=100)}
+    night = replace(night, tables=tables, page_bytes=NightConfig().page_bytes)
+    publish_night(night, UNTIL)
+    seen = histories(night, UNTIL)
+    items = sorted({item for history in seen.values() for item in history})
+    return Case(folder, night, sorted(seen), items)
+
+
+def over_http(report: Report, case: Case, options: Options) -> None:
+    """L1 hits beside the bare app, both on the first core, wrk on the last."""
+    users = random.Random(0).sample(case.users, 200)
+    paths = [f"/v1/lookup/{TABLE}/{quote(user, safe='')}?k=20" for user in users]
+    script = paths_script(case.folder / "paths.lua", paths)
+    serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
+    body = case.folder / "body.json"
+    with program(serve, case.folder / "serving.log", environment(case.night)) as larder:
+        answers = [_get(larder.url + path) for path in paths]
+        body.write_bytes(sorted(answers, key=len)[len(answers) // 2])
+        bare_command: list[str | Path] = [sys.executable, "-m", "tests.bench.bare_asgi", body]
+        with program(bare_command, case.folder / "bare.log") as bare:
+            core = place(larder, bare)
+            report.figures["placement, HTTP"] = f"servers on {core}, wrk and redis on the last core"
+            report.figures["body bytes"] = body.stat().st_size
+            _compare(report, options, larder, bare, script)
+        sources = {json.loads(_get(larder.url + path))["source"] for path in paths}
+        report.figures["sources under load"] = ", ".join(sorted(sources))
+
+
+def _compare(
+    report: Report, options: Options, larder: Program, bare: Program, script: Path
+) -> None:
+    duration_s = 2 if options.quick else 5
+    loads: dict[str, list[Load]] = {"larder": [], "bare": []}
+
+    def run(name: str, target: Program) -> Callable[[], float]:
+        def once() -> float:
+            load = wrk(target, script, connections=CONNECTIONS, duration_s=duration_s)
+            loads[name].append(load)
+            return load.requests_per_s
+
+        return once
+
+    ratio = alternate(
+        run("bare", bare), {"l1": run("larder", larder)}, rounds=options.rounds, rounds_max=7
+    )["l1"]
+    for name, runs in loads.items():
+        middle = sorted(runs, key=lambda load: load.busy)[len(runs) // 2]
+        report.figures[f"{name}: share of its core used"] = round(middle.busy, 3)
+        report.figures[f"{name}: p99 ms"] = sorted(load.p99_ms for load in runs)[len(runs) // 2]
+        if middle.busy < BUSY:
+            ratio = replace(ratio, tolerance=-1.0)  # void, whatever its A/A
+    report.ratios["l1_vs_bare_asgi"] = ratio
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url) as response:  # noqa: S310 - our own loopback server
+        found: bytes = response.read()
+    return found
+
+
+def in_process(report: Report, case: Case, options: Options) -> None:
+    """L2 and live without HTTP, on the first core; Redis is on the last."""
+    report.figures["placement, in process"] = f"client on {pin(0, 0)}, redis on the last core"
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        stack = AsyncExitStack()
+        # The model has its thread, so it may use both cores, as it may when it is called directly.
+        config = settings(case.night, deadline_ms=10_000.0)
+        service = runner.run(stack.enter_async_context(running(config)))
+        reads, bare_reads = runner.run(_readers(stack, service, case, options))
+        report.ratios["l2_vs_bare_client"] = alternate(
+            lambda: runner.run(bare_reads()), {"l2": lambda: runner.run(reads())},
+            rounds=options.rounds,
+        )["l2"]  # fmt: skip
+        unpin()
+        live, bare_model = _models(service, case, options)
+        report.ratios["live_vs_bare_model"] = alternate(
+            bare_model, {"live": lambda: runner.run(live())}, rounds=options.rounds
+        )["live"]
+        runner.run(stack.aclose())
+
+
+async def _readers(
+    stack: AsyncExitStack, service: Service, case: Case, options: Options
+) -> tuple[Rate, Rate]:
+    snapshot = service.holding().live
+    table = snapshot.manifest.tables[TABLE]
+    wants = [want_in(snapshot, table, user.encode()) for user in case.users]
+    url = case.night.redis_url or ""
+    remote = RemoteTier(RemoteConfig(url, deadline_s=5.0), Keyspace(case.night.namespace))
+    stack.push_async_callback(remote.aclose)
+    tiers = Tiered(LocalTier(0), NegativeCache(0, 0.0), remote, l2_deadline_s=5.0)
+    client = redis.asyncio.Redis.from_url(url, protocol=2, max_connections=CONNECTIONS)
+    stack.push_async_callback(client.aclose)
+    names = [f"bench:{hash_hex(want.key)}" for want in wants]
+    found = [await tiers.get(snapshot.view, want, time.monotonic() + 60) for want in wants]
+    for name, each in zip(names, found, strict=True):
+        if not isinstance(each, Found) or each.tier != "l2":
+            raise RuntimeError(f"a known user is not in L2: {each}")
+        await client.set(name, each.record)
+    count = (10_000 if options.quick else 50_000) // CONNECTIONS
+
+    async def read(number: int) -> None:
+        want = wants[number % len(wants)]
+        outcome = await tiers.get(snapshot.view, want, time.monotonic() + 60)
+        if outcome.__class__ is not Found:
+            raise RuntimeError(f"a known user is not in L2: {outcome}")
+
+    async def get(number: int) -> None:
+        if not await client.get(names[number % len(names)]):
+            raise RuntimeError("a record is gone")
+
+    async def rate(one: Callable[[int], Awaitable[None]]) -> float:
+        async def caller(first: int) -> None:
+            for number in range(first, first + count):
+                await one(number)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(caller(each * 61) for each in range(CONNECTIONS)))
+        return CONNECTIONS * count / (time.perf_counter() - began)
+
+    return lambda: rate(read), lambda: rate(get)
+
+
+def _models(service: Service, case: Case, options: Options) -> tuple[Rate, Callable[[], float]]:
+    rng = random.Random(1)
+    numbers = itertools.count()
+    count = 1_024 if options.quick else 8_192
+
+    def histories_of(number: int) -> list[list[str]]:
+        return [rng.sample(case.items, rng.randint(5, 30)) for _ in range(number)]
+
+    def asks() -> list[Ask]:
+        found = []
+        for history in histories_of(count):
+            entity = {"id": f"stranger-{next(numbers)}", "history": history}
+            body = json.dumps({"entities": [entity], "k": 20}).encode()
+            found.append(lookup_body(body, TABLE, service.limits))
+        return found
+
+    async def live() -> float:
+        waiting = iter(asks())
+
+        async def caller() -> None:
+            for ask in waiting:
+                (answer,) = await service.ladder.lookup(service.holding(), ask, time.monotonic())
+                if answer["source"] != "live":
+                    raise RuntimeError(f"not a live answer: {answer}")
+
+        began = time.perf_counter()
+        await asyncio.gather(*(caller() for _ in range(CONNECTIONS)))
+        return count / (time.perf_counter() - began)
+
+    def bare() -> float:
+        snapshot = service.holding().live
+        jobs = [
+            Job(snapshot, TABLE, LiveInput(tuple(each.encode() for each in history)), 1, 1)
+            for history in histories_of(count)
+        ]
+        began = time.perf_counter()
+        for at in range(0, count, BATCH):
+            compute(jobs[at : at + BATCH])
+        return count / (time.perf_counter() - began)
+
+    return live, bare
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("read_path", ("redis", "hiredis", "uvicorn", "uvloop", "onnxruntime"))
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        case = make_case(Path(folder), server.url, options.quick)
+        over_http(report, case, options)
+        in_process(report, case, options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()
