@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import redis
 import uvicorn
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from cache.embedded import redis_url
 from cache.errors import ConfigError, LarderError
@@ -83,7 +85,9 @@ def _listening(config: ServingConfig) -> socket.socket:
 def _check_redis(config: ServingConfig, *, is_own: bool) -> None:
     """Refuses a Redis that may evict published pages; fills an empty one of our own from the artefact store."""
     try:
-        client = redis.Redis.from_url(config.redis_url, protocol=2, socket_timeout=2.0)
+        client = redis.Redis.from_url(
+            config.redis_url, protocol=2, socket_timeout=2.0, retry=Retry(NoBackoff(), 0)
+        )
     except ValueError as error:
         raise ConfigError(f"REDIS_URL cannot be used: {error}", field="redis_url") from error
     try:

@@ -1,6 +1,5 @@
 """What a caller reads for one entity: a record turned into JSON-able fields, everything barred left out. Pure."""
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,32 +15,24 @@ Answer = dict[str, Any]
 Prediction = dict[str, Any]
 
 
-def barred(snapshot: Snapshot, entity: Entity, exclude: Sequence[bytes]) -> frozenset[int]:
-    """Ordinals that this caller must not see, besides the blocklist: what was sent as history or excluded."""
-    ids = (entity.history or ()) + tuple(exclude)
-    if not ids:
-        return frozenset()
-    return frozenset(snapshot.items.ordinals_of(ids).tolist())
-
-
 def from_record(
     snapshot: Snapshot,
     table: Table,
     entity: Entity,
     record: Record,
     k: int,
-    exclude: Sequence[bytes],
+    excluded: frozenset[int],
 ) -> Prediction:
     """The prediction itself, from a stored or a live record."""
     if record.items is not None:
-        return top(snapshot, entity, record.items, record.numbers, k, exclude)
+        return _top(snapshot, entity, record.items, record.numbers, k, excluded)
     if table.kind == "vector":
         return {"vector": record.numbers}
     return {"values": record.numbers, "labels": table.labels}
 
 
 def from_defaults(
-    snapshot: Snapshot, table: Table, entity: Entity, k: int, exclude: Sequence[bytes]
+    snapshot: Snapshot, table: Table, entity: Entity, k: int, excluded: frozenset[int]
 ) -> Prediction:
     """A popular list for top-K; null elsewhere, since a made-up vector would be a wrong answer."""
     if table.kind == "vector":
@@ -51,27 +42,34 @@ def from_defaults(
     default = snapshot.defaults.get(table.name)
     if default is None:
         return {"items": [], "scores": [], "short": True}
-    # An item is not similar to itself, however popular it is.
-    own = (entity.raw,) if table.entity == "item" and entity.raw is not None else ()
-    return top(snapshot, entity, default.items, default.scores, k, (*exclude, *own))
+    if table.entity == "item" and entity.raw is not None:
+        # An item is not similar to itself, however popular it is.
+        excluded |= {snapshot.items.ordinal_of(entity.raw)}
+    return _top(snapshot, entity, default.items, default.scores, k, excluded)
 
 
-def top(
+def seen(snapshot: Snapshot, entity: Entity) -> frozenset[int]:
+    """Ordinals of the history that the caller sent."""
+    if not entity.history:
+        return frozenset()
+    return frozenset(snapshot.items.ordinals_of(entity.history).tolist())
+
+
+def _top(
     snapshot: Snapshot,
     entity: Entity,
     items: NDArray[np.uint32],
     scores: NDArray[np.float32],
     k: int,
-    exclude: Sequence[bytes],
+    excluded: frozenset[int],
 ) -> Prediction:
-    """The first k of a list, in its order, without what is blocked or barred."""
-    drop: Collection[int] = barred(snapshot, entity, exclude)
-    blocked = snapshot.blocked
-    if drop or blocked:
+    """The first k of a list, in its order, without what is excluded, blocked, or was sent as history."""
+    blocked, history = snapshot.blocked, seen(snapshot, entity)
+    if excluded or blocked or history:
         keep = [
             place
             for place, ordinal in enumerate(items.tolist())
-            if ordinal not in drop and ordinal not in blocked
+            if ordinal not in history and ordinal not in excluded and ordinal not in blocked
         ][:k]
         items, scores = items[keep], scores[keep]
     else:

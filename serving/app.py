@@ -21,7 +21,8 @@ from cache.tiered import Tiered
 from serving.case import want_in
 from serving.config import ServingConfig
 from serving.follower import Follower
-from serving.ladder import Ladder, Lives
+from serving.infer import Inferences
+from serving.ladder import Ladder
 from serving.live import MicroBatcher, compute
 from serving.metrics import Events, Metrics
 from serving.problem import Problem
@@ -87,8 +88,10 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
         compute=compute,
         observe=metrics.inferred,
     )
-    lives = Lives(config.l2_deadline_ms / 1000, config.overlay_ttl_s, config.outage_ttl_s)
-    ladder = Ladder(tiers, batcher, metrics, lives)
+    inferences = Inferences(
+        batcher, tiers, overlay_ttl_s=config.overlay_ttl_s, outage_ttl_s=config.outage_ttl_s
+    )
+    ladder = Ladder(tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000)
     store = config.store()
 
     def open_snapshot(pointer: Pointer, blocklist: Blocklist) -> Snapshot:
@@ -121,7 +124,7 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
             "l2_shed": remote.shed,
             "breaker_opened": breaker.opened,
             "flights_shared": tiers.flights.shared,
-            "inferences_shared": ladder.flights.shared,
+            "inferences_shared": inferences.flights.shared,
             "overlays_stored": tiers.writes.stored,
             "overlays_failed": tiers.writes.failed,
             "overlays_dropped": tiers.writes.dropped,

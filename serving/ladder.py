@@ -1,21 +1,20 @@
 """Which source answers each entity: stored, live, the previous generation, defaults; within each caller's deadline."""
 
-import asyncio
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cache.errors import CorruptArtefact
 from cache.records import Record, decode
-from cache.singleflight import SingleFlight
 from cache.tiered import Found, Missed, MissReason, Outcome, View, Want
 from serving.answer import Answer, Prediction, complete, from_defaults, from_record
 from serving.ask import Ask, Options
-from serving.case import OUTAGES, Case, cases_of, still_open, want_in
-from serving.live import Computed, Job, LiveUnavailable
+from serving.case import Case, cases_of, still_open, want_in
+from serving.infer import Inferences
+from serving.live import Computed
 from serving.metrics import Metrics, Source
 from serving.snapshot import Holding, Snapshot
 
@@ -33,25 +32,6 @@ class Stored(Protocol):
     ) -> Sequence[Outcome]:
         """One outcome per want, in order; `deadline` is monotonic."""
 
-    def put_live(self, view: View, want: Want, record: bytes, digest: bytes, ttl_s: float) -> None:
-        """Keep a live answer where that is allowed."""
-
-
-class Batcher(Protocol):
-    """What the ladder needs of live inference."""
-
-    async def infer(self, job: Job) -> Computed:
-        """Raises LiveUnavailable."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lives:
-    """How long a read of L2 may take and how long live answers are kept, in seconds."""
-
-    l2_deadline_s: float
-    overlay_ttl_s: float
-    outage_ttl_s: float
-
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -60,6 +40,15 @@ class Turn:
     options: Options
     started: float
     deadline: float
+    _excluded: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    def excluded(self, snapshot: Snapshot) -> frozenset[int]:
+        """Ordinals of `exclude`, looked up once per generation and not once per entity."""
+        found = self._excluded.get(snapshot.generation)
+        if found is None:
+            ordinals = snapshot.items.ordinals_of(self.options.exclude)
+            found = self._excluded[snapshot.generation] = frozenset(ordinals.tolist())
+        return found
 
 
 class Ladder:
@@ -68,21 +57,20 @@ class Ladder:
     def __init__(
         self,
         tiers: Stored,
-        batcher: Batcher,
+        inferences: Inferences,
         metrics: Metrics,
-        lives: Lives,
         *,
+        l2_deadline_s: float,
         timer: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self.recent: deque[tuple[str, bytes]] = deque(maxlen=RECENT)
         self._tiers = tiers
-        self._batcher = batcher
+        self._inferences = inferences
         self._metrics = metrics
-        self._lives = lives
+        self._l2_deadline_s = l2_deadline_s
         self._timer = timer
         self._clock = clock
-        self.recent: deque[tuple[str, bytes]] = deque(maxlen=RECENT)
-        self.flights: SingleFlight[tuple[str, str, int | bytes, bytes], Computed] = SingleFlight()
 
     async def lookup(self, holding: Holding, ask: Ask, started: float) -> list[Answer]:
         """One answer per entity, in order, from what `holding` had when the request came."""
@@ -143,7 +131,7 @@ class Ladder:
         self._metrics.stage("stored", self._timer() - began)
 
     def _l2_deadline(self, now: float, turn: Turn) -> float:
-        return min(turn.deadline, now + self._lives.l2_deadline_s)
+        return min(turn.deadline, now + self._l2_deadline_s)
 
     def _too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
         if max_age_s is None:
@@ -158,49 +146,16 @@ class Ladder:
         began = self._timer()
         left_s = max(0.0, turn.deadline - began)
         # What comes after live needs a little time too.
-        limit_s = left_s - min(self._lives.l2_deadline_s, left_s / 4)
-        if snapshot.predictor is not None:
-            inferring = [asyncio.ensure_future(self._infer(snapshot, case)) for case in cases]
-            try:
-                _, late = await asyncio.wait(inferring, timeout=limit_s)
-            finally:
-                for each in inferring:
-                    each.cancel()  # late ones; those that are done do not notice
-            outcomes = [None if each in late else each.result() for each in inferring]
-        else:
-            outcomes = [LiveUnavailable("no_model")] * len(cases)
+        limit_s = left_s - min(self._l2_deadline_s, left_s / 4)
+        outcomes = await self._inferences.run(snapshot, cases, limit_s)
         for case, outcome in zip(cases, outcomes, strict=True):
-            if isinstance(outcome, Computed) and (record := case.decoded(outcome.record)):
-                self._answer(case, snapshot, record, "live", turn, dropped=outcome.dropped)
+            if isinstance(outcome, Computed):
+                if (record := case.decoded(outcome.record)) is not None:
+                    self._answer(case, snapshot, record, "live", turn, dropped=outcome.dropped)
                 continue
-            case.live_reason = (
-                "timeout" if outcome is None else getattr(outcome, "reason", "failed")
-            )
-            self._metrics.live_failures.labels(case.table.name, case.live_reason).inc()
+            case.live_reason = outcome.reason
+            self._metrics.live_failures.labels(case.table.name, outcome.reason).inc()
         self._metrics.stage("live", self._timer() - began)
-
-    async def _infer(self, snapshot: Snapshot, case: Case) -> Computed | LiveUnavailable:
-        want, digest = case.want, case.digest
-        unknown, outage = want.position < 0, case.reason in OUTAGES
-
-        async def work() -> Computed:
-            computed = await self._batcher.infer(
-                Job(snapshot, case.table.name, case.source, want.fingerprint, case.size_bytes)
-            )
-            # An id of the night gets a live answer kept (beside, here only) while its page is out of reach.
-            if unknown or outage:
-                ttl_s = self._lives.overlay_ttl_s if unknown else self._lives.outage_ttl_s
-                self._tiers.put_live(snapshot.view, want, computed.record, digest, ttl_s)
-            return computed
-
-        key = (snapshot.generation, case.table.name, want.key, digest)
-        try:
-            return await self.flights.do(key, work)
-        except LiveUnavailable as unavailable:
-            return unavailable
-        except Exception:  # the model is a guest: whatever it raises, the next rung answers
-            log.warning("live inference for %s failed", case.table.name, exc_info=True)
-            return LiveUnavailable("failed")
 
     async def _settle_for_stored(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
         """What is stored beats another night's answer when a fresher one could not be had."""
@@ -253,15 +208,15 @@ class Ladder:
         dropped: int = 0,
     ) -> None:
         table = snapshot.manifest.tables[case.table.name]
-        exclude = turn.options.exclude
-        prediction = from_record(snapshot, table, case.entity, record, case.k, exclude)
+        excluded = turn.excluded(snapshot)
+        prediction = from_record(snapshot, table, case.entity, record, case.k, excluded)
         producer = "live" if record.live else "batch"
         self._finish(case, prediction, snapshot, source, producer, turn, dropped)
 
     def _default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
         case.reason = case.reason or MissReason.NOT_IN_GENERATION
-        exclude = turn.options.exclude
-        prediction = from_defaults(snapshot, case.table, case.entity, case.k, exclude)
+        excluded = turn.excluded(snapshot)
+        prediction = from_defaults(snapshot, case.table, case.entity, case.k, excluded)
         producer = "defaults" if case.table.kind == "topk" else None
         self._finish(case, prediction, snapshot, "default", producer, turn)
 

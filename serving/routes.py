@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
 from cache.errors import InvalidInput, LarderError
 from serving import schema
@@ -171,6 +172,8 @@ def _guarded(service: Service, route: str, handler: Handler) -> Endpoint:
             response = _json(200, await handler(request, started))
         except Problem as problem:
             response = refused(problem)
+        except ClientDisconnect:
+            response = refused(Problem(400, "disconnected", "the body ended early"))
         except InvalidInput as error:
             response = refused(from_input(error, "body"))
         except LarderError as error:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from cache.manifest import Table
 from cache.ranking import Metric, score
-from serving.answer import Answer, barred
+from serving.answer import Answer, seen
 from serving.ask import Ask, ScoreAsk
 from serving.ladder import Ladder
 from serving.problem import Problem
@@ -70,7 +70,7 @@ def _metric(snapshot: Snapshot) -> Metric:
 
 
 def _sorted_out(snapshot: Snapshot, ask: ScoreAsk) -> tuple[list[int], dict[str, list[str]]]:
-    drop = barred(snapshot, ask.user, ask.options.exclude)
+    history = seen(snapshot, ask.user)
     ordinals: dict[int, None] = {}
     named: dict[str, list[str]] = {"unknown": [], "blocked": [], "excluded": []}
     found = snapshot.items.ordinals_of(ask.items).tolist()
@@ -79,7 +79,7 @@ def _sorted_out(snapshot: Snapshot, ask: ScoreAsk) -> tuple[list[int], dict[str,
             named["unknown"].append(raw.decode())
         elif ordinal in snapshot.blocked:
             named["blocked"].append(raw.decode())
-        elif ordinal in drop:
+        elif ordinal in history:
             named["excluded"].append(raw.decode())
         else:
             ordinals[ordinal] = None

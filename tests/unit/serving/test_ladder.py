@@ -280,7 +280,7 @@ async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: 
             await asyncio.Event().wait()
             raise AssertionError
 
-    world.ladder._batcher = Stuck()  # type: ignore[assignment]
+    world.inferences._batcher = Stuck()  # type: ignore[assignment]
     started = now()
 
     answer = (
@@ -293,7 +293,7 @@ async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: 
     assert answer["source"] == "default" and answer["live"] == "timeout"
     assert now() - started < 0.5
     await asyncio.sleep(0)
-    assert len(world.ladder.flights) == 0
+    assert len(world.inferences.flights) == 0
 
 
 async def test_a_model_that_raises_costs_nobody_an_answer(world: World) -> None:

@@ -22,7 +22,8 @@ from cache.records import Layout, encode_topk, encode_values, encode_vectors
 from cache.tiered import Tiered
 from serving.ask import Ask, Entity, Limits, Options
 from serving.config import ServingConfig
-from serving.ladder import Ladder, Lives
+from serving.infer import Inferences
+from serving.ladder import Ladder
 from serving.live import Computed, Job, LiveUnavailable, compute
 from serving.metrics import Metrics
 from serving.snapshot import Default, Snapshot
@@ -161,8 +162,9 @@ class World:
         self.users, self.user_raws = _directory("user", USERS)
         self.predictor = FakePredictor(self.items)
         self.tiers = Tiered(LocalTier(1 << 20), NegativeCache(100, 5.0), self.remote)
+        self.inferences = Inferences(self, self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0)
         self.ladder = Ladder(
-            self.tiers, self, self.metrics, Lives(0.05, 600.0, 15.0), clock=self.clock
+            self.tiers, self.inferences, self.metrics, l2_deadline_s=0.05, clock=self.clock
         )
         self.jobs: list[Job] = []
 

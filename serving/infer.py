@@ -1,0 +1,78 @@
+"""One inference per key and input, whoever asks for it; what may be kept of it is kept."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from cache.singleflight import SingleFlight
+from cache.tiered import View, Want
+from serving.case import OUTAGES, Case
+from serving.live import Computed, Job, LiveUnavailable
+from serving.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+
+class Keeper(Protocol):
+    """Where live answers go."""
+
+    def put_live(self, view: View, want: Want, record: bytes, digest: bytes, ttl_s: float) -> None:
+        """Keep a live answer where that is allowed."""
+
+
+class Batcher(Protocol):
+    """What computes."""
+
+    async def infer(self, job: Job) -> Computed:
+        """Raises LiveUnavailable."""
+
+
+class Inferences:
+    """The live rung; callers with the same input share a flight, callers with different inputs never do."""
+
+    def __init__(
+        self, batcher: Batcher, keeper: Keeper, *, overlay_ttl_s: float, outage_ttl_s: float
+    ) -> None:
+        self.flights: SingleFlight[tuple[str, str, int | bytes, bytes], Computed] = SingleFlight()
+        self._batcher = batcher
+        self._keeper = keeper
+        self._overlay_ttl_s = overlay_ttl_s
+        self._outage_ttl_s = outage_ttl_s
+
+    async def run(
+        self, snapshot: Snapshot, cases: Sequence[Case], limit_s: float
+    ) -> list[Computed | LiveUnavailable]:
+        """One outcome per case within `limit_s`, in order."""
+        if snapshot.predictor is None:
+            return [LiveUnavailable("no_model")] * len(cases)
+        inferring = [asyncio.ensure_future(self._one(snapshot, case)) for case in cases]
+        try:
+            _, late = await asyncio.wait(inferring, timeout=limit_s)
+        finally:
+            for each in inferring:
+                each.cancel()  # late ones; those that are done do not notice
+        return [LiveUnavailable("timeout") if each in late else each.result() for each in inferring]
+
+    async def _one(self, snapshot: Snapshot, case: Case) -> Computed | LiveUnavailable:
+        want, digest = case.want, case.digest
+        unknown, outage = want.position < 0, case.reason in OUTAGES
+
+        async def work() -> Computed:
+            computed = await self._batcher.infer(
+                Job(snapshot, case.table.name, case.source, want.fingerprint, case.size_bytes)
+            )
+            # An id of the night gets a live answer kept (beside, here only) while its page is out of reach.
+            if unknown or outage:
+                ttl_s = self._overlay_ttl_s if unknown else self._outage_ttl_s
+                self._keeper.put_live(snapshot.view, want, computed.record, digest, ttl_s)
+            return computed
+
+        try:
+            key = (snapshot.generation, case.table.name, want.key, digest)
+            return await self.flights.do(key, work)
+        except LiveUnavailable as unavailable:
+            return unavailable
+        except Exception:  # the model is a guest: whatever it raises, the next rung answers
+            log.warning("live inference for %s failed", case.table.name, exc_info=True)
+            return LiveUnavailable("failed")
