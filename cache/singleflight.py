@@ -43,8 +43,7 @@ class SingleFlight(Generic[K, V]):
             async def alone(_: Sequence[K]) -> Sequence[V]:
                 return (await work(),)
 
-            self._take_off((key,), alone)
-            place = self._flights[key]
+            place = self._take_off((key,), alone), 0
         else:
             self.shared += 1
         flight, index = place
@@ -61,7 +60,9 @@ class SingleFlight(Generic[K, V]):
         new = [key for key in dict.fromkeys(keys) if key not in flights]
         self.shared += len(keys) - len(new)
         if new:
-            self._take_off(tuple(new), work)
+            flight = self._take_off(tuple(new), work)
+            if len(new) == len(keys):
+                return list(await self._wait(flight))
         places = [flights[key] for key in keys]
         joined = {id(flight): flight for flight, _ in places}
         waiting = {each: self._join(flight) for each, flight in joined.items()}
@@ -82,13 +83,14 @@ class SingleFlight(Generic[K, V]):
 
     def _take_off(
         self, keys: tuple[K, ...], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]
-    ) -> None:
+    ) -> _Flight[K, V]:
         # A future is used as it is; a coroutine becomes a task of its own, detached from the caller.
         flight = _Flight(keys, asyncio.ensure_future(work(keys)))
         self.started += len(keys)
         for index, key in enumerate(keys):
             self._flights[key] = (flight, index)
         flight.work.add_done_callback(lambda _: self._land(flight))
+        return flight
 
     def _join(self, flight: _Flight[K, V]) -> asyncio.Future[Sequence[V]]:
         waiter: asyncio.Future[Sequence[V]] = asyncio.get_running_loop().create_future()
