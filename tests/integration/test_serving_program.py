@@ -135,6 +135,31 @@ def test_it_serves_on_a_free_port_and_stops_cleanly_when_told(
     assert len(tables[0].vector or ()) == 16 and set(scores.items or ()) == set(answer.items)
 
 
+def test_a_real_server_takes_odd_ids_as_they_are_and_stops_long_bodies(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    assert night.redis_url is not None
+    odd = ["007", "a/b", "..", "../x", "50% + ü", "?k=1#x", "ü" * 128]
+    environ = environment(
+        night, tmp_path, REDIS_URL=night.redis_url, LARDER_BODY_BYTES="50000", LARDER_TOKEN="secret"
+    )
+    with started(environ) as (_, url), LarderClient(url, token="secret") as client:
+        by_url = [client.lookup("user_topk", each, Options(k=1)).id for each in odd]
+        refused = httpx.get(
+            f"{url}/v1/lookup/user_topk/%FF", headers={"Authorization": "Bearer secret"}
+        )
+        long = client._http.post(
+            "/v1/lookup/user_topk", content=(b"x" * 10_000 for _ in range(1_000))
+        )
+        unknown = httpx.get(f"{url}/v1/lookup/user_topk/x")
+        after = client.lookup("user_topk", "still here", Options(k=1))
+
+    assert by_url == odd
+    assert (refused.status_code, refused.json()["error"]["code"]) == (422, "invalid_id")
+    assert long.status_code == 413 and unknown.status_code == 401
+    assert after.source == "default"
+
+
 def test_without_any_redis_it_starts_one_and_fills_it(night: NightConfig, tmp_path: Path) -> None:
     own = tmp_path / "artifacts"
     shutil.copytree(night.path(night.artifacts), own)
