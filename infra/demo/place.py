@@ -14,6 +14,8 @@ from cache.errors import ConfigError
 from infra.demo.dataset import Dataset
 
 SHARDS = 4
+SCORERS = 2
+"""Scoring tasks at a time, the slots of the pool: together they fill the machine."""
 _OURS = ("data", "artifacts", "bundle", "host-cache", "larder.toml", "service.log")
 _NEVER = "0 0 29 2 *"
 """The demo starts its nights itself: none may come by the clock in the middle of it."""
@@ -55,6 +57,7 @@ class Place:
             'state = "."',
             f'data_until = "{dataset.first_cut.isoformat()}"',
             f"shards = {SHARDS}",
+            f"threads = {max(1, (os.cpu_count() or 1) // SCORERS)}",
             "",
             "[sources]",
             'interactions = ["data/interactions"]',

@@ -23,7 +23,7 @@ from infra.demo.checks import Judge, Question
 from infra.demo.dataset import Dataset
 from infra.demo.evaluate import TOP, Quality, offline_lists, quality, served_lists
 from infra.demo.http import get
-from infra.demo.place import Place, place, quoted
+from infra.demo.place import SCORERS, Place, place, quoted
 from infra.demo.scrape import Counts, scrape
 from infra.demo.service import Service
 from infra.demo.steps import Step, Steps
@@ -104,7 +104,9 @@ class Demo:
             redis = self._redis(stack, here)
             environment = here.environment(redis)
             with self.steps.step("Airflow: API server, scheduler, DAG processor") as step:
-                airflow = stack.enter_context(LocalAirflow(here.home, environment=environment))
+                airflow = stack.enter_context(
+                    LocalAirflow(here.home, environment=environment, pools={"gpu": SCORERS})
+                )
                 step.note(airflow.url)
             self._first_night(airflow)
             with self.steps.step("Lookup service") as step:
@@ -214,9 +216,11 @@ class Demo:
             self.judge.request(asked, answers)
 
         with self.steps.step(f"Recall and NDCG at {TOP}, read through HTTP") as step:
-            lists = asyncio.run(served_lists(service.url, users, judged))
-            served = self.found.served = quality(lists, data.held_out)
+            found = asyncio.run(served_lists(service.url, users, judged))
+            served = self.found.served = quality(found.lists, data.held_out)
             step.note(f"{served.users:,} users: recall {served.recall:.6f}, NDCG {served.ndcg:.6f}")
+            if found.asked_again:
+                step.note(f"{found.asked_again} asked again after a deadline")
         with self.steps.step("The same offline: plain numpy over the bundle") as step:
             bar = step.bar("users", len(users))
             exact = offline_lists(here.bundle, data.histories, users, progress=bar.advance)

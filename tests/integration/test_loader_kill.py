@@ -108,12 +108,12 @@ def files(config: NightConfig, generation: str) -> dict[str, bytes]:
 
 
 def reports(config: NightConfig, first: str) -> dict[Path, tuple[int, bytes]]:
-    """Finished steps of what is not the first generation, with the time of their last change."""
+    """Finished costly steps of what is not the first generation, with the time of their last change."""
     root = config.store().local("generations")
     return {
         path: (path.stat().st_mtime_ns, path.read_bytes())
         for path in root.glob("*/work/*.json")
-        if first not in path.parts and not path.name.startswith(".")
+        if first not in path.parts and path.stem != "assemble" and not path.name.startswith(".")
     }
 
 
