@@ -43,7 +43,11 @@ def create_app(config: ServingConfig) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with running(config) as service:
             app.state.service = service
+            # Routes are tried in order: what is asked most comes before the documentation.
+            documentation = list(app.router.routes)
+            app.router.routes.clear()
             app.include_router(routes(service))
+            app.router.routes.extend(documentation)
             yield
 
     app = FastAPI(

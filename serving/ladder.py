@@ -77,7 +77,12 @@ class Ladder:
         holding = holding.pinned(ask.options.generation)
         cases = cases_of(holding.live, ask)
         self._metrics.asked(case.table.name for case in cases)
-        self.recent.extend((each.table, each.raw) for each in ask.entities if each.raw is not None)
+        # Only ids of the night: a flood of random ones must not push out what is hot.
+        self.recent.extend(
+            (case.table.name, case.entity.raw)
+            for case in cases
+            if case.want.position >= 0 and case.entity.raw is not None
+        )
         turn = Turn(ask.options, started, started + ask.options.deadline_s)
         try:
             await self._descend(holding, cases, turn)
