@@ -76,7 +76,9 @@ def _choose(
     groups: int,
 ) -> NDArray[np.int64]:
     """One item per click: a group by the user's taste, then an item of it by popularity."""
-    tastes = rng.integers(groups, size=(int(users[-1]) + 1, len(TASTES)))
+    # Groups are popular or not as well: without it, distinct clicks alone would flatten the skew.
+    liked = rng.permutation(1.0 / (3.0 + np.arange(groups)) ** 0.8)
+    tastes = rng.choice(groups, (int(users[-1]) + 1, len(TASTES)), p=liked / liked.sum())
     group = tastes[users, rng.choice(len(TASTES), len(users), p=TASTES)]
     # Items lie sorted by group, so that a group is one stretch of the cumulated popularity.
     ends = np.concatenate([[0.0], np.cumsum(popularity)])
