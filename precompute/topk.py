@@ -9,7 +9,7 @@ that fail are scored against every item.
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -28,9 +28,9 @@ Top = tuple[NDArray[np.uint32], NDArray[np.float32]]
 
 K_MAX = 1000
 
-_CHUNK_USERS = 4096
+_CHUNK_USERS = 2048
 _CHUNK_CANDIDATES = 1 << 21
-_GROUP_USERS = 1024
+_GROUP_USERS = 512
 _RANK_USERS = 256
 _SCAN_ITEMS = 8192
 _SPARE = 16
@@ -80,22 +80,22 @@ class Scorer:
         scores = np.empty((len(users), k), np.float32)
         gone = Histories.of([()] * len(users)) if excluded is None else excluded
         count = threads or os.cpu_count() or 1
-        before = faiss.omp_get_max_threads()
-        faiss.omp_set_num_threads(count)
-        try:
-            with ThreadPoolExecutor(count) as pool:
-                first = self._first_items(users, k)
-                for rows, fetch in self._chunks(np.diff(gone.indptr), k):
-                    chunk = _Chunk(self, users[rows], gone.take(rows), k, fetch)
-                    ordinals[rows], scores[rows] = chunk.run(pool, first)
-                    if progress is not None:
-                        progress(len(rows))
-        finally:
-            faiss.omp_set_num_threads(before)
+        first = self._first_items(users, k)
+
+        def run(part: tuple[NDArray[np.int64], int]) -> int:
+            rows, fetch = part
+            chunk = _Chunk(self, users[rows], gone.take(rows), k, fetch)
+            ordinals[rows], scores[rows] = chunk.run(first)
+            return len(rows)
+
+        with ThreadPoolExecutor(count) as pool:
+            for done in pool.map(run, self._chunks(np.diff(gone.indptr), k, count)):
+                if progress is not None:
+                    progress(done)
         return ordinals, scores
 
     def _chunks(
-        self, excluded: NDArray[np.int64], k: int
+        self, excluded: NDArray[np.int64], k: int, threads: int
     ) -> Iterator[tuple[NDArray[np.int64], int]]:
         """(rows, candidates to fetch): users with like numbers of exclusions together, in order."""
         slack = 1 << np.ceil(np.log2(excluded + _SPARE)).astype(np.int64)
@@ -103,6 +103,7 @@ class Scorer:
         for fetch in np.unique(fetches):
             members = np.flatnonzero(fetches == fetch)
             step = max(1, min(_CHUNK_USERS, _CHUNK_CANDIDATES // max(1, int(fetch))))
+            step = min(step, max(_GROUP_USERS, -(-len(members) // threads)))
             for start in range(0, len(members), step):
                 yield members[start : start + step], int(fetch)
 
@@ -155,7 +156,7 @@ class _Chunk:
         self._k = k
         self._fetch = fetch
 
-    def run(self, pool: Executor, first: int) -> Top:
+    def run(self, first: int) -> Top:
         """The chunk's answer; `first` items are searched before pruning."""
         scorer, items = self._scorer, len(self._scorer.order)
         found, places = _search(self._queries, scorer.by_length[:first], min(self._fetch, first))
@@ -166,10 +167,10 @@ class _Chunk:
         elif self._fetch >= items:
             bounds[:] = -np.inf
         candidates = np.where(places >= 0, scorer.order[places], -1)
-        parts = [
-            slice(start, start + _RANK_USERS) for start in range(0, len(self._users), _RANK_USERS)
+        ranked = [
+            self._settle(slice(start, start + _RANK_USERS), found, candidates, bounds)
+            for start in range(0, len(self._users), _RANK_USERS)
         ]
-        ranked = list(pool.map(lambda rows: self._settle(rows, found, candidates, bounds), parts))
         return np.concatenate([each[0] for each in ranked]), np.concatenate(
             [each[1] for each in ranked]
         )
@@ -267,6 +268,9 @@ def _scan(scorer: Scorer, user: NDArray[np.float32], banned: NDArray[np.int64], 
 def _search(
     queries: NDArray[np.float32], items: NDArray[np.float32], count: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    # One OpenMP thread (a setting of the calling thread) under each of our own: its teams spin at
+    # barriers, which on shared cores made two threads slower than one.
+    faiss.omp_set_num_threads(1)
     scores, places = faiss.knn(queries, items, count, metric=faiss.METRIC_INNER_PRODUCT)
     return scores, places
 
