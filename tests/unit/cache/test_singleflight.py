@@ -1,12 +1,15 @@
 import asyncio
 import gc
 from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.singleflight import Abandoned, SingleFlight
+
+T = TypeVar("T")
 
 
 class Work:
@@ -34,6 +37,11 @@ class Work:
         return self.value
 
 
+async def within(awaited: Awaitable[T], limit_s: float = 5.0) -> T:
+    """The result, or a failure instead of a test that hangs."""
+    return await asyncio.wait_for(awaited, limit_s)
+
+
 async def turns(count: int = 3) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -46,7 +54,7 @@ async def test_callers_of_one_key_share_one_piece_of_work() -> None:
 
     work.go.set()
 
-    assert set(await asyncio.gather(*callers)) == {42}
+    assert set(await within(asyncio.gather(*callers))) == {42}
     assert work.runs == 1 and flights.started == 1 and flights.shared == 9_999
     assert len(flights) == 0
 
@@ -74,7 +82,7 @@ async def test_cancelling_the_first_caller_cancels_nobody_else() -> None:
     await turns()
     work.go.set()
 
-    assert await second == 42
+    assert await within(second) == 42
     assert first.cancelled() and work.runs == 1 and work.cancelled == 0
 
 
@@ -109,7 +117,7 @@ async def test_a_newcomer_does_not_board_work_that_is_being_cancelled() -> None:
     assert caller.cancelled() and not let_go.is_set()
     new.go.set()
 
-    assert await flights.do("key", new) == 2
+    assert await within(flights.do("key", new)) == 2
     let_go.set()
 
 
@@ -120,12 +128,12 @@ async def test_an_error_reaches_every_caller_and_the_next_one_starts_afresh() ->
     await turns()
 
     broken.go.set()
-    outcomes = await asyncio.gather(*callers, return_exceptions=True)
+    outcomes = await within(asyncio.gather(*callers, return_exceptions=True))
 
     assert all(isinstance(each, ValueError) for each in outcomes)
     sound = Work(7)
     sound.go.set()
-    assert await flights.do("key", sound) == 7
+    assert await within(flights.do("key", sound)) == 7
 
 
 async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_their_cancellation() -> (
@@ -143,7 +151,7 @@ async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_th
     await turns()
     inner[0].cancel()
 
-    outcomes = await asyncio.gather(*callers, return_exceptions=True)
+    outcomes = await within(asyncio.gather(*callers, return_exceptions=True))
 
     assert all(isinstance(each, Abandoned) for each in outcomes)
 
@@ -186,11 +194,11 @@ async def test_an_error_in_one_of_several_flights_is_raised_and_leaves_no_trace(
     await turns()
     broken.go.set()
     with pytest.raises(ValueError, match="broken"):
-        await bad
+        await within(bad)
     sound.go.set()
 
     with pytest.raises(ValueError, match="broken"):
-        await both
+        await within(both)
     assert await other == 42
     gc.collect()
     assert "never retrieved" not in caplog.text
@@ -268,7 +276,7 @@ async def test_a_future_is_used_as_it_is() -> None:
     await turns()
     made[0].set_result([1, 2])
 
-    assert await caller == [1, 2]
+    assert await within(caller) == [1, 2]
 
 
 async def test_work_that_cannot_even_start_leaves_no_flight() -> None:
