@@ -25,6 +25,7 @@ def overview(holding: Holding, health: Health) -> dict[str, Any]:
 
 def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
     manifest = snapshot.manifest
+    precisions = {} if snapshot.predictor is None else snapshot.predictor.precisions
     return {
         "generation": snapshot.generation,
         "epoch": snapshot.epoch,
@@ -41,10 +42,11 @@ def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
             }
             for name, table in manifest.tables.items()
         },
-        "precision": snapshot.precision,
         "models": {
             name: {
                 "digest": model.digest,
+                # What runs here, which is fp32 where the night could not quantize.
+                "precision": precisions.get(name),
                 "fp32_bytes": model.fp32.size_bytes,
                 "int8_bytes": None if model.int8 is None else model.int8.size_bytes,
                 "agreement": dict(model.agreement),

@@ -47,7 +47,6 @@ class Snapshot:
     items: ItemTable
     view: View
     predictor: Predictor | None
-    precision: Precision
     degraded: str | None
     defaults: Mapping[str, Default]
     blocklist: Blocklist
@@ -87,7 +86,6 @@ class Snapshot:
             items=items,
             view=View(generation, directories),
             predictor=predictor,
-            precision=precision,
             degraded=degraded,
             defaults=_defaults(manifest, root, items),
             blocklist=blocklist,

@@ -207,7 +207,7 @@ class World:
             "generation": generation, "epoch": 1, "published_at": "2026-11-20T00:00:00Z",
             "manifest": manifest, "root": Path(), "directories": directories, "items": self.items,
             "view": View(generation, directories), "predictor": self.predictor,
-            "precision": "int8", "degraded": None,
+            "degraded": None,
             "defaults": {"user_topk": default, "item_similar": default},
             "blocklist": Blocklist(), "blocked": frozenset(),
             "blocked_ordinals": np.empty(0, np.int64),
