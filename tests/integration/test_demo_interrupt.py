@@ -1,0 +1,69 @@
+"""Ctrl-C at any moment of the demo leaves no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from infra.demo.service import ROOT
+from tests.polling import until
+
+pytestmark = [
+    pytest.mark.storm,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into /proc"),
+]
+
+START_S = 120.0
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of the processes that inherited `mark`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:  # gone meanwhile, or not ours
+            continue
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("after", ["Data", "Redis", "Airflow", "train_reference", "Lookup service"])
+def test_an_interrupted_demo_leaves_nothing_running(
+    tmp_path: Path, how: signal.Signals, after: str
+) -> None:
+    # given: a demo that has just finished one of its steps
+    mark = f"demo-under-test-{uuid.uuid4().hex}"
+    log = tmp_path / "demo.log"
+    command = [sys.executable, "-u", "-m", "infra.demo", "--quick", "--state", str(tmp_path / "s")]
+    environ = {**os.environ, "UNDER_TEST": mark}
+    with log.open("w") as out:
+        demo = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=out, stderr=out)
+    try:
+        assert until(
+            lambda: (
+                demo.poll() is not None
+                or f"  {after}" in log.read_text()
+                or f"DAG {after}" in log.read_text()
+            ),
+            START_S,
+        )
+        assert demo.poll() is None, log.read_text()
+        time.sleep(0.5)  # into the middle of the next step
+
+        # when
+        demo.send_signal(how)
+        code = demo.wait(timeout=60.0)
+
+        # then
+        assert code == (-signal.SIGKILL if how == signal.SIGKILL else 130), log.read_text()
+        assert until(lambda: not marked(mark), 30.0), marked(mark)
+    finally:
+        demo.kill()
+        demo.wait()
