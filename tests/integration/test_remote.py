@@ -222,7 +222,8 @@ async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_
 
     os.kill(own_redis.pid, signal.SIGSTOP)
     began = time.monotonic()
-    late = await asyncio.gather(*(remote.read([read_of(1, slot)]) for slot in range(5)))
+    reading = asyncio.gather(*(remote.read([read_of(1, slot)]) for slot in range(5)))
+    late = await asyncio.wait_for(reading, 5)
     took_s = time.monotonic() - began
     os.kill(own_redis.pid, signal.SIGCONT)
 
@@ -427,6 +428,26 @@ async def test_the_protocol_is_the_one_that_is_named_and_news_arrive_in_both(
     assert str(protocol) in connections
     listening.cancel()
     await asyncio.gather(listening, return_exceptions=True)
+    await remote.aclose()
+
+
+async def test_listening_survives_a_silence_longer_than_any_timeout(
+    redis_url: str, keyspace: Keyspace, client: redis.Redis
+) -> None:
+    """C15: news are rare, and a listener that timed out would be told nothing."""
+    config = RemoteConfig(redis_url, control_timeout_s=0.05)
+    remote = RemoteTier(config, keyspace)
+    listening = asyncio.ensure_future(anext(remote.subscribe()))
+
+    async def listened_to() -> bool:
+        return bool(client.pubsub_numsub(keyspace.channel)[0][1])
+
+    assert await eventually(listened_to)
+    done, _ = await asyncio.wait({listening}, timeout=4 * config.control_timeout_s)
+    assert not done
+    client.publish(keyspace.channel, "pointer")
+
+    assert await asyncio.wait_for(listening, 5) == b"pointer"
     await remote.aclose()
 
 
