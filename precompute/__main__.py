@@ -40,7 +40,7 @@ from precompute.training import train_reference
 Command = Callable[[NightConfig, argparse.Namespace, Progress], dict[str, Any] | None]
 
 out = Console()
-err = Console(stderr=True)
+err = Console(stderr=True, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -148,7 +148,7 @@ def directories_sorted(candidate: Candidate) -> Verdict:
 
 
 def short_lists(candidate: Candidate) -> Verdict:
-    """Share of users whose list is shorter than K although the catalogue has enough items."""
+    """Share of users with fewer than K items although the catalogue, less their history, has enough."""
     facts = candidate.manifest.facts
     share = facts["short_lists"] / max(1, facts["users_scored"])
     return at_most("short_lists", share, candidate.thresholds.short_lists)

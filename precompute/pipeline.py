@@ -89,6 +89,15 @@ def begin(
     if moment is None:
         raise ConfigError("a night needs a cut: give data_until, or the scheduler's run_after")
     cut = parse_time(moment)
+    if not config.sources.interactions:
+        raise ConfigError(
+            "sources.interactions is empty: name the files the night is computed from, in the file given by "
+            "--config or LARDER_CONFIG"
+        )
+    if not config.path(config.bundle).exists():
+        raise ConfigError(
+            f"there is no bundle at {config.path(config.bundle)}: set `bundle`, or run `train` first"
+        )
     bundle = Bundle.open(config.path(config.bundle))
     base = config.path(".")
     features = [

@@ -176,7 +176,8 @@ def score_users(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
                     )
                     seconds["topk"] += time.perf_counter() - clock
                     clock = time.perf_counter()
-                    short += int((ordinals[:, -1] == NO_ITEM).sum())
+                    possible = np.minimum(table.k, items.count - np.diff(seen.indptr))
+                    short += int(((ordinals != NO_ITEM).sum(axis=1) < possible).sum())
                     records = encode_topk(layout, marks, ordinals, scores, at)
                 elif table.kind == "user_vector":
                     records = encode_vectors(layout, marks, outputs["user_tower"], at)

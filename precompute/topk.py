@@ -160,11 +160,11 @@ class _Chunk:
         """The chunk's answer; `first` items are searched before pruning."""
         scorer, items = self._scorer, len(self._scorer.order)
         found, places = _search(self._queries, scorer.by_length[:first], min(self._fetch, first))
-        # Nothing outside the candidates scores more than this, but for rounding.
-        bounds = found[:, -1].astype(np.float64)
         if first < items:
-            found, places = self._deepen(found, places, first, bounds)
-        elif self._fetch >= items:
+            self._deepen(found, places, first)
+        # No item that was looked at but not kept scores more than this, but for rounding.
+        bounds = found.min(axis=1).astype(np.float64)
+        if self._fetch >= items:
             bounds[:] = -np.inf
         candidates = np.where(places >= 0, scorer.order[places], -1)
         ranked = [
@@ -175,16 +175,14 @@ class _Chunk:
             [each[1] for each in ranked]
         )
 
-    def _deepen(
-        self,
-        found: NDArray[np.float32],
-        places: NDArray[np.int64],
-        first: int,
-        bounds: NDArray[np.float64],
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Search the later items as far as any user of a group needs them; keep the best of both."""
+    def _deepen(self, found: NDArray[np.float32], places: NDArray[np.int64], first: int) -> None:
+        """Search the later items as far as any user of a group needs them; keep the best of both, in place."""
         scorer, fetch = self._scorer, found.shape[1]
-        needed = scorer.needed(self._lengths, bounds)
+        gone = self._among(scorer.order[places], self._excluded)
+        # The K-th best so far, exclusions left out, can only rise: shorter items that cannot reach it
+        # are not in the list.
+        so_far = np.partition(np.where(gone, np.inf, -found), self._k - 1, axis=1)[:, self._k - 1]
+        needed = scorer.needed(self._lengths, -so_far.astype(np.float64))
         order = np.argsort(needed, kind="stable")
         for start in range(0, len(order), _GROUP_USERS):
             rows = order[start : start + _GROUP_USERS]
@@ -201,8 +199,6 @@ class _Chunk:
             joined = np.concatenate([places[rows], more[1] + first], axis=1)
             found[rows] = np.take_along_axis(both, which, axis=1)
             places[rows] = np.take_along_axis(joined, which, axis=1)
-        bounds[:] = found.min(axis=1)
-        return found, places
 
     def _settle(
         self,
