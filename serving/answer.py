@@ -16,23 +16,18 @@ Prediction = dict[str, Any]
 
 
 def from_record(
-    snapshot: Snapshot,
-    table: Table,
-    entity: Entity,
-    record: Record,
-    k: int,
-    excluded: frozenset[int],
+    snapshot: Snapshot, table: Table, record: Record, k: int, barred: frozenset[int]
 ) -> Prediction:
-    """The prediction itself, from a stored or a live record."""
+    """The prediction itself, from a stored or a live record, without the ordinals that are barred."""
     if record.items is not None:
-        return _top(snapshot, entity, record.items, record.numbers, k, excluded)
+        return _top(snapshot, record.items, record.numbers, k, barred)
     if table.kind == "vector":
         return {"vector": record.numbers}
     return {"values": record.numbers, "labels": table.labels}
 
 
 def from_defaults(
-    snapshot: Snapshot, table: Table, entity: Entity, k: int, excluded: frozenset[int]
+    snapshot: Snapshot, table: Table, entity: Entity, k: int, barred: frozenset[int]
 ) -> Prediction:
     """A popular list for top-K; null elsewhere, since a made-up vector would be a wrong answer."""
     if table.kind == "vector":
@@ -44,8 +39,8 @@ def from_defaults(
         return {"items": [], "scores": [], "short": True}
     if table.entity == "item" and entity.raw is not None:
         # An item is not similar to itself, however popular it is.
-        excluded |= {snapshot.items.ordinal_of(entity.raw)}
-    return _top(snapshot, entity, default.items, default.scores, k, excluded)
+        barred |= {snapshot.items.ordinal_of(entity.raw)}
+    return _top(snapshot, default.items, default.scores, k, barred)
 
 
 def seen(snapshot: Snapshot, entity: Entity) -> frozenset[int]:
@@ -57,19 +52,18 @@ def seen(snapshot: Snapshot, entity: Entity) -> frozenset[int]:
 
 def _top(
     snapshot: Snapshot,
-    entity: Entity,
     items: NDArray[np.uint32],
     scores: NDArray[np.float32],
     k: int,
-    excluded: frozenset[int],
+    barred: frozenset[int],
 ) -> Prediction:
-    """The first k of a list, in its order, without what is excluded, blocked, or was sent as history."""
-    blocked, history = snapshot.blocked, seen(snapshot, entity)
-    if excluded or blocked or history:
+    """The first k of a list, in its order, without what is barred or blocked."""
+    blocked = snapshot.blocked
+    if barred or blocked:
         keep = [
             place
             for place, ordinal in enumerate(items.tolist())
-            if ordinal not in history and ordinal not in excluded and ordinal not in blocked
+            if ordinal not in barred and ordinal not in blocked
         ][:k]
         items, scores = items[keep], scores[keep]
     else:

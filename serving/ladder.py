@@ -10,7 +10,7 @@ from typing import Protocol
 from cache.errors import CorruptArtefact
 from cache.records import Record, decode
 from cache.tiered import Found, Missed, MissReason, Outcome, View, Want
-from serving.answer import Answer, Prediction, complete, from_defaults, from_record
+from serving.answer import Answer, Prediction, complete, from_defaults, from_record, seen
 from serving.ask import Ask, Options
 from serving.case import Case, cases_of, still_open, want_in
 from serving.infer import Inferences
@@ -213,15 +213,18 @@ class Ladder:
         dropped: int = 0,
     ) -> None:
         table = snapshot.manifest.tables[case.table.name]
-        excluded = turn.excluded(snapshot)
-        prediction = from_record(snapshot, table, case.entity, record, case.k, excluded)
+        barred = turn.excluded(snapshot)
+        # A live record was computed from this very history, and leaves it out.
+        if source != "live" and table.kind == "topk":
+            barred |= seen(snapshot, case.entity)
+        prediction = from_record(snapshot, table, record, case.k, barred)
         producer = "live" if record.live else "batch"
         self._finish(case, prediction, snapshot, source, producer, turn, dropped)
 
     def _default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
         case.reason = case.reason or MissReason.NOT_IN_GENERATION
-        excluded = turn.excluded(snapshot)
-        prediction = from_defaults(snapshot, case.table, case.entity, case.k, excluded)
+        barred = turn.excluded(snapshot) | seen(snapshot, case.entity)
+        prediction = from_defaults(snapshot, case.table, case.entity, case.k, barred)
         producer = "defaults" if case.table.kind == "topk" else None
         self._finish(case, prediction, snapshot, "default", producer, turn)
 
