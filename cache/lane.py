@@ -10,6 +10,8 @@ from cache.errors import TierUnavailable
 from cache.wire import Batch, Wire
 
 _SECOND_LOOK_S = 0.001
+_PAUSE_S = 1.0
+"""After a refused connection, before another one is tried beside those that are open."""
 
 
 class Lane:
@@ -28,6 +30,7 @@ class Lane:
         # Insertion order: batches that came before the first wire was open.
         self._waiting: dict[Batch, None] = {}
         self._opening: asyncio.Task[None] | None = None
+        self._refused_until = 0.0
         self._closing: set[asyncio.Task[None]] = set()
 
     def send(self, batch: Batch) -> None:
@@ -39,12 +42,17 @@ class Lane:
             key=lambda wire: wire.in_flight,
             default=None,
         )
-        if (wire is None or wire.in_flight) and len(self._wires) < self._max_wires:
-            self._open()
         if wire is None:
             self._waiting[batch] = None
-        else:
-            wire.send(batch)
+            self._open()
+            return
+        if (
+            wire.in_flight
+            and len(self._wires) < self._max_wires
+            and loop.time() >= self._refused_until
+        ):
+            self._open()
+        wire.send(batch)
 
     async def aclose(self) -> None:
         """Closes every wire; what is under way lands as unavailable."""
@@ -68,6 +76,7 @@ class Lane:
             await connection.connect()  # type: ignore[no-untyped-call]
             wire = Wire(connection, self._lost)
         except (RedisError, OSError) as error:
+            self._refused_until = asyncio.get_running_loop().time() + _PAUSE_S
             self._fail_waiting(TierUnavailable(f"cannot connect: {error}", reason="connection"))
         except BaseException:
             await connection.disconnect(nowait=True)

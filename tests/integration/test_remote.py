@@ -341,6 +341,24 @@ async def test_connections_stay_within_their_bound_and_end_with_the_tier(own_red
     client.close()
 
 
+async def test_a_server_that_accepts_no_more_connections_is_not_asked_again_and_again(
+    own_redis: Server,
+) -> None:
+    client = redis.Redis.from_url(own_redis.url, protocol=2)
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0, wires_max=8), Keyspace("a"))
+    await remote.read([read_of(0, 0)])
+    client.config_set("maxclients", 2)
+    before = int(client.info("stats")["rejected_connections"])
+
+    for _ in range(50):
+        await asyncio.gather(*(remote.read([read_of(0, n)] * 600) for n in range(4)))
+
+    assert remote.lane.opened == 1 and remote.breaker.state == "closed"
+    assert 1 <= int(client.info("stats")["rejected_connections"]) - before <= 3
+    client.close()
+    await remote.aclose()
+
+
 async def test_what_is_under_way_ends_when_the_tier_is_closed(own_redis: Server) -> None:
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=30.0), Keyspace("a"))
     await remote.read([read_of(0, 0)])
