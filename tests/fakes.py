@@ -47,11 +47,12 @@ class FakeRemote:
     writes: list[OverlayWrite] = field(default_factory=list)
 
     async def read(self, reads: Sequence[Read], timeout_s: float | None = None) -> list[Answer]:
-        """Answers as Redis would: a wrong length is no record."""
+        """Answers as Redis would: a wrong length is no record, and what is held up was read before."""
         self.calls.append(tuple(reads))
+        answers = [self._answer(each) for each in reads]
         if self.gate is not None:
             await self.gate.wait()
-        return [self.fails_with or self._answer(each) for each in reads]
+        return [self.fails_with or each for each in answers]
 
     def _answer(self, read: Read) -> Answer:
         if isinstance(read, OverlayRead):
