@@ -18,6 +18,8 @@ BATCH = 1000
 TRIES = 10
 DEADLINE_MS = 5_000
 _PADDED_NUMBERS = 1 << 23
+_BATCH_ROWS = 512
+_BLOCK = 64
 
 Lists = Mapping[str, Sequence[str]]
 Progress = Callable[[int], None]
@@ -122,12 +124,22 @@ def offline_lists(
         scores = _run(bundle, model["user_tower"], _padded(rows, model["user_tower"])) @ vectors.T
         for line, row in zip(scores, rows, strict=True):
             line[row] = -np.inf
-        best = np.argpartition(scores, max(0, len(ids) - top), axis=1)[:, -top:]
-        for user, line, some_best in zip(some, scores, best, strict=True):
-            order = some_best[np.lexsort((some_best, -line[some_best]))]
-            lists[user] = [ids[each] for each in order if np.isfinite(line[each])]
+        for user, line, bound in zip(some, scores, _bounds(scores, top), strict=True):
+            found = np.flatnonzero((line >= bound) & (line > -np.inf))
+            order = found[np.lexsort((found, -line[found]))][:top]
+            lists[user] = [ids[each] for each in order]
         progress(len(some))
     return lists
+
+
+def _bounds(scores: NDArray[np.float32], top: int) -> NDArray[np.float32]:
+    """What each row's best `top` reach at least: as many blocks of columns have a maximum this high."""
+    blocks = scores.shape[1] // _BLOCK
+    if blocks < top:
+        return np.full(len(scores), -np.inf, np.float32)
+    highest = scores[:, : blocks * _BLOCK].reshape(len(scores), blocks, _BLOCK).max(axis=2)
+    bounds: NDArray[np.float32] = np.partition(highest, blocks - top, axis=1)[:, blocks - top]
+    return bounds
 
 
 _sessions: dict[str, ort.InferenceSession] = {}
@@ -160,7 +172,8 @@ def _batches(users: Sequence[str], histories: Lists, dims: int) -> Iterator[list
     """Users of similar length together; the gathered embeddings of a batch stay within 32 MB."""
     some: list[str] = []
     for user in users:
-        if some and (len(some) + 1) * max(16, len(histories[user])) * dims > _PADDED_NUMBERS:
+        full = (len(some) + 1) * max(16, len(histories[user])) * dims > _PADDED_NUMBERS
+        if some and (full or len(some) == _BATCH_ROWS):
             yield some
             some = []
         some.append(user)
