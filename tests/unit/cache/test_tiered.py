@@ -317,6 +317,19 @@ async def test_a_live_answer_for_an_unknown_entity_is_kept_in_both_tiers_with_an
     assert bench.cache.writes.stored == 1
 
 
+async def test_a_live_answer_ends_the_negative_life_of_its_key() -> None:
+    bench = Bench(max_bytes=0)
+    want = NIGHT.want(STRANGER, DIGEST_A)
+    await bench.get(want)
+    assert await bench.get(want) == Missed(MissReason.NEGATIVE)
+
+    bench.cache.put_live(VIEW, want, NIGHT.live_record(STRANGER), DIGEST_A, 30)
+    await bench.cache.aclose()
+
+    found = await bench.get(want)
+    assert isinstance(found, Found) and found.tier == "l2"
+
+
 async def test_a_new_input_replaces_the_answer_to_the_old_one(bench: Bench) -> None:
     want = NIGHT.want(STRANGER, DIGEST_A)
     bench.cache.put_live(VIEW, want, NIGHT.live_record(STRANGER, 1.0), DIGEST_A, 30)
