@@ -13,6 +13,7 @@ import pytest
 
 from cache.artefacts import ArtefactStore, open_generation, read_manifest
 from cache.errors import ConfigError, Conflict, Refused
+from cache.items import ItemTable
 from cache.manifest import Manifest
 from cache.releases import all_releases
 from precompute import pipeline
@@ -152,7 +153,7 @@ def test_p3_a_gate_that_raises_hangs_or_lacks_its_input_has_failed(config, tmp_p
         candidate = Candidate(
             manifest,
             root,
-            pipeline.ItemTable.open(root, manifest),
+            ItemTable.open(root, manifest),
             Control(client, config.keyspace()),
             None,
             replace(config.gates, timeout_s=0.05),
