@@ -110,7 +110,7 @@ class Predictor:
         Raises InvalidInput for features that the model does not take as sent.
         """
         spec = self._tower(table).spec
-        ordinals = self._items.ordinals_of(source.history or ())
+        ordinals = self._items.ordinals_of(_latest_of_each(source.history or ()))
         indices = self._items.to_model(ordinals)
         known = indices[indices >= 0]
         excluded = ordinals[ordinals >= 0]
@@ -223,6 +223,11 @@ class Predictor:
                 metric=searcher.metric,
             )
         return ordinals, scores
+
+
+def _latest_of_each(history: Sequence[bytes]) -> list[bytes]:
+    """Each item once, where it stood last: as the night groups its histories."""
+    return list(dict.fromkeys(reversed(history)))[::-1]
 
 
 def _file(model: Model, precision: ModelPrecision) -> tuple[ModelPrecision, str]:

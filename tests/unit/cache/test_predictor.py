@@ -61,6 +61,12 @@ def test_history_and_blocked_items_never_appear(world):
     assert record.items[0] == first.items[3]
 
 
+def test_an_item_sent_twice_counts_once_where_it_stood_last(world):
+    twice, once = answer(world, "user_topk", history(2, 4, 2, 6), history(4, 2, 6))
+    assert twice.items.tolist() == once.items.tolist()
+    assert twice.numbers.tolist() == once.numbers.tolist()
+
+
 def test_many_blocked_items_are_skipped_inside_the_index(world, monkeypatch):
     monkeypatch.setattr("cache.search._FILTER_ABOVE", 4)
     _, items = world
