@@ -90,7 +90,11 @@ def test_a_list_is_short_when_fewer_items_remain(world):
 def test_fp32_live_answers_equal_the_nights(bundle, tmp_path):
     # Given the night's exact lists of all users
     predictor, items = make_predictor(bundle, tmp_path, precision="fp32")
-    histories = histories_of()
+    drawn = histories_of()
+    # The night groups its histories: each item once.
+    histories = Histories.of(
+        [np.unique(part) for part in np.split(drawn.indices, drawn.indptr[1:-1])]
+    )
     ordinal = np.empty(ITEMS, np.int64)
     ordinal[items._model_index] = np.arange(ITEMS)
     seen = Histories(histories.indptr, ordinal[histories.indices])
