@@ -12,7 +12,7 @@ from cache.ranking import Metric
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 _QUERIES_PER_CALL = 16
-"""FAISS changes its kernel at 20 queries, and with it the last bits: below that, batch mates cannot matter."""
+"""FAISS changes its kernel, and so the last bits, with the number of queries: never enough of them for that."""
 _SLACK_MIN = 32
 _FILTER_ABOVE = 64
 

@@ -1,10 +1,9 @@
 """Exact top-K of all items for many users: FAISS products choose candidates, `cache.ranking` decides.
 
-Items are visited in order of falling length. A first pass over the longest gives every user a threshold;
-by Cauchy-Schwarz (score <= |user| * |item|) no item below a certain length can reach it (LEMP, Teflioudi
-et al., SIGMOD 2015, in its simplest form), and users are grouped by where that is. Where that would save
-little, one pass does. Each user's list is then certified against the rounding of the products; the few
-that fail are scored against every item.
+Users with like numbers of exclusions are searched together, each over-fetching by as many. What is
+excluded goes, K and a few remain and are re-scored; each list is then certified against the rounding of
+the products, and the few users whose list is not certain (ties in masses) are scored against every item.
+So the result does not depend on tiles, threads or the processor's products.
 """
 
 import os
@@ -28,15 +27,11 @@ Top = tuple[NDArray[np.uint32], NDArray[np.float32]]
 
 K_MAX = 1000
 
-_CHUNK_USERS = 2048
-_CHUNK_CANDIDATES = 1 << 21
-_GROUP_USERS = 512
+_CHUNK_USERS = 1024
+_CHUNK_CANDIDATES = 1 << 22
 _RANK_USERS = 256
 _SCAN_ITEMS = 8192
 _SPARE = 16
-_FIRST_SHARE = 5
-_FIRST_MIN = 4096
-_WORTH_IT = 0.75
 _ROUNDING = 2.0**-23
 """Two float32 sums of d products differ by at most 2 * d * 2**-24 * |user| * |item|."""
 
@@ -47,17 +42,15 @@ class Scorer:
 
     vectors: NDArray[np.float32]
     metric: Metric
-    by_length: NDArray[np.float32]
-    order: NDArray[np.int64]
-    lengths: NDArray[np.float64]
+    filtering: NDArray[np.float32]
+    longest: float
 
     @classmethod
     def of(cls, vectors: NDArray[np.float32], metric: Metric = "inner_product") -> Self:
         """From float32 [items, dims] in ordinal order."""
-        filtering = unit(vectors) if metric == "cosine" else np.asarray(vectors, np.float32)
-        lengths = _lengths(filtering)
-        order = np.argsort(-lengths, kind="stable")
-        return cls(vectors, metric, np.ascontiguousarray(filtering[order]), order, lengths[order])
+        plain = np.asarray(vectors, np.float32)  # a memory map's own class is slow to index
+        filtering = np.ascontiguousarray(unit(plain) if metric == "cosine" else plain)
+        return cls(plain, metric, filtering, float(_lengths(filtering).max(initial=0)))
 
     def top(
         self,
@@ -80,12 +73,11 @@ class Scorer:
         scores = np.empty((len(users), k), np.float32)
         gone = Histories.of([()] * len(users)) if excluded is None else excluded
         count = threads or os.cpu_count() or 1
-        first = self._first_items(users, k)
 
         def run(part: tuple[NDArray[np.int64], int]) -> int:
             rows, fetch = part
             chunk = _Chunk(self, users[rows], gone.take(rows), k, fetch)
-            ordinals[rows], scores[rows] = chunk.run(first)
+            ordinals[rows], scores[rows] = chunk.run()
             return len(rows)
 
         with ThreadPoolExecutor(count) as pool:
@@ -97,35 +89,19 @@ class Scorer:
     def _chunks(
         self, excluded: NDArray[np.int64], k: int, threads: int
     ) -> Iterator[tuple[NDArray[np.int64], int]]:
-        """(rows, candidates to fetch): users with like numbers of exclusions together, in order."""
-        slack = 1 << np.ceil(np.log2(excluded + _SPARE)).astype(np.int64)
-        fetches = np.minimum(k + slack, len(self.order))
-        for fetch in np.unique(fetches):
-            members = np.flatnonzero(fetches == fetch)
-            step = max(1, min(_CHUNK_USERS, _CHUNK_CANDIDATES // max(1, int(fetch))))
-            step = min(step, max(_GROUP_USERS, -(-len(members) // threads)))
-            for start in range(0, len(members), step):
-                yield members[start : start + step], int(fetch)
-
-    def _first_items(self, users: NDArray[np.float32], k: int) -> int:
-        """How many items the first pass takes; all of them unless a sample says that pruning pays."""
-        items = len(self.order)
-        first = max(_FIRST_MIN, items // _FIRST_SHARE)
-        if self.metric == "cosine" or first >= items or k > first or not len(users):
-            return items
-        sample = users[:: max(1, len(users) // 256)]
-        found = _search(sample, self.by_length[:first], min(first, k + 2 * _SPARE))[0]
-        needed = self.needed(_lengths(sample), found[:, -1].astype(np.float64))
-        share = float(np.maximum(needed, first).mean()) / items
-        return first if share < _WORTH_IT else items
-
-    def needed(
-        self, lengths: NDArray[np.float64], thresholds: NDArray[np.float64]
-    ) -> NDArray[np.int64]:
-        """How many of the longest items could still score `thresholds` with users of these lengths."""
-        shortest = thresholds / np.maximum(lengths, 1e-300)
-        shortest -= (self.vectors.shape[1] + 8) * _ROUNDING * self.lengths[0]
-        return len(self.order) - np.searchsorted(self.lengths[::-1], shortest, "left")
+        """(rows, candidates to fetch): users with like numbers of exclusions together, in even parts."""
+        members = np.argsort(excluded, kind="stable")
+        start = 0
+        while start < len(members):
+            left = len(members) - start
+            # Smaller parts than this leave BLAS for a kernel that takes five times as long.
+            threshold = faiss.cvar.distance_compute_blas_threshold // self.vectors.shape[1] + 1
+            parts = max(-(-left // max(_CHUNK_USERS, threshold)), min(threads, left // threshold))
+            end = start + -(-left // max(1, parts))
+            fetch = min(k + int(excluded[members[end - 1]]) + _SPARE, len(self.vectors))
+            end = min(end, start + max(1, _CHUNK_CANDIDATES // max(1, fetch)))
+            yield members[start:end], fetch
+            start = end
 
 
 def exact_topk(
@@ -156,17 +132,18 @@ class _Chunk:
         self._k = k
         self._fetch = fetch
 
-    def run(self, first: int) -> Top:
-        """The chunk's answer; `first` items are searched before pruning."""
-        scorer, items = self._scorer, len(self._scorer.order)
-        found, places = _search(self._queries, scorer.by_length[:first], min(self._fetch, first))
-        if first < items:
-            self._deepen(found, places, first)
-        # No item that was looked at but not kept scores more than this, but for rounding.
-        bounds = found.min(axis=1).astype(np.float64)
-        if self._fetch >= items:
+    def run(self) -> Top:
+        """The chunk's answer."""
+        # One OpenMP thread (a setting of the calling thread) under each of our own: its teams spin
+        # at barriers, which on shared cores made two threads slower than one.
+        faiss.omp_set_num_threads(1)
+        found, candidates = faiss.knn(
+            self._queries, self._scorer.filtering, self._fetch, metric=faiss.METRIC_INNER_PRODUCT
+        )
+        # No item that is not a candidate scores more than this, but for rounding.
+        bounds = found[:, -1].astype(np.float64)
+        if self._fetch >= len(self._scorer.vectors):
             bounds[:] = -np.inf
-        candidates = np.where(places >= 0, scorer.order[places], -1)
         ranked = [
             self._settle(slice(start, start + _RANK_USERS), found, candidates, bounds)
             for start in range(0, len(self._users), _RANK_USERS)
@@ -174,31 +151,6 @@ class _Chunk:
         return np.concatenate([each[0] for each in ranked]), np.concatenate(
             [each[1] for each in ranked]
         )
-
-    def _deepen(self, found: NDArray[np.float32], places: NDArray[np.int64], first: int) -> None:
-        """Search the later items as far as any user of a group needs them; keep the best of both, in place."""
-        scorer, fetch = self._scorer, found.shape[1]
-        gone = self._among(scorer.order[places], self._excluded)
-        # The K-th best so far, exclusions left out, can only rise: shorter items that cannot reach it
-        # are not in the list.
-        so_far = np.partition(np.where(gone, np.inf, -found), self._k - 1, axis=1)[:, self._k - 1]
-        needed = scorer.needed(self._lengths, -so_far.astype(np.float64))
-        order = np.argsort(needed, kind="stable")
-        for start in range(0, len(order), _GROUP_USERS):
-            rows = order[start : start + _GROUP_USERS]
-            last = int(needed[rows[-1]])
-            if last <= first:
-                continue
-            more = _search(
-                np.ascontiguousarray(self._queries[rows]),
-                scorer.by_length[first:last],
-                min(fetch, last - first),
-            )
-            both = np.concatenate([found[rows], more[0]], axis=1)
-            which = np.argpartition(-both, fetch - 1, axis=1)[:, :fetch]
-            joined = np.concatenate([places[rows], more[1] + first], axis=1)
-            found[rows] = np.take_along_axis(both, which, axis=1)
-            places[rows] = np.take_along_axis(joined, which, axis=1)
 
     def _settle(
         self,
@@ -222,7 +174,7 @@ class _Chunk:
             candidates = np.take_along_axis(candidates, which, axis=1)
         candidates = np.where(np.isneginf(filtered), -1, candidates)
         ordinals, scores = rank(users, scorer.vectors, candidates, None, k, metric=scorer.metric)
-        margin = (users.shape[1] + 8) * _ROUNDING * self._lengths[rows] * scorer.lengths[0]
+        margin = (users.shape[1] + 8) * _ROUNDING * self._lengths[rows] * scorer.longest
         if scorer.metric == "cosine":
             margin = np.full(len(users), (users.shape[1] + 16) * _ROUNDING)
         full = (candidates >= 0).sum(axis=1) >= k
@@ -233,7 +185,7 @@ class _Chunk:
         return ordinals, scores
 
     def _among(self, candidates: NDArray[np.int64], gone: Histories) -> NDArray[np.bool_]:
-        items = len(self._scorer.order)
+        items = len(self._scorer.vectors)
         known = (gone.indices >= 0) & (gone.indices < items)
         owners = np.repeat(np.arange(len(gone)), np.diff(gone.indptr))
         banned = np.sort(owners[known] * items + gone.indices[known])
@@ -259,16 +211,6 @@ def _scan(scorer: Scorer, user: NDArray[np.float32], banned: NDArray[np.int64], 
             break  # every score is zero: the first k ordinals are the answer
     found = unpack(keys[None], k)
     return found[0][0], found[1][0]
-
-
-def _search(
-    queries: NDArray[np.float32], items: NDArray[np.float32], count: int
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    # One OpenMP thread (a setting of the calling thread) under each of our own: its teams spin at
-    # barriers, which on shared cores made two threads slower than one.
-    faiss.omp_set_num_threads(1)
-    scores, places = faiss.knn(queries, items, count, metric=faiss.METRIC_INNER_PRODUCT)
-    return scores, places
 
 
 def _lengths(vectors: NDArray[np.float32]) -> NDArray[np.float64]:

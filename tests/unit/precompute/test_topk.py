@@ -77,20 +77,27 @@ def test_lists_equal_a_float64_brute_force(metric, k):
 
 
 @pytest.mark.parametrize("skewed", [True, False])
-def test_pruned_and_plain_passes_give_the_same_lists(monkeypatch, skewed):
-    # Given few enough first items that pruning is used on the skewed vectors
+def test_small_and_large_chunks_give_the_same_lists(monkeypatch, skewed):
     users, items, excluded = make(200, 3000, 16, skewed=skewed, seed=2)
-    plain = exact_topk(users, items, 20, excluded)
-    monkeypatch.setattr(topk, "_FIRST_MIN", 200)
-    monkeypatch.setattr(topk, "_GROUP_USERS", 32)
-    monkeypatch.setattr(topk, "_WORTH_IT", 2.0)
-    assert Scorer.of(items)._first_items(users, 20) < len(items)
-
-    pruned = exact_topk(users, items, 20, excluded)
-
     assert_exact(users, items, 20, excluded)
-    assert np.array_equal(plain[0], pruned[0])
-    assert np.array_equal(plain[1].view(np.uint32), pruned[1].view(np.uint32))
+    plain = exact_topk(users, items, 20, excluded)
+    monkeypatch.setattr(topk, "_CHUNK_CANDIDATES", 500)
+
+    small = exact_topk(users, items, 20, excluded)
+
+    assert np.array_equal(plain[0], small[0])
+    assert np.array_equal(plain[1].view(np.uint32), small[1].view(np.uint32))
+
+
+def test_lists_that_cannot_be_certified_are_scored_against_every_item(monkeypatch):
+    users, items, excluded = make(40, 800, 16, seed=4)
+    plain = exact_topk(users, items, 20, excluded)
+    monkeypatch.setattr(topk, "_ROUNDING", 1.0)
+
+    scanned = exact_topk(users, items, 20, excluded)
+
+    assert np.array_equal(plain[0], scanned[0])
+    assert np.array_equal(plain[1].view(np.uint32), scanned[1].view(np.uint32))
 
 
 def test_batches_and_threads_change_no_bit():
@@ -161,7 +168,7 @@ def test_progress_counts_every_user_once():
 
 def test_memory_does_not_grow_with_the_number_of_users(monkeypatch):
     # Given tiles of 64 users (pitfall P16)
-    monkeypatch.setattr(topk, "_CHUNK_USERS", 64)
+    monkeypatch.setattr(topk, "_CHUNK_CANDIDATES", 5000)
 
     def peak(users):
         queries, items, excluded = make(users, 2000, 8, longest=8)
