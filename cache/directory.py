@@ -1,5 +1,6 @@
 """The directory: sorted entity hashes; the position of a hash is the position of its record."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -24,7 +25,8 @@ class Directory:
         self._starts = np.concatenate(
             [[0], np.cumsum([len(part) for part in parts], dtype=np.int64)]
         )
-        self.count = int(self._starts[-1])
+        self._starts_list: list[int] = self._starts.tolist()  # bisect beats numpy on one number
+        self.count = self._starts_list[-1]
 
     @classmethod
     def open(cls, root: Path, entities: EntitySet) -> Self:
@@ -67,8 +69,8 @@ class Directory:
 
     def place(self, position: int) -> tuple[int, int]:
         """(part, position within the part) of a global position."""
-        part = int(self._starts.searchsorted(position, "right")) - 1
-        return part, position - int(self._starts[part])
+        part = bisect_right(self._starts_list, position) - 1
+        return part, position - self._starts_list[part]
 
     def hashes(self) -> NDArray[np.uint64]:
         """All hashes in order, as one array in memory."""

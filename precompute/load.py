@@ -1,7 +1,8 @@
 """Bulk load: stream page files into Redis, a bounded pipeline at a time, resumable per part."""
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cache.manifest import Manifest, Table, TablePart
 
 Progress = Callable[[int], None]
 RETIRE_BATCH = 64
+UNANSWERED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,7 @@ def load_part(
 ) -> bool:
     """Stream a part's pages, then mark it loaded; False when it was wholly there. `root` is the generation's folder.
 
-    A page is one `SET`, so re-doing a page after a crash is harmless; the mark is written last. Reads come from the
-    mapped file: a page is copied once, into the socket.
+    A page is one `SET`, so re-doing a page after a crash is harmless; the mark is written last.
     """
     mark = f"{keys.loaded(manifest.generation)}"
     if client.hget(mark, part.name) == part.pages.sums.sha256.encode():
@@ -82,18 +83,63 @@ def load_part(
             raise CorruptArtefact(
                 f"{entry.file.path} has {len(pages)} bytes for {entry.count} records"
             )
-        size = part.table.page_bytes
-        at_once = max(1, chunk_bytes // size)
-        for first in range(0, entry.pages, at_once):
-            pipeline = client.pipeline(transaction=False)
-            last = min(first + at_once, entry.pages)
-            for page in range(first, last):
-                name = keys.page(manifest.generation, part.table.name, entry.first_page + page)
-                pipeline.set(name, pages[page * size : (page + 1) * size])
-            pipeline.execute()
-            progress(min(last * size, len(pages)) - first * size)
+        at_once = max(1, chunk_bytes // part.table.page_bytes)
+        names = [
+            keys.page(manifest.generation, part.table.name, entry.first_page + page).encode()
+            for page in range(entry.pages)
+        ]
+        with memoryview(pages) as view:
+            _stream(client, names, view, part.table.page_bytes, at_once, progress)
     client.hset(mark, part.name, part.pages.sums.sha256)
     return True
+
+
+def _stream(
+    client: "redis.Redis",
+    names: Sequence[bytes],
+    pages: memoryview,
+    size: int,
+    at_once: int,
+    progress: Progress,
+) -> None:
+    """Send each page from where it is mapped: redis-py's own packing would copy every one of them twice.
+
+    At most `UNANSWERED` chunks wait for their replies, so Redis always has the next one and memory is bounded.
+    """
+    pool = client.connection_pool
+    connection: Any = pool.get_connection()
+    try:
+        waiting: deque[tuple[int, int]] = deque()
+        for first in range(0, len(names), at_once):
+            chunk = names[first : first + at_once]
+            values = [
+                pages[page * size : (page + 1) * size] for page in range(first, first + len(chunk))
+            ]
+            pieces: list[bytes | memoryview] = []
+            for name, value in zip(chunk, values, strict=True):
+                head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(value))
+                pieces += (head, value, b"\r\n")
+            connection.send_packed_command(pieces, check_health=False)
+            waiting.append((len(chunk), sum(len(value) for value in values)))
+            for value in values:
+                value.release()
+            if len(waiting) == UNANSWERED:
+                _await_one(connection, waiting, progress)
+        while waiting:
+            _await_one(connection, waiting, progress)
+    except BaseException:
+        # Replies may still be on their way: this connection must never serve another command.
+        connection.disconnect()
+        raise
+    finally:
+        pool.release(connection)
+
+
+def _await_one(connection: Any, waiting: deque[tuple[int, int]], progress: Progress) -> None:
+    replies, size_bytes = waiting.popleft()
+    for _ in range(replies):
+        connection.read_response()
+    progress(size_bytes)
 
 
 def verify_part(
