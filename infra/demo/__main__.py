@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
-    for each in (signal.SIGTERM, signal.SIGHUP):
+    # SIGINT too: a shell that starts this in the background has it ignored.
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, _interrupt)
     demo = Demo(Plan(sent.data, sent.state, sent.quick, sent.serve), Steps(console))
     try:

@@ -334,9 +334,12 @@ class Demo:
         ):
             # Plain, so that a long line can be copied as a whole.
             self.steps.console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-        while True:
-            time.sleep(1.0)
-            service.check()
+        try:
+            while True:
+                time.sleep(1.0)
+                service.check()
+        except KeyboardInterrupt:  # how it is meant to end
+            self.steps.console.print("\nstopped serving")
 
 
 def forget(url: str, here: Place) -> None:
