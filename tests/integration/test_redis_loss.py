@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +177,7 @@ def test_restoring_twice_changes_nothing(night: NightConfig) -> None:
         before = Control(client, night.keyspace()).pointer()
 
         # when
-        run_restore(environment(replace(night)))
+        run_restore(environment(night))
 
         # then
         assert Control(client, night.keyspace()).pointer() == before
