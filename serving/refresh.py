@@ -16,6 +16,8 @@ from serving.follower import Follower
 
 log = logging.getLogger(__name__)
 
+_CANCEL_AGAIN_S = 0.1
+
 Step = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -77,9 +79,12 @@ class Refresher:
 
     async def aclose(self) -> None:
         """Stops, and signs off."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        pending = set(self._tasks)
+        while pending:
+            # Again and again: a client library may lose a cancellation that meets its reply.
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
         await self.follower.aclose()
         with contextlib.suppress(TierUnavailable):
             await self._redis.sign_off(self._replica_id)
@@ -117,8 +122,10 @@ class Refresher:
 
     async def _every(self, seconds: float, step: Step, wake: asyncio.Event) -> None:
         while True:
+            # Not wait_for: in Python 3.11 it loses a cancellation that meets the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(wake.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await wake.wait()
             wake.clear()
             try:
                 await step()

@@ -1,6 +1,7 @@
 """Following the pointer: only forwards, as one object, and never down with what it follows."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,6 +270,37 @@ async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loadi
     held = scene.follower.holding
     assert held is not None
     assert all(len(each.blocked) == 2 for each in held.snapshots)
+
+
+async def test_an_announcement_at_the_very_end_keeps_nothing_running(scene: Scene) -> None:
+    await scene.refresher.start()
+    await asyncio.sleep(0)  # the loops wait for their events
+
+    scene.refresher._wake_pointer.set()
+    scene.refresher._wake_beat.set()
+    async with asyncio.timeout(5):
+        await scene.refresher.aclose()
+
+    assert all(task.done() for task in scene.refresher._tasks) and not scene.redis.beats
+
+
+async def test_a_cancellation_lost_in_a_client_library_does_not_stop_the_stop(
+    scene: Scene,
+) -> None:
+    async def forgetful() -> bytes | None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return None
+
+    await scene.refresher.start()
+    scene.redis.pointer = forgetful  # type: ignore[method-assign]
+    scene.refresher._wake_pointer.set()
+    await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(5):
+        await scene.refresher.aclose()
+
+    assert all(task.done() for task in scene.refresher._tasks)
 
 
 async def test_a_blocklist_that_cannot_be_read_leaves_the_last_one_in_force(scene: Scene) -> None:
