@@ -3,13 +3,18 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact
 from cache.manifest import EntitySet
+
+
+def map_file(path: Path, dtype: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+    """A file as a read-only array in shared memory; a plain array, since every access to a memmap costs more."""
+    return np.asarray(np.memmap(path, dtype, "r", shape=shape))
 
 
 class Directory:
@@ -38,7 +43,7 @@ class Directory:
                 raise CorruptArtefact(
                     f"{part.file.path} holds {path.stat().st_size} bytes, {part.count} hashes need {part.count * 8}"
                 )
-            parts.append(np.memmap(path, "<u8", "r") if part.count else np.empty(0, np.uint64))
+            parts.append(map_file(path, "<u8") if part.count else np.empty(0, np.uint64))
         return cls(entities.seed, [part.first_hash for part in entities.parts], parts)
 
     def find(self, hash_: int) -> int:

@@ -7,7 +7,7 @@ from typing import NewType, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.directory import Directory
+from cache.directory import Directory, map_file
 from cache.keys import hash_id, hash_ids
 from cache.manifest import Manifest
 
@@ -42,10 +42,10 @@ class ItemTable:
         files = manifest.items
         return cls(
             Directory.open(root, manifest.entity_sets["item"]),
-            np.memmap(root / files.ids.path, np.uint8, "r"),
-            np.memmap(root / files.offsets.path, "<u8", "r"),
-            np.memmap(root / files.vectors.path, "<f4", "r", shape=(files.count, files.dims)),
-            np.memmap(root / files.model_index.path, "<i8", "r"),
+            map_file(root / files.ids.path, "u1"),
+            map_file(root / files.offsets.path, "<u8"),
+            map_file(root / files.vectors.path, "<f4", (files.count, files.dims)),
+            map_file(root / files.model_index.path, "<i8"),
         )
 
     def raw_id(self, ordinal: int) -> bytes:

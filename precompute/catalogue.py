@@ -9,7 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cache.artefacts import write_atomically
-from cache.directory import Directory
+from cache.directory import Directory, map_file
 from cache.errors import SourceError
 from cache.items import ItemTable
 from cache.keys import canonical_id, hash_ids
@@ -90,7 +90,7 @@ def open_items(root: Path, begun: Mapping[str, Any], *, dims: int = 0) -> ItemTa
     bounds = begun["bounds"]
     shards = len(bounds) - 1
     parts = [
-        np.memmap(root / directory_file("item", shard), "<u8", "r")
+        map_file(root / directory_file("item", shard), "<u8")
         if bounds[shard + 1] > bounds[shard]
         else np.empty(0, np.uint64)
         for shard in range(shards)
@@ -100,13 +100,13 @@ def open_items(root: Path, begun: Mapping[str, Any], *, dims: int = 0) -> ItemTa
     )
     vectors: NDArray[np.float32] = np.empty((0, 0), np.float32)
     if dims:
-        vectors = np.memmap(root / VECTORS, "<f4", "r", shape=(begun["items"], dims))
+        vectors = map_file(root / VECTORS, "<f4", (begun["items"], dims))
     return ItemTable(
         directory,
-        np.memmap(root / IDS, np.uint8, "r"),
-        np.memmap(root / OFFSETS, "<u8", "r"),
+        map_file(root / IDS, "u1"),
+        map_file(root / OFFSETS, "<u8"),
         vectors,
-        np.memmap(root / MODEL_INDEX, "<i8", "r"),
+        map_file(root / MODEL_INDEX, "<i8"),
     )
 
 

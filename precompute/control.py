@@ -17,6 +17,8 @@ from precompute.states import State
 REPLICA_DEAD_S = 3.0
 """A replica that missed three beats of one second is gone."""
 
+REPLICA_FORGOTTEN_S = 86_400.0
+
 # Allowed at full memory: publishing and rolling back must work exactly when Redis is in trouble. An own attempt
 # found in place means that the reply to an earlier, successful call was lost.
 _MOVE = """#!lua flags=allow-oom
@@ -161,6 +163,11 @@ class Control:
                 data["replica"], float(beat_at), data.get("serving"), tuple(data.get("holds", ()))
             )
         return list(found.values())
+
+    def forget_dead_replicas(self, now: float, after_s: float = REPLICA_FORGOTTEN_S) -> int:
+        """Drop replicas that have been silent for a day; a living one is back with its next beat."""
+        removed: Any = self.client.zremrangebyscore(self.keys.replicas, "-inf", now - after_s)
+        return int(removed)
 
     def check_policy(self) -> str:
         """The eviction policy; refuses one that could evict published pages."""

@@ -625,6 +625,7 @@ def retire(config: NightConfig, *, attempt: str = "shell", progress: Progress = 
         for number, generation in enumerate(found):
             removed += retire_generation(releases, config.keyspace(), generation, attempt=attempt)
             progress("retire", number + 1, len(found))
+        releases.control.forget_dead_replicas(releases.clock())
         rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s)
     return {"retired": found, "keys": removed, "rows": rows}
 
