@@ -135,9 +135,10 @@ class NightConfig:
         return Path(self.base, name)
 
     def store(self) -> ArtefactStore:
-        """The artefact store; a remote one keeps this host's copies under the state folder."""
+        """This namespace's part of the artefact store; a remote one keeps this host's copies under the state folder."""
         url = self.artifacts if "://" in self.artifacts else str(self.path(self.artifacts))
-        return ArtefactStore(url, self.path(self.state) / "host-cache")
+        cached = self.path(self.state) / "host-cache" / self.namespace
+        return ArtefactStore(f"{url.rstrip('/')}/{self.namespace}", cached)
 
     def keyspace(self) -> Keyspace:
         """Redis keys of this namespace."""

@@ -100,8 +100,9 @@ class ServingConfig:
         return cls(**typed)
 
     def store(self) -> ArtefactStore:
-        """The artefact store; a remote one keeps this host's copies under the state folder."""
-        return ArtefactStore(self.artifacts, self.state / "host-cache")
+        """This namespace's part of the artefact store; a remote one keeps this host's copies under the state folder."""
+        cached = self.state / "host-cache" / self.namespace
+        return ArtefactStore(f"{self.artifacts.rstrip('/')}/{self.namespace}", cached)
 
     def limits(self) -> Limits:
         """What one request may hold."""

@@ -265,7 +265,11 @@ class Demo:
             counts = asyncio.run(scrape(service.url))
             for line in counts.disagreements(self.judge.sources, self.judge.entities):
                 self.judge.complain(line)
-            moves = [each for each in all_releases(ArtefactStore(str(here.artifacts))) if each.done]
+            moves = [
+                each
+                for each in all_releases(ArtefactStore(str(here.artifacts / here.namespace)))
+                if each.done
+            ]
             self.judge.published({each.generation for each in moves})
             self._stop_if_broken()
             step.note(

@@ -46,7 +46,7 @@ def test_a_night_works_on_a_remote_store_and_another_host_opens_it(config, tmp_p
 
     # The host that built it is gone; only the store is left.
     shutil.rmtree(tmp_path / "state")
-    other_host = ArtefactStore(config.artifacts, tmp_path / "another-host")
+    other_host = ArtefactStore(config.store().url, tmp_path / "another-host")
     manifest, root = open_generation(other_host, generation)
 
     assert manifest.generation == generation == live(config)
