@@ -165,10 +165,11 @@ class RemoteTier:
     async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
         """Says what this replica holds: a member of the sorted set of replicas, scored `at` (Unix seconds)."""
         before = self._payloads.get(replica_id)
-        if before not in (None, payload):
-            await self.sign_off(replica_id)
         await self._ask("ZADD", self.keyspace.replicas, at, payload)
         self._payloads[replica_id] = payload
+        # After the new one, never before: at no moment may what is held look as if it were not.
+        if before not in (None, payload):
+            await self._ask("ZREM", self.keyspace.replicas, before)
 
     async def sign_off(self, replica_id: str) -> None:
         """Takes a replica's last payload away."""
