@@ -4,6 +4,7 @@ import glob
 import gzip
 import hashlib
 import io
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,11 @@ from precompute.config import Sources
 
 BATCH_ROWS = 1 << 18
 MICROSECONDS = 1_000_000
+YEAR_2200_S = 7_258_118_400
+YEAR_1_S = -62_135_596_800
+
+_UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException)
+_PER_SECOND = {"s": 1, "ms": 1_000, "us": MICROSECONDS, "ns": 1_000_000_000}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,16 +42,21 @@ class Interactions:
 
 
 def source_files(patterns: Sequence[str], base: Path) -> list[Path]:
-    """The files that the patterns name, sorted; raises SourceError for a pattern without a file."""
+    """The files that the patterns name, sorted; raises SourceError for a pattern without a file.
+
+    In folders and behind wildcards, names that start with `_` or `.` are other programs' notes, not data.
+    """
     found: list[Path] = []
     for pattern in patterns:
-        full = str(base / pattern)
-        names = [full] if Path(full).is_file() else sorted(glob.glob(full, recursive=True))  # noqa: PTH207
-        if Path(full).is_dir():
-            names = sorted(str(path) for path in Path(full).iterdir() if path.is_file())
-        if not names:
-            raise SourceError(f"no source file matches {full}", pattern=full)
-        found += [Path(name) for name in names]
+        full = base / pattern
+        if full.is_file():
+            found.append(full)
+            continue
+        names = full.iterdir() if full.is_dir() else map(Path, glob.glob(str(full), recursive=True))  # noqa: PTH207
+        paths = sorted(path for path in names if path.is_file() and path.name[0] not in "_.")
+        if not paths:
+            raise SourceError(f"no source file matches {full}", pattern=str(full))
+        found += paths
     return found
 
 
@@ -79,35 +90,56 @@ def read_interactions(
                 batches = (
                     _columns(batch, path, sources) for batch in _parquet_batches(path, sources)
                 )
-        for batch in batches:
-            if cut is not None and (late := batch.times >= cut).any():
-                keep = pa.array(~late)
-                yield Interactions(
-                    batch.users.filter(keep), batch.items.filter(keep), batch.times[~late]
-                )
-            else:
-                yield batch
+        with _reading(path):
+            for batch in batches:
+                if cut is not None and (late := batch.times >= cut).any():
+                    keep = pa.array(~late)
+                    yield Interactions(
+                        batch.users.filter(keep), batch.items.filter(keep), batch.times[~late]
+                    )
+                else:
+                    yield batch
 
 
 def read_features(
     path: Path, id_column: str, columns: Sequence[str]
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Batches (ids, {column: Arrow array}) of a Parquet feature table; a missing column is named."""
+    with _reading(path), pa.parquet.ParquetFile(path) as file:
+        _demand_columns(file.schema_arrow.names, (id_column, *columns), path)
+        for batch in file.iter_batches(BATCH_ROWS, columns=[id_column, *columns]):
+            yield (
+                _ids(batch.column(id_column), path, id_column),
+                {name: batch.column(name) for name in columns},
+            )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """The one translator of what readers of files raise."""
     try:
-        file = pa.parquet.ParquetFile(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise SourceError(f"cannot read feature table {path}: {error}") from error
-    known = file.schema_arrow.names
-    for name in (id_column, *columns):
+        yield
+    except _UNREADABLE as error:
+        match error:
+            case UnicodeDecodeError():
+                remedy = "it is not UTF-8; convert it, e.g. with iconv -t utf-8"
+            case EOFError():
+                remedy = "it is cut off; copy it again"
+            case zlib.error() | gzip.BadGzipFile():
+                remedy = "its compressed data is damaged; copy it again"
+            case OSError():
+                remedy = "is it whole, and may this user read it?"
+            case _:
+                remedy = "is it whole, and of the format that its name or sources.format says?"
+        raise SourceError(f"cannot read {path}: {error} ({remedy})", path=str(path)) from error
+
+
+def _demand_columns(known: Sequence[str], wanted: Sequence[str], path: Path) -> None:
+    for name in wanted:
         if name not in known:
             raise SourceError(
                 f"{path} has no column {name!r}; it has {', '.join(known)}", column=name
             )
-    for batch in file.iter_batches(BATCH_ROWS, columns=[id_column, *columns]):
-        yield (
-            _ids(batch.column(id_column), path, id_column),
-            {name: batch.column(name) for name in columns},
-        )
 
 
 def _format(path: Path, sources: Sources) -> str:
@@ -145,64 +177,64 @@ def _read_lines(path: Path) -> Iterator[Interactions]:
             users += [user] * len(rest)
             items += rest
             if len(users) >= BATCH_ROWS:
-                yield _batch(pa.array(users), pa.array(items), None, path)
+                yield _pairs(users, items, path)
                 users, items = [], []
     if users:
-        yield _batch(pa.array(users), pa.array(items), None, path)
+        yield _pairs(users, items, path)
+
+
+def _pairs(users: list[str], items: list[str], path: Path) -> Interactions:
+    columns = pa.array(users, pa.string()), pa.array(items, pa.string())
+    for name, ids in zip(("user", "item"), columns, strict=True):
+        _check_lengths(ids, path, name)
+    return Interactions(*columns, np.zeros(len(users), np.int64))
 
 
 def _csv_batches(path: Path, sources: Sources) -> Iterator[Any]:
     # Left alone, the reader infers types: "007" would become 7.
     strings = {sources.user_column: pa.string(), sources.item_column: pa.string()}
-    try:
-        reader = pa.csv.open_csv(
-            path,
-            convert_options=pa.csv.ConvertOptions(column_types=strings, strings_can_be_null=False),
-        )
+    options = pa.csv.ConvertOptions(column_types=strings, strings_can_be_null=False)
+    with pa.csv.open_csv(path, convert_options=options) as reader:
         yield from reader
-    except (OSError, pa.ArrowInvalid) as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
 
 
 def _parquet_batches(path: Path, sources: Sources) -> Iterator[Any]:
-    try:
-        file = pa.parquet.ParquetFile(path)
-        optional = (sources.timestamp_column, sources.weight_column)
+    with pa.parquet.ParquetFile(path) as file:
+        known = file.schema_arrow.names
         names = [sources.user_column, sources.item_column]
-        names += [name for name in optional if name in file.schema_arrow.names]
-        missing = [name for name in names if name not in file.schema_arrow.names]
-        if missing:
-            raise SourceError(
-                f"{path} has no column {missing[0]!r}; it has {', '.join(file.schema_arrow.names)}"
-            )
+        _demand_columns(known, names, path)
+        optional = (sources.timestamp_column, sources.weight_column)
+        names += [name for name in optional if name in known]
         yield from file.iter_batches(BATCH_ROWS, columns=names)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
 
 
 def _columns(batch: Any, path: Path, sources: Sources) -> Interactions:
     names = batch.schema.names
-    for name in (sources.user_column, sources.item_column):
-        if name not in names:
-            raise SourceError(
-                f"{path} has no column {name!r}; it has {', '.join(names)}", column=name
-            )
+    _demand_columns(names, (sources.user_column, sources.item_column), path)
     if sources.weight_column in names:
-        keep = pc.fill_null(pc.greater(batch.column(sources.weight_column), 0), False)
-        batch = batch.filter(keep)
-    times = batch.column(sources.timestamp_column) if sources.timestamp_column in names else None
-    return _batch(
+        batch = batch.filter(_positive(batch.column(sources.weight_column), path, sources))
+    times = np.zeros(len(batch), np.int64)
+    if (name := sources.timestamp_column) in names:
+        times = _microseconds(batch.column(name), path, name)
+    return Interactions(
         _ids(batch.column(sources.user_column), path, sources.user_column),
         _ids(batch.column(sources.item_column), path, sources.item_column),
         times,
-        path,
     )
 
 
-def _batch(users: Any, items: Any, times: Any, path: Path) -> Interactions:
-    for name, ids in (("user", users), ("item", items)):
-        _check_lengths(ids, path, name)
-    return Interactions(users, items, _microseconds(times, len(users), path))
+def _positive(weights: Any, path: Path, sources: Sources) -> Any:
+    """Which rows have a weight above 0; a missing one is not."""
+    kind, name = weights.type, sources.weight_column
+    if pa.types.is_null(kind):
+        weights = weights.cast(pa.float64())
+    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
+        raise SourceError(
+            f"{path}: column {name!r} is {kind}; weights are numbers. If it is no weight, name another column in "
+            "sources.weight_column",
+            column=name,
+        )
+    return pc.fill_null(pc.greater(weights, 0), False)
 
 
 def _ids(column: Any, path: Path, name: str) -> Any:
@@ -220,7 +252,13 @@ def _ids(column: Any, path: Path, name: str) -> Any:
         raise SourceError(
             f"{path}: column {name!r} is {kind}; ids are strings or integers", column=name
         )
-    ids = column.cast(pa.string())
+    try:
+        column.validate(full=True)
+        ids = column.cast(pa.string())
+    except pa.ArrowInvalid as error:
+        raise SourceError(
+            f"{path}: column {name!r}: {error}; ids are UTF-8", column=name
+        ) from error
     _check_lengths(ids, path, name)
     return ids
 
@@ -233,18 +271,44 @@ def _check_lengths(ids: Any, path: Path, name: str) -> None:
         )
 
 
-def _microseconds(times: Any, rows: int, path: Path) -> NDArray[np.int64]:
-    if times is None:
-        return np.zeros(rows, np.int64)
+def _microseconds(times: Any, path: Path, name: str) -> NDArray[np.int64]:
+    """int64 microseconds since 1970; raises SourceError for what cannot be a moment in seconds or a time."""
+    where = f"{path}: column {name!r}"
     if times.null_count:
-        raise SourceError(f"{path}: {times.null_count} interactions have no timestamp, others do")
+        raise SourceError(
+            f"{where}: {times.null_count} interactions have no timestamp, others do; fill them in, or name "
+            "another column in sources.timestamp_column",
+            column=name,
+        )
+    if not len(times):
+        return np.zeros(0, np.int64)
     kind = times.type
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-        return np.asarray(
-            times.cast(pa.timestamp("us", tz=getattr(kind, "tz", None))).cast(pa.int64())
+    if pa.types.is_date(kind):
+        times = times.cast(pa.timestamp("ms"))
+        kind = times.type
+    if pa.types.is_timestamp(kind):
+        per_second = _PER_SECOND[kind.unit]
+        raw = np.asarray(times.cast(pa.int64()))
+        low, high = int(raw.min()), int(raw.max())
+        if not YEAR_1_S * per_second <= low <= high < YEAR_2200_S * per_second:
+            raise SourceError(f"{where} holds times beyond the years 1 to 2200", column=name)
+        # Digits below a microsecond are dropped: they could only break ties within one.
+        return raw // (per_second // MICROSECONDS) if per_second > MICROSECONDS else raw * (
+            MICROSECONDS // per_second
+        )  # fmt: skip
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise SourceError(
+            f"{where}: timestamps are {kind}; expected a time (in CSV: ISO 8601), or seconds since 1970",
+            column=name,
+        )
+    seconds = np.asarray(times)
+    wrong = ~((seconds >= 0) & (seconds < YEAR_2200_S))
+    if wrong.any():
+        raise SourceError(
+            f"{where} holds {seconds[wrong][0]}; numbers are seconds since 1970, from 0 to the year 2200. "
+            "Divide milliseconds by 1,000 and microseconds by 1,000,000, or store a timestamp type",
+            column=name,
         )
     if pa.types.is_integer(kind):
-        return np.asarray(times.cast(pa.int64())) * MICROSECONDS
-    if pa.types.is_floating(kind):
-        return np.asarray(np.asarray(times) * MICROSECONDS, np.int64)
-    raise SourceError(f"{path}: timestamps are {kind}; expected a time, or seconds since 1970")
+        return np.asarray(seconds, np.int64) * MICROSECONDS
+    return np.asarray(np.asarray(seconds, np.float64) * MICROSECONDS, np.int64)
