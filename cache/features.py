@@ -45,8 +45,13 @@ def _fitting(each: InputSpec, value: FeatureValue) -> FeatureValue:
         raise InvalidInput(
             f"feature {each.column!r} takes {each.width} numbers, not {found}", field=each.column
         )
-    for part in value:
-        _scalar(each, part)
+    # One look per distinct type, not per number: a batch may hold millions of them.
+    for kind in set(map(type, value)):
+        _scalar(each, kind(0))
+    if each.dtype != "string":
+        _scalar(each, min(value))
+        _scalar(each, max(value))
+        _scalar(each, next((part for part in value if part != part), value[0]))
     return value
 
 

@@ -16,6 +16,7 @@ class Limits:
     max_exclude: int
     deadline_ms: float
     deadline_max_ms: float
+    max_ids: int = 50_000
 
 
 @dataclass(frozen=True, slots=True)

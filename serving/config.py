@@ -61,6 +61,7 @@ class ServingConfig:
     max_batch: int = 1_000
     max_history: int = 10_000
     max_exclude: int = 10_000
+    max_ids: int = 50_000
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -112,6 +113,7 @@ class ServingConfig:
             self.max_exclude,
             self.deadline_ms,
             self.deadline_max_ms,
+            self.max_ids,
         )
 
     @property
@@ -142,6 +144,7 @@ _POSITIVE = (
     "deadline_ms", "deadline_max_ms", "l2_deadline_ms", "l2_connections", "breaker_threshold", "breaker_cooldown_s",
     "live_workers", "live_threads", "live_batch", "live_queue", "live_queue_bytes",
     "poll_s", "blocklist_poll_s", "heartbeat_s", "drain_s", "body_bytes", "max_batch", "max_history", "max_exclude",
+    "max_ids",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Reading what a caller asks, by hand, from a URL or JSON; whatever is wrong is refused with its field. Pure."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,12 @@ _SCORE_FIELDS = frozenset(
 _QUERY_FIELDS = frozenset({"k", "fresh", "max_age_seconds", "generation", "deadline_ms"})
 _FEATURES_MAX = 256
 _FEATURE_WIDTH_MAX = 8_192
+_FEATURE_BYTES_MAX = 4_096
+_EXACT_MAX = 2**53
+"""Whole numbers beyond it are not all different as doubles, which is how a list of numbers is told from another."""
+_WHOLE = re.compile(r"-?[0-9]+")
+_DIGITS_MAX = 18
+_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
 
 
 def lookup_url(raw_path: bytes, prefix: bytes, query: bytes, limits: Limits) -> Ask:
@@ -46,6 +53,7 @@ def lookup_body(body: bytes, table: str | None, limits: Limits) -> Ask:
     if not isinstance(sent, list):
         raise unprocessable("invalid_field", "entities is a list", "entities")
     _check_length(sent, 1, limits.max_batch, "entities", "batch_too_long")
+    _check_total(sent, data, limits)
     entities = tuple(
         _entity(each, table, f"entities[{place}]", limits) for place, each in enumerate(sent)
     )
@@ -57,6 +65,7 @@ def score_body(body: bytes, limits: Limits) -> ScoreAsk:
     data = _object(_json(body), "body", _SCORE_FIELDS)
     if "user" not in data:
         raise unprocessable("missing_field", "user is missing", "user")
+    _check_total([data["user"]], data, limits)
     items = _ids(data.get("items"), "items", limits.max_batch, "batch_too_long")
     if not items:
         raise unprocessable("invalid_field", "items is a list of 1 or more ids", "items")
@@ -67,15 +76,8 @@ def with_deadline_header(options: Options, header: str | None, limits: Limits) -
     """The same options under the header X-Deadline-Ms; the tighter of the two counts."""
     if header is None:
         return options
-    try:
-        sent = float(header)
-    except ValueError as error:
-        raise unprocessable(
-            "invalid_field", "X-Deadline-Ms is a number of milliseconds", "x-deadline-ms"
-        ) from error
-    return replace(
-        options, deadline_s=min(options.deadline_s, _deadline(sent, "x-deadline-ms", limits))
-    )
+    sent = _deadline(_number(header, "x-deadline-ms"), "x-deadline-ms", limits)
+    return replace(options, deadline_s=min(options.deadline_s, sent))
 
 
 def _json(body: bytes) -> object:
@@ -155,21 +157,58 @@ def _features(value: object, field: str) -> dict[str, FeatureValue]:
 
 
 def _feature(value: object, field: str) -> FeatureValue:
+    if isinstance(value, bool):
+        raise unprocessable(
+            "invalid_feature", f"{field} is true or false, which no model takes: send 1 or 0", field
+        )
     if isinstance(value, float) and not math.isfinite(value):
         raise unprocessable("not_finite", f"{field} is not a finite number", field)
-    if isinstance(value, bool | str | int | float):
+    if isinstance(value, str):
+        _check_size(len(value.encode(errors="replace")), _FEATURE_BYTES_MAX, "bytes", field)
         return value
-    if isinstance(value, list) and len(value) <= _FEATURE_WIDTH_MAX:
-        for place, each in enumerate(value):
-            if isinstance(each, bool) or not isinstance(each, int | float):
-                where = f"{field}[{place}]"
-                raise unprocessable("invalid_feature", f"{where} is not a number", where)
-        return tuple(float(each) for each in value)
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, list):
+        _check_size(len(value), _FEATURE_WIDTH_MAX, "numbers", field)
+        return _vector(value, field)
     raise unprocessable(
-        "invalid_feature",
-        f"{field} is a string, number, boolean or a list of at most {_FEATURE_WIDTH_MAX} numbers",
-        field,
+        "invalid_feature", f"{field} is a string, a number or a list of numbers", field
     )
+
+
+def _vector(value: list[Any], field: str) -> tuple[float, ...]:
+    """Whole numbers stay whole: what they become is the model's business."""
+    kinds = set(map(type, value))
+    if not kinds <= {int, float}:
+        place = next(at for at, each in enumerate(value) if type(each) not in (int, float))
+        where = f"{field}[{place}]"
+        raise unprocessable("invalid_feature", f"{where} is not a number", where)
+    if int in kinds and max(abs(min(value)), abs(max(value))) > _EXACT_MAX:
+        raise unprocessable(
+            "invalid_feature", f"{field} holds numbers beyond 2**53 beside whole ones", field
+        )
+    return tuple(value)
+
+
+def _check_size(found: int, most: int, unit: str, field: str) -> None:
+    if found > most:
+        raise unprocessable(
+            "feature_too_long", f"{field} has {found} {unit}, {most} are allowed", field, limit=most
+        )
+
+
+def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -> None:
+    """Before anything is read: many histories that are each within their limit are still too much in one request."""
+    lists = [each.get("history") for each in entities if isinstance(each, dict)]
+    lists.append(data.get("exclude"))
+    total = sum(len(each) for each in lists if isinstance(each, list))
+    if total > limits.max_ids:
+        raise unprocessable(
+            "too_many_ids",
+            f"histories and exclude hold {total} ids in all, {limits.max_ids} are allowed",
+            "body",
+            limit=limits.max_ids,
+        )
 
 
 def _check_length(value: list[Any], least: int, most: int, field: str, code: str) -> None:
@@ -207,15 +246,13 @@ def _query_options(query: bytes, limits: Limits) -> Options:
         return Options(limits.deadline_ms / 1000)
     data = _object(_pairs(query), "body", _QUERY_FIELDS)
     k, fresh = data.get("k"), data.get("fresh", "false").lower()
-    if k is not None and not (k.isascii() and k.lstrip("-").isdigit() and len(k) < 10):
-        raise unprocessable("invalid_k", f"k is a whole number, not {k!r}", "k")
     if fresh not in ("true", "false", "1", "0"):
         raise unprocessable("invalid_field", "fresh is true or false", "fresh")
     return Options(
         deadline_s=_deadline(
             _number(data.get("deadline_ms"), "deadline_ms"), "deadline_ms", limits
         ),
-        k=_k(None if k is None else int(k)),
+        k=None if k is None else _k(_whole_number(k, "k")),
         fresh=fresh in ("true", "1"),
         max_age_s=_max_age(_number(data.get("max_age_seconds"), "max_age_seconds")),
         generation=data.get("generation"),
@@ -238,10 +275,22 @@ def _pairs(query: bytes) -> dict[str, str]:
 def _number(text: str | None, field: str) -> float | None:
     if text is None:
         return None
-    try:
-        return float(text)
-    except ValueError as error:
-        raise unprocessable("invalid_field", f"{field} is a number, not {text!r}", field) from error
+    # Not what float() takes: that reads "1_0", "nan" and digits of any script.
+    if not _NUMBER.fullmatch(text):
+        raise unprocessable("invalid_field", f"{field} is a number, not {text[:40]!r}", field)
+    return float(text)
+
+
+def _whole_number(text: str, field: str) -> int:
+    if not _WHOLE.fullmatch(text):
+        raise unprocessable(
+            f"invalid_{field}", f"{field} is a whole number, not {text[:40]!r}", field
+        )
+    if len(text) > _DIGITS_MAX:
+        raise unprocessable(
+            f"invalid_{field}", f"{field} has at most {_DIGITS_MAX} digits, not {len(text)}", field
+        )
+    return int(text)
 
 
 def _k(value: object) -> int | None:

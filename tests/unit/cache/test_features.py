@@ -12,8 +12,15 @@ INPUTS = (
     InputSpec("visits_in", "feature", "int32", column="visits"),
     InputSpec("country_in", "feature", "string", column="country"),
     InputSpec("taste_in", "feature", "float32", column="taste", width=2),
+    InputSpec("tags_in", "feature", "int64", column="tags", width=3),
 )
-GOOD: dict[str, FeatureValue] = {"age": 30.5, "visits": 3, "country": "nl", "taste": (0.5, 1)}
+GOOD: dict[str, FeatureValue] = {
+    "age": 30.5,
+    "visits": 3,
+    "country": "nl",
+    "taste": (0.5, 1),
+    "tags": (1, 2, 3),
+}
 
 
 def test_values_come_back_by_input_name():
@@ -24,7 +31,9 @@ def test_values_come_back_by_input_name():
         "visits_in": 3,
         "country_in": "nl",
         "taste_in": (0.5, 1),
+        "tags_in": (1, 2, 3),
     }
+    assert stack_features(INPUTS[4], [(1, 2, 3)]).dtype == "int64"
     assert stack_features(INPUTS[3], [(0.5, 1), (2.0, 3)]).shape == (2, 2)
     assert stack_features(INPUTS[2], ["nl", "de"]).dtype == object
 
@@ -45,6 +54,12 @@ def test_values_come_back_by_input_name():
         ("taste", 0.5),
         ("taste", (0.5, float("nan"))),
         ("taste", (0.5, "x")),
+        ("taste", (float("nan"), 0.5)),
+        ("taste", (0.5, True)),
+        ("taste", (0.5, -1e39)),
+        ("tags", (1, 2, 3.0)),
+        ("tags", (1, 2, True)),
+        ("tags", (1, 2, 2**63)),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_by_name(column, value):
@@ -55,7 +70,7 @@ def test_a_value_that_does_not_fit_is_refused_by_name(column, value):
 
 
 def test_an_unknown_feature_is_refused_and_the_known_ones_named():
-    with pytest.raises(InvalidInput, match="'agee'; it takes age, country, taste, visits"):
+    with pytest.raises(InvalidInput, match="'agee'; it takes age, country, tags, taste, visits"):
         check_features(INPUTS, {**GOOD, "agee": 3})
 
 

@@ -1,6 +1,7 @@
 """Parsing: what is accepted, and that everything else is refused with the field at fault."""
 
 import contextlib
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -68,6 +69,11 @@ def test_query_parameters_are_read_and_checked() -> None:
     [
         (b"k=0", "k"), (b"k=-1", "k"), (b"k=1.5", "k"), (b"k=ten", "k"), (b"k=", "k"),
         (b"k=9999999999999999999999", "k"), (b"k=%D9%A1", "k"),
+        (b"k=--5", "k"), (b"k=-", "k"), (b"k=5-", "k"), (b"k=1_0", "k"), (b"k=%2B5", "k"),
+        (b"deadline_ms=1_0", "deadline_ms"), (b"deadline_ms=--5", "deadline_ms"),
+        (b"deadline_ms=%D9%A1", "deadline_ms"),
+        (b"deadline_ms=1e999", "deadline_ms"), (b"max_age_seconds=1_0", "max_age_seconds"),
+        (b"max_age_seconds=", "max_age_seconds"),
         (b"fresh=maybe", "fresh"), (b"max_age_seconds=nan", "max_age_seconds"),
         (b"max_age_seconds=-1", "max_age_seconds"), (b"deadline_ms=inf", "deadline_ms"),
         (b"deadline_ms=0", "deadline_ms"), (b"limit=3", "limit"), (b"k=%FF", "query"),
@@ -75,6 +81,57 @@ def test_query_parameters_are_read_and_checked() -> None:
 )  # fmt: skip
 def test_a_bad_query_names_its_field(query: bytes, field: str) -> None:
     assert url_refused(b"t/a", query)[1] == field
+
+
+def test_a_k_that_is_too_long_is_not_called_no_number() -> None:
+    with pytest.raises(Problem, match="at most 18 digits, not 19"):
+        lookup_url(PREFIX + b"t/a", PREFIX, b"k=" + b"9" * 19, LIMITS)
+
+    # How many a table holds is the table's business.
+    assert lookup_url(PREFIX + b"t/a", PREFIX, b"k=1000000000", LIMITS).options.k == 10**9
+
+
+def test_all_histories_and_exclude_together_are_limited() -> None:
+    limits = replace(LIMITS, max_ids=100)
+    half = [{"id": "a", "history": ["x"] * 50}]
+    allowed = {"entities": [*half, "b"], "exclude": ["y"] * 50}
+
+    assert len(lookup_body(orjson.dumps(allowed), "t", limits).entities) == 2
+    for body in (
+        {"entities": half * 2, "exclude": ["y"]},
+        {"entities": half * 3},
+    ):
+        with pytest.raises(Problem) as caught:
+            lookup_body(orjson.dumps(body), "t", limits)
+        assert (caught.value.status, caught.value.reason) == (422, "too_many_ids")
+        assert caught.value.details["limit"] == 100
+
+
+def test_numbers_of_a_vector_stay_what_they_are() -> None:
+    sent = b'{"entities": [{"id": "a", "features": {"whole": [1, 2], "mixed": [1, 0.5]}}]}'
+
+    features = lookup_body(sent, "t", LIMITS).entities[0].features
+
+    assert features == {"whole": (1, 2), "mixed": (1, 0.5)}
+    assert [type(each) for each in features["whole"]] == [int, int]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "where"),
+    [
+        (True, "invalid_feature", ""),
+        ([1, True], "invalid_feature", "[1]"),
+        ([2**53 + 1], "invalid_feature", ""),
+        ("x" * 4_097, "feature_too_long", ""),
+        ("é" * 2_049, "feature_too_long", ""),
+        ([0] * 8_193, "feature_too_long", ""),
+        ({"a": 1}, "invalid_feature", ""),
+    ],
+)
+def test_a_feature_no_model_could_take_is_refused(value: object, code: str, where: str) -> None:
+    body = {"entities": [{"id": "a", "features": {"x": value}}]}
+
+    assert refused(body) == (422, code, f"entities[0].features.x{where}")
 
 
 def test_ids_in_a_body_are_strings_or_integers_and_nothing_is_inferred() -> None:
@@ -143,7 +200,7 @@ def test_a_deadline_is_the_tighter_of_body_and_header_and_never_above_the_limit(
     assert options.deadline_s == 1.0
     assert with_deadline_header(options, "50", LIMITS).deadline_s == 0.05
     assert with_deadline_header(options, "5000", LIMITS).deadline_s == 1.0
-    for bad in ("soon", "nan", "-1", "0"):
+    for bad in ("soon", "nan", "-1", "0", "1_0", "--5"):
         with pytest.raises(Problem):
             with_deadline_header(options, bad, LIMITS)
 
