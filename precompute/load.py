@@ -142,6 +142,10 @@ def _await_one(connection: Any, waiting: deque[tuple[int, int]], progress: Progr
     progress(size_bytes)
 
 
+class BadPage(CorruptArtefact):
+    """A page that is missing from Redis or differs from its checksum; loading again repairs it."""
+
+
 def verify_part(
     client: "redis.Redis",
     keys: Keyspace,
@@ -152,7 +156,29 @@ def verify_part(
     chunk_bytes: int = 1 << 20,
     progress: Progress = lambda _bytes: None,
 ) -> int:
-    """Read every page back from Redis and compare checksums; pages checked. Raises CorruptArtefact naming the page."""
+    """Read every page back from Redis and compare checksums; pages checked. Raises CorruptArtefact naming the page.
+
+    A bad page takes its part's `loaded` mark along, so that the next `load` sends the part again.
+    """
+    try:
+        return _verify(
+            client, keys, manifest, root, part, chunk_bytes=chunk_bytes, progress=progress
+        )
+    except BadPage:
+        client.hdel(keys.loaded(manifest.generation), part.name)
+        raise
+
+
+def _verify(
+    client: "redis.Redis",
+    keys: Keyspace,
+    manifest: Manifest,
+    root: Path,
+    part: Part,
+    *,
+    chunk_bytes: int,
+    progress: Progress,
+) -> int:
     entry = part.pages
     sums = np.fromfile(root / entry.sums.path, "<u8")
     if len(sums) != entry.pages:
@@ -172,9 +198,9 @@ def verify_part(
         found: list[Any] = pipeline.execute()
         for page, name, value in zip(numbers, names, found, strict=True):
             if value is None:
-                raise CorruptArtefact(f"page {name} is not in Redis", page=name)
+                raise BadPage(f"page {name} is not in Redis; run load again", page=name)
             if xxhash.xxh3_64_intdigest(value) != int(sums[page]):
-                raise CorruptArtefact(f"page {name} differs from its checksum", page=name)
+                raise BadPage(f"page {name} differs from its checksum; run load again", page=name)
             progress(len(value))
     return entry.pages
 

@@ -1,6 +1,7 @@
 """Writing tables: records in hash order become pages in one file per shard, streamed and checksummed."""
 
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +37,8 @@ class PageFile:
         self._sums: list[int] = []
         self._tail = bytearray()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._beside = path.with_name(f".{path.name}.part")
+        # A name of its own: a task that was given up on may still be writing while its retry runs.
+        self._beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
         self._file = self._beside.open("wb")
 
     def __enter__(self) -> Self:
@@ -60,17 +62,18 @@ class PageFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
+        try:
+            if kind is not None:
+                return
+            if self._tail:
+                self._sums.append(xxhash.xxh3_64_intdigest(self._tail))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._beside.replace(self.path)
+            sync_folder(self.path.parent)
+        finally:
             self._file.close()
             self._beside.unlink(missing_ok=True)
-            return
-        if self._tail:
-            self._sums.append(xxhash.xxh3_64_intdigest(self._tail))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._beside.replace(self.path)
-        sync_folder(self.path.parent)
         write_atomically(sums_path(self.path), np.array(self._sums, "<u8").tobytes())
 
 
@@ -88,12 +91,3 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """A small report, atomically; numpy numbers allowed."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2
     write_atomically(path, orjson.dumps(value, option=options))
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A report written by `write_json`, or None."""
-    try:
-        found: dict[str, Any] = orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    return found
