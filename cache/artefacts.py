@@ -229,8 +229,27 @@ def open_generation(store: ArtefactStore, generation: str) -> tuple[Manifest, Pa
     """The manifest and the local root of all files a reader needs, every checksum verified first."""
     manifest = read_manifest(store, generation)
     for artefact in manifest.artefacts():
-        store.fetch(generation_path(generation, artefact.path))
-    root = store.local(generation_path(generation))
-    for artefact in manifest.artefacts():
+        fetch_checked(store, generation, artefact)
+    return manifest, store.local(generation_path(generation))
+
+
+def fetch_checked(store: ArtefactStore, generation: str, artefact: Artefact) -> Path:
+    """A file of a generation on this host, as the manifest states it; raises CorruptArtefact otherwise.
+
+    A damaged copy of a remote store's file is downloaded once more.
+    """
+    root, path = (
+        store.local(generation_path(generation)),
+        generation_path(generation, artefact.path),
+    )
+    found = store.fetch(path)
+    try:
         check(root, artefact)
-    return manifest, root
+    except CorruptArtefact:
+        if store.folder is not None:
+            raise
+        # Unlinked, not overwritten: whoever has the damaged copy mapped keeps the bytes it saw.
+        found.unlink(missing_ok=True)
+        store.fetch(path)
+        check(root, artefact)
+    return found

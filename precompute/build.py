@@ -7,12 +7,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+import orjson
+
 from cache.artefacts import ArtefactStore, describe, generation_path
 from cache.errors import StoreError
 from cache.manifest import Artefact, Manifest, Model
 from precompute.bundle import Bundle
 from precompute.config import NightConfig
-from precompute.tables import read_json, write_json
+from precompute.tables import write_json
 
 Progress = Callable[[str, int, int], None]
 """(what, done, total): called often, from one thread; drawing is the caller's business."""
@@ -79,11 +81,12 @@ class Build:
         self.finish(f"work/{name}.json")
 
     def read_report(self, name: str) -> dict[str, Any] | None:
-        """A step's report, None when the step has not finished."""
-        try:
-            return read_json(self.fetch(f"work/{name}.json"))
-        except StoreError:
+        """A step's report, None when the step has not finished; a store that does not answer raises StoreError."""
+        raw = self.store.read(generation_path(self.generation, f"work/{name}.json"))
+        if raw is None:
             return None
+        found: dict[str, Any] = orjson.loads(raw)
+        return found
 
     def need(self, name: str) -> dict[str, Any]:
         """A report that must be there."""
