@@ -1,6 +1,6 @@
 """Training the reference bundle from the configured sources."""
 
-import os
+import secrets
 import shutil
 import time
 from pathlib import Path
@@ -44,12 +44,10 @@ def train_reference(
         _categories(config, item_ids),
     )
     target = config.path(config.bundle)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         bundle = train(data, beside, dims=config.reference.dims, seed=config.reference.seed)
-        # A night copies the bundle when it begins: it sees the old one or the new one, whole.
-        shutil.rmtree(target, ignore_errors=True)
-        beside.replace(target)
+        _put_in_place(beside, target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     progress("train", 1, 1)
@@ -62,6 +60,24 @@ def train_reference(
         "dims": bundle.dims,
         "seconds": round(time.perf_counter() - started, 3),
     }
+
+
+def _put_in_place(new: Path, target: Path) -> None:
+    """Swap a whole folder in by renames; if that fails, the old one is back.
+
+    A night that copies the bundle meanwhile sees the old one or the new one, or copies again.
+    """
+    old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
+    had_one = target.exists()
+    if had_one:
+        target.replace(old)
+    try:
+        new.replace(target)
+    except BaseException:
+        if had_one:
+            old.replace(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _categories(config: NightConfig, item_ids: list[str]) -> list[str] | None:
