@@ -19,17 +19,23 @@ from precompute.config import NightConfig
 from precompute.partition import Hasher, first_hash, sort_unique
 from precompute.sources import read_features
 
-IDS, OFFSETS, MODEL_INDEX, VECTORS = (
+IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (
     "items/ids.bin",
     "items/offsets.bin",
     "items/model_index.i64",
     "items/vectors.f32",
+    "work/item_features.arrow",
 )
 
 
 def needs_index(bundle: Bundle) -> bool:
-    """Whether the item tower can only embed items of its own vocabulary."""
-    return any(each.bind == "item_index" for each in bundle.item_tower.spec.inputs)
+    """Whether a model of items can only answer for items of the bundle's own vocabulary."""
+    return any(
+        each.bind == "item_index"
+        for model in bundle.models
+        if model.entity == "item"
+        for each in model.spec.inputs
+    )
 
 
 def write_catalogue(
@@ -37,8 +43,8 @@ def write_catalogue(
 ) -> dict[str, Any]:
     """Write ids, offsets, model indices and the item directory; returns seed, counts and what was left out.
 
-    The items are those of the feature table if there is one, else the bundle's. An item that the item tower cannot
-    embed (not in its vocabulary, where it wants an index) is left out and counted.
+    The items are those of the feature table if there is one, else the bundle's. An item that the models cannot
+    answer for (not in their vocabulary, where they want an index) is left out and counted.
     """
     vocabulary = {raw: index for index, raw in enumerate(bundle.item_ids)}
     listed = _listed(config) or list(bundle.item_ids)
@@ -110,27 +116,56 @@ def open_items(root: Path, begun: Mapping[str, Any], *, dims: int = 0) -> ItemTa
     )
 
 
-def item_features(
-    config: NightConfig, items: ItemTable, spec: TowerSpec
-) -> dict[str, NDArray[Any]]:
-    """Feature inputs of all items in ordinal order, by the tower's input names."""
-    wanted = spec.features
-    if not wanted:
-        return {}
+def write_item_features(
+    config: NightConfig, bundle: Bundle, items: ItemTable, root: Path
+) -> str | None:
+    """Pin the feature columns that models of items want, a row per ordinal; the file, None when none is wanted.
+
+    Raises SourceError naming an item without a row or a value.
+    """
+    columns = sorted({
+        str(each.column)
+        for model in bundle.models if model.entity == "item"
+        for each in model.spec.features
+    })  # fmt: skip
+    if not columns:
+        return None
     if not config.sources.item_features:
         raise SourceError(
-            f"the model wants the item feature {wanted[0].column!r}, but sources.item_features is not set"
+            f"the model wants the item feature {columns[0]!r}, but sources.item_features is not set"
         )
     path = config.path(config.sources.item_features)
-    columns = sorted({str(each.column) for each in wanted})
     batches = list(read_features(path, config.sources.item_column, columns))
     ids = [canonical_id(text) for batch, _ in batches for text in batch.to_pylist()]
     ordinals = items.ordinals_of(ids)
-    rows = np.empty(items.count, np.int64)
+    rows = np.full(items.count, -1, np.int64)
     rows[ordinals[ordinals >= 0]] = np.flatnonzero(ordinals >= 0)
-    values = {name: pa.concat_arrays([batch[name] for _, batch in batches]) for name in columns}
+    if (rows < 0).any():
+        lacking = items.id_of(int((rows < 0).argmax()))
+        raise SourceError(f"{path} has no row for item {lacking!r}", item=lacking)
+    placed = {
+        name: pa.concat_arrays([batch[name] for _, batch in batches]).take(pa.array(rows))
+        for name in columns
+    }
+    for name, column in placed.items():
+        if column.null_count:
+            lacking = items.id_of(int(np.asarray(column.is_null()).argmax()))
+            raise SourceError(f"{path}: item {lacking!r} has no {name!r}", item=lacking)
+    table = pa.table(placed)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    write_atomically(root / ITEM_FEATURES, sink.getvalue().to_pybytes())
+    return ITEM_FEATURES
+
+
+def item_features(file: Path, spec: TowerSpec) -> dict[str, NDArray[Any]]:
+    """Feature inputs of all items in ordinal order, by the tower's input names, as `write_item_features` left them."""
+    with pa.memory_map(str(file)) as source:
+        table = pa.ipc.open_stream(source).read_all()
     return {
-        each.name: to_numpy(values[str(each.column)].take(pa.array(rows)), each) for each in wanted
+        each.name: to_numpy(table.column(str(each.column)).combine_chunks(), each)
+        for each in spec.features
     }
 
 
@@ -144,11 +179,14 @@ def to_numpy(column: Any, spec: InputSpec) -> NDArray[Any]:
         "int64": pa.types.is_integer(kind),
     }
     if spec.width is not None:
-        values: NDArray[Any] = np.array(column.to_pylist(), spec.dtype)
-        if values.ndim != 2 or values.shape[1] != spec.width:
+        rows = column.to_pylist()
+        if any(not isinstance(row, list) or len(row) != spec.width or None in row for row in rows):
             raise SourceError(
                 f"column {spec.column!r} is {kind}, the model's input {spec.name!r} wants width {spec.width}"
             )
+        values: NDArray[Any] = np.array(rows, spec.dtype)
+        if spec.dtype != "string" and not np.isfinite(values).all():
+            raise SourceError(f"column {spec.column!r} holds a non-finite number")
         return values
     if not fits[spec.dtype]:
         raise SourceError(
@@ -158,7 +196,12 @@ def to_numpy(column: Any, spec: InputSpec) -> NDArray[Any]:
         raise SourceError(f"column {spec.column!r} holds {column.null_count} missing values")
     if spec.dtype == "string":
         return np.array(column.to_pylist(), object)
-    numbers: NDArray[Any] = np.asarray(column).astype(spec.dtype)
+    given = np.asarray(column)
+    numbers: NDArray[Any] = given.astype(spec.dtype)
+    if spec.dtype != "float32" and (numbers != given).any():
+        raise SourceError(
+            f"column {spec.column!r} holds numbers too large for {spec.dtype}, which the model wants"
+        )
     if not np.isfinite(numbers).all():
         raise SourceError(f"column {spec.column!r} holds a non-finite number")
     return numbers

@@ -1,8 +1,9 @@
 """Gates: what a generation must prove before it may be published. A gate that cannot answer says no."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,18 @@ from numpy.typing import NDArray
 from cache.directory import Directory
 from cache.errors import LarderError
 from cache.items import ItemTable
-from cache.keys import fingerprint, hash_id
-from cache.manifest import Manifest, Table
+from cache.keys import FeatureValue, fingerprint
+from cache.manifest import EntitySet, Manifest, Table
 from cache.predictor import LiveInput, Predictor
 from cache.records import decode
+from cache.tower import TowerSpec
 from precompute.config import GateThresholds
 from precompute.control import Control
-from precompute.load import parts_of, verify_part
-from precompute.partition import read_shard
+from precompute.load import BadPage, parts_of, verify_part
+from precompute.partition import ShardInput, read_shard
 
 SKEW_SAMPLE = 200
+SKEW_SHARDS = 4
 SKEW_TOP = 20
 READ_CHUNK_BYTES = 1 << 20
 
@@ -84,12 +87,21 @@ def maxmemory_policy(candidate: Candidate) -> Verdict:
 def pages_in_redis(candidate: Candidate) -> Verdict:
     """Every page, read back from Redis, has its checksum."""
     client, keys, manifest = candidate.control.client, candidate.control.keys, candidate.manifest
-    pages = sum(
-        verify_part(client, keys, manifest, candidate.root, part, chunk_bytes=READ_CHUNK_BYTES)
-        for part in parts_of(manifest)
-    )
+    pages, bad = 0, []
+    for part in parts_of(manifest):
+        # Every part is read, also after a bad one: one more `load` must repair them all.
+        try:
+            pages += verify_part(
+                client, keys, manifest, candidate.root, part, chunk_bytes=READ_CHUNK_BYTES
+            )
+        except BadPage as error:
+            bad.append(error.message)
     return Verdict(
-        "pages_in_redis", True, pages, manifest_pages(manifest), "pages whose checksum matched"
+        "pages_in_redis",
+        not bad,
+        pages,
+        manifest_pages(manifest),
+        bad[0] if bad else "pages whose checksum matched",
     )
 
 
@@ -161,71 +173,128 @@ def index_recall(candidate: Candidate) -> Verdict:
         return Verdict(
             "index_recall", True, None, candidate.thresholds.index_recall, "no table uses an index"
         )
-    worst = min(float("nan") if recall is None else recall for recall in recalls)
+    worst = _worst(float("nan") if recall is None else recall for recall in recalls)
     return at_least("index_recall", worst, candidate.thresholds.index_recall)
 
 
+def _worst(values: Iterable[float]) -> float:
+    """The smallest, or NaN if there is one (`min` would depend on the order)."""
+    return min(values, key=lambda value: -math.inf if math.isnan(value) else value)
+
+
 def int8_agreement(candidate: Candidate) -> Verdict:
-    """Overlap of the quantized user tower's lists with the full-precision ones."""
-    agreement = candidate.manifest.models["user_tower"].agreement
-    overlap = float(agreement.get("overlap_at_20", float("nan")))
-    return at_least(
-        "int8_agreement", overlap, candidate.thresholds.int8_overlap, "top-20 overlap with fp32"
-    )
+    """The worst overlap of a quantized model's answers with the full-precision ones.
+
+    Of the user tower's top 20; of the best label of every model that a value table shows.
+    """
+    manifest, threshold = candidate.manifest, candidate.thresholds.int8_overlap
+    figures = {"user_tower": "overlap_at_20"} | {
+        str(table.producer.model): "overlap_at_1"
+        for table in manifest.tables.values()
+        if table.producer.kind == "value"
+    }
+    overlaps = {
+        name: float(manifest.models[name].agreement.get(figure, float("nan")))
+        for name, figure in figures.items()
+        if manifest.models[name].agreement.get("precision") != "fp32"
+    }
+    if not overlaps:
+        why = manifest.models["user_tower"].agreement.get("why", "")
+        return Verdict("int8_agreement", True, None, threshold, f"no model is quantized: {why}")
+    worst = _worst(overlaps.values())
+    named = next(name for name, value in overlaps.items() if value is worst)
+    note = f"{figures[named]} of {named} with fp32, the worst of {', '.join(overlaps)}"
+    return at_least("int8_agreement", worst, threshold, note)
+
+
+def skew_shards(entities: EntitySet) -> list[int]:
+    """The shards whose partition files the skew gate reads, spread over those with entities."""
+    found = [number for number, part in enumerate(entities.parts) if part.count]
+    return found[:: max(1, len(found) // SKEW_SHARDS)]
 
 
 def skew(candidate: Candidate) -> Verdict:
-    """A sample of entities answered by the live path agrees with their records as read from Redis."""
-    manifest = candidate.manifest
-    tables = [each for each in manifest.tables.values() if each.producer.kind == "topk"]
+    """A sample of entities answered by the live path agrees with their records as read from Redis.
+
+    The worst of all top-K tables of users counts.
+    """
+    manifest, threshold = candidate.manifest, candidate.thresholds.skew_overlap
+    tables = [
+        each
+        for each in manifest.tables.values()
+        if each.producer.kind == "topk" and each.entity == "user"
+    ]
     if not tables:
-        return Verdict("skew", True, None, candidate.thresholds.skew_overlap, "no table to compare")
-    table, entities = tables[0], manifest.entity_sets["user"]
+        return Verdict("skew", True, None, threshold, "no table to compare")
+    entities = manifest.entity_sets["user"]
     directory = Directory.open(candidate.root, entities)
     predictor = Predictor.open(manifest, candidate.root, candidate.items)
-    overlaps: list[float] = []
-    shards = [number for number, part in enumerate(entities.parts) if part.count]
-    for shard in shards[:: max(1, len(shards) // 4)]:
+    overlaps: dict[str, list[float]] = {table.name: [] for table in tables}
+    for shard in skew_shards(entities):
         source = read_shard(
             candidate.root / "work/partition",
             shard,
             entities.seed,
             history_limit=candidate.history_limit,
         )
-        picked = np.linspace(0, len(source.ids) - 1, min(SKEW_SAMPLE // 4, len(source.ids))).astype(
-            int
-        )
-        for row in np.unique(picked).tolist():
+        # Of those with a record: an entity without input would only thin out the sample.
+        positions = directory.find_many(source.hashes)
+        scored = np.flatnonzero(positions >= 0)
+        picked = np.linspace(0, len(scored) - 1, min(SKEW_SAMPLE // SKEW_SHARDS, len(scored)))
+        for row in scored[np.unique(picked.astype(np.int64))].tolist():
             raw = source.ids[row]
-            position = directory.find(hash_id(raw, directory.seed))
-            seen = source.ordinals[source.indptr[row] : source.indptr[row + 1]]
-            history = tuple(candidate.items.raw_id(each) for each in seen.tolist())
-            prepared = predictor.prepare(table.name, LiveInput(history=history))
-            if position < 0 or prepared is None:
-                continue
-            live = predictor.predict(
-                table.name, [prepared], [fingerprint(raw)], 0, blocked=np.empty(0, np.int64)
-            )[0]
-            stored = decode(table.layout, _read_record(candidate, table, directory, position))
-            if stored.fingerprint != fingerprint(raw):
-                return Verdict(
-                    "skew",
-                    False,
-                    raw.decode(),
-                    "its own record",
-                    "a record belongs to another entity",
+            for table in tables:
+                live = _answer(candidate, predictor, table, source, row)
+                stored = decode(
+                    table.layout, _read_record(candidate, table, directory, int(positions[row]))
                 )
-            overlaps.append(_overlap(stored.items, decode(table.layout, live).items))
-    if not overlaps:
-        return Verdict(
-            "skew", False, None, candidate.thresholds.skew_overlap, "no entity could be compared"
-        )
+                if stored.fingerprint != fingerprint(raw):
+                    return Verdict(
+                        "skew",
+                        False,
+                        raw.decode(),
+                        "its own record",
+                        "a record belongs to another entity",
+                    )
+                answered = None if live is None else decode(table.layout, live).items
+                overlaps[table.name].append(_overlap(stored.items, answered))
+    compared = {name: float(np.mean(found)) for name, found in overlaps.items() if found}
+    if len(compared) < len(tables):
+        return Verdict("skew", False, None, threshold, "no entity could be compared")
+    worst = _worst(compared.values())
+    named = next(name for name, value in compared.items() if value is worst)
     return at_least(
         "skew",
-        float(np.mean(overlaps)),
-        candidate.thresholds.skew_overlap,
-        f"top-{SKEW_TOP} overlap of {len(overlaps)} entities",
+        worst,
+        threshold,
+        f"top-{SKEW_TOP} overlap of {len(overlaps[named])} entities in {named}",
     )
+
+
+def _answer(
+    candidate: Candidate, predictor: Predictor, table: Table, source: ShardInput, row: int
+) -> bytes | None:
+    """What the live path says about a row of the sources; None when it finds no usable input."""
+    seen = source.ordinals[source.indptr[row] : source.indptr[row + 1]]
+    spec = TowerSpec.from_json(candidate.manifest.models[str(table.producer.model)].spec)
+    features = {str(each.column): _sent(source, str(each.column), row) for each in spec.features}
+    prepared = predictor.prepare(
+        table.name,
+        LiveInput(
+            history=tuple(candidate.items.raw_id(each) for each in seen.tolist()),
+            features=features or None,
+        ),
+    )
+    if prepared is None:
+        return None
+    mark = fingerprint(source.ids[row])
+    return predictor.predict(table.name, [prepared], [mark], 0, blocked=np.empty(0, np.int64))[0]
+
+
+def _sent(source: ShardInput, column: str, row: int) -> FeatureValue:
+    """A feature as a caller would send it."""
+    value: Any = source.features[column][row].as_py()
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _overlap(stored: NDArray[np.uint32] | None, answered: NDArray[np.uint32] | None) -> float:
@@ -258,20 +327,29 @@ GATES: tuple[Gate, ...] = (
 
 def run_gates(candidate: Candidate, gates: Sequence[Gate] = GATES) -> list[Verdict]:
     """Every gate's verdict; one that raises or outlasts `timeout_s` has failed."""
-    verdicts = []
-    # Not a context manager: leaving one would wait for the gate that hangs.
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gate")
-    for gate in gates:
-        name = gate.__name__
-        future = pool.submit(gate, candidate)
-        try:
-            verdicts.append(future.result(timeout=candidate.thresholds.timeout_s))
-        except FutureTimeout:
-            verdicts.append(Verdict(name, False, "timed out", candidate.thresholds.timeout_s))
-            pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gate")
-        except LarderError as error:
-            verdicts.append(Verdict(name, False, error.code, None, error.message))
-        except Exception as error:
-            verdicts.append(Verdict(name, False, type(error).__name__, None, str(error)))
-    pool.shutdown(wait=False)
-    return verdicts
+    return [_run(gate, candidate) for gate in gates]
+
+
+def _run(gate: Gate, candidate: Candidate) -> Verdict:
+    answered: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+    # A daemon, not a pool: the program's exit would wait for a pool's thread, and so for a gate that hangs.
+    thread = threading.Thread(
+        target=lambda: answered.put(_judge(gate, candidate)),
+        name=f"gate-{gate.__name__}",
+        daemon=True,
+    )
+    thread.start()
+    try:
+        return answered.get(timeout=candidate.thresholds.timeout_s)
+    except queue.Empty:
+        return Verdict(gate.__name__, False, "timed out", candidate.thresholds.timeout_s)
+
+
+def _judge(gate: Gate, candidate: Candidate) -> Verdict:
+    name = gate.__name__
+    try:
+        return gate(candidate)
+    except LarderError as error:
+        return Verdict(name, False, error.code, None, error.message)
+    except Exception as error:
+        return Verdict(name, False, type(error).__name__, None, str(error))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
@@ -42,21 +43,28 @@ def bind(
 
 
 def usable_inputs(
-    items: ItemTable, entities: ShardInput, specs: list[TowerSpec]
-) -> tuple[NDArray[np.int64], Histories, dict[str, NDArray[Any]]]:
-    """(rows that have every input these models want, histories in model indices, feature inputs by input name)."""
+    items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
+) -> tuple[NDArray[np.int64], Histories, dict[str, dict[str, NDArray[Any]]]]:
+    """(rows with every input that these models want, histories in model indices, features by model and input name).
+
+    Two models may give one input name to different columns, so an input belongs to its model. Feature values of
+    rows that are not usable mean nothing.
+    """
     indices = items.to_model(Ordinals(entities.ordinals))
     known = indices >= 0
     kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(known)])
     histories = Histories(kept[entities.indptr], indices[known])
     usable = np.ones(len(entities.ids), np.bool_)
-    features: dict[str, NDArray[Any]] = {}
-    for spec in specs:
+    features: dict[str, dict[str, NDArray[Any]]] = {name: {} for name in specs}
+    for model, spec in specs.items():
         if spec.history is not None:
             usable &= np.diff(histories.indptr) > 0
         for each in spec.features:
             column = entities.features[str(each.column)]
-            usable &= np.asarray(pc.is_valid(column))
-            filled = column if not column.null_count else column.fill_null(column.drop_null()[0])
-            features[each.name] = to_numpy(filled, each)
+            valid = np.asarray(pc.is_valid(column))
+            usable &= valid
+            if not valid.any():
+                return np.empty(0, np.int64), histories, features
+            whole = np.where(valid, np.arange(len(valid)), int(valid.argmax()))
+            features[model][each.name] = to_numpy(column.take(pa.array(whole)), each)
     return np.flatnonzero(usable), histories, features

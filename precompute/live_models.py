@@ -1,6 +1,6 @@
 """The generation's live models: each bundle model in int8 beside fp32, with the agreement measured on real inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,18 @@ def quantize_models(
     bundle: Bundle,
     folder: Path,
     items: ItemTable,
-    sample: ShardInput,
+    sample_for: Callable[[BundleModel], ShardInput],
     *,
     item_features: Mapping[str, Mapping[str, NDArray[Any]]],
 ) -> dict[str, LiveModel]:
-    """Write an int8 file beside every fp32 one; a model with nothing to quantize stays fp32 and says so."""
+    """Write an int8 file beside every fp32 one; a model with nothing to quantize stays fp32 and says so.
+
+    `sample_for` gives a user model entities of which some have its inputs.
+    """
     found = {}
     for model in bundle.models:
         if model.entity == "user":
-            inputs, seen = _user_inputs(model, items, sample)
+            inputs, seen = _user_inputs(model, items, sample_for(model))
         else:
             inputs, seen = _item_inputs(model, items, item_features.get(model.name, {})), None
         fp32, int8 = folder / f"{model.name}.fp32.onnx", folder / f"{model.name}.int8.onnx"
@@ -83,7 +86,7 @@ def sample_user_vectors(
 def _user_inputs(
     model: BundleModel, items: ItemTable, sample: ShardInput
 ) -> tuple[Inputs, Histories]:
-    usable, histories, features = usable_inputs(items, sample, [model.spec])
+    usable, histories, features = usable_inputs(items, sample, {model.name: model.spec})
     if not len(usable):
         raise BundleError(
             f"no entity of the sample has the inputs that {model.name} wants", model=model.name
@@ -94,7 +97,7 @@ def _user_inputs(
     inputs = bind(
         model.spec,
         histories=histories.take(rows),
-        features={name: value[rows] for name, value in features.items()},
+        features={name: value[rows] for name, value in features[model.name].items()},
     )
     return inputs, Histories(sample.indptr, sample.ordinals).take(rows)
 

@@ -1,5 +1,6 @@
 """Partition: one pass over the sources that puts every entity's rows into the file of its hash shard."""
 
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 from numpy.typing import NDArray
 
+from cache.errors import SourceError
 from cache.items import ItemTable, Ordinals
 from cache.keys import hash_ids
 from precompute.config import NightConfig
@@ -120,9 +122,14 @@ def _write_features(
 ) -> None:
     schema: Any = pa.schema([("user", pa.string())])
     batches: Any = ()
-    if columns and config.sources.user_features:
+    if columns:
+        if not config.sources.user_features:
+            raise SourceError(
+                f"the model wants the user feature {columns[0]!r}, but sources.user_features is not set",
+                column=columns[0],
+            )
         path = config.path(config.sources.user_features)
-        kinds = pa.parquet.read_schema(path)
+        kinds = _schema(path, columns)
         schema = pa.schema(
             [("user", pa.string()), *((name, kinds.field(name).type) for name in columns)]
         )
@@ -133,6 +140,19 @@ def _write_features(
                 pa.table({"user": ids, **values}, schema=schema),
                 _shards(ids, seed, config.shards, hasher),
             )
+
+
+def _schema(path: Path, columns: Sequence[str]) -> Any:
+    try:
+        found = pa.parquet.read_schema(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise SourceError(f"cannot read feature table {path}: {error}") from error
+    for name in columns:
+        if name not in found.names:
+            raise SourceError(
+                f"{path} has no column {name!r}; it has {', '.join(found.names)}", column=name
+            )
+    return found
 
 
 def ordinals_of(items: ItemTable, ids: Any) -> Ordinals:
@@ -158,13 +178,16 @@ class _ShardFiles:
 
     def __init__(self, folder: Path, kind: str, shards: int, schema: Any) -> None:
         self._paths = [folder / f"{shard:04d}.{kind}" for shard in range(shards)]
+        # Names of its own: a task that was given up on may still be writing while its retry runs.
+        token = secrets.token_hex(4)
+        self._besides = [path.with_name(f".{path.name}.{token}.part") for path in self._paths]
         self._schema = schema
         self._stack = ExitStack()
         self._writers: list[Any] = []
 
     def __enter__(self) -> "_ShardFiles":
-        for path in self._paths:
-            sink = self._stack.enter_context(pa.OSFile(f"{path}.part", "wb"))
+        for beside in self._besides:
+            sink = self._stack.enter_context(pa.OSFile(str(beside), "wb"))
             self._writers.append(self._stack.enter_context(pa.ipc.new_stream(sink, self._schema)))
         return self
 
@@ -177,10 +200,14 @@ class _ShardFiles:
                 writer.write_table(sorted_rows.slice(start, end - start))
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        self._stack.close()
-        if kind is None:
-            for path in self._paths:
-                Path(f"{path}.part").replace(path)
+        try:
+            self._stack.close()
+            if kind is None:
+                for beside, path in zip(self._besides, self._paths, strict=True):
+                    beside.replace(path)
+        finally:
+            for beside in self._besides:
+                beside.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,19 +4,28 @@ begin -> embed_items -> score_shard x N -> assemble -> build_index, quantize -> 
 -> retire. Only `publish` changes what users see.
 """
 
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 import orjson
 
-from cache.artefacts import check, generation_path, write_atomically
+from cache.artefacts import fetch_checked, generation_path, write_atomically
 from cache.directory import Directory
-from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused
+from cache.errors import (
+    BundleError,
+    ConfigError,
+    Conflict,
+    CorruptArtefact,
+    Refused,
+    SourceError,
+)
 from cache.items import ItemTable
 from cache.manifest import (
     Artefact,
@@ -40,14 +49,15 @@ from precompute.build import (
     quiet,
     read_sealed,
 )
-from precompute.bundle import Bundle
+from precompute.bundle import Bundle, BundleModel
 from precompute.config import NightConfig, parse_time
 from precompute.control import Control, Row, connect
-from precompute.gates import Candidate, run_gates
+from precompute.gates import Candidate, run_gates, skew_shards
 from precompute.index import build_index as write_index
+from precompute.inputs import usable_inputs
 from precompute.live_models import quantize_models, sample_user_vectors
 from precompute.load import load_part, parts_of, total_bytes
-from precompute.partition import first_hash, partition, read_shard
+from precompute.partition import ShardInput, first_hash, partition, read_shard
 from precompute.release import Releases, drop_old_rows, sweepable
 from precompute.release import restore as restore_redis
 from precompute.release import retire as retire_generation
@@ -58,6 +68,7 @@ from precompute.scoring import (
     layout_of,
     metric_of,
     producer_of,
+    read_item_features,
     score_items,
     score_users,
 )
@@ -68,6 +79,7 @@ from precompute.tables import records_per_page
 Step = dict[str, Any]
 HEADROOM = 0.95
 WARM_POLL_S = 0.1
+BUNDLE_COPIES = 3
 
 
 @contextmanager
@@ -94,21 +106,49 @@ def begin(
             "sources.interactions is empty: name the files the night is computed from, in the file given by "
             "--config or LARDER_CONFIG"
         )
-    if not config.path(config.bundle).exists():
-        raise ConfigError(
-            f"there is no bundle at {config.path(config.bundle)}: set `bundle`, or run `train` first"
-        )
-    bundle = Bundle.open(config.path(config.bundle))
-    base = config.path(".")
-    features = [
-        each for each in (config.sources.user_features, config.sources.item_features) if each
-    ]
-    if not config.sources.interactions:
-        raise ConfigError(
-            "sources.interactions is empty: name the files the night is computed from"
-        )
-    files = source_files([*config.sources.interactions, *features], base)
-    inputs_digest, inputs = pin(files)
+    with _copied_bundle(config) as bundle:
+        return _begin(config, bundle, cut, until=moment if data_until else None, progress=progress)
+
+
+@contextmanager
+def _copied_bundle(config: NightConfig) -> Iterator[Bundle]:
+    """A private copy of the bundle: everything of the night comes from it, whatever is trained meanwhile."""
+    source = config.path(config.bundle)
+    # Hidden, so that nothing that lists the store sees it.
+    beside = config.store().local(f".bundle.{secrets.token_hex(4)}.part")
+    try:
+        for left in reversed(range(BUNDLE_COPIES)):
+            if not source.exists() and not left:
+                raise ConfigError(
+                    f"there is no bundle at {source}: set `bundle`, or run `train` first"
+                )
+            try:
+                shutil.copytree(source, beside)
+                copy = Bundle.open(beside)
+            except (OSError, BundleError) as error:
+                # Replaced while it was copied, perhaps: then another copy is whole.
+                shutil.rmtree(beside, ignore_errors=True)
+                if left:
+                    continue
+                if isinstance(error, BundleError):
+                    raise
+                raise BundleError(f"cannot copy the bundle at {source}: {error}") from error
+            yield copy
+            return
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _pin_inputs(config: NightConfig) -> tuple[str, list[dict[str, object]]]:
+    sources = config.sources
+    features = [each for each in (sources.user_features, sources.item_features) if each]
+    return pin(source_files([*sources.interactions, *features], config.path(".")))
+
+
+def _begin(
+    config: NightConfig, bundle: Bundle, cut: datetime, *, until: str | None, progress: Progress
+) -> Step:
+    inputs_digest, inputs = _pin_inputs(config)
     generation = generation_id(cut, config, bundle.digest, inputs_digest)
     build = Build(config, config.store(), generation)
     with _releases(config) as releases:
@@ -124,7 +164,7 @@ def begin(
         if state is None:
             releases.control.set_row(generation, Row(State.BEGUN, time.time()))
     if build.read_report("begin") is None:
-        _prepare(build, bundle, cut=moment if data_until else None, facts={
+        _prepare(build, bundle, cut=until, facts={
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
         }, progress=progress)  # fmt: skip
     return {**found, "already_live": False}
@@ -134,9 +174,7 @@ def _prepare(
     build: Build, bundle: Bundle, *, cut: str | None, facts: Step, progress: Progress
 ) -> None:
     config, started = build.config, time.perf_counter()
-    target = build.root / "bundle"
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(bundle.path, target)
+    pinned = _pin_bundle(build, bundle)
     for model in bundle.models:
         write_atomically(build.path(f"models/{model.name}.fp32.onnx"), model.path.read_bytes())
     laid = catalogue.write_catalogue(config, bundle, build.root)
@@ -154,6 +192,11 @@ def _prepare(
         feature_columns=columns,
         progress=lambda rows: progress("read interactions", rows, 0),
     )
+    item_columns = catalogue.write_item_features(config, bundle, items, build.root)
+    if _pin_inputs(config)[0] != facts["inputs_digest"]:
+        raise SourceError(
+            f"the source files changed while {build.generation} read them; run the night again"
+        )
     if not seen.users:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     defaults = {}
@@ -169,15 +212,28 @@ def _prepare(
         *(f"models/{model.name}.fp32.onnx" for model in bundle.models),
         *(catalogue.directory_file("item", shard) for shard in range(config.shards)),
         *(f"work/partition/{shard:04d}.{kind}" for shard in range(config.shards) for kind in ("rows", "features")),
-        *(f"bundle/{path.name}" for path in target.iterdir()),
+        *([item_columns] if item_columns else []),
+        *(f"bundle/{name}" for name in pinned),
     ]  # fmt: skip
     build.finish(*files)
     build.report("begin", {
         **facts, **laid,
-        "bundle_files": sorted(path.name for path in target.iterdir()),
+        "bundle_files": pinned,
         "user_seed": seen.seed, "users": seen.users, "interactions": seen.interactions,
         "unknown_items": seen.unknown_items, "seconds": time.perf_counter() - started,
     })  # fmt: skip
+
+
+def _pin_bundle(build: Build, bundle: Bundle) -> list[str]:
+    """The copied bundle becomes part of the generation; its files, sorted."""
+    names = sorted(
+        path.relative_to(bundle.path).as_posix()
+        for path in bundle.path.rglob("*")
+        if path.is_file()
+    )
+    for name in names:
+        write_atomically(build.path(f"bundle/{name}"), (bundle.path / name).read_bytes())
+    return names
 
 
 def embed_items(
@@ -261,6 +317,7 @@ def build_index(
     if (done := made.read_report("index")) is not None:
         return done
     begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
+    _fetch_items(made)
     made.fetch(catalogue.VECTORS)
     items = catalogue.open_items(made.root, begun, dims=bundle.dims)
     metrics = sorted({
@@ -269,7 +326,11 @@ def build_index(
         if table.kind in ("user_topk", "item_similar")
     })  # fmt: skip
     # Recall is measured with real users where the index serves users.
-    queries = sample_user_vectors(bundle, made.root / "models", items, _sample(made, begun))
+    tower = bundle.user_tower
+    made.fetch(f"models/{tower.name}.fp32.onnx")
+    queries = sample_user_vectors(
+        bundle, made.root / "models", items, _sample(made, begun, items, tower)
+    )
     indexes = {}
     for number, metric in enumerate(metrics):
         name = f"index/{metric}.faiss"
@@ -296,14 +357,20 @@ def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progres
     if (done := made.read_report("quantize")) is not None:
         return done
     begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
+    _fetch_items(made)
     for name in (catalogue.VECTORS, *(f"models/{model.name}.fp32.onnx" for model in bundle.models)):
         made.fetch(name)
     items = catalogue.open_items(made.root, begun, dims=bundle.dims)
-    for kind in ("rows", "features"):
-        made.fetch(f"work/partition/0000.{kind}")
-    sample = _sample(made, begun)
     models = quantize_models(
-        bundle, made.root / "models", items, sample, item_features=_item_sample(made, bundle, items)
+        bundle,
+        made.root / "models",
+        items,
+        lambda model: _sample(made, begun, items, model),
+        item_features={
+            model.name: read_item_features(made, model.spec)
+            for model in bundle.models
+            if model.entity == "item"
+        },
     )
     for name, found in models.items():
         if found.int8:
@@ -320,29 +387,24 @@ def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progres
     return report
 
 
-def _sample(made: Build, begun: Step) -> Any:
-    """Real inputs, evenly over one hash shard (so: at random over the entities)."""
-    shards = range(made.config.shards)
-    for shard in shards:
-        for kind in ("rows", "features"):
-            made.fetch(f"work/partition/{shard:04d}.{kind}")
+def _sample(made: Build, begun: Step, items: ItemTable, model: BundleModel) -> ShardInput:
+    """Real inputs of the first hash shard (so: entities at random) that holds any which the model can use."""
+    for shard in range(made.config.shards):
+        _fetch_partition(made, shard)
         found = read_shard(
             made.root / "work/partition",
             shard,
             begun["user_seed"],
             history_limit=made.config.history_limit,
         )
-        if found.ids:
+        if len(usable_inputs(items, found, {model.name: model.spec})[0]):
             return found
-    raise ConfigError("no shard holds an entity to calibrate with")
+    raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
 
 
-def _item_sample(made: Build, bundle: Bundle, items: ItemTable) -> Mapping[str, Any]:
-    return {
-        model.name: catalogue.item_features(made.config, items, model.spec)
-        for model in bundle.models
-        if model.entity == "item" and model.spec.features
-    }
+def _fetch_partition(made: Build, shard: int) -> None:
+    for kind in ("rows", "features"):
+        made.fetch(f"work/partition/{shard:04d}.{kind}")
 
 
 def seal(made: Build) -> Manifest:
@@ -451,7 +513,7 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
         if state not in (State.LIVE, State.SUPERSEDED):
             demand("load", made.generation, state)
             control.check_policy()
-            _check_headroom(control, manifest, size_bytes)
+            _check_headroom(made, control, size_bytes)
             if state is None:
                 control.set_row(made.generation, Row(State.BEGUN, time.time()))
         done = 0
@@ -480,18 +542,36 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
     }
 
 
-def _check_headroom(control: Control, manifest: Manifest, size_bytes: int) -> None:
+def _check_headroom(made: Build, control: Control, size_bytes: int) -> None:
     info: Any = control.client.info("memory")
     limit, used = int(info.get("maxmemory", 0)), int(info["used_memory"])
-    marked: Any = control.client.hlen(control.keys.loaded(manifest.generation))
-    if limit and not marked and used + size_bytes > HEADROOM * limit:
+    marked: Any = control.client.hlen(control.keys.loaded(made.generation))
+    if not limit or marked:
+        return
+    keyspace: Any = control.client.info("keyspace")
+    expiring = any(each["expires"] for each in keyspace.values())
+    if expiring and control.check_policy().startswith("volatile-"):
+        # Overlays make way for pages: what stays is Redis' own overhead and the pages of every generation.
+        overhead = int(info.get("used_memory_overhead", used))
+        used = min(used, overhead + _pages_bytes(made, control))
+    if used + size_bytes > HEADROOM * limit:
         raise Refused(
-            f"loading {manifest.generation} needs {size_bytes:,} bytes beside {used:,} in use, more than "
+            f"loading {made.generation} needs {size_bytes:,} bytes beside {used:,} in use, more than "
             f"{HEADROOM:.0%} of Redis' maxmemory {limit:,}; raise it or retire generations",
             rule="redis_headroom",
             value=used + size_bytes,
             threshold=int(HEADROOM * limit),
         )
+
+
+def _pages_bytes(made: Build, control: Control) -> int:
+    """Payload of all other generations of which Redis may hold pages."""
+    total = 0
+    for generation, row in control.rows().items():
+        if generation != made.generation and row.state is not State.RETIRED:
+            raw = made.store.read(generation_path(generation, "manifest.json"))
+            total += 0 if raw is None else total_bytes(Manifest.from_bytes(raw))
+    return total
 
 
 def verify(
@@ -510,8 +590,9 @@ def verify(
         if state in (State.LIVE, State.SUPERSEDED):
             return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
         demand("verify", made.generation, state)
-        for artefact in [*manifest.artefacts(), *manifest.pages()]:
-            made.fetch(artefact.path)
+        files = _files(made, manifest)
+        for shard in skew_shards(manifest.entity_sets["user"]):
+            _fetch_partition(made, shard)
         live = None
         if ledger.live is not None:
             raw = made.store.read(generation_path(ledger.live, "manifest.json"))
@@ -520,7 +601,7 @@ def verify(
             manifest, made.root, ItemTable.open(made.root, manifest), releases.control, live,
             config.gates, config.history_limit,
         )  # fmt: skip
-        verdicts = [_files(made, manifest), *(each.to_json() for each in run_gates(candidate))]
+        verdicts = [files, *(each.to_json() for each in run_gates(candidate))]
         progress("verify", len(verdicts), len(verdicts))
         manifest = replace(
             manifest,
@@ -548,7 +629,7 @@ def _files(made: Build, manifest: Manifest) -> Step:
     files = [*manifest.artefacts(), *manifest.pages()]
     try:
         for artefact in files:
-            check(made.root, artefact)
+            fetch_checked(made.store, made.generation, artefact)
     except CorruptArtefact as error:
         return {
             "rule": "files",
@@ -567,16 +648,23 @@ def _files(made: Build, manifest: Manifest) -> Step:
 
 
 def publish(config: NightConfig, verified: Mapping[str, Any], *, attempt: str) -> Step:
-    """Move the pointer, then read back through it: success is what a reader can read."""
+    """Read a record of every table back, move the pointer, read it back: success is what a reader can read."""
     made = Build.of(config, verified)
     manifest = seal(made)
     with _releases(config) as releases:
+        pointer = releases.control.pointer()
+        if pointer is None or pointer.generation != made.generation:
+            demand("publish", made.generation, releases.state(made.generation))
+            for entities in manifest.entity_sets.values():
+                for part in entities.parts:
+                    fetch_checked(made.store, made.generation, part.file)
+            # Before the pointer moves: afterwards it would be too late to find that nothing can be read.
+            for table in manifest.tables.values():
+                _read_back(made, manifest, table, releases.control)
         moved = releases.publish(made.generation, attempt=attempt)
         now = releases.control.pointer()
         if now is None or now.epoch < moved.pointer.epoch:
             raise CorruptArtefact("the pointer that was written cannot be read back")
-        for table in manifest.tables.values():
-            _read_back(made, manifest, table, releases.control)
     return {
         "generation": moved.pointer.generation,
         "epoch": moved.pointer.epoch,

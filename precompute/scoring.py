@@ -16,10 +16,11 @@ from cache.keys import fingerprints
 from cache.manifest import Producer
 from cache.ranking import Metric
 from cache.records import NO_ITEM, Layout, encode_topk, encode_values, encode_vectors
-from cache.tower import Histories, Tower
+from cache.tower import Histories, Tower, TowerSpec
 from precompute.build import Build, Progress, cut_of, open_bundle
 from precompute.bundle import Bundle
 from precompute.catalogue import (
+    ITEM_FEATURES,
     VECTORS,
     directory_file,
     item_features,
@@ -99,11 +100,18 @@ def embed_catalogue(build: Build, bundle: Bundle, items: ItemTable) -> NDArray[n
     """Vectors of all items in ordinal order, float32 [items, dims]."""
     model = bundle.item_tower
     tower = Tower.open(
-        build.root / f"models/{model.name}.fp32.onnx", model.spec, threads=build.config.threads
+        build.fetch(f"models/{model.name}.fp32.onnx"), model.spec, threads=build.config.threads
     )
     ordinals = Ordinals(np.arange(items.count, dtype=np.int64))
-    features = item_features(build.config, items, model.spec)
+    features = read_item_features(build, model.spec)
     return tower.run(bind(model.spec, features=features, index=items.to_model(ordinals)))
+
+
+def read_item_features(build: Build, spec: TowerSpec) -> dict[str, NDArray[Any]]:
+    """Feature inputs of all items as `begin` pinned them, by the tower's input names."""
+    if not spec.features:
+        return {}
+    return item_features(build.fetch(ITEM_FEATURES), spec)
 
 
 def score_users(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
@@ -112,6 +120,7 @@ def score_users(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
     config = build.config
     for kind in ("rows", "features"):
         build.fetch(f"work/partition/{shard:04d}.{kind}")
+    build.fetch(VECTORS)
     items = open_items(build.root, begun, dims=bundle.dims)
     entities = read_shard(
         build.root / "work/partition", shard, begun["user_seed"], history_limit=config.history_limit
@@ -131,13 +140,13 @@ def score_users(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
     }
     towers = {
         name: Tower.open(
-            build.root / f"models/{name}.fp32.onnx", model.spec, threads=config.threads
+            build.fetch(f"models/{name}.fp32.onnx"), model.spec, threads=config.threads
         )
         for name, model in models.items()
     }
     scorers = _scorers(bundle, items, tables)
     usable, histories, features = usable_inputs(
-        items, entities, [model.spec for model in models.values()]
+        items, entities, {name: model.spec for name, model in models.items()}
     )
     started, seconds = time.perf_counter(), {"tower": 0.0, "topk": 0.0, "write": 0.0}
     short = 0
@@ -162,7 +171,7 @@ def score_users(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
                 inputs = bind(
                     tower.spec,
                     histories=chunk,
-                    features={key: value[rows] for key, value in features.items()},
+                    features={key: value[rows] for key, value in features[name].items()},
                 )
                 outputs[name] = tower.run(inputs)
             seconds["tower"] += time.perf_counter() - clock
@@ -217,6 +226,18 @@ def score_items(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
         if entity_of(bundle, name, table) == "item"
     }
     scorers = _scorers(bundle, items, tables) if end > start else {}
+    models = {
+        name: bundle.values[str(table.value)]
+        for name, table in tables.items()
+        if table.kind == "value"
+    }
+    towers = {
+        name: Tower.open(
+            build.fetch(f"models/{model.name}.fp32.onnx"), model.spec, threads=config.threads
+        )
+        for name, model in models.items()
+    }
+    features = {name: read_item_features(build, model.spec) for name, model in models.items()}
     for name, table in tables.items():
         layout, file = layout_of(bundle, table), f"tables/{name}/{shard:04d}.pages"
         with PageFile(build.path(file), layout, config.page_bytes) as pages:
@@ -232,18 +253,9 @@ def score_items(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
                 elif table.kind == "item_vector":
                     pages.append(encode_vectors(layout, marks, vectors, at))
                 else:
-                    model = bundle.values[str(table.value)]
-                    tower = Tower.open(
-                        build.root / f"models/{model.name}.fp32.onnx",
-                        model.spec,
-                        threads=config.threads,
-                    )
-                    features = {
-                        key: value[rows]
-                        for key, value in item_features(config, items, model.spec).items()
-                    }
+                    chunk = {key: value[rows] for key, value in features[name].items()}
                     index = items.to_model(Ordinals(rows))
-                    values = tower.run(bind(model.spec, features=features, index=index))
+                    values = towers[name].run(bind(models[name].spec, features=chunk, index=index))
                     pages.append(encode_values(layout, marks, values, at))
                 progress(f"{name} shard {shard}", int(rows[-1]) + 1 - start, end - start)
         described[name] = _described(build, file, end - start)
