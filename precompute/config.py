@@ -3,10 +3,10 @@
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import UTC, datetime
+from dataclasses import MISSING, dataclass, field, fields, replace
+from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_type_hints
 
 import orjson
 
@@ -14,9 +14,19 @@ from cache.artefacts import ArtefactStore
 from cache.errors import ConfigError
 from cache.keys import Keyspace
 from cache.records import Precision
+from precompute.checks import (
+    allowed_values,
+    check_above_zero,
+    check_filled,
+    check_name,
+    check_range,
+    check_types,
+)
 
 SourceFormat = Literal["auto", "parquet", "csv", "lines"]
 Section = TypeVar("Section")
+
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 KIB = 1024
 
@@ -35,6 +45,10 @@ class Sources:
     item_features: str | None = None
     category_column: str = "category"
 
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_filled(self, "user_column", "item_column")
+
 
 @dataclass(frozen=True, slots=True)
 class TableConfig:
@@ -45,6 +59,14 @@ class TableConfig:
     precision: Precision = "f2"
     value: str | None = None
     metric: Literal["inner_product", "cosine"] | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_range(self, "k", 1, 1000)
+        if self.kind == "value" and not self.value:
+            raise ConfigError(
+                'a value table names its model output, e.g. value = "user_affinity"', field="value"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +82,10 @@ class GateThresholds:
     items_of_live: float = 0.8
     timeout_s: float = 600.0
 
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_above_zero(self, "timeout_s")
+
 
 @dataclass(frozen=True, slots=True)
 class ReferenceConfig:
@@ -67,6 +93,11 @@ class ReferenceConfig:
 
     dims: int = 256
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_range(self, "dims", 1, 4096)
+        check_range(self, "seed", 0, 2**32 - 1)
 
 
 def _default_tables() -> Mapping[str, TableConfig]:
@@ -107,21 +138,30 @@ class NightConfig:
     base: str = "."
 
     def __post_init__(self) -> None:
-        if not 1 <= self.shards <= 1024:
-            raise ConfigError(f"shards must be 1 to 1024 (Airflow maps no more), not {self.shards}")
-        if not 4 * KIB <= self.page_bytes <= 8 * KIB * KIB:
-            raise ConfigError(f"page_bytes must be 4 KiB to 8 MiB, not {self.page_bytes}")
+        check_types(self)
+        check_name("namespace", self.namespace)
+        check_filled(self, "artifacts", "state", "bundle")
+        check_range(self, "shards", 1, 1024)  # Airflow maps no more
+        check_range(self, "page_bytes", 4 * KIB, 8 * KIB * KIB)
+        check_range(self, "load_chunk_bytes", 1, 512 * KIB * KIB)  # Redis takes no larger value
+        check_range(self, "history_limit", 1)
+        check_range(self, "keep", 0)
+        check_range(self, "threads", 0)
+        check_range(self, "superseded_grace_s", 0)
+        check_above_zero(self, "redis_timeout_s", "overlay_ttl_s", "warm_timeout_s")
+        if self.redis_url and not self.redis_url.startswith(_REDIS_SCHEMES):
+            # Not the value itself: it may hold a password.
+            raise ConfigError(
+                f"redis_url starts with {', '.join(_REDIS_SCHEMES)}", field="redis_url"
+            )
+        if self.data_until:
+            parse_time(self.data_until)
         if not self.tables:
             raise ConfigError(
                 "no table is configured; leave [tables] out to build the default ones"
             )
-        for name, table in self.tables.items():
-            if table.kind == "value" and not table.value:
-                raise ConfigError(
-                    f'table {name}: a value table names its model output, e.g. value = "{name}"'
-                )
-            if not 1 <= table.k <= 1000:
-                raise ConfigError(f"table {name}: k must be 1 to 1000, not {table.k}")
+        for name in self.tables:
+            check_name("the name of a table", name)
 
     def semantic(self) -> bytes:
         """Canonical bytes of the settings that decide what a generation holds."""
@@ -151,12 +191,17 @@ class NightConfig:
             data = tomllib.loads(path.read_text())
         except FileNotFoundError as error:
             raise ConfigError(f"configuration file {path} does not exist") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path}: {error}") from error
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot read configuration file {path}: {error}") from error
         data.pop("serving", None)  # the lookup service's own section of the same file
         if "sources" in data:
             data["sources"] = _section(Sources, data["sources"], f"{path} [sources]")
         if "tables" in data:
+            if not isinstance(data["tables"], dict):
+                raise ConfigError(
+                    f"{path}: tables must hold one section per table, e.g. [tables.user_topk], "
+                    f"not {data['tables']!r}"
+                )
             data["tables"] = {
                 name: _section(TableConfig, table, f"{path} [tables.{name}]")
                 for name, table in data["tables"].items()
@@ -170,31 +215,31 @@ class NightConfig:
 
 def _section(kind: type[Section], data: Any, where: str) -> Section:
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where} must be a table of settings")
+        raise ConfigError(f"{where} must be a section of settings, not {data!r}")
     known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(data) - set(known)):
         raise ConfigError(
             f"{where}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}"
         )
-    values: dict[str, Any] = {}
-    for name, value in data.items():
-        expected = known[name].type
-        if isinstance(value, list):
-            values[name] = tuple(value)
-        elif name == "interactions" and isinstance(value, str):
-            values[name] = (value,)
-        elif expected in (int, float) and (
-            isinstance(value, bool) or not isinstance(value, int | float)
-        ):
-            raise ConfigError(f"{where}: {name} must be a number, not {value!r}")
-        elif expected is int and isinstance(value, float):
-            raise ConfigError(f"{where}: {name} must be a whole number, not {value!r}")
-        else:
-            values[name] = value
+    for name, each in known.items():
+        if name not in data and each.default is MISSING and each.default_factory is MISSING:
+            allowed = allowed_values(get_type_hints(kind)[name])
+            raise ConfigError(f"{where}: {name} is missing; it must be {allowed}", field=name)
+    values = {
+        name: (value,) if name == "interactions" and isinstance(value, str) else _plain(value)
+        for name, value in data.items()
+    }
     try:
         return kind(**values)
-    except TypeError as error:
-        raise ConfigError(f"{where}: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}", **error.details) from error
+
+
+def _plain(value: Any) -> Any:
+    """TOML's lists and times as the settings hold them."""
+    if isinstance(value, list):
+        return tuple(value)
+    return value.isoformat() if isinstance(value, date) else value
 
 
 def night_config(
@@ -228,8 +273,3 @@ def parse_time(text: str) -> datetime:
     except ValueError as error:
         raise ConfigError(f"{text!r} is not an ISO 8601 time, e.g. 2026-01-31T00:00:00Z") from error
     return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
-
-
-def describe(config: NightConfig) -> dict[str, Any]:
-    """For the manifest; nothing secret."""
-    return {name: value for name, value in asdict(config).items() if name != "redis_url"}
