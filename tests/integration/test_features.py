@@ -1,0 +1,288 @@
+"""Bundles whose towers take feature columns: through the whole night, and answered live afterwards."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from cache.artefacts import open_generation, sha256_of
+from cache.errors import Refused, SourceError
+from cache.items import ItemTable, Ordinals
+from cache.predictor import LiveInput, Predictor
+from cache.records import NO_ITEM, decode
+from cache.tower import InputSpec, TowerSpec
+from precompute import catalogue, gates, pipeline
+from precompute.bundle import Bundle, ModelFile, write_bundle
+from precompute.config import TableConfig
+from precompute.partition import partition, read_shard
+from tests.integration import nights
+
+DIMS, COUNTRIES = 16, 5
+COUNTRY = InputSpec("country", "feature", "int64", column="country")
+TASTE = InputSpec("taste", "feature", "float32", column="taste", width=DIMS)
+LOOKS = InputSpec("looks", "feature", "float32", column="looks", width=DIMS)
+NEW_ITEM = "not-in-the-vocabulary"
+QUIET = "features-and-no-history"
+
+
+def model(nodes, constants, inputs):
+    graph = helper.make_graph(
+        nodes,
+        "tower",
+        [helper.make_tensor_value_info(name, kind, shape) for name, kind, shape in inputs],
+        [helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["n", DIMS])],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.checker.check_model(made)
+    return made.SerializeToString()
+
+
+def from_history_and_country(items):
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((items + 1, DIMS)).astype(np.float32)
+    rows[-1] = 0
+    return ModelFile(
+        model(
+            [
+                helper.make_node("Gather", ["rows", "history"], ["gathered"]),
+                helper.make_node("ReduceSum", ["gathered", "axes"], ["summed"], keepdims=0),
+                helper.make_node("Gather", ["countries", "country"], ["home"]),
+                helper.make_node("Add", ["summed", "home"], ["vector"]),
+            ],
+            {
+                "rows": rows,
+                "countries": 4 * rng.standard_normal((COUNTRIES, DIMS)).astype(np.float32),
+                "axes": np.array([1], np.int64),
+            },
+            [("history", TensorProto.INT32, ["n", "l"]), ("country", TensorProto.INT64, ["n"])],
+        ),
+        TowerSpec(
+            (InputSpec("history", "history", "int32", max_length=64, pad=items), COUNTRY),
+            "vector",
+            DIMS,
+        ),
+    )
+
+
+def from_taste():
+    """Nothing in it can be int8."""
+    nodes = [helper.make_node("Neg", ["taste"], ["vector"])]
+    taste = ("taste", TensorProto.FLOAT, ["n", DIMS])
+    return ModelFile(model(nodes, {}, [taste]), TowerSpec((TASTE,), "vector", DIMS))
+
+
+def from_looks():
+    """An item tower that needs no vocabulary."""
+    turn = np.linalg.qr(np.random.default_rng(1).standard_normal((DIMS, DIMS)))[0]
+    nodes = [helper.make_node("MatMul", ["looks", "turn"], ["vector"], name="turn")]
+    looks = ("looks", TensorProto.FLOAT, ["n", DIMS])
+    return ModelFile(
+        model(nodes, {"turn": turn.astype(np.float32)}, [looks]),
+        TowerSpec((LOOKS,), "vector", DIMS),
+        entity="item",
+    )
+
+
+def vectors_column(count, seed):
+    values = np.random.default_rng(seed).standard_normal((count, DIMS)).astype(np.float32)
+    return pa.array(values.tolist(), pa.list_(pa.float32()))
+
+
+@pytest.fixture
+def config(tmp_path, redis_url):
+    config = nights.prepare(tmp_path, redis_url, users=120, items=60)
+    users = [*sorted(nights.histories(config)), QUIET]
+    pq.write_table(
+        pa.table(
+            {
+                "user": users,
+                "country": pa.array([row % COUNTRIES for row in range(len(users))], pa.int64()),
+                "taste": vectors_column(len(users), 2),
+            }
+        ),
+        tmp_path / "users.parquet",
+    )
+    known = pq.read_table(tmp_path / "items.parquet")["item"].to_pylist()
+    items = [*known, NEW_ITEM]
+    pq.write_table(
+        pa.table({"item": items, "looks": vectors_column(len(items), 3)}),
+        tmp_path / "items.parquet",
+    )
+    kinds = ("user_topk", "user_vector", "item_vector", "item_similar")
+    return replace(
+        config,
+        sources=replace(config.sources, user_features="users.parquet"),
+        tables={name: TableConfig(name, k=20) for name in kinds},
+    )
+
+
+def with_towers(config, user_tower):
+    """Replace the bundle: the same vocabulary, other models."""
+    folder = config.path(config.bundle)
+    ids = [raw.decode() for raw in Bundle.open(folder).item_ids]
+    shutil.rmtree(folder)
+    return write_bundle(
+        folder, name="features", version="1", dims=DIMS, item_ids=ids,
+        user_tower=user_tower(len(ids)), item_tower=from_looks(),
+    )  # fmt: skip
+
+
+def opened(config, generation):
+    manifest, root = open_generation(config.store(), generation)
+    items = ItemTable.open(root, manifest)
+    return manifest, items, Predictor.open(manifest, root, items)
+
+
+def answer(manifest, items, predictor, table, source):
+    prepared = predictor.prepare(table, source)
+    record = decode(manifest.tables[table].layout, predictor.predict(table, [prepared], [1], 0)[0])
+    return items.ids_of(record.items[record.items != NO_ITEM])
+
+
+def features_of(config, user, column):
+    rows = pq.read_table(config.path("users.parquet")).to_pylist()
+    value = next(row[column] for row in rows if row["user"] == user)
+    return {column: tuple(value) if isinstance(value, list) else value}
+
+
+def gate(manifest, rule):
+    return next(each for each in manifest.gates if each["rule"] == rule)
+
+
+def overlap(ours, theirs):
+    return len(set(ours) & set(theirs)) / max(1, len(theirs))
+
+
+def test_a_tower_of_history_and_features_is_published_and_answers_live(config):
+    with_towers(config, from_history_and_country)
+
+    generation = nights.publish_night(config, nights.UNTIL)
+
+    manifest, items, predictor = opened(config, generation)
+    assert gate(manifest, "skew")["passed"] and manifest.models["user_tower"].int8
+    histories = nights.histories(config)
+    users = sorted(histories)[:8]
+    stored = nights.top_lists(config, generation, [*users, QUIET])
+    assert set(stored) == set(users)
+    for user in users:
+        sent = LiveInput(
+            tuple(each.encode() for each in histories[user]), features_of(config, user, "country")
+        )
+        assert overlap(answer(manifest, items, predictor, "user_topk", sent), stored[user]) >= 0.8
+
+
+def test_a_tower_of_features_alone_is_published_in_fp32_and_answers_live(config):
+    with_towers(config, lambda _items: from_taste())
+
+    generation = nights.publish_night(config, nights.UNTIL)
+
+    manifest, items, predictor = opened(config, generation)
+    verdict = gate(manifest, "int8_agreement")
+    assert verdict["passed"] and verdict["value"] is None
+    assert "no model is quantized" in verdict["note"]
+    stored = nights.top_lists(config, generation, [QUIET])
+    sent = LiveInput(features=features_of(config, QUIET, "taste"))
+    assert answer(manifest, items, predictor, "user_topk", sent) == list(stored[QUIET])
+
+
+def test_items_unknown_to_the_vocabulary_get_vectors_and_live_answers(config):
+    with_towers(config, lambda _items: from_taste())
+
+    generation = nights.publish_night(config, nights.UNTIL)
+
+    manifest, items, predictor = opened(config, generation)
+    ordinal = items.ordinal_of(NEW_ITEM.encode())
+    assert items.to_model(Ordinals(np.array([ordinal])))[0] == -1
+    assert np.linalg.norm(items.vectors[ordinal]) > 0.1
+    rows = pq.read_table(config.path("items.parquet")).to_pylist()
+    looks = next(tuple(row["looks"]) for row in rows if row["item"] == NEW_ITEM)
+    stored = nights.top_lists(config, generation, [NEW_ITEM], "item_similar")[NEW_ITEM]
+    sent = LiveInput(item=ordinal, features={"looks": looks})
+    assert overlap(answer(manifest, items, predictor, "item_similar", sent), stored) >= 0.8
+
+
+def test_item_features_are_read_once_and_stay_as_the_night_began_with_them(config):
+    with_towers(config, lambda _items: from_taste())
+    expected = nights.publish_night(config, nights.UNTIL)
+    vectors = open_generation(config.store(), expected)[0].items.vectors.sha256
+
+    build = pipeline.begin(config, data_until=nights.NEXT, run_after=None)
+    table = pq.read_table(config.path("items.parquet"))
+    pq.write_table(
+        pa.table({"item": table["item"], "looks": vectors_column(len(table), 9)}),
+        config.path("items.parquet"),
+    )
+    pipeline.embed_items(config, build)
+
+    root = config.store().local(f"generations/{build['generation']}")
+    assert sha256_of(root / catalogue.VECTORS) == vectors
+
+
+def test_an_item_without_a_feature_row_or_value_is_refused_by_name(config):
+    bundle = with_towers(config, lambda _items: from_taste())
+    root = config.path("apart")
+    laid = catalogue.write_catalogue(config, bundle, root)
+    items = catalogue.open_items(root, laid)
+    whole = pq.read_table(config.path("items.parquet"))
+    for table in (
+        whole.slice(0, len(whole) - 1),
+        whole.set_column(
+            1, "looks", pa.array([*whole["looks"].to_pylist()[:-1], None], whole["looks"].type)
+        ),
+    ):
+        pq.write_table(table, config.path("items.parquet"))
+        with pytest.raises(SourceError, match=NEW_ITEM):
+            catalogue.write_item_features(config, bundle, items, root)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda config: replace(config, sources=replace(config.sources, user_features=None)),
+         "user_features is not set"),
+        (lambda config: (pq.write_table(
+            pq.read_table(config.path("users.parquet")).rename_columns(["user", "land", "taste"]),
+            config.path("users.parquet")), config)[1],
+         "no column 'country'"),
+    ],
+)  # fmt: skip
+def test_user_features_that_are_not_there_are_named(config, spoil, said):
+    with_towers(config, from_history_and_country)
+    with pytest.raises(SourceError, match=said):
+        pipeline.begin(spoil(config), data_until=nights.UNTIL, run_after=None)
+
+
+def test_calibration_takes_the_first_shard_with_usable_input(config):
+    """Few users have features; the shards before theirs hold nobody that the tower can answer for."""
+    config = replace(config, shards=8, gates=replace(config.gates, coverage_of_source=0.0))
+    bundle = with_towers(config, lambda _items: from_taste())
+    root = config.path("apart")
+    items = catalogue.open_items(root, catalogue.write_catalogue(config, bundle, root))
+    users = pq.read_table(config.path("users.parquet"))
+    seen = partition(config, items, root / "work/partition", before=None, feature_columns=["taste"])
+    last = read_shard(root / "work/partition", 7, seen.seed, history_limit=10)
+    keep = pa.array([each.encode() in last.ids for each in users["user"].to_pylist()])
+    pq.write_table(users.filter(keep), config.path("users.parquet"))
+
+    build = pipeline.begin(config, data_until=nights.UNTIL, run_after=None)
+    pipeline.embed_items(config, build)
+    for shard in build["shards"]:
+        pipeline.score_shard(config, build, shard)
+    assert set(pipeline.build_index(config, build)["indexes"]) == {"inner_product", "cosine"}
+    assert set(pipeline.quantize(config, build)["models"]) == {"user_tower", "item_tower"}
+
+
+def test_a_live_path_that_answers_otherwise_refuses_the_night(config, monkeypatch):
+    """Invariant 8 for a tower with features: the gate compares, it does not wave through."""
+    with_towers(config, from_history_and_country)
+    monkeypatch.setattr(
+        gates, "_sent", lambda source, column, row: (source.features[column][row].as_py() + 1) % 5
+    )
+    with pytest.raises(Refused, match="skew"):
+        nights.publish_night(config, nights.UNTIL)
