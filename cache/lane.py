@@ -10,14 +10,21 @@ from cache.errors import TierUnavailable
 from cache.wire import Batch, Wire
 
 _SECOND_LOOK_S = 0.001
+_COMMANDS_PER_DEADLINE = 500
 _PAUSE_S = 1.0
 """After a refused connection, before another one is tried beside those that are open."""
+
+
+def deadline_for(base_s: float, commands: int) -> float:
+    """How long `commands` may take when one may take `base_s`: sending, answering and reading a large batch is work."""
+    return base_s * (1 + commands / _COMMANDS_PER_DEADLINE)
 
 
 class Lane:
     """Sends each batch on an idle wire if there is one, else behind the fewest others; opens wires up to `max_wires`.
 
-    A batch lands within `deadline_s` and about a millisecond. Redis Cluster would be one lane per node.
+    A batch lands within `deadline_s`, more if it is large or behind others, and about a millisecond.
+    Redis Cluster would be one lane per node.
     """
 
     def __init__(self, pool: ConnectionPool, deadline_s: float, max_wires: int) -> None:
@@ -36,12 +43,14 @@ class Lane:
     def send(self, batch: Batch) -> None:
         """Sends now, or as soon as a wire is open."""
         loop = asyncio.get_running_loop()
-        batch.timer = loop.call_later(self._deadline_s, self._expire, batch, False)
         wire = min(
             (wire for wire in self._wires if not wire.closing),
             key=lambda wire: wire.in_flight,
             default=None,
         )
+        commands = batch.count + (0 if wire is None else wire.commands)
+        deadline_s = deadline_for(self._deadline_s, commands)
+        batch.timer = loop.call_later(deadline_s, self._expire, batch, deadline_s, False)
         if wire is None:
             self._waiting[batch] = None
             self._open()
@@ -95,15 +104,16 @@ class Lane:
         for batch in waiting:
             batch.land(why)
 
-    def _expire(self, batch: Batch, seen: bool) -> None:
+    def _expire(self, batch: Batch, deadline_s: float, seen: bool) -> None:
         loop = asyncio.get_running_loop()
         if not seen:
             # A loop that was blocked (garbage collection, a long callback) fires its timers before it has looked
-            # at its sockets: the reply may have been lying there all along.
-            batch.timer = loop.call_later(_SECOND_LOOK_S, self._expire, batch, True)
+            # at its sockets: the reply may have been lying there all along, and a large one takes several reads.
+            look_s = deadline_for(_SECOND_LOOK_S, batch.count)
+            batch.timer = loop.call_later(look_s, self._expire, batch, deadline_s, True)
             return
         self.timed_out += 1
-        late = TierUnavailable(f"no reply within {self._deadline_s} s", reason="timeout")
+        late = TierUnavailable(f"no reply within {deadline_s} s", reason="timeout")
         if batch.wire is not None:
             batch.wire.abort(late)
         elif batch in self._waiting:

@@ -23,6 +23,18 @@ class MissReason(StrEnum):
     BREAKER_OPEN = "breaker_open"
 
 
+OUTAGES = frozenset(
+    {
+        MissReason.PAGE_MISSING,
+        MissReason.CORRUPT,
+        MissReason.L2_TIMEOUT,
+        MissReason.L2_DOWN,
+        MissReason.BREAKER_OPEN,
+    }
+)
+"""What the night has computed is out of reach for a while."""
+
+
 class Want(NamedTuple):
     """One entity's record in one table.
 
@@ -38,12 +50,16 @@ class Want(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A record whose fingerprint is the wanted one; `expires_at` (monotonic) is None for what the night computed."""
+    """A record whose fingerprint is the wanted one; `expires_at` (monotonic) is None for what the night computed.
+
+    `reason` is set when this stands in, for a while, for a record of the night that is out of reach.
+    """
 
     record: bytes
     tier: Literal["l1", "l2"]
     live: bool
     expires_at: float | None
+    reason: MissReason | None = None
 
 
 class Missed(NamedTuple):

@@ -196,8 +196,11 @@ class Record:
     items: NDArray[np.uint32] | None
 
 
-def decode(layout: Layout, record: bytes | memoryview) -> Record:
-    """The record in `record`; raises CorruptArtefact for a wrong length, format or count."""
+def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = None) -> Record:
+    """The record in `record`; raises CorruptArtefact for a wrong length, format or count and for damaged numbers.
+
+    Who knows the catalogue says how many items it has: no ordinal may reach that.
+    """
     if len(record) != layout.size_bytes:
         raise CorruptArtefact(
             f"a record has {layout.size_bytes} bytes, this one {len(record)}",
@@ -216,12 +219,19 @@ def decode(layout: Layout, record: bytes | memoryview) -> Record:
         numbers = np.ldexp(numbers, int(row["exponent"]))
     elif layout.precision == "i1":
         numbers = numbers * row["scale"]
+    if not np.isfinite(numbers).all():
+        raise CorruptArtefact("a record holds a number that is not finite", rule="non_finite")
+    items = row["items"][:count] if layout.kind == "topk" else None
+    if items is not None and count and item_count is not None and items.max() >= item_count:
+        raise CorruptArtefact(
+            f"a record names item {int(items.max())} of {item_count}", rule="ordinal"
+        )
     return Record(
         fingerprint=int(row["fingerprint"]),
         scored_at=int(row["scored_at"]),
         live=bool(flags & FLAG_LIVE),
         numbers=numbers,
-        items=row["items"][:count] if layout.kind == "topk" else None,
+        items=items,
     )
 
 

@@ -9,7 +9,7 @@ from cache.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead,
 from cache.errors import TierUnavailable
 from cache.keys import FORMAT, hash_hex
 from cache.local import Entry, LocalKey, LocalTier, NegativeCache
-from cache.outcomes import Counters, Found, Missed, MissReason, Outcome, View, Want
+from cache.outcomes import OUTAGES, Counters, Found, Missed, MissReason, Outcome, View, Want
 from cache.records import FLAG_LIVE, pack_overlay, peek_fingerprint, peek_format, unpack_overlay
 from cache.singleflight import SingleFlight
 from cache.writebehind import WriteBehind
@@ -80,7 +80,7 @@ class Tiered:
                 outcome = _MISSED[MissReason.NEGATIVE]
             else:
                 (entry,) = await self._read(view, {key: want}, (key,), deadline)
-                outcome = entry if isinstance(entry, Missed) else _judge(entry, want, "l2")
+                outcome = self._judged(key, entry, want)
         self.counters.count((outcome,))
         return outcome
 
@@ -115,6 +115,13 @@ class Tiered:
             OverlayWrite(view.generation, want.table.name, hash_hex(want.key), payload, ttl_s)
         )
 
+    def discard(self, view: View, want: Want) -> None:
+        """Forgets what L1 holds of this entity, for a record that turned out to be damaged."""
+        key = LocalKey(view.generation, want.table.name, want.key)
+        self.local.discard(key)
+        if want.digest is not None:
+            self.local.discard(_live_key(key, want.digest))
+
     async def aclose(self, timeout_s: float = 1.0) -> None:
         """Stores the overlays still queued, as far as `timeout_s` allows; the rest counts as dropped."""
         await self.writes.aclose(timeout_s)
@@ -122,8 +129,6 @@ class Tiered:
     def _local(self, view: View, want: Want) -> Outcome | None:
         key = LocalKey(view.generation, want.table.name, want.key)
         entry = self.local.get(key)
-        if entry is None and want.position >= 0 and want.digest is not None:
-            entry = self.local.get(_live_key(key, want.digest))
         return None if entry is None else _judge(entry, want, "l1")
 
     async def _resolve(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
@@ -140,10 +145,18 @@ class Tiered:
             by_key = {key: wants[index] for index, key in absent.items()}
             entries = await self._read(view, by_key, list(absent.values()), deadline)
             for index, entry in zip(absent, entries, strict=True):
-                outcomes[index] = (
-                    entry if isinstance(entry, Missed) else _judge(entry, wants[index], "l2")
-                )
+                outcomes[index] = self._judged(absent[index], entry, wants[index])
         return cast(list[Outcome], outcomes)
+
+    def _judged(self, key: LocalKey, entry: Entry | Missed, want: Want) -> Outcome:
+        """What a read of L2 comes to; a live answer kept beside the page counts only while the page is out of reach."""
+        if isinstance(entry, Entry):
+            return _judge(entry, want, "l2")
+        if want.position < 0 or want.digest is None or entry.reason not in OUTAGES:
+            return entry
+        kept = self.local.get(_live_key(key, want.digest))
+        outcome = entry if kept is None else _judge(kept, want, "l1")
+        return outcome._replace(reason=entry.reason) if isinstance(outcome, Found) else entry
 
     async def _read(
         self,

@@ -59,6 +59,11 @@ class Wire(asyncio.Protocol):
         return len(self._batches)
 
     @property
+    def commands(self) -> int:
+        """Commands sent and not yet answered."""
+        return sum(batch.count for batch in self._batches)
+
+    @property
     def closing(self) -> bool:
         """Whether it takes no more batches."""
         return self._transport.is_closing()

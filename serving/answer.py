@@ -1,6 +1,7 @@
 """What a caller reads for one entity: a record turned into JSON-able fields, everything barred left out. Pure."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +14,22 @@ from serving.snapshot import Snapshot
 
 Answer = dict[str, Any]
 Prediction = dict[str, Any]
+Barred = tuple[frozenset[int], ...]
+"""Ordinals to leave out, as sets that are each made once and shared by many entities."""
+
+
+class History(NamedTuple):
+    """A sent history in one generation: `seen` ordinals, and how many ids its models do not know."""
+
+    seen: frozenset[int]
+    dropped: int
+
+
+_NO_HISTORY = History(frozenset(), 0)
 
 
 def from_record(
-    snapshot: Snapshot, table: Table, record: Record, k: int, barred: frozenset[int]
+    snapshot: Snapshot, table: Table, record: Record, k: int, barred: Barred
 ) -> Prediction:
     """The prediction itself, from a stored or a live record, without the ordinals that are barred."""
     if record.items is not None:
@@ -27,7 +40,7 @@ def from_record(
 
 
 def from_defaults(
-    snapshot: Snapshot, table: Table, entity: Entity, k: int, barred: frozenset[int]
+    snapshot: Snapshot, table: Table, entity: Entity, k: int, barred: Barred
 ) -> Prediction:
     """A popular list for top-K; null elsewhere, since a made-up vector would be a wrong answer."""
     if table.kind == "vector":
@@ -39,15 +52,17 @@ def from_defaults(
         return {"items": [], "scores": [], "short": True}
     if table.entity == "item" and entity.raw is not None:
         # An item is not similar to itself, however popular it is.
-        barred |= {snapshot.items.ordinal_of(entity.raw)}
+        barred = (*barred, frozenset({snapshot.items.ordinal_of(entity.raw)}))
     return _top(snapshot, default.items, default.scores, k, barred)
 
 
-def seen(snapshot: Snapshot, entity: Entity) -> frozenset[int]:
-    """Ordinals of the history that the caller sent."""
-    if not entity.history:
-        return frozenset()
-    return frozenset(snapshot.items.ordinals_of(entity.history).tolist())
+def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> History:
+    """What a generation makes of a sent history; an id that comes twice counts once, as live has it."""
+    if not history:
+        return _NO_HISTORY
+    ordinals = snapshot.items.ordinals_of(list(dict.fromkeys(history)))
+    dropped = int((snapshot.items.to_model(ordinals) < 0).sum())
+    return History(frozenset(ordinals.tolist()), dropped)
 
 
 def _top(
@@ -55,19 +70,17 @@ def _top(
     items: NDArray[np.uint32],
     scores: NDArray[np.float32],
     k: int,
-    barred: frozenset[int],
+    barred: Barred,
 ) -> Prediction:
     """The first k of a list, in its order, without what is barred or blocked."""
-    blocked = snapshot.blocked
-    if barred or blocked:
-        keep = [
-            place
-            for place, ordinal in enumerate(items.tolist())
-            if ordinal not in barred and ordinal not in blocked
-        ][:k]
+    left_out = [each for each in (*barred, snapshot.blocked) if each]
+    if left_out:
+        ordinals = items.tolist()
+        keep = list(range(len(ordinals)))
+        for each in left_out:
+            keep = [place for place in keep if ordinals[place] not in each]
         items, scores = items[keep], scores[keep]
-    else:
-        items, scores = items[:k], scores[:k]
+    items, scores = items[:k], scores[:k]
     return {"items": snapshot.items.ids_of(items), "scores": scores, "short": len(items) < k}
 
 

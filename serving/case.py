@@ -1,28 +1,35 @@
 """One entity on its way down the ladder: what is wanted, from what it could be computed, what came of it."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cache.errors import CorruptArtefact, InvalidInput
-from cache.keys import fingerprint, hash_id, input_digest
+from cache.errors import InvalidInput
+from cache.keys import FeatureValue, fingerprint, hash_id, input_digest
 from cache.manifest import Table
 from cache.predictor import LiveInput
 from cache.records import Record, decode
-from cache.tiered import Found, MissReason, Want
-from serving.answer import Answer
+from cache.tiered import Found, Want
+from serving.answer import Answer, History, history_in
 from serving.ask import Ask, Entity
 from serving.problem import Problem, from_input
 from serving.snapshot import Snapshot
 
-OUTAGES = frozenset(
-    {
-        MissReason.PAGE_MISSING,
-        MissReason.CORRUPT,
-        MissReason.L2_TIMEOUT,
-        MissReason.L2_DOWN,
-        MissReason.BREAKER_OPEN,
-    }
-)
+_TURN = 64
+
+
+class Pace:
+    """Lets others use the event loop now and then while a large request is worked through."""
+
+    def __init__(self) -> None:
+        self._done = 0
+
+    async def step(self, entity: Entity) -> None:
+        """Counts one more entity, a long input as several."""
+        self._done += 1 + (len(entity.history or ()) + len(entity.features or ())) // 16
+        if self._done >= _TURN:
+            self._done = 0
+            await asyncio.sleep(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,11 +45,17 @@ class Case:
     live_reason: str | None = None
     found: Found | None = None
     answer: Answer | None = None
+    _history: tuple[str, History] | None = None
 
     @property
     def size_bytes(self) -> int:
         """About what the input occupies while it waits for the model."""
-        return 256 + sum(len(raw) + 49 for raw in self.entity.history or ())
+        features = self.entity.features or {}
+        return (
+            256
+            + sum(len(raw) + 49 for raw in self.entity.history or ())
+            + sum(128 + len(name) + _feature_bytes(each) for name, each in features.items())
+        )
 
     @property
     def own_ordinal(self) -> int | None:
@@ -64,19 +77,29 @@ class Case:
             return False
         return snapshot.predictor is None or snapshot.predictor.supports(self.table.name)
 
-    def decoded(self, stored: bytes) -> Record | None:
-        """The record, or None with the reason noted."""
-        try:
-            return decode(self.table.layout, stored)
-        except CorruptArtefact:
-            self.reason = MissReason.CORRUPT
-            return None
+    def decoded(self, snapshot: Snapshot, stored: bytes) -> Record:
+        """A record of this generation; raises CorruptArtefact."""
+        return decode(self.table.layout, stored, snapshot.items.count)
+
+    def history_in(self, snapshot: Snapshot) -> History:
+        """The sent history as this generation knows it, looked up once."""
+        if self._history is None or self._history[0] != snapshot.generation:
+            self._history = snapshot.generation, history_in(snapshot, self.entity.history)
+        return self._history[1]
 
 
-def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
+def _feature_bytes(value: FeatureValue) -> int:
+    if isinstance(value, str):
+        return 4 * len(value)  # the widest that Python keeps a character
+    return 40 * len(value) if isinstance(value, tuple) else 32
+
+
+async def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
     """One case per entity; raises Problem for what this generation can never answer."""
     cases = []
+    pace = Pace()
     for entity in ask.entities:
+        await pace.step(entity)
         table = snapshot.table(entity.table)
         k = _checked_k(table, ask.options.k)
         if entity.features:

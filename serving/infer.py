@@ -5,9 +5,10 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from cache.outcomes import OUTAGES
 from cache.singleflight import SingleFlight
 from cache.tiered import View, Want
-from serving.case import OUTAGES, Case
+from serving.case import Case, Pace
 from serving.live import Computed, Job, LiveUnavailable
 from serving.snapshot import Snapshot
 
@@ -46,13 +47,26 @@ class Inferences:
         """One outcome per case within `limit_s`, in order."""
         if snapshot.predictor is None:
             return [LiveUnavailable("no_model")] * len(cases)
-        inferring = [asyncio.ensure_future(self._one(snapshot, case)) for case in cases]
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + limit_s
+        inferring: list[asyncio.Task[Computed | LiveUnavailable]] = []
+        pace = Pace()
         try:
-            _, late = await asyncio.wait(inferring, timeout=limit_s)
+            for case in cases:
+                if loop.time() >= give_up:
+                    break
+                inferring.append(loop.create_task(self._one(snapshot, case)))
+                await pace.step(case.entity)
+            late: set[asyncio.Task[Computed | LiveUnavailable]] = set()
+            if inferring:
+                _, late = await asyncio.wait(inferring, timeout=max(0.0, give_up - loop.time()))
         finally:
             for each in inferring:
                 each.cancel()  # late ones; those that are done do not notice
-        return [LiveUnavailable("timeout") if each in late else each.result() for each in inferring]
+        outcomes = [
+            LiveUnavailable("timeout") if each in late else each.result() for each in inferring
+        ]
+        return outcomes + [LiveUnavailable("timeout")] * (len(cases) - len(inferring))
 
     async def _one(self, snapshot: Snapshot, case: Case) -> Computed | LiveUnavailable:
         want, digest = case.want, case.digest

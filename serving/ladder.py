@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cache.errors import CorruptArtefact
+from cache.lane import deadline_for
 from cache.records import Record, decode
 from cache.tiered import Found, Missed, MissReason, Outcome, View, Want
-from serving.answer import Answer, Prediction, complete, from_defaults, from_record, seen
+from serving.answer import Answer, Barred, Prediction, complete, from_defaults, from_record
 from serving.ask import Ask, Options
-from serving.case import Case, cases_of, still_open, want_in
+from serving.case import Case, Pace, cases_of, still_open, want_in
 from serving.infer import Inferences
 from serving.live import Computed
 from serving.metrics import Metrics, Source
@@ -20,6 +20,9 @@ from serving.snapshot import Holding, Snapshot
 
 RECENT = 4_096
 """Entities remembered, with repetitions: what is hot is read ahead before the next generation takes over."""
+
+_EXHAUSTED = "exhausted"
+"""Too little of a list is left without what the caller has seen or excluded."""
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,9 @@ class Stored(Protocol):
         self, view: View, wants: Sequence[Want], deadline: float
     ) -> Sequence[Outcome]:
         """One outcome per want, in order; `deadline` is monotonic."""
+
+    def discard(self, view: View, want: Want) -> None:
+        """Forgets a record that turned out to be damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ class Ladder:
     async def lookup(self, holding: Holding, ask: Ask, started: float) -> list[Answer]:
         """One answer per entity, in order, from what `holding` had when the request came."""
         holding = holding.pinned(ask.options.generation)
-        cases = cases_of(holding.live, ask)
+        cases = await cases_of(holding.live, ask)
         self._metrics.asked(case.table.name for case in cases)
         # Only ids of the night: a flood of random ones must not push out what is hot.
         self.recent.extend(
@@ -102,32 +108,53 @@ class Ladder:
                 case.reason = "fresh"
         await self._read_stored(live, [case for case in cases if case.reason is None], turn)
         if waiting := still_open(cases):
-            await self._compute(live, [case for case in waiting if case.may_compute(live)], turn)
+            await self._compute(live, [case for case in waiting if _is_worth(case, live)], turn)
             await self._settle_for_stored(live, still_open(cases), turn)
             if holding.previous is not None:
                 await self._read_previous(holding.previous, still_open(cases), turn)
+            pace = Pace()
             for case in still_open(cases):
+                await pace.step(case.entity)
                 self._default(case, live, turn)
 
     async def _read_stored(self, snapshot: Snapshot, cases: Sequence[Case], turn: Turn) -> None:
         await self._read(snapshot, cases, turn)
+        pace = Pace()
         for case in cases:
-            if case.found is None or (record := case.decoded(case.found.record)) is None:
+            if (found := case.found) is None:
                 continue
-            if self._too_old(snapshot, record, turn.options.max_age_s):
-                case.reason = "too_old"
-                if case.may_compute(snapshot):
-                    continue
-            elif turn.options.fresh:
-                case.reason = "nothing_to_compute_from"
-            self._answer(case, snapshot, record, case.found.tier, turn)
+            await pace.step(case.entity)
+            try:
+                self._take_stored(case, snapshot, found, turn)
+            except Exception:  # whatever a record holds, it costs no other entity its answer
+                self._spoilt(case, snapshot)
+
+    def _take_stored(self, case: Case, snapshot: Snapshot, found: Found, turn: Turn) -> None:
+        record = case.decoded(snapshot, found.record)
+        case.reason = found.reason
+        if self._too_old(snapshot, record, turn.options.max_age_s):
+            case.reason = "too_old"
+            if case.may_compute(snapshot):
+                return
+        elif turn.options.fresh:
+            case.reason = "nothing_to_compute_from"
+        # Live knows more than fits into a record; an answer that is live itself would only come out the same.
+        deeper = case.entity.has_input and case.may_compute(snapshot) and not record.live
+        least = turn.options.k if deeper and turn.options.k is not None else 1
+        self._answer(case, snapshot, record, found.tier, turn, least=least)
+
+    def _spoilt(self, case: Case, snapshot: Snapshot) -> None:
+        log.warning("a stored record of %s cannot be read", case.table.name, exc_info=True)
+        self._tiers.discard(snapshot.view, case.want)
+        case.found, case.reason = None, MissReason.CORRUPT
 
     async def _read(self, snapshot: Snapshot, cases: Sequence[Case], turn: Turn) -> None:
         if not cases:
             return
         began = self._timer()
         wants = [case.want for case in cases]
-        outcomes = await self._tiers.get_many(snapshot.view, wants, self._l2_deadline(began, turn))
+        deadline = self._l2_deadline(began, turn, wants)
+        outcomes = await self._tiers.get_many(snapshot.view, wants, deadline)
         for case, outcome in zip(cases, outcomes, strict=True):
             if isinstance(outcome, Missed):
                 case.reason = outcome.reason
@@ -135,8 +162,9 @@ class Ladder:
                 case.found = outcome
         self._metrics.stage("stored", self._timer() - began)
 
-    def _l2_deadline(self, now: float, turn: Turn) -> float:
-        return min(turn.deadline, now + self._l2_deadline_s)
+    def _l2_deadline(self, now: float, turn: Turn, wants: Sequence[Want]) -> float:
+        commands = sum(1 if want.position >= 0 else 2 for want in wants)  # an overlay has a life
+        return min(turn.deadline, now + deadline_for(self._l2_deadline_s, commands))
 
     def _too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
         if max_age_s is None:
@@ -153,14 +181,28 @@ class Ladder:
         # What comes after live needs a little time too.
         limit_s = left_s - min(self._l2_deadline_s, left_s / 4)
         outcomes = await self._inferences.run(snapshot, cases, limit_s)
+        pace = Pace()
         for case, outcome in zip(cases, outcomes, strict=True):
+            await pace.step(case.entity)
             if isinstance(outcome, Computed):
-                if (record := case.decoded(outcome.record)) is not None:
-                    self._answer(case, snapshot, record, "live", turn, dropped=outcome.dropped)
-                continue
-            case.live_reason = outcome.reason
-            self._metrics.live_failures.labels(case.table.name, outcome.reason).inc()
+                self._take_live(case, snapshot, outcome, turn)
+            else:
+                case.live_reason = outcome.reason
+            if case.live_reason is not None:
+                self._metrics.live_failures.labels(case.table.name, case.live_reason).inc()
         self._metrics.stage("live", self._timer() - began)
+
+    def _take_live(self, case: Case, snapshot: Snapshot, computed: Computed, turn: Turn) -> None:
+        missed = case.reason
+        try:
+            record = case.decoded(snapshot, computed.record)
+            self._answer(case, snapshot, record, "live", turn)
+        except Exception:  # as for a stored one
+            log.warning("a live record of %s cannot be read", case.table.name, exc_info=True)
+            self._tiers.discard(snapshot.view, case.want)
+            case.live_reason = MissReason.CORRUPT
+        if case.answer is None and case.live_reason is None:
+            case.reason, case.live_reason = missed, _EXHAUSTED
 
     async def _settle_for_stored(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
         """What is stored beats another night's answer when a fresher one could not be had."""
@@ -169,18 +211,21 @@ class Ladder:
             case.reason = None
         await self._read(snapshot, unread, turn)
         for case in cases:
-            if case.found is None or case.reason not in (None, "too_old"):
+            if (found := case.found) is None or case.reason not in (None, "too_old", _EXHAUSTED):
                 continue
-            if (record := case.decoded(case.found.record)) is not None:
+            try:
+                record = case.decoded(snapshot, found.record)
                 case.reason = case.reason or "fresh_unavailable"
-                self._answer(case, snapshot, record, case.found.tier, turn)
+                self._answer(case, snapshot, record, found.tier, turn)
+            except Exception:  # as above
+                self._spoilt(case, snapshot)
 
     async def _read_previous(self, previous: Snapshot, cases: list[Case], turn: Turn) -> None:
         asked: list[tuple[Case, Want]] = []
         for case in cases:
             table = previous.manifest.tables.get(case.table.name)
             raw = case.entity.raw
-            if table is None or raw is None or case.reason == "entity_blocked":
+            if table is None or raw is None or case.reason in ("entity_blocked", _EXHAUSTED):
                 continue
             if (table.entity, table.kind) != (case.table.entity, case.table.kind):
                 continue
@@ -190,16 +235,23 @@ class Ladder:
         if not asked:
             return
         began = self._timer()
-        outcomes = await self._tiers.get_many(
-            previous.view, [want for _, want in asked], self._l2_deadline(began, turn)
-        )
+        wants = [want for _, want in asked]
+        deadline = self._l2_deadline(began, turn, wants)
+        outcomes = await self._tiers.get_many(previous.view, wants, deadline)
+        pace = Pace()
         for (case, want), outcome in zip(asked, outcomes, strict=True):
-            if isinstance(outcome, Found):
-                try:
-                    record = decode(want.table.layout, outcome.record)
-                except CorruptArtefact:
-                    continue
+            if not isinstance(outcome, Found):
+                continue
+            await pace.step(case.entity)
+            missed = case.reason
+            try:
+                record = decode(want.table.layout, outcome.record, previous.items.count)
                 self._answer(case, previous, record, "previous", turn)
+            except Exception:  # as for a record of this night, whose reason stays
+                log.warning("an older record of %s cannot be read", want.table.name, exc_info=True)
+                self._tiers.discard(previous.view, want)
+            if case.answer is None:
+                case.reason = missed
         self._metrics.stage("previous", self._timer() - began)
 
     def _answer(
@@ -210,20 +262,25 @@ class Ladder:
         source: Source,
         turn: Turn,
         *,
-        dropped: int = 0,
+        least: int = 1,
     ) -> None:
+        """Answers, unless fewer than `least` items of the list are left: that is for a lower rung."""
         table = snapshot.manifest.tables[case.table.name]
-        barred = turn.excluded(snapshot)
+        barred: Barred = (turn.excluded(snapshot),)
         # A live record was computed from this very history, and leaves it out.
         if source != "live" and table.kind == "topk":
-            barred |= seen(snapshot, case.entity)
+            barred += (case.history_in(snapshot).seen,)
         prediction = from_record(snapshot, table, record, case.k, barred)
-        producer = "live" if record.live else "batch"
-        self._finish(case, prediction, snapshot, source, producer, turn, dropped)
+        if record.items is not None:
+            left = len(prediction["items"])
+            if left == 0 or left < min(least, len(record.items)):
+                case.reason = _EXHAUSTED
+                return
+        self._finish(case, prediction, snapshot, source, "live" if record.live else "batch", turn)
 
     def _default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
         case.reason = case.reason or MissReason.NOT_IN_GENERATION
-        barred = turn.excluded(snapshot) | seen(snapshot, case.entity)
+        barred = turn.excluded(snapshot), case.history_in(snapshot).seen
         prediction = from_defaults(snapshot, case.table, case.entity, case.k, barred)
         producer = "defaults" if case.table.kind == "topk" else None
         self._finish(case, prediction, snapshot, "default", producer, turn)
@@ -236,9 +293,11 @@ class Ladder:
         source: Source,
         producer: str | None,
         turn: Turn,
-        dropped: int = 0,
     ) -> None:
         table = case.table.name
+        # Of a history that only kept items out of a list of the night, nothing was used to compute.
+        is_used = producer == "live" or case.live_reason == "no_usable_input"
+        dropped = case.history_in(snapshot).dropped if is_used else 0
         # A caller need not know that the unknown was remembered.
         unknown = case.reason == MissReason.NEGATIVE
         reason = MissReason.NOT_IN_GENERATION.value if unknown else case.reason
@@ -249,3 +308,9 @@ class Ladder:
         self._metrics.answered(table, source, self._timer() - turn.started)
         if source not in ("l1", "l2"):
             self._metrics.missed(table, case.reason or "unknown")
+
+
+def _is_worth(case: Case, snapshot: Snapshot) -> bool:
+    """Not when the very answer that live would compute is the one that was used up."""
+    used_up = case.reason == _EXHAUSTED and case.found is not None and case.found.live
+    return case.may_compute(snapshot) and not used_up

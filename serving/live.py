@@ -32,10 +32,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """What live made of an input; `dropped` counts history ids that the model does not know."""
+    """What live made of an input."""
 
     record: bytes
-    dropped: int
 
 
 Outcome = Computed | Exception
@@ -171,8 +170,8 @@ def _predict(
             scored_at,
             blocked=jobs[0].snapshot.blocked_ordinals,
         )
-        for (place, prepared), record in zip(ready, records, strict=True):
-            outcomes[place] = Computed(record, prepared.dropped)
+        for (place, _), record in zip(ready, records, strict=True):
+            outcomes[place] = Computed(record)
     except Exception as error:
         if len(ready) == 1:
             outcomes[ready[0][0]] = error

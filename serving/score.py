@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from cache.manifest import Table
 from cache.ranking import Metric, score
-from serving.answer import Answer, seen
+from serving.answer import Answer, history_in
 from serving.ask import Ask, ScoreAsk
 from serving.ladder import Ladder
 from serving.problem import Problem
@@ -70,7 +70,7 @@ def _metric(snapshot: Snapshot) -> Metric:
 
 
 def _sorted_out(snapshot: Snapshot, ask: ScoreAsk) -> tuple[list[int], dict[str, list[str]]]:
-    history = seen(snapshot, ask.user)
+    history = history_in(snapshot, ask.user.history).seen
     ordinals: dict[int, None] = {}
     named: dict[str, list[str]] = {"unknown": [], "blocked": [], "excluded": []}
     found = snapshot.items.ordinals_of(ask.items).tolist()

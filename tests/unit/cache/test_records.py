@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cache.errors import ConfigError, CorruptArtefact, UnfitValue
+from cache.keys import FORMAT
 from cache.records import (
     NO_ITEM,
     Layout,
@@ -148,3 +149,33 @@ def test_an_overlay_is_a_record_and_the_digest_of_its_input():
 def test_an_impossible_layout_is_refused(kind, width, precision):
     with pytest.raises(ConfigError):
         Layout(kind, width, precision)
+
+
+@pytest.mark.parametrize(
+    ("layout", "damage"),
+    [
+        (Layout("vector", 2, "f4"), np.float32("nan")),
+        (Layout("value", 2, "f4"), np.float32("inf")),
+        (Layout("vector", 2, "f2"), np.float16("inf")),
+        (Layout("topk", 2, "f2"), np.float16("nan")),
+    ],
+)
+def test_a_number_that_is_not_finite_is_damage_and_no_answer(layout, damage):
+    record = np.zeros(1, layout.dtype)
+    record["flags"], record["count"] = FORMAT << 4, 2
+    decode(layout, record[0].tobytes())
+
+    record["numbers"][0, 1] = damage
+
+    with pytest.raises(CorruptArtefact, match="not finite"):
+        decode(layout, record[0].tobytes())
+
+
+def test_an_ordinal_beyond_the_catalogue_is_damage_to_whoever_knows_the_catalogue():
+    layout = Layout("topk", 3, "f4")
+    items = np.array([[4, 9]], np.uint32)
+    raw = encode_topk(layout, MARKS[:1], items, np.ones((1, 2), np.float32), 0)[0].tobytes()
+
+    assert decode(layout, raw, 10).items.tolist() == [4, 9]
+    with pytest.raises(CorruptArtefact, match="item 9 of 9"):
+        decode(layout, raw, 9)

@@ -356,6 +356,30 @@ async def test_a_live_answer_never_takes_the_place_of_the_nights(bench: Bench) -
     assert bench.remote.writes == []
 
 
+async def test_a_live_answer_of_an_outage_does_not_outlive_the_outage(bench: Bench) -> None:
+    ours = NIGHT.want(KNOWN, DIGEST_A)
+    bench.remote.fails_with = TierUnavailable("no", reason="connection")
+    bench.cache.put_live(VIEW, ours, NIGHT.live_record(KNOWN), DIGEST_A, 30)
+
+    meanwhile = await bench.get(ours)
+    bench.remote.fails_with = None
+    after = await bench.get(ours)
+
+    assert isinstance(meanwhile, Found) and isinstance(after, Found)
+    assert (meanwhile.live, meanwhile.reason) == (True, MissReason.L2_DOWN)
+    assert (after.live, after.reason, after.tier) == (False, None, "l2")
+
+
+async def test_a_damaged_record_can_be_forgotten(bench: Bench) -> None:
+    ours = NIGHT.want(KNOWN, DIGEST_A)
+    await bench.get(ours)
+    bench.cache.put_live(VIEW, ours, NIGHT.live_record(KNOWN), DIGEST_A, 30)
+
+    bench.cache.discard(VIEW, ours)
+
+    assert len(bench.cache.local) == 0
+
+
 async def test_while_a_page_is_missing_a_live_answer_serves_only_those_who_sent_its_input(
     bench: Bench,
 ) -> None:
@@ -365,7 +389,9 @@ async def test_while_a_page_is_missing_a_live_answer_serves_only_those_who_sent_
 
     bench.cache.put_live(VIEW, ours, NIGHT.live_record(KNOWN), DIGEST_A, 30)
 
-    assert isinstance(await bench.get(ours), Found)
+    found = await bench.get(ours)
+    assert isinstance(found, Found) and found.live and found.reason == MissReason.PAGE_MISSING
+    assert (await bench.cache.get_many(VIEW, [ours], bench.clock() + 60)) == [found]
     assert await bench.get(NIGHT.want(KNOWN, DIGEST_B)) == Missed(MissReason.PAGE_MISSING)
     assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.PAGE_MISSING)
 

@@ -2,10 +2,13 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from cache.blocklist import Blocklist
 from cache.errors import TierUnavailable
+from serving.answer import from_record
+from serving.case import Case
 from serving.problem import Problem
 from serving.snapshot import Holding
 from tests.unit.serving.world import (
@@ -399,3 +402,174 @@ async def test_inputs_that_never_repeat_cost_one_inference_and_one_read_each(
     assert len(world.jobs) == len(world.remote.reads) == 150
     assert world.tiers.local.size_bytes <= world.tiers.local.max_bytes
     assert len(world.tiers.negative) <= 100
+
+
+def damaged(world: World, user: str, items: list[int]) -> bytes:
+    """The page with another list in one record; fingerprint and format stay right."""
+    layout = world.snapshot().manifest.tables["user_topk"].layout
+    rows = np.frombuffer(world.remote.pages[GENERATION, "user_topk", 0], layout.dtype).copy()
+    rows["items"][world.user_raws.index(user.encode())] = items
+    return rows.tobytes()
+
+
+async def test_a_damaged_record_costs_its_own_entity_the_answer_and_only_until_it_is_repaired(
+    world: World,
+) -> None:
+    holding = Holding(world.snapshot())
+    good = world.remote.pages[GENERATION, "user_topk", 0]
+    world.remote.pages[GENERATION, "user_topk", 0] = damaged(world, "u3", [0xFFFFFFF0, 1, 2, 3, 4])
+    asked = [entity("u3"), *(entity(name) for name in USERS if name != "u3")]
+
+    bad, *others = await look(world, holding, *asked)
+    world.remote.pages[GENERATION, "user_topk", 0] = good
+    repaired = (await look(world, holding, entity("u3")))[0]
+
+    # P10, and nothing of it stays in L1.
+    assert (bad["source"], bad["reason"]) == ("default", "corrupt")
+    assert {each["source"] for each in others} == {"l2"}
+    assert repaired["source"] == "l2" and "reason" not in repaired
+    assert counts(world, "misses") == {("user_topk", "corrupt"): 1}
+
+
+async def test_one_entity_whose_answer_cannot_be_built_costs_the_others_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fragile(snapshot, table, record, k, barred):
+        if record.items is not None and record.items[0] == night_list("u3")[0]:
+            raise IndexError("planted")
+        return from_record(snapshot, table, record, k, barred)
+
+    monkeypatch.setattr("serving.ladder.from_record", fragile)
+    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+
+    answers = await look(world, holding, *(entity(name) for name in ("u2", "u3", "u4")))
+
+    assert [each["source"] for each in answers] == ["l2", "default", "l2"]
+    assert answers[1]["reason"] == "corrupt"
+
+
+async def test_a_live_answer_of_an_outage_says_so_and_ends_with_it(world: World) -> None:
+    holding = Holding(world.snapshot())
+    known = entity("u3", history=ids("i19"))
+    world.remote.fails_with = TierUnavailable("gone", reason="connection")
+
+    first, second = [(await look(world, holding, known))[0] for _ in range(2)]
+    world.remote.fails_with = None
+    after = (await look(world, holding, known))[0]
+
+    assert (first["source"], first["reason"]) == ("live", "l2_down")
+    assert (second["source"], second["producer"], second["reason"]) == ("l1", "live", "l2_down")
+    assert (after["source"], after["producer"]) == ("l2", "batch") and "reason" not in after
+
+
+async def test_unknown_history_is_reported_wherever_the_input_was_used(world: World) -> None:
+    holding = Holding(world.snapshot())
+    new = entity("new", history=ids("i1", "nope", "nope", "neither"))
+
+    live, stored = [(await look(world, holding, new))[0] for _ in range(2)]
+    useless = (await look(world, holding, entity("new2", history=ids("nope"))))[0]
+    unused = (await look(world, holding, entity("u3", history=ids("nope"))))[0]
+
+    assert (live["source"], stored["source"]) == ("live", "l1")
+    assert live["dropped_history"] == stored["dropped_history"] == 2
+    assert (useless["live"], useless["dropped_history"]) == ("no_usable_input", 1)
+    assert unused["source"] == "l2" and "dropped_history" not in unused
+
+
+async def test_a_list_used_up_by_exclusions_is_computed_anew_or_given_as_far_as_it_goes(
+    world: World,
+) -> None:
+    holding = Holding(world.snapshot())
+    seen = ids(*world.ids(night_list("u3")[:3]))
+
+    deeper = (await look(world, holding, entity("u3", history=seen), k=4))[0]
+    enough = (await look(world, holding, entity("u3", history=seen), k=2))[0]
+    no_input = (await look(world, holding, entity("u3"), k=4, exclude=seen))[0]
+    world.busy = True
+    busy = (await look(world, holding, entity("u3", history=seen), k=4))[0]
+
+    assert (deeper["source"], deeper["reason"]) == ("live", "exhausted")
+    assert len(deeper["items"]) == 4 and not {each.decode() for each in seen} & set(deeper["items"])
+    assert enough["source"] == "l1" and not enough["short"] and "reason" not in enough
+    assert (no_input["source"], len(no_input["items"]), no_input["short"]) == ("l1", 2, True)
+    assert (busy["source"], busy["reason"], busy["live"]) == ("l1", "exhausted", "busy")
+    assert len(busy["items"]) == 2 and busy["short"]
+
+
+async def test_a_list_of_which_nothing_is_left_gives_way_to_what_else_is_popular(
+    world: World,
+) -> None:
+    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+    gone = ids(*world.ids(night_list("u3")))
+
+    new = entity("new", history=ids("i1"))
+
+    used_up = (await look(world, holding, entity("u3"), exclude=gone))[0]
+    live = (await look(world, holding, new))[0]
+    answers = [used_up, live, (await look(world, holding, new, exclude=ids(*live["items"])))[0]]
+
+    assert [each["source"] for each in answers] == ["default", "live", "default"]
+    assert answers[0]["reason"] == answers[2]["reason"] == "exhausted"
+    assert len(answers[0]["items"]) == WIDTH
+    assert not {each.decode() for each in gone} & set(answers[0]["items"])
+    # The stored answer to this very input would only come out the same.
+    assert len(world.jobs) == 1
+    answered = counts(world, "answers")
+    assert sum(answered.values()) == 3
+    assert sum(counts(world, "misses").values()) == 3
+
+
+async def test_a_large_request_lets_others_have_the_event_loop(world: World) -> None:
+    holding = Holding(world.snapshot(), world.snapshot(OLDER))
+    turns, done = 0, asyncio.Event()
+
+    async def other() -> None:
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(other())
+    await look(world, holding, *(entity(f"n{n}", history=ids("i1")) for n in range(640)))
+    done.set()
+    await counting
+
+    # Building, reading, computing and answering 640 entities: each gives way about every 64.
+    assert turns > 25
+
+
+async def test_a_late_request_starts_no_inference(world: World) -> None:
+    answers = await world.ladder.lookup(
+        Holding(world.snapshot()),
+        ask(*(entity(f"n{n}", history=ids("i1")) for n in range(3)), deadline_s=0.0),
+        now(),
+    )
+
+    assert [(each["source"], each["live"]) for each in answers] == [("default", "timeout")] * 3
+    assert not world.jobs
+
+
+async def test_the_time_for_l2_grows_with_the_batch(world: World) -> None:
+    left: list[float] = []
+    read = world.tiers.get_many
+
+    async def timed(view, wants, deadline):
+        left.append(deadline - now())
+        return await read(view, wants, deadline)
+
+    world.tiers.get_many = timed  # type: ignore[method-assign]
+    holding = Holding(world.snapshot())
+    await look(world, holding, entity("u1"))
+    await look(world, holding, *[entity("u1")] * 1_000)
+
+    assert left[0] == pytest.approx(0.05, abs=0.01) and left[1] == pytest.approx(0.15, abs=0.02)
+
+
+def test_an_input_weighs_what_its_features_weigh(world: World) -> None:
+    def weight(**fields: object) -> int:
+        sent = entity("a", **fields)
+        return Case(sent, world.snapshot().table("user_topk"), 1, None, b"").size_bytes  # type: ignore[arg-type]
+
+    assert weight(features={"text": "x" * 4_000}) > 4_000
+    assert weight(features={"vector": (0.5,) * 1_000}) > 8_000
+    assert weight(history=ids("i1"), features={"age": 3}) > weight(history=ids("i1"))
