@@ -1,5 +1,6 @@
 """The blocklist: items and entities that must not be served, effective within seconds."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
@@ -11,6 +12,9 @@ from cache.errors import Conflict, CorruptArtefact
 from cache.keys import canonical_id
 
 WRITE_TRIES = 16
+
+# Whatever else somebody leaves in the folder (notes, an editor's copy) is no version.
+_VERSION = re.compile(r"([0-9]{12})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,7 @@ class Blocklist:
 def newest_version(store: ArtefactStore) -> int:
     """The version in force, 0 when nothing was ever blocked; one listing, so cheap to poll."""
     names = store.names("blocklist")
-    return max(
-        (int(name.removesuffix(".json")) for name in names if name.endswith(".json")), default=0
-    )
+    return max((int(found[1]) for name in names if (found := _VERSION.fullmatch(name))), default=0)
 
 
 def latest_blocklist(store: ArtefactStore) -> Blocklist:

@@ -1,5 +1,6 @@
 """Release records: the write-once history of what was published, rolled back, refused or pinned."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, Self
@@ -14,6 +15,9 @@ Action = Literal[
 ]
 MOVES: frozenset[str] = frozenset({"publish", "roll_back", "restore"})
 """Actions that move the pointer: an intent first, completed once the pointer has moved."""
+
+# Whatever else somebody leaves in the folder (notes, an editor's copy) is no record.
+_INTENT = re.compile(r"(0|[1-9][0-9]*)\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +90,13 @@ def done_path(epoch: int) -> str:
 def all_releases(store: ArtefactStore) -> list[Release]:
     """Every record, oldest first."""
     names = set(store.names("releases"))
-    epochs = sorted(int(name.removesuffix(".json")) for name in names if name.endswith(".json"))
-    found = []
+    epochs = sorted(int(found[1]) for name in names if (found := _INTENT.fullmatch(name)))
+    records = []
     for epoch in epochs:
         raw = store.read(intent_path(epoch))
         if raw is not None:
-            found.append(Release.from_bytes(raw, done=f"{epoch}.done" in names))
-    return found
+            records.append(Release.from_bytes(raw, done=f"{epoch}.done" in names))
+    return records
 
 
 def newest_release(store: ArtefactStore) -> Release | None:
@@ -103,3 +107,17 @@ def newest_release(store: ArtefactStore) -> Release | None:
 def newest_move(releases: Sequence[Release]) -> Release | None:
     """The last completed publish, rollback or restore among records in order."""
     return next((each for each in reversed(releases) if each.action in MOVES and each.done), None)
+
+
+def released_manifest(releases: Sequence[Release], generation: str) -> str:
+    """SHA-256 of the manifest as last published or verified again; empty when no record carries one."""
+    return next(
+        (
+            each.manifest_sha256
+            for each in reversed(releases)
+            if each.generation == generation
+            and each.manifest_sha256
+            and (each.action == "verify" or (each.action == "publish" and each.done))
+        ),
+        "",
+    )

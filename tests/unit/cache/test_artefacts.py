@@ -1,13 +1,21 @@
 """The artefact store, local and remote."""
 
 import uuid
+from dataclasses import replace
 
 import pytest
 
 from cache.artefacts import ArtefactStore, check, describe, generation_path
 from cache.blocklist import Blocklist, change_blocklist, latest_blocklist
 from cache.errors import CorruptArtefact, StoreError, UnknownGeneration
-from cache.releases import Release, all_releases, done_path, intent_path, newest_release
+from cache.releases import (
+    Release,
+    all_releases,
+    done_path,
+    intent_path,
+    newest_release,
+    released_manifest,
+)
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -102,6 +110,32 @@ def test_blocking_adds_a_version_and_unblocking_another(store):
     changed = change_blocklist(store, unblock_items=[b"x"], block_items=[b"y"])
     assert changed == Blocklist(2, frozenset({b"y"}), frozenset({b"u"}))
     assert latest_blocklist(store) == changed
+
+
+def test_stray_files_beside_releases_and_blocklists_are_ignored(store):
+    assert store.write_once(intent_path(9), release(9, "a").to_bytes())
+    change_blocklist(store, block_items=[b"x"])
+    for name in ("notes.json", "9 copy.json", "²³.json", "-1.json", "99.json~", "7_0.json"):
+        store.write(f"releases/{name}", b"{}")
+        store.write(f"blocklist/{name}", b"{}")
+    store.write("blocklist/77.json", b"{}")
+
+    assert [each.epoch for each in all_releases(store)] == [9]
+    assert latest_blocklist(store).items == {b"x"}
+    assert change_blocklist(store, block_items=[b"y"]).version == 2
+
+
+def test_the_released_manifest_is_the_newest_published_or_verified_one(store):
+    history = [
+        replace(release(1, "a"), manifest_sha256="one", done=True),
+        replace(release(2, "a", "verify"), manifest_sha256="two"),
+        replace(release(3, "a"), manifest_sha256="three"),
+        replace(release(4, "a", "pin"), manifest_sha256="four"),
+        replace(release(5, "b", "verify"), manifest_sha256="five"),
+        release(6, "a", "verify"),
+    ]
+    assert released_manifest(history, "a") == "two"
+    assert released_manifest(history[:1], "a") == "one" and released_manifest([], "a") == ""
 
 
 def test_p13_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
