@@ -1,7 +1,7 @@
 """Control keys in Redis: pointer, registry, replicas. The only writer of the pointer."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import orjson
 import redis
 
-from cache.errors import ConfigError, Refused, TierUnavailable
+from cache.errors import ConfigError, Conflict, Refused, TierUnavailable
 from cache.keys import Keyspace
 from cache.releases import Pointer
 from precompute.states import State
@@ -20,7 +20,8 @@ REPLICA_DEAD_S = 3.0
 REPLICA_FORGOTTEN_S = 86_400.0
 
 # Allowed at full memory: publishing and rolling back must work exactly when Redis is in trouble. An own attempt
-# found in place means that the reply to an earlier, successful call was lost.
+# found in place means that the reply to an earlier, successful call was lost. The rows are looked at here because
+# a retirement or a refusal may have come in since the mover looked: 2 = the target may not, 0 = look again.
 _MOVE = """#!lua flags=allow-oom
 local found = redis.call('GET', KEYS[1])
 if found then
@@ -30,10 +31,37 @@ if found then
 elseif ARGV[1] ~= '0' then
   return {0, ''}
 end
+local function state_of(generation)
+  local row = redis.call('HGET', KEYS[2], generation)
+  return row and cjson.decode(row).state or 'unknown'
+end
+local state = state_of(ARGV[4])
+if state == 'retired' then return {2, state} end
+if ARGV[6] ~= '' and not string.find(ARGV[6], ' ' .. state .. ' ', 1, true) then return {2, state} end
+if ARGV[5] ~= '' and state_of(ARGV[5]) == 'retired' then return {0, found or ''} end
 redis.call('SET', KEYS[1], ARGV[2])
-for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
 redis.call('PUBLISH', KEYS[3], 'pointer')
 return {1, ARGV[2]}
+"""
+
+# Rows change only while the pointer is the one that the writer looked at; a retired row is final.
+_MARK = """#!lua flags=allow-oom
+local found = redis.call('GET', KEYS[1])
+local pointer = found and cjson.decode(found)
+if (pointer and string.format('%.0f', pointer.epoch) or '0') ~= ARGV[1] then return 0 end
+for i = 3, #ARGV, 2 do
+  if pointer and ARGV[2] ~= '' and pointer.generation == ARGV[i] then return 2 end
+  if pointer and ARGV[2] == 'previous' and pointer.previous == ARGV[i] then return 2 end
+end
+for i = 3, #ARGV, 2 do
+  local row = redis.call('HGET', KEYS[2], ARGV[i])
+  local final = row and cjson.decode(row).state == 'retired'
+  if not final or cjson.decode(ARGV[i + 1]).state == 'retired' then
+    redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+  end
+end
+return 1
 """
 
 
@@ -118,14 +146,54 @@ class Control:
         raw: Any = self.client.get(self.keys.live)
         return None if raw is None else Pointer.from_bytes(raw)
 
-    def move(self, to: Pointer, *, expected_epoch: int, rows: Mapping[str, Row]) -> Pointer | None:
-        """Compare-and-set: the pointer now in place if the move took effect (now or by an earlier try), else None."""
-        arguments: list[Any] = [str(expected_epoch), to.to_bytes(), to.attempt, to.generation]
+    def move(
+        self,
+        to: Pointer,
+        *,
+        expected_epoch: int,
+        rows: Mapping[str, Row],
+        allowed: Collection[State] = (),
+    ) -> Pointer | None:
+        """Compare-and-set: the pointer now in place if the move took effect (now or by an earlier try), else None.
+
+        Raises Conflict when the target's row is retired, or in none of the `allowed` states.
+        """
+        states = f" {' '.join(sorted(allowed))} " if allowed else ""
+        arguments: list[Any] = [
+            str(expected_epoch), to.to_bytes(), to.attempt, to.generation, to.previous or "", states,
+        ]  # fmt: skip
         for generation, row in rows.items():
             arguments += [generation, row.to_bytes()]
         names = (self.keys.live, self.keys.generations, self.keys.channel)
         moved, raw = self.client.eval(_MOVE, len(names), *names, *arguments)
+        if moved == 2:
+            state = raw.decode()
+            raise Conflict(
+                f"{to.generation} cannot be made live: it is {state} by now",
+                generation=to.generation,
+                state=state,
+            )
         return Pointer.from_bytes(raw) if moved else None
+
+    def mark(
+        self,
+        rows: Mapping[str, Row],
+        *,
+        expected_epoch: int,
+        unless: Literal["", "live", "previous"] = "",
+    ) -> bool:
+        """Write rows if the pointer is still of this epoch (0: there is none), else False; retired ones stay so.
+
+        Raises Conflict when the pointer names one of them as live (or, with "previous", as either).
+        """
+        arguments: list[Any] = [str(expected_epoch), unless]
+        for generation, row in rows.items():
+            arguments += [generation, row.to_bytes()]
+        names = (self.keys.live, self.keys.generations)
+        marked: Any = self.client.eval(_MARK, len(names), *names, *arguments)
+        if marked == 2:
+            raise Conflict(f"the pointer names one of {', '.join(rows)}: readers depend on it")
+        return bool(marked)
 
     def rows(self) -> dict[str, Row]:
         """The whole registry."""

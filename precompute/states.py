@@ -23,27 +23,30 @@ class State(StrEnum):
     ABANDONED = "abandoned"
 
 
-_BEFORE_LIVE = frozenset({State.BEGUN, State.LOADED, State.VERIFIED})
+UNFINISHED: Final = frozenset({State.BEGUN, State.LOADED, State.VERIFIED})
+"""On its way to being live."""
 
 ALLOWED: Final[Mapping[str, frozenset[State]]] = {
     # A night may be begun, loaded and verified again at any time before it is live: retries find their own work.
-    "begin": _BEFORE_LIVE | {State.REFUSED, State.ABANDONED},
-    "load": _BEFORE_LIVE | {State.REFUSED, State.ROLLED_BACK, State.ABANDONED},
+    "begin": UNFINISHED | {State.REFUSED, State.ABANDONED},
+    "load": UNFINISHED | {State.REFUSED, State.ROLLED_BACK, State.ABANDONED},
     "verify": frozenset({State.LOADED, State.VERIFIED, State.REFUSED, State.ROLLED_BACK}),
     "publish": frozenset({State.VERIFIED}),
     "roll_back": frozenset({State.SUPERSEDED}),
-    "refuse": _BEFORE_LIVE | {State.REFUSED, State.ROLLED_BACK},
-    "abandon": _BEFORE_LIVE | {State.REFUSED},
+    "refuse": UNFINISHED | {State.REFUSED, State.ROLLED_BACK},
+    "abandon": UNFINISHED | {State.REFUSED},
     "retire": frozenset(
         {State.SUPERSEDED, State.REFUSED, State.ROLLED_BACK, State.ABANDONED, State.RETIRED}
     ),
 }
 """Action -> states of the generation from which it may be taken."""
 
+_JUDGEMENTS = frozenset({"refuse", "verify", "abandon", "retire"})
+
 
 def demand(action: str, generation: str, state: State | None) -> None:
     """Raises Conflict unless the state machine allows the action now; None = a generation nobody has begun."""
-    if state is None and action in ("begin", "load"):
+    if state is None and action in ("begin", "load", "abandon"):
         return
     if state not in ALLOWED[action]:
         allowed = ", ".join(sorted(ALLOWED[action]))
@@ -107,6 +110,12 @@ def fold(releases: Sequence[Release]) -> Ledger:
         if release.action in MOVES and not release.done:
             continue
         generation = release.generation
+        if release.action in _JUDGEMENTS and states.get(generation) in (
+            State.LIVE,
+            State.RETIRED,
+        ):
+            # What readers follow is decided by the pointer alone, and what is removed stays removed.
+            continue
         match release.action:
             case "publish" | "restore":
                 if live is not None and live != generation:
@@ -123,7 +132,9 @@ def fold(releases: Sequence[Release]) -> Ledger:
             case "refuse":
                 states[generation] = State.REFUSED
             case "verify":
-                states[generation] = State.VERIFIED
+                # Of a superseded one it only states the manifest that was checked.
+                if states.get(generation) is not State.SUPERSEDED:
+                    states[generation] = State.VERIFIED
             case "abandon":
                 states[generation] = State.ABANDONED
             case "retire":

@@ -9,7 +9,13 @@ import pytest
 import redis
 import xxhash
 
-from cache.artefacts import ArtefactStore, describe, generation_path, write_atomically
+from cache.artefacts import (
+    ArtefactStore,
+    describe,
+    generation_path,
+    read_manifest,
+    write_atomically,
+)
 from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused
 from cache.keys import Keyspace
 from cache.manifest import (
@@ -24,6 +30,7 @@ from cache.manifest import (
 )
 from cache.records import Layout, encode_values
 from cache.releases import Pointer, all_releases, done_path, intent_path, newest_release
+from precompute import release
 from precompute.control import Control, Row, connect
 from precompute.load import load_part, page_keys, parts_of, verify_part
 from precompute.release import Releases, drop_old_rows, reload, restore, retire, sweepable
@@ -408,6 +415,390 @@ def test_redis_errors_come_in_words_of_ours(own_redis, keyspace):
         client.config_set("maxmemory", 1)
     with pytest.raises(Refused, match="maxmemory"), connect(own_redis.url, 5.0) as client:
         client.set("x", "y")
+
+
+def meanwhile(monkeypatch, owner, name, what):
+    """Run `what` once, just after (or, for Control.move, just before) the next call of `owner.name`."""
+    real, first = getattr(owner, name), [True]
+
+    def call(*arguments, **options):
+        before = name == "move"
+        if before and first and first.pop():
+            what()
+        answer = real(*arguments, **options)
+        if not before and first and first.pop():
+            what()
+        return answer
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def lose_redis(world):
+    for key in world.client.scan_iter(f"larder:1:*{world.keys.namespace}*"):
+        world.client.delete(key)
+
+
+def pages_of(world, generation):
+    return {key for key in world.pages() if key.split(":")[4] == generation}
+
+
+def test_a_restore_never_undoes_a_roll_back_made_while_it_streams(world, monkeypatch):
+    world.publish(A, B)
+
+    def roll_back():
+        world.releases.roll_back(to=None, reason="bad", attempt="operator")
+
+    meanwhile(monkeypatch, release, "reload", roll_back)
+    pointer, loaded, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+
+    assert pointer == world.live() and pointer.generation == A and loaded == [A]
+    assert world.control.rows()[B].state is State.ROLLED_BACK
+    assert world.releases.ledger().state(B) is State.ROLLED_BACK
+
+
+def test_a_restore_never_replaces_a_pointer_that_no_record_explains(world):
+    world.publish(A)
+    unknown = Pointer(B, world.live().epoch + 1, A, "elsewhere", 0.0)
+    assert world.control.move(unknown, expected_epoch=world.live().epoch, rows={})
+    with pytest.raises(Conflict, match="no release record explains"):
+        restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    world.load(C)
+    with pytest.raises(Conflict, match="no release record explains"):
+        world.releases.publish(C, attempt=world.attempt())
+    assert world.live() == unknown
+
+
+def test_two_restores_at_once_end_with_one_pointer(world, monkeypatch):
+    world.publish(A, B)
+    lose_redis(world)
+
+    def again():
+        restore(world.releases, world.keys, attempt="other", chunk_bytes=1000)
+
+    meanwhile(monkeypatch, release, "reload", again)
+    pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    assert pointer == world.live() and pointer.attempt == "other"
+
+
+def test_a_roll_back_after_a_restore_lands_on_loaded_pages_only(world):
+    world.publish(A, B, C)
+    manifest = read_manifest(world.store, A)
+    lose_redis(world)
+    restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    assert not pages_of(world, A)
+
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    world.releases.roll_back(to=None, reason="bad too", attempt=world.attempt())
+
+    assert world.live().generation == A
+    assert pages_of(world, A) == set(page_keys(world.keys, manifest))
+
+
+def test_a_roll_back_repairs_a_damaged_page_first(world):
+    world.publish(A, B)
+    page = min(pages_of(world, A))
+    sound = world.client.get(page)
+    world.client.setrange(page, 7, b"x")
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    assert world.live().generation == A and world.client.get(page) == sound
+
+
+def test_publishing_streams_what_is_missing_and_only_that(world, monkeypatch):
+    world.publish(A)
+    manifest = world.load(B)
+    page = world.keys.page(B, "score", 7)
+    world.client.delete(page)
+    streamed = []
+
+    def stream(*arguments, **options):
+        streamed.append(arguments[4].name)
+        return load_part(*arguments, **options)
+
+    monkeypatch.setattr("precompute.reload.load_part", stream)
+    world.releases.publish(B, attempt=world.attempt())
+
+    assert streamed == ["score/1"] and world.live().generation == B
+    assert pages_of(world, B) == set(page_keys(world.keys, manifest))
+
+
+def test_a_generation_verified_again_before_redis_was_lost_is_published_with_its_pages(world):
+    world.publish(A, B)
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    world.releases.mark_verified(B, attempt=world.attempt())
+    lose_redis(world)
+    restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    world.releases.publish(B, attempt=world.attempt())
+    assert world.live().generation == B and len(pages_of(world, B)) == 10
+
+
+@pytest.mark.parametrize("what", ["", "tables"])
+def test_a_move_to_files_that_are_gone_is_a_conflict(world, what):
+    world.publish(A, B)
+    for key in pages_of(world, A):
+        world.client.delete(key)
+    world.store.delete(generation_path(A, what))
+    with pytest.raises(Conflict, match="gone"):
+        world.releases.roll_back(to=A, reason="bad", attempt=world.attempt())
+    assert world.live().generation == B
+
+
+def test_older_data_is_not_published_over_newer_by_a_publisher_that_looked_earlier(
+    world, monkeypatch
+):
+    world.publish(A)
+    world.load(B)
+    world.load(C)
+
+    def other():
+        world.releases.publish(C, attempt="other")
+
+    meanwhile(monkeypatch, release, "load_missing", other)
+    with pytest.raises(Conflict, match="older than"):
+        world.releases.publish(B, attempt=world.attempt())
+    assert world.live().generation == C and world.control.rows()[C].state is State.LIVE
+
+
+def test_a_roll_back_never_lands_on_a_generation_retired_meanwhile(world, monkeypatch):
+    world.publish(A, B, C)
+
+    def other():
+        retire(world.releases, world.keys, A, attempt="sweep")
+
+    meanwhile(monkeypatch, Control, "move", other)
+    with pytest.raises(Conflict, match="retired by now"):
+        world.releases.roll_back(to=A, reason="bad", attempt=world.attempt())
+    assert world.live().generation == C and not pages_of(world, A)
+    assert world.releases.ledger().state(A) is State.RETIRED
+
+
+def test_a_publish_never_lands_on_a_generation_refused_meanwhile(world, monkeypatch):
+    world.publish(A)
+    world.load(B)
+
+    def other():
+        world.releases.refuse(B, reason="bad", attempt="gate")
+
+    meanwhile(monkeypatch, Control, "move", other)
+    with pytest.raises(Conflict, match="refused by now"):
+        world.releases.publish(B, attempt=world.attempt())
+    assert world.live().generation == A
+
+
+def test_what_is_live_is_neither_refused_nor_marked_verified(world):
+    world.publish(A)
+    with pytest.raises(Conflict, match="live"):
+        world.releases.refuse(A, reason="late gate", attempt=world.attempt())
+    world.releases.mark_verified(A, attempt=world.attempt())
+    assert world.control.rows()[A].state is State.LIVE
+    assert world.releases.ledger().live == A and world.releases.state(A) is State.LIVE
+
+
+def test_a_generation_made_live_meanwhile_is_not_retired(world, monkeypatch):
+    world.publish(A, B, C)
+
+    def other():
+        world.releases.roll_back(to=A, reason="bad", attempt="operator")
+
+    meanwhile(monkeypatch, release, "_demand_unneeded", other)
+    with pytest.raises(Conflict):
+        retire(world.releases, world.keys, A, attempt="sweep")
+    assert world.live().generation == A and len(pages_of(world, A)) == 10
+    assert world.control.rows()[A].state is State.LIVE
+
+
+@pytest.mark.parametrize("when", ["before the mark", "after the mark"])
+def test_a_pin_or_a_reader_that_comes_late_still_stops_a_retirement(world, monkeypatch, when):
+    world.publish(A, B, C)
+
+    def pin():
+        world.releases.record("pin", A, attempt="auditor", reason="audit")
+
+    if when == "before the mark":
+        pin()
+    else:
+        meanwhile(monkeypatch, Control, "mark", pin)
+    with pytest.raises(Conflict, match="pinned"):
+        retire(world.releases, world.keys, A, attempt="sweep")
+    world.releases.unpin(A, attempt="auditor")
+    beat = b'{"replica":"r1","serving":"%s","holds":[]}' % A.encode()
+    world.client.zadd(world.keys.replicas, {beat: world.clock()})
+    with pytest.raises(Conflict, match="holds it"):
+        retire(world.releases, world.keys, A, attempt="sweep")
+    assert len(pages_of(world, A)) == 10 and world.releases.state(A) is State.SUPERSEDED
+
+
+def test_what_is_being_retired_cannot_be_pinned(world):
+    world.publish(A, B, C)
+    world.control.set_row(A, Row(State.RETIRED, world.clock()))
+    with pytest.raises(Conflict, match="being retired"):
+        world.releases.pin(A, reason="audit", expires_at=None, attempt=world.attempt())
+    assert not world.releases.ledger().is_pinned(A, world.clock())
+
+
+def test_a_repeated_roll_back_changes_nothing_however_far_the_pointer_has_moved(world):
+    world.publish(A, B)
+    first = world.releases.roll_back(to=None, reason="bad", attempt="run-1")
+    world.publish(C)
+    before = world.live()
+    again = world.releases.roll_back(to=None, reason="bad", attempt="run-1")
+    assert not again.changed and again.pointer == first.pointer and world.live() == before
+
+
+def test_a_repeated_publish_changes_nothing_however_far_the_pointer_has_moved(world):
+    world.load(A)
+    first = world.releases.publish(A, attempt="run-1")
+    world.publish(B)
+    again = world.releases.publish(A, attempt="run-1")
+    assert not again.changed and again.pointer == first.pointer and world.live().generation == B
+
+
+def test_a_cleared_run_publishes_again_what_was_verified_again(world):
+    world.publish(A)
+    world.load(B)
+    world.releases.publish(B, attempt="run-1")
+    world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    assert not world.releases.publish(B, attempt="run-1").changed
+    world.releases.mark_verified(B, attempt="run-1")
+    assert world.releases.publish(B, attempt="run-1").changed
+    assert world.live().generation == B
+
+
+@pytest.mark.parametrize("state", [State.BEGUN, State.LOADED, State.VERIFIED])
+def test_an_unfinished_night_is_abandoned_and_removed_once_it_is_old_news(world, state):
+    """PITFALLS P9: nothing is left behind for ever."""
+    world.load(A)
+    world.control.set_row(A, Row(state, world.clock()))
+    world.load(D)
+    world.control.set_row(D, Row(state, world.clock()))
+    world.publish(B)
+    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    world.clock.now += 1
+    assert sweepable(world.releases, keep=1, grace_s=60, abandon_after_s=90_000) == []
+    assert sweepable(world.releases, keep=1, grace_s=60) == [A]
+
+    retire(world.releases, world.keys, A, attempt="sweep")
+
+    actions = [each.action for each in all_releases(world.store) if each.generation == A]
+    assert actions == ["abandon", "retire"]
+    assert world.store.names("generations") == [B, D] and not pages_of(world, A)
+    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    with pytest.raises(Conflict):
+        retire(world.releases, world.keys, D, attempt="sweep")
+
+
+def test_a_folder_that_no_row_knows_is_swept_by_its_age(world):
+    world.make(A)
+    unfinished = "20260101T000000Z-aaaaaaaaaaaa"
+    world.store.write(generation_path(unfinished, "items/ids.bin"), b"x")
+    world.store.write("generations/notes.txt", b"x")
+    world.publish(B)
+    assert sweepable(world.releases, keep=1, grace_s=60) == [A]
+    world.clock.now += 90_000
+    assert sweepable(world.releases, keep=1, grace_s=60) == [A, unfinished]
+    for generation in (A, unfinished):
+        retire(world.releases, world.keys, generation, attempt="sweep")
+    assert world.store.names("generations") == [B, "notes.txt"]
+
+
+def test_a_held_or_pinned_unfinished_night_stays(world):
+    world.load(A)
+    world.publish(B)
+    world.clock.now += 90_000
+    world.releases.pin(A, reason="audit", expires_at=None, attempt=world.attempt())
+    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    with pytest.raises(Conflict, match="pinned"):
+        retire(world.releases, world.keys, A, attempt="sweep")
+
+
+def test_a_manifest_that_is_not_the_released_one_is_neither_restored_nor_rolled_back_to(world):
+    world.publish(A, B)
+    path = generation_path(A, "manifest.json")
+    released = world.store.read(path)
+    assert all_releases(world.store)[0].manifest_sha256 == hashlib.sha256(released).hexdigest()
+    world.store.write(path, released + b" ")
+    with pytest.raises(CorruptArtefact, match="release record"):
+        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    _, loaded, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    assert loaded == [B]
+    world.store.write(path, released)
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    world.store.write(path, released + b" ")
+    with pytest.raises(CorruptArtefact, match="release record"):
+        restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+
+
+def test_a_manifest_written_by_a_new_verification_is_the_released_one(world):
+    world.publish(A, B)
+    path = generation_path(B, "manifest.json")
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    world.store.write(path, world.store.read(path) + b" ")
+    world.releases.mark_verified(B, attempt=world.attempt())
+    world.releases.publish(B, attempt=world.attempt())
+    world.store.write(path, world.store.read(path) + b" ")
+    world.releases.mark_verified(B, attempt="a second run of the night")
+    world.publish(C)
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    assert world.live().generation == B
+
+
+def test_releases_of_a_remote_store_carry_the_manifests_digest(redis_url, keyspace, tmp_path):
+    with connect(redis_url, 5.0) as client:
+        store = ArtefactStore(f"memory://{keyspace.namespace}", tmp_path)
+        world = World(store, client, keyspace)
+        raw = world.make(A).to_bytes()
+        record = world.releases.record("pin", A, attempt="x")
+        assert record.manifest_sha256 == hashlib.sha256(raw).hexdigest()
+
+
+def test_a_move_overtaken_before_it_was_written_down_as_done_is_not_forgotten(world, monkeypatch):
+    """A publisher dies right after its move; the next one settles that before it moves on."""
+    world.publish(A)
+    world.load(B)
+
+    def die(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
+        with pytest.raises(KeyboardInterrupt):
+            world.releases.publish(B, attempt="dies")
+    died = world.live()
+    assert died.generation == B and world.store.read(done_path(died.epoch)) is None
+
+    world.publish(C)
+
+    assert world.store.read(done_path(died.epoch)) is not None
+    ledger = world.releases.ledger()
+    assert (ledger.live, ledger.previous, ledger.state(B)) == (C, B, State.SUPERSEDED)
+    assert world.live().previous == B
+
+
+def test_a_mover_that_looked_before_anothers_move_never_replaces_it(world, monkeypatch):
+    """Nobody can overtake a move whose intent is still open: the look and the compare-and-set share one epoch."""
+    world.publish(A)
+    world.load(B)
+    world.load(C)
+
+    def other():
+        def die(*_arguments, **_options):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
+            with pytest.raises(KeyboardInterrupt):
+                world.releases.publish(B, attempt="dies")
+
+    meanwhile(monkeypatch, Control, "move", other)
+    with pytest.raises(Conflict, match="another publisher"):
+        world.releases.publish(C, attempt="late")
+    assert world.live().generation == B
+    world.releases.publish(C, attempt="late")
+    moves = [(each.generation, each.done) for each in all_releases(world.store)]
+    assert moves == [(A, True), (C, False), (B, True), (C, True)]
+
+
+def keep_intents(write_once, die):
+    return lambda path, data: die() if path.endswith(".done") else write_once(path, data)
 
 
 def test_every_release_file_is_written_once(world):

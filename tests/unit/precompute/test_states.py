@@ -62,6 +62,29 @@ def test_a_pin_ends_when_it_expires_or_is_lifted():
     assert not fold([release(1, "pin", "a"), release(2, "unpin", "a")]).is_pinned("a", 0.0)
 
 
+@pytest.mark.parametrize("action", ["refuse", "verify", "abandon", "retire"])
+def test_no_judgement_that_comes_late_changes_what_is_live(action):
+    ledger = fold([release(1, "publish", "a"), release(2, action, "a")])
+    assert ledger.live == "a" and ledger.state("a") is State.LIVE
+
+
+@pytest.mark.parametrize("action", ["refuse", "verify", "abandon"])
+def test_what_was_retired_stays_retired(action):
+    history = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "retire", "a")]
+    assert fold([*history, release(4, action, "a")]).state("a") is State.RETIRED
+
+
+def test_verifying_a_superseded_generation_again_keeps_it_a_target_of_rollbacks():
+    history = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "verify", "a")]
+    assert fold(history).previous == "a"
+
+
+def test_a_generation_that_no_row_knows_can_be_abandoned():
+    demand("abandon", "a", None)
+    with pytest.raises(Conflict):
+        demand("abandon", "a", State.LIVE)
+
+
 actions = st.lists(
     st.tuples(
         st.sampled_from(["publish", "roll_back", "refuse", "verify", "retire", "restore", "pin"]),
