@@ -1,5 +1,6 @@
 """A night's steps on real parts: remote stores, resuming, gates that refuse, clear errors."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -7,20 +8,28 @@ import sys
 import threading
 import uuid
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from cache.artefacts import ArtefactStore, open_generation, read_manifest
-from cache.errors import ConfigError, Conflict, Refused
+from cache.artefacts import ArtefactStore, open_generation, read_manifest, sha256_of
+from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused, SourceError, StoreError
 from cache.items import ItemTable
-from cache.manifest import Manifest
+from cache.manifest import Manifest, Producer
 from cache.releases import all_releases
-from precompute import pipeline
+from precompute import gates, pipeline
+from precompute.build import Build
+from precompute.bundle import Bundle
+from precompute.config import GateThresholds, TableConfig
 from precompute.control import Control, connect
-from precompute.gates import Candidate, Verdict, run_gates
+from precompute.gates import Candidate, Verdict, int8_agreement, run_gates, skew
 from precompute.release import Releases
 from precompute.states import State
+from precompute.training import train_reference
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night, roll_back
 
 
@@ -228,6 +237,232 @@ def test_retire_sweeps_old_nights_and_keeps_what_a_rollback_needs(config):
     assert config.store().names("generations") == sorted([second, third])
     assert state(config, first) is State.RETIRED
     assert roll_back(config) == second
+
+
+def test_every_step_runs_on_a_host_that_ran_no_other(config):
+    """Only the store is shared: nothing may rely on a file that an earlier step left on its own disk."""
+    config = replace(config, artifacts=f"memory://hosts-{uuid.uuid4().hex}")
+    hosts = (replace(config, state=f"host-{number}") for number in itertools.count())
+
+    build = pipeline.begin(next(hosts), data_until=UNTIL, run_after=None)
+    pipeline.embed_items(next(hosts), build)
+    scored = [pipeline.score_shard(next(hosts), build, shard) for shard in build["shards"]]
+    pipeline.assemble(next(hosts), build, scored)
+    pipeline.build_index(next(hosts), build)
+    pipeline.quantize(next(hosts), build)
+    pipeline.load(next(hosts), build)
+    verified = pipeline.verify(next(hosts), build)
+    pipeline.publish(next(hosts), verified, attempt="test")
+
+    assert live(config) == build["generation"]
+    manifest, root = open_generation(next(hosts).store(), build["generation"])
+    assert len(ItemTable.open(root, manifest).vectors) == manifest.items.count
+
+
+def test_publish_reads_records_back_before_the_pointer_moves(config):
+    first = publish_night(config, UNTIL)
+    build = {"generation": build_verified(config, NEXT)}
+    with connect(config.redis_url, 5.0) as client:
+        pages = list(
+            client.scan_iter(config.keyspace().page(build["generation"], "user_topk", 0)[:-1] + "*")
+        )
+        client.delete(*pages)
+    with pytest.raises(CorruptArtefact, match="read back"):
+        pipeline.publish(config, build, attempt="test")
+    assert live(config) == first
+
+
+def retrain(config, dims):
+    reference = replace(config.reference, dims=dims)
+    return train_reference(replace(config, reference=reference), data_until=UNTIL)
+
+
+def test_a_bundle_replaced_while_the_night_begins_leaves_the_night_whole(config, monkeypatch):
+    copy = shutil.copytree
+    old = Bundle.open(config.path(config.bundle)).digest
+
+    def replaced_after(source, target):
+        copy(source, target)
+        retrain(config, 8)
+
+    monkeypatch.setattr(pipeline.shutil, "copytree", replaced_after)
+    build = pipeline.begin(config, data_until=UNTIL, run_after=None)
+    monkeypatch.setattr(pipeline.shutil, "copytree", copy)
+
+    root = config.store().local(f"generations/{build['generation']}")
+    pinned = Bundle.open(root / "bundle")
+    assert pinned.digest == old != Bundle.open(config.path(config.bundle)).digest
+    for model in pinned.models:
+        assert sha256_of(root / f"models/{model.name}.fp32.onnx") == model.sha256
+    assert not list(config.store().local("").glob(".bundle*"))
+    pipeline.embed_items(config, build)
+
+
+def test_a_bundle_torn_while_it_is_copied_is_copied_again(config, monkeypatch):
+    copy, copies = shutil.copytree, []
+
+    def torn_once(source, target):
+        copy(source, target)
+        copies.append(target)
+        if len(copies) == 1:
+            (target / "user_tower.onnx").write_bytes(b"half")
+
+    monkeypatch.setattr(pipeline.shutil, "copytree", torn_once)
+    pipeline.begin(config, data_until=UNTIL, run_after=None)
+    assert len(copies) == 2
+
+
+def test_training_that_fails_at_the_swap_leaves_the_old_bundle(config, monkeypatch):
+    target, rename = config.path(config.bundle), Path.replace
+    old = Bundle.open(target).digest
+
+    def fails(self, to):
+        if Path(to) == target and self.name.endswith(".part"):
+            raise OSError("no space left on device")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(OSError, match="no space"):
+        retrain(config, 8)
+    assert Bundle.open(target).digest == old
+    assert not [each for each in target.parent.iterdir() if each.name.startswith(".bundle")]
+
+
+def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypatch):
+    pin = pipeline.pin
+
+    def rewritten_after(files):
+        found = pin(files)
+        table = pq.read_table(config.path("interactions.parquet"))
+        pq.write_table(table.slice(0, len(table) // 2), config.path("interactions.parquet"))
+        return found
+
+    monkeypatch.setattr(pipeline, "pin", rewritten_after)
+    with pytest.raises(SourceError, match="changed while"):
+        pipeline.begin(config, data_until=UNTIL, run_after=None)
+
+
+def test_a_damaged_copy_on_this_host_is_downloaded_once_more(config, tmp_path):
+    config = replace(config, artifacts=f"memory://damaged-{uuid.uuid4().hex}")
+    generation = publish_night(config, UNTIL)
+    host = ArtefactStore(config.store().url, tmp_path / "another-host")
+    manifest, root = open_generation(host, generation)
+    (root / manifest.items.vectors.path).write_bytes(b"")
+
+    open_generation(host, generation)
+
+    assert sha256_of(root / manifest.items.vectors.path) == manifest.items.vectors.sha256
+    host.write(f"generations/{generation}/{manifest.items.vectors.path}", b"damaged in the store")
+    (root / manifest.items.vectors.path).unlink()
+    with pytest.raises(CorruptArtefact):
+        open_generation(host, generation)
+
+
+def test_a_store_that_does_not_answer_is_not_an_unfinished_step(config, monkeypatch):
+    config = replace(config, artifacts=f"memory://silent-{uuid.uuid4().hex}")
+    build = pipeline.begin(config, data_until=UNTIL, run_after=None)
+
+    def silent(*_arguments, **_options):
+        raise OSError("503 slow down")
+
+    made = Build.of(replace(config, state="another-host"), build)
+    assert made.read_report("begin") is not None and made.read_report("assemble") is None
+    for name in ("cat_file", "get_file"):
+        monkeypatch.setattr(MemoryFileSystem, name, silent)
+    with pytest.raises(StoreError, match="slow down"):
+        made.read_report("begin")
+
+
+def test_pages_lost_after_they_were_marked_loaded_are_loaded_again(config):
+    build = {"generation": build_verified(config, UNTIL)}
+    keys = config.keyspace()
+    with connect(config.redis_url, 5.0) as client:
+        client.delete(keys.page(build["generation"], "user_topk", 0))
+        client.setrange(keys.page(build["generation"], "item_vector", 0), 40, b"\x00\x01")
+    with pytest.raises(Refused, match="run load again"):
+        pipeline.verify(config, build)
+
+    assert pipeline.load(config, build)["loaded_bytes"] > 0
+    assert pipeline.verify(config, build)["verified"]
+
+
+def test_overlays_make_way_for_pages(config, own_redis):
+    """Memory full of records that may be evicted is no reason to keep yesterday's answers."""
+    config = replace(config, redis_url=own_redis.url)
+    with connect(own_redis.url, 5.0) as client:
+        client.config_set("maxmemory-policy", "volatile-lru")
+        limit = client.info("memory")["used_memory"] + 6_000_000
+        client.config_set("maxmemory", limit)
+        for first in range(0, 9_000, 500):
+            pipe = client.pipeline(transaction=False)
+            for number in range(first, first + 500):
+                name = f"larder:1:{config.namespace}:w:old:user_topk:{number}"
+                pipe.set(name, b"x" * 700, ex=3600)
+            pipe.execute()
+        assert client.info("memory")["used_memory"] > pipeline.HEADROOM * limit
+    assert publish_night(config, UNTIL) == live(config)
+
+
+def test_a_gate_that_hangs_does_not_hold_up_the_end_of_the_program(config):
+    """PITFALLS P3, seen from the shell: the refusal is also the end."""
+    program = (
+        "import time\n"
+        "from types import SimpleNamespace as Named\n"
+        "from precompute.gates import run_gates\n"
+        "candidate = Named(thresholds=Named(timeout_s=0.05))\n"
+        "print(run_gates(candidate, [lambda _candidate: time.sleep(60)])[0].value)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert found.stdout.strip() == "timed out"
+
+
+def candidate_of(config, control, **changes):
+    manifest, root = open_generation(config.store(), build_verified(config, UNTIL))
+    return Candidate(
+        replace(manifest, **changes), root, ItemTable.open(root, manifest), control, None,
+        config.gates, config.history_limit,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tower", "value", "passed", "said"),
+    [
+        ({"overlap_at_20": 0.99}, {"overlap_at_1": 0.5}, False, "user_affinity"),
+        ({"overlap_at_20": 0.5}, {"overlap_at_1": 0.99}, False, "user_tower"),
+        ({"overlap_at_20": 0.99}, {"overlap_at_1": 0.95}, True, "user_affinity"),
+        ({"precision": "fp32", "why": "x"}, {"overlap_at_1": 0.5}, False, "user_affinity"),
+        ({"precision": "fp32", "why": "x"}, {"precision": "fp32"}, True, "no model"),
+        ({"precision": "int8"}, {"overlap_at_1": 0.99}, False, "user_tower"),
+    ],
+)
+def test_every_quantized_model_that_users_see_is_held_against_fp32(tower, value, passed, said):
+    def table(kind, name):
+        return SimpleNamespace(producer=Producer(kind, name))
+
+    facts = {"user_tower": tower, "user_affinity": value}
+    models = {name: SimpleNamespace(agreement=each) for name, each in facts.items()}
+    tables = {"a": table("topk", "user_tower"), "b": table("value", "user_affinity")}
+    manifest = SimpleNamespace(models=models, tables=tables)
+    verdict = int8_agreement(SimpleNamespace(manifest=manifest, thresholds=GateThresholds()))
+    assert verdict.passed is passed and said in verdict.note
+
+
+def test_the_skew_gate_compares_every_table_of_lists_for_users(config, monkeypatch):
+    tables = {**config.tables, "user_short": TableConfig("user_topk", k=5)}
+    config = replace(config, tables=tables)
+    with connect(config.redis_url, 5.0) as client:
+        candidate = candidate_of(config, Control(client, config.keyspace()))
+        assert skew(candidate).passed
+        answer = gates._answer
+
+        def spoilt(seen, predictor, table, source, row):
+            found = answer(seen, predictor, table, source, row)
+            return found if table.name == "user_topk" else None
+
+        monkeypatch.setattr(gates, "_answer", spoilt)
+        assert not skew(candidate).passed
 
 
 def run(config, tmp_path, *arguments):

@@ -13,9 +13,23 @@ from cache.directory import Directory
 from cache.errors import SourceError
 from cache.items import ItemTable
 from cache.keys import hash_ids
+from cache.records import Layout, encode_vectors
+from cache.tower import InputSpec, TowerSpec
+from precompute.catalogue import to_numpy
 from precompute.config import NightConfig, Sources, parse_time
-from precompute.partition import first_hash, partition, read_shard, shard_of, sort_unique
+from precompute.inputs import usable_inputs
+from precompute.partition import (
+    ShardInput,
+    _read,
+    _ShardFiles,
+    first_hash,
+    partition,
+    read_shard,
+    shard_of,
+    sort_unique,
+)
 from precompute.sources import read_interactions
+from precompute.tables import PageFile
 
 USERS = ["007", "7", "ü/1", "u4", "u5"]
 
@@ -181,3 +195,64 @@ def test_features_are_aligned_with_their_entities(config, tmp_path):
             zip([raw.decode() for raw in part.ids], part.features["age"].to_pylist(), strict=True)
         )
     assert ages == {"007": 7, "7": None, "ü/1": None, "u4": 40, "u5": None, "only-features": 50}
+
+
+def test_a_given_up_partition_and_its_retry_do_not_share_a_file(tmp_path):
+    """A zombie task goes on writing while its retry runs: each finishes a whole file of its own."""
+    schema = pa.schema([("user", pa.string())])
+    table = pa.table({"user": [f"u{number}" for number in range(1000)]})
+    shards = np.zeros(len(table), np.int64)
+    zombie, retry = (_ShardFiles(tmp_path, "rows", 1, schema) for _ in range(2))
+    with zombie:
+        zombie.write(table, shards)
+        with retry:
+            retry.write(table, shards)
+            zombie.write(table, shards)
+        assert _read(tmp_path / "0000.rows").num_rows == 1000
+        with pytest.raises(KeyError), _ShardFiles(tmp_path, "rows", 1, schema):
+            raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["0000.rows"]
+
+
+def test_a_given_up_page_file_and_its_retry_do_not_share_a_file(tmp_path):
+    layout = Layout("vector", 16, "f4")
+    marks, values = np.arange(2000, dtype=np.uint64), np.ones((2000, 16), np.float32)
+    records = encode_vectors(layout, marks, values, 0)
+    path = tmp_path / "0000.pages"
+    with PageFile(path, layout, 4096) as zombie:
+        zombie.append(records[:1000])
+        with PageFile(path, layout, 4096) as retry:
+            zombie.append(records[1000:])
+            retry.append(records)
+        assert path.read_bytes() == records.tobytes()
+        with pytest.raises(KeyError), PageFile(path, layout, 4096):
+            raise KeyError
+    assert path.read_bytes() == records.tobytes()
+    assert {each.name for each in tmp_path.iterdir()} == {"0000.pages", "0000.sums"}
+
+
+def test_two_models_that_name_an_input_alike_get_their_own_columns():
+    entities = ShardInput(
+        [b"a", b"b", b"c"],
+        np.zeros(3, np.uint64),
+        np.array([0, 1, 2, 2]),
+        np.array([0, 1]),
+        {"country": pa.array([1, 2, None]), "city": pa.array([98, None, 99])},
+    )
+    specs = {
+        name: TowerSpec((InputSpec("x", "feature", "int64", column=name),), "v", 4)
+        for name in ("country", "city")
+    }
+    usable, _, features = usable_inputs(item_table(ITEMS), entities, specs)
+    assert usable.tolist() == [0]
+    assert (features["country"]["x"][0], features["city"]["x"][0]) == (1, 98)
+
+
+def test_numbers_that_an_input_cannot_hold_are_refused():
+    narrow = InputSpec("x", "feature", "int32", column="age")
+    with pytest.raises(SourceError, match="too large for int32"):
+        to_numpy(pa.array([1, 2**40]), narrow)
+    wide = InputSpec("x", "feature", "float32", column="taste", width=2)
+    for rows in ([[1.0, 2.0], [1.0]], [[1.0, None]], [[1.0, float("nan")]]):
+        with pytest.raises(SourceError, match="taste"):
+            to_numpy(pa.array(rows), wide)
