@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from serving.follower import Health
+from serving.health import Health
 from serving.snapshot import Holding, Snapshot
 
 

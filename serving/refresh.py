@@ -4,14 +4,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol
 
 import orjson
+from redis.exceptions import ResponseError
 
 from cache.artefacts import ArtefactStore
-from cache.blocklist import latest_blocklist, newest_version
-from cache.errors import LarderError, TierUnavailable
+from cache.blocklist import Blocklist
+from cache.errors import CorruptArtefact, LarderError, StoreError, TierUnavailable
 from serving.follower import Follower
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ Step = Callable[[], Coroutine[Any, Any, None]]
 class Redis(Protocol):
     """What keeping up needs of L2; everything here raises TierUnavailable."""
 
-    def subscribe(self) -> AsyncIterator[bytes]:
+    def subscribe(self) -> AsyncGenerator[bytes, None]:
         """Announcements: b"pointer" or b"blocklist"."""
 
     async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
@@ -32,6 +33,9 @@ class Redis(Protocol):
 
     async def sign_off(self, replica_id: str) -> None:
         """Takes it back."""
+
+    async def eviction_policy(self) -> str:
+        """`maxmemory-policy`, empty when the server does not say."""
 
 
 class Refresher:
@@ -67,6 +71,8 @@ class Refresher:
             (heartbeat_s, self.beat, self._wake_beat),
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._beating = asyncio.Lock()
+        self._is_policy_fine = self._is_policy_unknown = False
 
     async def start(self) -> None:
         """Takes every step once, then keeps taking them in the background."""
@@ -86,38 +92,80 @@ class Refresher:
                 task.cancel()
             _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
         await self.follower.aclose()
-        with contextlib.suppress(TierUnavailable):
-            await self._redis.sign_off(self._replica_id)
+        await self._sign_off()
+
+    async def drain(self) -> None:
+        """Not ready and signed off from now on, while answers go on."""
+        self.follower.is_draining = True
+        await self._sign_off()
 
     async def look_at_blocklist(self) -> None:
-        """Takes over a newer blocklist; one that cannot be read leaves the last in force."""
-        current = self.follower.blocklist.version
+        """Takes over the newest blocklist that can be read; what cannot be read leaves the last in force, marked."""
+        follower = self.follower
+        current = follower.blocklist.version if follower.is_blocklist_known else -1
         try:
-            if await asyncio.to_thread(newest_version, self._store) > current:
-                blocklist = await asyncio.to_thread(latest_blocklist, self._store)
-                await self.follower.block(blocklist)
-        except (LarderError, OSError, ValueError):
-            log.exception("the blocklist cannot be read; version %d stays", current)
-            return
-        self.blocklist_read_at = self._timer()
+            found, trouble = await asyncio.to_thread(_newest_blocklist, self._store, current)
+        except (LarderError, OSError, ValueError) as error:
+            found, trouble = None, str(error)
+        if found is not None:
+            await follower.block(found)
+        follower.note("blocklist", trouble and "blocklist_unreadable", trouble or "")
+        if trouble is None:
+            self.blocklist_read_at = self._timer()
 
     async def beat(self) -> None:
         """One heartbeat: what is served, and what must not be retired."""
-        held = self.follower.holding
-        payload = {
-            "replica": self._replica_id,
-            "serving": None if held is None else held.live.generation,
-            "holds": [] if held is None else list(held.generations),
-            "epoch": self.follower.epoch,
-        }
-        with contextlib.suppress(TierUnavailable):
-            await self._redis.heartbeat(self._replica_id, orjson.dumps(payload), self._clock())
+        async with self._beating:
+            if self.follower.is_draining:
+                return
+            held = self.follower.holding
+            payload = {
+                "replica": self._replica_id,
+                "serving": None if held is None else held.live.generation,
+                "holds": [] if held is None else list(held.generations),
+                "epoch": self.follower.epoch,
+            }
+            try:
+                await self._redis.heartbeat(self._replica_id, orjson.dumps(payload), self._clock())
+            except TierUnavailable:
+                self._is_policy_fine = False  # what comes back may be another Redis
+                return
+        if not self._is_policy_fine:
+            await self._look_at_policy()
+
+    async def _look_at_policy(self) -> None:
+        try:
+            policy = await self._redis.eviction_policy()
+        except TierUnavailable as error:
+            if not isinstance(error.__cause__, ResponseError):
+                return  # gone again; a later beat asks
+            policy = ""  # there, but this user may not ask
+        if not policy and not self._is_policy_unknown:
+            log.warning("Redis does not tell its maxmemory-policy: make sure it is volatile-lru")
+        self._is_policy_unknown = self._is_policy_unknown or not policy
+        self._is_policy_fine = not policy.startswith("allkeys")
+        self.follower.note(
+            "eviction",
+            None if self._is_policy_fine else "eviction_policy",
+            f"Redis has maxmemory-policy {policy}, which may evict published pages; set volatile-lru",
+        )
+
+    async def _sign_off(self) -> None:
+        async with self._beating:
+            with contextlib.suppress(TierUnavailable):
+                await self._redis.sign_off(self._replica_id)
 
     async def _listen(self) -> None:
         while True:
             with contextlib.suppress(TierUnavailable):
-                async for message in self._redis.subscribe():
-                    (self._wake_blocklist if message == b"blocklist" else self._wake_pointer).set()
+                # Closed here: a generator left to the loop's own hook would outlive this replica.
+                async with contextlib.aclosing(self._redis.subscribe()) as messages:
+                    async for message in messages:
+                        blocked = message == b"blocklist"
+                        (self._wake_blocklist if blocked else self._wake_pointer).set()
+            self._is_policy_fine = (
+                False  # the connection ended: what comes back may be another Redis
+            )
             await asyncio.sleep(self._poll_s)
 
     async def _every(self, seconds: float, step: Step, wake: asyncio.Event) -> None:
@@ -131,3 +179,36 @@ class Refresher:
                 await step()
             except Exception:  # a loop that ended silently would leave this replica behind for ever
                 log.exception("keeping up failed; trying again in %s s", seconds)
+
+
+def _newest_blocklist(store: ArtefactStore, current: int) -> tuple[Blocklist | None, str | None]:
+    """The newest readable version above `current` (-1: none yet), and why it is not the newest of all."""
+    names = store.names("blocklist")
+    stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
+    versions = sorted(
+        {int(stem): stem for stem in stems if len(stem) == 12 and stem.isdecimal()}.items(),
+        reverse=True,
+    )
+    newest = versions[0][0] if versions else 0
+    if newest < current:
+        raise StoreError(f"version {newest} is the newest in the store, {current} is in force")
+    if not versions and not store.names(""):
+        # A volume that is not mounted looks like a store in which nothing was ever blocked.
+        raise StoreError(f"there is nothing at all in {store.url}")
+    trouble = None
+    for version, stem in versions:
+        if version <= current:
+            return None, trouble
+        try:
+            return _read(store, version, stem), trouble
+        except (LarderError, OSError, ValueError) as error:
+            trouble = trouble or f"version {version}: {error}"
+    return (Blocklist() if not versions and current < 0 else None), trouble
+
+
+def _read(store: ArtefactStore, version: int, stem: str) -> Blocklist:
+    raw = store.read(f"blocklist/{stem}.json")
+    found = None if raw is None else Blocklist.from_bytes(raw)
+    if found is None or found.version != version:
+        raise CorruptArtefact("is not there" if found is None else f"calls itself {found.version}")
+    return found

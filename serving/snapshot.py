@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,12 +12,12 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.artefacts import ArtefactStore, open_generation
+from cache.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.blocklist import Blocklist
 from cache.directory import Directory
 from cache.errors import CorruptArtefact, LarderError
 from cache.items import ItemTable
-from cache.manifest import Manifest, Table
+from cache.manifest import Artefact, Manifest, Table
 from cache.predictor import Predictor
 from cache.tiered import View
 from serving.config import Precision
@@ -67,14 +67,19 @@ class Snapshot:
     ) -> Self:
         """Fetches, verifies, maps and warms a generation; slow, so never on the event loop.
 
-        A model or index that does not open leaves the snapshot `degraded`: its pages still answer.
+        A model or index that is damaged or does not open leaves the snapshot `degraded`: its pages still answer.
         """
-        manifest, root = open_generation(store, generation)
+        manifest = read_manifest(store, generation)
+        guests = {each.path for each in _live_files(manifest)}
+        for artefact in manifest.artefacts():
+            if artefact.path not in guests:
+                fetch_checked(store, generation, artefact)
+        root = store.local(generation_path(generation))
         directories = {
             name: Directory.open(root, each) for name, each in manifest.entity_sets.items()
         }
         items = ItemTable.open(root, manifest)
-        predictor, degraded = _open_predictor(manifest, root, items, precision, threads)
+        predictor, degraded = _open_predictor(store, manifest, items, precision, threads)
         blocked, blocked_ordinals = _blocked(blocklist, items)
         return cls(
             generation=generation,
@@ -169,10 +174,27 @@ def _iso(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
+def _live_files(manifest: Manifest, precision: Precision | None = None) -> Iterator[Artefact]:
+    """Files that only the live path reads: all of them, or those that it runs in one precision."""
+    for model in manifest.models.values():
+        if precision != "int8" or model.int8 is None:
+            yield model.fp32
+        if precision != "fp32" and model.int8 is not None:
+            yield model.int8
+    yield from (index.file for index in manifest.indexes.values())
+
+
 def _open_predictor(
-    manifest: Manifest, root: Path, items: ItemTable, precision: Precision, threads: int
+    store: ArtefactStore,
+    manifest: Manifest,
+    items: ItemTable,
+    precision: Precision,
+    threads: int,
 ) -> tuple[Predictor | None, str | None]:
+    root = store.local(generation_path(manifest.generation))
     try:
+        for artefact in _live_files(manifest, precision):
+            fetch_checked(store, manifest.generation, artefact)
         predictor = Predictor.open(manifest, root, items, precision=precision, threads=threads)
         predictor.warm()
     except Exception as error:  # models are guests: a broken one must not take the pages along

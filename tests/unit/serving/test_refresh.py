@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import orjson
 import pytest
+from redis.exceptions import NoPermissionError
 
 from cache.artefacts import ArtefactStore
 from cache.blocklist import Blocklist, change_blocklist
@@ -32,6 +33,7 @@ class FakeRedis:
 
     now: Pointer | bytes | None = None
     down: bool = False
+    policy: str | Exception = "volatile-lru"
     beats: list[dict[str, object]] = field(default_factory=list)
 
     async def pointer(self) -> bytes | None:
@@ -39,15 +41,22 @@ class FakeRedis:
             raise TierUnavailable("gone", reason="connection")
         return self.now.to_bytes() if isinstance(self.now, Pointer) else self.now
 
-    async def subscribe(self) -> AsyncIterator[bytes]:
+    async def subscribe(self) -> AsyncGenerator[bytes, None]:
         await asyncio.Event().wait()
         yield b""
 
     async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
+        if self.down:
+            raise TierUnavailable("gone", reason="connection")
         self.beats.append(orjson.loads(payload))
 
     async def sign_off(self, replica_id: str) -> None:
         self.beats.clear()
+
+    async def eviction_policy(self) -> str:
+        if isinstance(self.policy, Exception):
+            raise TierUnavailable("Redis", reason="connection") from self.policy
+        return self.policy
 
 
 class Scene:
@@ -60,6 +69,7 @@ class Scene:
         self.timer = FakeClock()
         self.opened: list[str] = []
         self.broken: set[str] = set()
+        self.degraded: str | None = None
         self.on_open: Callable[[], None] = lambda: None
         self.follower = Follower(
             self.store, self.redis, self.open, self.world.metrics, timer=self.timer
@@ -74,7 +84,8 @@ class Scene:
         self.on_open()
         if to.generation in self.broken:
             raise CorruptArtefact("items.bin has 3 bytes")
-        return self.world.snapshot(to.generation, epoch=to.epoch, blocklist=blocklist)
+        changes = {"epoch": to.epoch, "blocklist": blocklist, "degraded": self.degraded}
+        return self.world.snapshot(to.generation, **changes)
 
     async def publish(self, to: Pointer | bytes | None) -> None:
         self.redis.now = to
@@ -93,8 +104,13 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    return Scene(tmp_path)
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    """A replica that found a store in which nothing was ever blocked."""
+    scene = Scene(tmp_path)
+    scene.store.write("generations/some", b"")
+    await scene.refresher.look_at_blocklist()
+    yield scene
+    await scene.follower.aclose()
 
 
 def test_only_a_greater_epoch_is_followed() -> None:
@@ -316,3 +332,181 @@ async def test_a_blocklist_that_cannot_be_read_leaves_the_last_one_in_force(scen
     held = scene.follower.holding
     assert held is not None and len(held.live.blocked) == 1
     assert scene.refresher.blocklist_read_at == read_at
+    assert scene.follower.stale == "blocklist_unreadable" and scene.follower.health.ready
+
+
+async def test_a_start_with_a_damaged_blocklist_falls_back_to_the_newest_readable_one(
+    scene: Scene, tmp_path: Path
+) -> None:
+    change_blocklist(scene.store, block_items=[b"i3"])
+    scene.store.write("blocklist/000000000002.json", b'{"version": 2, "items": ["i3"')
+    started = Scene(tmp_path)
+
+    await started.refresher.look_at_blocklist()
+    await started.publish(pointer(A, 1))
+
+    held = started.follower.holding
+    assert held is not None and held.live.blocklist.items == {b"i3"}
+    assert started.follower.health.ready and started.follower.stale == "blocklist_unreadable"
+
+
+@pytest.mark.parametrize("damage", ["unreadable", "misnamed", "not a folder", "not mounted"])
+async def test_without_any_blocklist_that_can_be_read_a_replica_is_not_ready(
+    tmp_path: Path, damage: str
+) -> None:
+    scene = Scene(tmp_path / "store")
+    match damage:
+        case "unreadable":
+            scene.store.write("blocklist/000000000001.json", b"broken")
+        case "misnamed":
+            renamed = Blocklist(7, frozenset({b"i3"})).to_bytes()
+            scene.store.write("blocklist/000000000001.json", renamed)
+        case "not a folder":
+            scene.store.write("blocklist", b"")
+    checked_at = scene.refresher.blocklist_read_at
+    scene.timer.tick(5)
+
+    await scene.refresher.look_at_blocklist()
+    await scene.publish(pointer(A, 1))
+
+    assert scene.held == [A] and not scene.follower.health.ready
+    assert scene.follower.stale == "blocklist_unreadable"
+    assert scene.refresher.blocklist_read_at == checked_at
+    (tmp_path / "store/blocklist").unlink() if damage == "not a folder" else None
+    scene.store.write("blocklist/000000000001.json", Blocklist(1).to_bytes())
+    await scene.refresher.look_at_blocklist()
+    assert scene.follower.health.ready and scene.follower.stale is None
+
+
+async def test_a_store_that_goes_away_takes_no_block_back(scene: Scene) -> None:
+    change_blocklist(scene.store, block_items=[b"i3"])
+    await scene.refresher.look_at_blocklist()
+    await scene.publish(pointer(A, 1))
+    read_at = scene.refresher.blocklist_read_at
+    scene.timer.tick(5)
+    scene.store.delete("blocklist")
+
+    await scene.refresher.look_at_blocklist()
+
+    held = scene.follower.holding
+    assert held is not None and held.live.blocklist.items == {b"i3"}
+    assert scene.follower.stale == "blocklist_unreadable"
+    assert scene.refresher.blocklist_read_at == read_at
+
+
+async def test_a_first_generation_that_cannot_be_loaded_leaves_the_previous_answering(
+    scene: Scene,
+) -> None:
+    scene.release(A, 1)
+    scene.broken.add(B)
+
+    await scene.publish(pointer(B, 2, A))
+
+    # Drained, for it has seen an epoch that it cannot load; who still asks gets last night's answer, marked.
+    assert scene.held == [A] and scene.follower.epoch == 1
+    assert scene.follower.stale == "load_failed" and not scene.follower.health.ready
+    await scene.follower.look()
+    assert scene.opened == [B, A]
+    scene.broken.clear()
+    scene.timer.tick(60)
+    await scene.follower.look()
+    assert scene.held == [B, A] and scene.follower.health.ready and scene.follower.stale is None
+
+
+async def test_what_cannot_be_loaded_without_redis_is_not_read_again_at_every_look(
+    scene: Scene,
+) -> None:
+    scene.release(A, 1)
+    scene.broken.add(A)
+    scene.redis.down = True
+
+    for _ in range(5):
+        await scene.follower.look()
+
+    assert scene.opened == [A]
+    scene.broken.clear()
+    scene.timer.tick(60)
+    await scene.follower.look()
+    assert scene.held == [A] and scene.follower.health.ready
+
+
+async def test_a_degraded_generation_is_mended_once_its_models_can_be_read(scene: Scene) -> None:
+    scene.degraded = "the index is out of reach"
+    await scene.publish(pointer(A, 1))
+    assert scene.follower.health.ready and scene.follower.health.degraded
+
+    await scene.follower.look()
+    assert scene.opened == [A]  # not at every look
+    for _ in range(2):
+        scene.timer.tick(11)
+        await scene.follower.look()
+    assert scene.opened == [A, A]  # and ever more rarely
+    scene.degraded = None
+    scene.timer.tick(60)
+    await scene.follower.look()
+
+    assert scene.held == [A] and scene.follower.health.degraded is None
+
+
+async def test_a_redis_that_may_evict_pages_is_noticed_whenever_it_comes_back(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    await scene.publish(pointer(A, 1))
+    scene.redis.down = True
+    await scene.refresher.beat()
+    scene.redis.policy = "allkeys-lru"
+    scene.redis.down = False
+
+    await scene.refresher.beat()
+
+    assert scene.follower.stale == "eviction_policy" and "volatile-lru" in caplog.text
+    scene.redis.policy = "volatile-lru"
+    await scene.refresher.beat()
+    assert scene.follower.stale is None
+
+
+async def test_a_policy_that_may_not_be_asked_is_said_once_and_one_from_a_lost_redis_asked_again(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    await scene.publish(pointer(A, 1))
+    scene.redis.policy = ConnectionError("reset")
+    await scene.refresher.beat()
+    assert "maxmemory-policy" not in caplog.text
+    scene.redis.policy = NoPermissionError("no permissions to run the 'info' command")
+
+    for down in (False, True, False):
+        scene.redis.down = down
+        await scene.refresher.beat()
+
+    assert caplog.text.count("maxmemory-policy") == 1 and scene.follower.stale is None
+
+
+async def test_a_draining_replica_is_not_ready_signs_off_and_beats_no_more(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    await scene.refresher.beat()
+
+    await scene.refresher.drain()
+    await scene.refresher.beat()
+
+    assert not scene.follower.health.ready and not scene.redis.beats and scene.held == [A]
+
+
+async def test_a_subscription_is_closed_with_its_replica(scene: Scene) -> None:
+    closed = []
+
+    async def subscribe() -> AsyncGenerator[bytes, None]:
+        try:
+            while True:
+                yield b"pointer"
+                await asyncio.Event().wait()
+        finally:
+            closed.append(True)
+
+    scene.redis.subscribe = subscribe  # type: ignore[method-assign]
+    before = asyncio.all_tasks()
+    await scene.refresher.start()
+    await asyncio.sleep(0)
+
+    await scene.refresher.aclose()
+
+    assert closed and asyncio.all_tasks() == before

@@ -1,0 +1,36 @@
+"""How far a replica can be trusted, and why not. Pure."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+About = Literal["blocklist", "eviction", "pointer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Ready or not; the others say why it is less than it should be, or None."""
+
+    ready: bool
+    stale: str | None
+    degraded: str | None
+    failed: str | None
+
+
+class Concerns:
+    """Why answers may lag behind: at most one word about each thing that is followed."""
+
+    def __init__(self, about: About, why: str) -> None:
+        self.text: str | None = why
+        """All of them, with commas between; what callers and probes read."""
+        self._by_subject: dict[About, str] = {about: why}
+
+    def note(self, about: About, why: str | None) -> bool:
+        """Whether that is news; None ends a concern."""
+        if self._by_subject.get(about) == why:
+            return False
+        if why is None:
+            del self._by_subject[about]
+        else:
+            self._by_subject[about] = why
+        self.text = ",".join(why for _, why in sorted(self._by_subject.items())) or None
+        return True
