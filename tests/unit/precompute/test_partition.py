@@ -200,17 +200,19 @@ def test_features_are_aligned_with_their_entities(config, tmp_path):
 def test_a_given_up_partition_and_its_retry_do_not_share_a_file(tmp_path):
     """A zombie task goes on writing while its retry runs: each finishes a whole file of its own."""
     schema = pa.schema([("user", pa.string())])
+    late = pa.table({"user": [f"late-{number}" for number in range(900)]})
     table = pa.table({"user": [f"u{number}" for number in range(1000)]})
     shards = np.zeros(len(table), np.int64)
     zombie, retry = (_ShardFiles(tmp_path, "rows", 1, schema) for _ in range(2))
     with zombie:
-        zombie.write(table, shards)
+        zombie.write(late, shards[:900])
         with retry:
             retry.write(table, shards)
-            zombie.write(table, shards)
-        assert _read(tmp_path / "0000.rows").num_rows == 1000
+            zombie.write(late, shards[:900])
+        assert _read(tmp_path / "0000.rows") == table
         with pytest.raises(KeyError), _ShardFiles(tmp_path, "rows", 1, schema):
             raise KeyError
+    assert _read(tmp_path / "0000.rows") == pa.concat_tables([late, late])
     assert [path.name for path in tmp_path.iterdir()] == ["0000.rows"]
 
 
