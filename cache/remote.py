@@ -75,11 +75,11 @@ class RemoteTier:
     async def read(self, reads: Sequence[Read], timeout_s: float | None = None) -> list[Answer]:
         """One answer per read: the record or overlay, None where there is none, else why it is not known.
 
-        `timeout_s` is the caller's own, if shorter than the tier's: it gives up alone, the wire stays in use.
+        `timeout_s` is the caller's own: it gives up alone, the wire stays in use.
         """
         if not reads:
             return []
-        if timeout_s is None or timeout_s >= self.config.deadline_s:
+        if timeout_s is None:  # the tier's own, which grows with what travels along
             return await self._submit(reads)
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,5 +1,6 @@
 """Putting a caller's own candidates in order for one user."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ from numpy.typing import NDArray
 
 from cache.manifest import Table
 from cache.ranking import Metric, score
+from cache.records import Layout
 from serving.answer import Answer, history_in
 from serving.ask import Ask, ScoreAsk
 from serving.ladder import Ladder
@@ -19,18 +21,24 @@ async def rank_candidates(
 ) -> Answer:
     """Scores in rank order: the user's vector (from whatever rung has it) times the item vectors of its generation.
 
+    With a history or features the vector is computed from them, whatever is stored. `score_tolerance` bounds what
+    the precision of the stored vector may have changed: candidates whose scores are closer than twice that may stand
+    in either order. It is 0 where vectors are kept as f4, which ranks as the night did.
+
     What cannot be scored is named: `unknown`, `blocked`, `excluded` (the sent history).
     """
     holding = holding.pinned(ask.options.generation)
     table = vector_table(holding.live)
     user = ask.user.of_table(table.name)
-    answer = (await ladder.lookup(holding, Ask((user,), ask.options), started))[0]
+    options = replace(ask.options, fresh=ask.options.fresh or user.has_input)
+    answer = (await ladder.lookup(holding, Ask((user,), options), started))[0]
     snapshot = holding.find(answer["generation"]) or holding.live
     vector = answer.pop("vector")
     ordinals, named = _sorted_out(snapshot, ask)
     answer |= {"items": [], "scores": []}
     if vector is not None and ordinals:
-        answer |= _ranked(snapshot, vector, np.array(ordinals, np.int64), ask.options.k)
+        layout = snapshot.manifest.tables[table.name].layout
+        answer |= _ranked(snapshot, layout, vector, np.array(ordinals, np.int64), ask.options.k)
     elif ordinals:
         named["unscored"] = snapshot.items.ids_of(np.array(ordinals, np.uint32))
     return answer | named
@@ -48,7 +56,11 @@ def vector_table(snapshot: Snapshot) -> Table:
 
 
 def _ranked(
-    snapshot: Snapshot, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int | None
+    snapshot: Snapshot,
+    layout: Layout,
+    vector: NDArray[np.float32],
+    ordinals: NDArray[np.int64],
+    k: int | None,
 ) -> dict[str, Any]:
     metric = _metric(snapshot)
     scores = score(vector[None, :], snapshot.items.vectors, ordinals[None, :], metric)[0]
@@ -56,7 +68,25 @@ def _ranked(
     return {
         "items": snapshot.items.ids_of(ordinals[order].astype(np.uint32)),
         "scores": scores[order],
+        "score_tolerance": _tolerance(layout, vector, snapshot.items.vectors[ordinals], metric),
     }
+
+
+def _tolerance(
+    layout: Layout, vector: NDArray[np.float32], items: NDArray[np.float32], metric: Metric
+) -> float:
+    """The most that rounding the vector to its layout can have moved any of these scores."""
+    if layout.precision == "f4":
+        return 0.0
+    size = np.abs(vector)
+    # Half a unit in the last place of a float16 (11 bits), or half a step of the int8 scale.
+    step = size * 2.0**-11 if layout.precision == "f2" else np.full_like(size, size.max() / 254)
+    moved = np.abs(items) @ step
+    if metric == "cosine":
+        # The vector's own length is off by as much again.
+        lengths = np.linalg.norm(items, axis=1) * np.linalg.norm(vector)
+        moved = 2 * moved / np.where(lengths == 0, 1, lengths)
+    return float(moved.max(initial=0))
 
 
 def _metric(snapshot: Snapshot) -> Metric:

@@ -1,0 +1,61 @@
+"""Ranking a caller's own candidates: from what the vector comes, and how far its scores can be trusted."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from cache.keys import fingerprint
+from cache.records import Layout, decode, encode_vectors
+from serving.ask import Options, ScoreAsk
+from serving.score import _tolerance, rank_candidates
+from serving.snapshot import Holding
+from tests.unit.serving.world import World, entity, ids
+
+
+async def test_a_sent_history_is_computed_from_although_a_vector_is_stored() -> None:
+    world = World()
+    holding = Holding(world.snapshot())
+    candidates, options = ids("i1", "i2"), Options(5.0)
+
+    async def ranked(user):
+        ask = ScoreAsk(user, candidates, options)
+        now = asyncio.get_running_loop().time()
+        return await rank_candidates(world.ladder, holding, ask, now)
+
+    stored = await ranked(entity("u1", ""))
+    live = [await ranked(entity("u1", "", history=ids("i3"))) for _ in range(2)]
+    world.busy = True
+    settled = await ranked(entity("u1", "", history=ids("i3")))
+
+    assert stored["source"] == "l2" and stored["score_tolerance"] == 0.0
+    assert [each["source"] for each in live] == ["live"] * 2
+    assert (settled["source"], settled["reason"]) == ("l1", "fresh_unavailable")
+
+
+@pytest.mark.parametrize("precision", ["f2", "i1"])
+@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
+def test_no_score_is_further_off_than_the_tolerance_says(precision: str, metric: str) -> None:
+    rng = np.random.default_rng(3)
+    layout = Layout("vector", 32, precision)  # type: ignore[arg-type]
+    items = rng.normal(size=(50, 32)).astype(np.float32)
+    prints = np.array([fingerprint(b"a")], np.uint64)
+    worst = 0.0
+    for _ in range(50):
+        exact = rng.normal(size=(1, 32)).astype(np.float32)
+        raw = encode_vectors(layout, prints, exact, 0)[0].tobytes()
+        stored = decode(layout, raw).numbers
+
+        tolerance = _tolerance(layout, stored, items, metric)  # type: ignore[arg-type]
+        off = np.abs(scores(stored, items, metric) - scores(exact[0], items, metric)).max()
+
+        assert off <= tolerance * 1.01 + 1e-6
+        worst = max(worst, off / tolerance)
+    assert worst > 0.05, "a bound that says something"
+
+
+def scores(vector, items, metric):
+    found = items.astype(np.float64) @ vector
+    if metric == "cosine":
+        found /= np.linalg.norm(items, axis=1) * np.linalg.norm(vector)
+    return found
