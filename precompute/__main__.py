@@ -1,8 +1,17 @@
 """`python -m precompute`: every step of a night, and the whole night, from a shell."""
 
-import argparse
+import os
 import signal
+
+if __name__ == "__main__":
+    # The libraries below take a second or two to load; until then an interrupt has nothing to undo.
+    signal.signal(
+        signal.SIGINT, lambda *_: (os.write(2, b"interrupted; nothing was begun\n"), os._exit(130))
+    )
+
+import argparse
 import sys
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -23,6 +33,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
 from cache.blocklist import change_blocklist, latest_blocklist
 from cache.embedded import redis_url, running_server
@@ -32,12 +43,17 @@ from precompute import pipeline
 from precompute.build import Progress, quiet
 from precompute.config import NightConfig, night_config
 from precompute.control import Control, connect
-from precompute.night import run_night
+from precompute.night import run_night, size_text
 from precompute.release import Releases
-from precompute.states import State
+from precompute.sources import source_files
+from precompute.states import ALLOWED, State
 from precompute.training import train_reference
 
-Command = Callable[[NightConfig, argparse.Namespace, Progress], dict[str, Any] | None]
+Found = dict[str, Any] | list[Table | str]
+Command = Callable[[NightConfig, argparse.Namespace, Progress], Found]
+
+PLAIN_COLUMNS = 1_000
+BYTES = ("load pages", "restore pages")
 
 out = Console()
 err = Console(stderr=True, soft_wrap=True)
@@ -46,59 +62,117 @@ err = Console(stderr=True, soft_wrap=True)
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 refused or failed with a reason, 2 wrong usage, 130 interrupted."""
     arguments = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
+        _on_interrupt(_interrupt)
         overrides = {
             name: getattr(arguments, name)
             for name in ("namespace", "artifacts", "state", "bundle", "shards")
         }
         config = night_config(arguments.config, **overrides)
-        with _redis(config, arguments.redis) as config, _bars(arguments.quiet) as progress:
+        with (
+            _bars(arguments.quiet) as progress,
+            _redis(config, arguments, progress) as config,
+        ):
             found = arguments.run(config, arguments, progress)
-    except LarderError as error:
-        err.print(f"[red]{error.code}[/red]: ", end="")
-        err.print(error.message, markup=False, highlight=False)
-        return 1
-    except OSError as error:
-        err.print(f"this machine refused: {error}", markup=False)
-        return 1
+        _print(found)
     except KeyboardInterrupt:
         err.print("interrupted; run the same command again to go on where it stopped")
         return 130
-    if found is not None:
-        _print(found)
+    except Exception as error:
+        _on_interrupt(_end)
+        _explain(error, debug=arguments.debug)
+        return 1
     return 0
 
 
+def _explain(error: Exception, *, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+    match error:
+        case LarderError():
+            err.print(f"[red]{error.code}[/red]: ", end="")
+            err.print(error.message, markup=False, highlight=False)
+        case OSError():
+            err.print(f"this machine refused: {error}", markup=False)
+        case _:
+            text = f"internal error: {type(error).__name__}: {error}".rstrip(": ")
+            more = "" if debug else "; run with --debug for the traceback"
+            err.print(f"{text}{more}", markup=False, highlight=False)
+
+
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    # While the first is being honoured (a tile finishes, the server stops) a second one ends at once;
+    # the server's guard then takes it along.
+    _on_interrupt(_end)
     raise KeyboardInterrupt
 
 
+def _end(_signal: int, _frame: FrameType | None) -> None:
+    os._exit(130)
+
+
+def _on_interrupt(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
 @contextmanager
-def _redis(config: NightConfig, need: str) -> Iterator[NightConfig]:
-    """The configured Redis, or one of our own for the life of this command, with what was published restored.
+def _redis(
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
+) -> Iterator[NightConfig]:
+    """The configured Redis, or one of our own for the life of this command, with what the command needs in it.
 
     A command that only tells replicas something joins a server that runs, and does without when there is none.
     """
-    state = config.path(config.state)
+    state, need = config.path(config.state), arguments.redis
     if config.redis_url or need == "none":
         yield config
     elif need == "if running":
         found = running_server(state)
         yield replace(config, redis_url=found.url if found else None)
     else:
+        is_new = running_server(state) is None
         with redis_url(state, None) as url:
             ready = replace(config, redis_url=url)
-            _fill(ready)
+            _fill(ready, progress)
+            if is_new:
+                arguments.prepare(ready, arguments, progress)
             yield ready
 
 
-def _fill(config: NightConfig) -> None:
+def _fill(config: NightConfig, progress: Progress) -> None:
     with connect(config.redis_url, config.redis_timeout_s) as client:
         releases = Releases(config.store(), Control(client, config.keyspace()))
         empty = releases.control.pointer() is None and releases.ledger().live is not None
     if empty:
-        pipeline.restore(config, attempt=_attempt())
+        pipeline.restore(config, attempt=_attempt(), progress=progress)
+
+
+def _nothing(_config: NightConfig, _arguments: argparse.Namespace, _progress: Progress) -> None:
+    """What most commands need of a new server beyond what was published."""
+
+
+def _load_again(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
+    """The pages of the generation that a step is about: the server that held them ended with its command."""
+    name = "to" if arguments.run is _roll_back else "generation"
+    if (generation := getattr(arguments, name)) and _state(config, generation) in _LOADABLE:
+        pipeline.load(config, {"generation": generation}, progress=progress)
+
+
+def _verify_again(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
+    """The registry of the server that knew about an earlier `verify` is gone: the gates speak again."""
+    _load_again(config, arguments, progress)
+    # A refused or rolled-back one is lifted by `verify` alone, never on the way to a publish.
+    if _state(config, arguments.generation) in (State.LOADED, State.VERIFIED):
+        pipeline.verify(config, _build(arguments), attempt=_attempt(), progress=progress)
+
+
+_LOADABLE = (*ALLOWED["load"], State.SUPERSEDED, None)
+
+
+def _state(config: NightConfig, generation: str) -> State | None:
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        return Releases(config.store(), Control(client, config.keyspace())).state(generation)
 
 
 @contextmanager
@@ -109,47 +183,77 @@ def _bars(is_quiet: bool) -> Iterator[Progress]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        _Count(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=err, transient=True) as bars:
+    with Bars(*columns, console=err, transient=True, redirect_stdout=False) as bars:
         tasks: dict[str, TaskID] = {}
 
         def progress(what: str, done: int, total: int) -> None:
             if what not in tasks:
+                for task in tasks.values():
+                    # Steps follow one another; a thousand shards would fill more than a screen.
+                    bars.update(task, visible=False)
                 tasks[what] = bars.add_task(what, total=total or None)
-            bars.update(tasks[what], completed=done, total=total or None)
+            bars.update(tasks[what], completed=done, total=total or None, visible=True)
 
         yield progress
 
 
-def _print(found: dict[str, Any]) -> None:
-    table = Table(show_header=False, box=None)
-    for name, value in found.items():
-        table.add_row(name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
-    out.print(table)
+class _Count(ProgressColumn):
+    """How much is done, of how much where that is known."""
+
+    def render(self, task: Task) -> Text:
+        show = size_text if task.description in BYTES else "{:,.0f}".format
+        total = "" if task.total is None else f"/{show(task.total)}"
+        return Text(f"{show(task.completed)}{total}", style="progress.download")
+
+
+def _print(found: Found) -> None:
+    """For eyes; where nobody looks, plain and never wrapped."""
+    if isinstance(found, dict):
+        table = Table(show_header=False, box=None)
+        for name, value in found.items():
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            table.add_row(name, Text(text))
+        found = [table]
+    console = out if out.is_terminal else Console(width=PLAIN_COLUMNS, no_color=True)
+    for each in found:
+        if isinstance(each, Table) and not out.is_terminal:
+            each.box = None
+        console.print(each, highlight=False)
 
 
 def _attempt() -> str:
     return f"shell-{uuid.uuid4().hex[:12]}"
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def _standing_cut(config: NightConfig, data_until: str | None) -> str:
+    """The cut of a night that names none: when its inputs last changed, so that a repeat finds its own work."""
+    bundle = config.path(config.bundle) / "bundle.json"
+    sources = config.sources
+    if data_until or config.data_until or not sources.interactions or not bundle.is_file():
+        return datetime.now(UTC).isoformat(timespec="seconds")  # not the cut, or an error soon
+    features = [each for each in (sources.user_features, sources.item_features) if each]
+    files = [*source_files([*sources.interactions, *features], config.path(".")), bundle]
+    newest = max(path.stat().st_mtime for path in files)
+    return datetime.fromtimestamp(int(newest), UTC).isoformat()
 
 
-def _night(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
+def _night(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
     lines = run_night(
-        config, data_until=arguments.data_until, run_after=_now(), attempt=arguments.attempt or _attempt(),
-        progress=progress,
+        config, data_until=arguments.data_until, run_after=_standing_cut(config, arguments.data_until),
+        attempt=arguments.attempt or _attempt(), progress=progress,
     )  # fmt: skip
-    table = Table("step", "what", "seconds")
+    table = Table("step", "what", "seconds", "rate", "size")
+    for column in table.columns[2:]:
+        column.justify, column.no_wrap = "right", True
     for line in lines:
-        table.add_row(line.step, line.what, f"{line.seconds:.2f}")
+        table.add_row(line.step, line.what, f"{line.seconds:.2f}", line.rate, line.size)
     table.add_section()
     table.add_row("night", lines[0].what, f"{sum(line.seconds for line in lines):.2f}")
-    out.print(table)
+    return [table]
 
 
 def _train(
@@ -162,8 +266,9 @@ def _begin(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
     return pipeline.begin(
-        config, data_until=arguments.data_until, run_after=_now(), progress=progress
-    )
+        config, data_until=arguments.data_until, run_after=_standing_cut(config, arguments.data_until),
+        progress=progress,
+    )  # fmt: skip
 
 
 def _build(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -280,7 +385,7 @@ def _block(
     }
 
 
-def _status(config: NightConfig, _arguments: argparse.Namespace, _progress: Progress) -> None:
+def _status(config: NightConfig, _arguments: argparse.Namespace, _progress: Progress) -> Found:
     with connect(config.redis_url, config.redis_timeout_s) as client:
         releases = Releases(config.store(), Control(client, config.keyspace()))
         pointer, ledger = releases.control.pointer(), releases.ledger()
@@ -301,15 +406,13 @@ def _status(config: NightConfig, _arguments: argparse.Namespace, _progress: Prog
                 " ".join(each for each in notes if each),
             )
         replicas = releases.control.replicas()
-    out.print(table)
-    out.print(
+    return [
+        table,
         f"epoch {pointer.epoch}"
         if pointer
-        else "Redis has no pointer: nothing published, or lost (restore)"
-    )
-    out.print(
-        f"{len(replicas)} replicas, blocklist version {latest_blocklist(config.store()).version}"
-    )
+        else "Redis has no pointer: nothing published, or lost (restore)",
+        f"{len(replicas)} replicas, blocklist version {latest_blocklist(config.store()).version}",
+    ]
 
 
 def _gates(config: NightConfig, generation: str) -> str:
@@ -330,7 +433,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m precompute",
         description="Precompute predictions for every known entity and publish them as one generation.",
         epilog="Settings: a TOML file (--config or LARDER_CONFIG), then LARDER_ARTIFACTS, LARDER_NAMESPACE, "
-        "LARDER_STATE and REDIS_URL. Without REDIS_URL a server of our own runs for the life of the command.",
+        "LARDER_STATE and REDIS_URL. Without REDIS_URL a server of our own runs for the life of the command, or "
+        "that of a running `make serve` is joined. Single steps keep their state in Redis: with REDIS_URL set "
+        "they need not load their generation again each time.",
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file with the night's settings")
     parser.add_argument("--namespace", help="keeps several Larders apart in one Redis")
@@ -343,13 +448,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bundle", metavar="DIR", type=_place, help="the model bundle")
     parser.add_argument("--shards", type=int, help="hash ranges to score separately")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.add_argument("--debug", action="store_true", help="tracebacks of errors")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(
         name: str, run: Command, text: str, *, generation: bool = False
     ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(run=run, redis="own")
+        command.set_defaults(run=run, redis="own", prepare=_nothing)
         if generation:
             command.add_argument(
                 "generation", help="generation id, as `begin` and `status` print it"
@@ -366,24 +472,34 @@ def _parser() -> argparse.ArgumentParser:
         ("begin", _begin, "name the generation, pin its inputs, partition the sources"),
     ):
         command = add(name, run, text)
+        default = (
+            "use all"
+            if name == "train"
+            else "data_until of the settings, else use all and name the generation after the newest change of an input "
+            "file, so that a repeat goes on where this one stopped"
+        )
         command.add_argument(
-            "--data-until", metavar="TIME", help="cut of the data, ISO 8601 (default: now)"
+            "--data-until", metavar="TIME", help=f"cut of the data, ISO 8601 (default: {default})"
         )
         command.add_argument("--attempt", help="name of this attempt; a repeat is recognised by it")
         if name == "train":
             command.set_defaults(redis="none")
-    add("score", _score, "score all shards, or one", generation=True).add_argument(
-        "--shard", type=int
-    )
-    add("index", _index, "build the FAISS indexes", generation=True)
-    add("quantize", _quantize, "make and compare the int8 models", generation=True)
+    command = add("score", _score, "score all shards, or one", generation=True)
+    command.add_argument("--shard", type=int)
+    command.set_defaults(redis="none")
+    for name, run, text in (
+        ("index", _index, "build the FAISS indexes"),
+        ("quantize", _quantize, "make and compare the int8 models"),
+    ):
+        add(name, run, text, generation=True).set_defaults(redis="none")
     add("load", _load, "stream the pages into Redis", generation=True)
-    add("verify", _verify, "run the gates", generation=True)
-    add("publish", _publish, "make a verified generation live", generation=True).add_argument(
-        "--attempt"
-    )
+    add("verify", _verify, "run the gates", generation=True).set_defaults(prepare=_load_again)
+    command = add("publish", _publish, "make a verified generation live", generation=True)
+    command.add_argument("--attempt")
+    command.set_defaults(prepare=_verify_again)
     add("warm", _warm, "wait until every replica answers from it", generation=True)
     command = add("roll-back", _roll_back, "make an earlier generation live again")
+    command.set_defaults(prepare=_load_again)
     command.add_argument("--to", metavar="GENERATION", help="default: the previous one")
     command.add_argument("--reason", required=True, help="kept in the release record")
     command.add_argument("--attempt")
@@ -409,4 +525,6 @@ def _place(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    _on_interrupt(_end)  # Python's own end would show a traceback
+    sys.exit(code)

@@ -1,7 +1,7 @@
 """A whole night in one process: the same steps that the DAG wires, in the same order."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,13 @@ from precompute.config import NightConfig
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row of a night's table."""
+    """One row of a night's table: what, how many, how long, and how fast and how big where that has a meaning."""
 
     step: str
     what: str
     seconds: float
+    rate: str = ""
+    size: str = ""
 
 
 def run_night(
@@ -31,11 +33,22 @@ def run_night(
     lines: list[Line] = []
 
     def step(
-        name: str, work: Callable[[], dict[str, Any]], tell: Callable[[dict[str, Any]], str]
+        name: str,
+        work: Callable[[], dict[str, Any]],
+        tell: Callable[[dict[str, Any]], str],
+        *,
+        count: Callable[[dict[str, Any]], int] = lambda _found: 0,
+        unit: str = "",
+        size: Callable[[dict[str, Any]], int] = lambda _found: 0,
     ) -> dict[str, Any]:
         started = time.perf_counter()
         found = work()
-        lines.append(Line(name, tell(found), time.perf_counter() - started))
+        seconds = time.perf_counter() - started
+        rate = "" if not count(found) else _rate(count(found), seconds, unit)
+        size_bytes = size(found)
+        lines.append(
+            Line(name, tell(found), seconds, rate, size_text(size_bytes) if size_bytes else "")
+        )
         return found
 
     build = step(
@@ -51,6 +64,9 @@ def run_night(
         "embed items",
         lambda: pipeline.embed_items(config, build, progress=progress),
         lambda found: f"{found['items']:,} items x {found['dims']}",
+        count=lambda found: int(found["items"]),
+        unit="items",
+        size=lambda found: int(found["items"] * found["dims"] * 4),
     )
     scored: list[dict[str, Any]] = []
 
@@ -64,10 +80,9 @@ def run_night(
     step(
         "score",
         score,
-        lambda found: (
-            f"{found['users']:,} users, {found['items']:,} items in {len(scored)} shards, "
-            f"{(found['users'] + found['items']) / max(found['seconds'], 1e-9):,.0f} entities/s"
-        ),
+        lambda found: f"{found['users']:,} users, {found['items']:,} items in {len(scored)} shards",
+        count=lambda found: int(found["users"] + found["items"]),
+        unit="entities",
     )
     step(
         "assemble",
@@ -81,24 +96,32 @@ def run_night(
             f"{each['metric']}: {each['kind']}, recall {each['recall']:.4f}"
             for each in found["indexes"].values()
         ),
+        size=lambda found: sum(each["file"]["size_bytes"] for each in found["indexes"].values()),
     )
     step(
         "quantize",
         lambda: pipeline.quantize(config, build, progress=progress),
         lambda found: ", ".join(
-            f"{name}: {each['agreement'].get('precision')}"
-            + (
-                f" overlap {each['agreement']['overlap_at_20']:.4f}"
-                if "overlap_at_20" in each["agreement"]
-                else ""
-            )
-            for name, each in found["models"].items()
+            f"{name}: {_agreement(each['agreement'])}" for name, each in found["models"].items()
+        ),
+        size=lambda found: sum(
+            file["size_bytes"]
+            for each in found["models"].values()
+            for file in (each["fp32"], each["int8"])
+            if file
         ),
     )
     step(
         "load",
         lambda: pipeline.load(config, build, progress=progress),
-        lambda found: f"{_size(found['bytes'])} ({_size(found['loaded_bytes'])} moved)",
+        lambda found: (
+            "all pages"
+            if found["loaded_bytes"] == found["bytes"]
+            else f"{size_text(found['loaded_bytes'])} moved, the rest was there"
+        ),
+        count=lambda found: int(found["loaded_bytes"]),
+        unit="B",
+        size=lambda found: int(found["bytes"]),
     )
     verified = step(
         "verify",
@@ -127,7 +150,18 @@ def run_night(
     return lines
 
 
-def _size(size_bytes: float) -> str:
+def _agreement(found: Mapping[str, Any]) -> str:
+    overlap = f" overlap {found['overlap_at_20']:.4f}" if "overlap_at_20" in found else ""
+    return f"{found.get('precision')}{overlap}"
+
+
+def _rate(count: int, seconds: float, unit: str) -> str:
+    each = count / max(seconds, 1e-9)
+    return f"{size_text(each)}/s" if unit == "B" else f"{each:,.0f} {unit}/s"
+
+
+def size_text(size_bytes: float) -> str:
+    """Bytes as people read them."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024 or unit == "GiB":
             return f"{size_bytes:,.1f} {unit}" if unit != "B" else f"{size_bytes:,.0f} B"
