@@ -22,38 +22,24 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as Bars
 from rich.table import Table
-from rich.text import Text
 
 from cache.blocklist import change_blocklist, latest_blocklist
 from cache.embedded import redis_url, running_server
 from cache.errors import LarderError
 from cache.keys import canonical_id
 from precompute import pipeline
-from precompute.build import Progress, quiet
+from precompute.build import Progress
 from precompute.config import NightConfig, night_config
 from precompute.control import Control, connect
-from precompute.night import run_night, size_text
+from precompute.display import Found, bars_on, show
+from precompute.night import run_night
 from precompute.release import Releases
 from precompute.sources import source_files
 from precompute.states import ALLOWED, State
 from precompute.training import train_reference
 
-Found = dict[str, Any] | list[Table | str]
 Command = Callable[[NightConfig, argparse.Namespace, Progress], Found]
-
-PLAIN_COLUMNS = 1_000
-BYTES = ("load pages", "restore pages")
 
 out = Console()
 err = Console(stderr=True, soft_wrap=True)
@@ -70,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         config = night_config(arguments.config, **overrides)
         with (
-            _bars(arguments.quiet) as progress,
+            bars_on(err, is_quiet=arguments.quiet) as progress,
             _redis(config, arguments, progress) as config,
         ):
             found = arguments.run(config, arguments, progress)
-        _print(found)
+        show(found, out)
     except KeyboardInterrupt:
         err.print("interrupted; run the same command again to go on where it stopped")
         return 130
@@ -173,56 +159,6 @@ _LOADABLE = (*ALLOWED["load"], State.SUPERSEDED, None)
 def _state(config: NightConfig, generation: str) -> State | None:
     with connect(config.redis_url, config.redis_timeout_s) as client:
         return Releases(config.store(), Control(client, config.keyspace())).state(generation)
-
-
-@contextmanager
-def _bars(is_quiet: bool) -> Iterator[Progress]:
-    if is_quiet or not err.is_terminal:
-        yield quiet
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        _Count(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bars(*columns, console=err, transient=True, redirect_stdout=False) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                for task in tasks.values():
-                    # Steps follow one another; a thousand shards would fill more than a screen.
-                    bars.update(task, visible=False)
-                tasks[what] = bars.add_task(what, total=total or None)
-            bars.update(tasks[what], completed=done, total=total or None, visible=True)
-
-        yield progress
-
-
-class _Count(ProgressColumn):
-    """How much is done, of how much where that is known."""
-
-    def render(self, task: Task) -> Text:
-        show = size_text if task.description in BYTES else "{:,.0f}".format
-        total = "" if task.total is None else f"/{show(task.total)}"
-        return Text(f"{show(task.completed)}{total}", style="progress.download")
-
-
-def _print(found: Found) -> None:
-    """For eyes; where nobody looks, plain and never wrapped."""
-    if isinstance(found, dict):
-        table = Table(show_header=False, box=None)
-        for name, value in found.items():
-            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            table.add_row(name, Text(text))
-        found = [table]
-    console = out if out.is_terminal else Console(width=PLAIN_COLUMNS, no_color=True)
-    for each in found:
-        if isinstance(each, Table) and not out.is_terminal:
-            each.box = None
-        console.print(each, highlight=False)
 
 
 def _attempt() -> str:
