@@ -237,6 +237,8 @@ class Releases:
     def _move(
         self, action: Action, generation: str, view: View, *, attempt: str, reason: str = ""
     ) -> Moved:
+        with _files_of(generation):
+            manifest = read_manifest(self.store, generation)
         ledger = view.ledger
         states, superseded_at = dict(ledger.states or {}), dict(ledger.superseded_at or {})
         now = self.clock()
@@ -261,7 +263,8 @@ class Releases:
             )
         except Conflict as error:
             if error.details.get("state") == State.RETIRED:
-                self._remove_pages(generation)
+                # Pages loaded for this move while a retirement removed them: nobody else would remove them.
+                unlink_pages(self.control.client, self.control.keys, manifest)
             raise
         if moved is None:
             raise Conflict(
@@ -269,14 +272,6 @@ class Releases:
             )
         self.store.write_once(done_path(moved.epoch), b"")
         return Moved(moved, changed=True)
-
-    def _remove_pages(self, generation: str) -> None:
-        # Loaded for the move while a retirement removed them: nobody else would remove them now.
-        try:
-            manifest = read_manifest(self.store, generation)
-        except UnknownGeneration:
-            return
-        unlink_pages(self.control.client, self.control.keys, manifest)
 
     def check_manifest(self, generation: str, history: list[Release]) -> None:
         """Raises CorruptArtefact when the manifest is not the one that was released, UnknownGeneration if gone."""

@@ -563,6 +563,7 @@ def test_a_roll_back_never_lands_on_a_generation_retired_meanwhile(world, monkey
 
     def other():
         retire(world.releases, world.keys, A, attempt="sweep")
+        world.client.set(world.keys.page(A, "score", 3), b"streamed by the roll back meanwhile")
 
     meanwhile(monkeypatch, Control, "move", other)
     with pytest.raises(Conflict, match="retired by now"):
@@ -582,6 +583,36 @@ def test_a_publish_never_lands_on_a_generation_refused_meanwhile(world, monkeypa
     with pytest.raises(Conflict, match="refused by now"):
         world.releases.publish(B, attempt=world.attempt())
     assert world.live().generation == A
+
+
+def test_rows_change_only_under_the_pointer_that_the_writer_saw(world):
+    world.publish(A, B, C)
+    world.control.set_row(A, Row(State.RETIRED, 0.0))
+    rows = {each: Row(State.REFUSED, 0.0) for each in (A, B)}
+    epoch = world.live().epoch
+
+    assert not world.control.mark(rows, expected_epoch=epoch - 1)
+    assert not world.control.mark(rows, expected_epoch=0)
+    with pytest.raises(Conflict):
+        world.control.mark(rows, expected_epoch=epoch, unless="previous")
+    with pytest.raises(Conflict):
+        world.control.mark({C: rows[A]}, expected_epoch=epoch, unless="live")
+    assert world.control.rows()[B].state is State.SUPERSEDED
+    assert world.control.mark(rows, expected_epoch=epoch, unless="live")
+    found = world.control.rows()
+    assert (found[A].state, found[B].state) == (State.RETIRED, State.REFUSED)
+
+
+def test_a_pointer_never_names_a_retired_generation_as_previous(world):
+    world.publish(A, B)
+    world.control.set_row(A, Row(State.RETIRED, 0.0))
+    epoch = world.live().epoch
+    to = Pointer(C, epoch + 1, A, "x", 0.0)
+    assert world.control.move(to, expected_epoch=epoch, rows={}) is None
+    world.publish(C)
+    assert world.live().previous == B
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    assert (world.live().generation, world.live().previous) == (B, None)
 
 
 def test_what_is_live_is_neither_refused_nor_marked_verified(world):
