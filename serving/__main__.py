@@ -1,6 +1,7 @@
 """`python -m serving`: checks its settings, finds or starts Redis, serves until it is told to stop."""
 
 import argparse
+import asyncio
 import gc
 import logging
 import os
@@ -9,22 +10,27 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import FrameType
+from typing import Any
 
 import redis
 import uvicorn
 from redis.backoff import NoBackoff
+from redis.exceptions import ResponseError
 from redis.retry import Retry
 
 from cache.embedded import redis_url
 from cache.errors import ConfigError, LarderError
 from cache.keys import Keyspace
 from cache.releases import newest_release
-from serving.app import create_app
+from serving.app import check_token, create_app
 from serving.config import ServingConfig
 
 log = logging.getLogger("serving")
 
 _BACKLOG = 2_048
+_LOOK_S = 0.05
+_QUIET_LOOKS = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.environ, host=sent.host, port=sent.port, insecure=sent.insecure or None
         )
         config.require_guard()
+        check_token(config.token)
         with _listening(config) as listener, redis_url(config.state, config.redis_url) as url:
             is_own = not config.redis_url
             config = config.with_redis(url)
@@ -92,8 +99,11 @@ def _check_redis(config: ServingConfig, *, is_own: bool) -> None:
     except ValueError as error:
         raise ConfigError(f"REDIS_URL cannot be used: {error}", field="redis_url") from error
     try:
-        info: dict[str, object] = client.info("memory")
-        policy = str(info.get("maxmemory_policy", ""))
+        try:
+            info: dict[str, object] = client.info("memory")
+            policy = str(info.get("maxmemory_policy", ""))
+        except ResponseError:
+            policy = ""  # there, but this user may not ask; keeping up says so
         if policy.startswith("allkeys"):
             raise ConfigError(
                 f"Redis has maxmemory-policy {policy}, which may evict published pages; set volatile-lru",
@@ -138,8 +148,8 @@ def _serve(config: ServingConfig, listener: socket.socket, log_level: str) -> No
             access_log=False,
             log_level=log_level,
             backlog=_BACKLOG,
-            timeout_graceful_shutdown=max(1, int(config.drain_s)),
-        )
+        ),
+        drain_s=config.drain_s,
     )
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -150,18 +160,60 @@ def _serve(config: ServingConfig, listener: socket.socket, log_level: str) -> No
 
 
 class _Server(uvicorn.Server):
-    """Says where it serves once it does, on a line that a program can read."""
+    """Says where it serves once it does, on a line that a program can read, and stops when nobody asks any more."""
 
     announcement = ""
 
+    def __init__(self, config: uvicorn.Config, *, drain_s: float) -> None:
+        super().__init__(config)
+        self._drain_s = drain_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._is_told = False
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts, then announces."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             # Modules and models stay for good; a full collection that walks them all held every request for 50 ms.
             gc.collect()
             gc.freeze()
             print(self.announcement, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drains at the first signal, exits at once at the second."""
+        if self._loop is None or not self.started or self._is_told:
+            super().handle_exit(sig, frame)
+            self.force_exit = self._is_told
+            if self.force_exit:
+                self.config.timeout_graceful_shutdown = 0
+            return
+        self._is_told = True
+        # A signal handler runs between any two instructions, and the loop may be asleep.
+        self._loop.call_soon_threadsafe(self._start_draining, sig)
+
+    def _start_draining(self, sig: int) -> None:
+        self._draining = asyncio.create_task(self._drain(sig))
+
+    async def _drain(self, sig: int) -> None:
+        """Goes on accepting and answering until a while without requests: who was under way is not reset."""
+        loop, state = asyncio.get_running_loop(), self.server_state
+        give_up = loop.time() + self._drain_s
+        app: Any = self.config.app
+        signing_off = asyncio.create_task(app.state.service.drain())
+        for headers in (self.config.encoded_headers, state.default_headers):
+            headers.append((b"connection", b"close"))  # callers go elsewhere for their next request
+        answered, quiet = state.total_requests, 0
+        # Looks, not seconds: a loop that was busy in between has not yet seen what lies in its sockets.
+        while quiet < _QUIET_LOOKS and loop.time() < give_up and not self.should_exit:
+            await asyncio.sleep(_LOOK_S)
+            is_quiet = not state.tasks and state.total_requests == answered
+            answered, quiet = state.total_requests, quiet + 1 if is_quiet else 0
+        await asyncio.wait({signing_off}, timeout=max(0.0, give_up - loop.time()))
+        if not self.should_exit:
+            self.config.timeout_graceful_shutdown = max(1, int(give_up - loop.time()))
+            super().handle_exit(sig, None)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,20 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from cache.blocklist import Blocklist
 from cache.breaker import Breaker
+from cache.errors import ConfigError
 from cache.keys import Keyspace
 from cache.local import LocalTier, NegativeCache
 from cache.releases import Pointer
 from cache.remote import RemoteConfig, RemoteTier
 from cache.tiered import Tiered
+from serving import schema
 from serving.case import want_in
 from serving.config import ServingConfig
 from serving.follower import Follower
@@ -37,7 +40,8 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def create_app(config: ServingConfig) -> FastAPI:
-    """The application; nothing is opened before it starts."""
+    """The application; nothing is opened before it starts. Raises ConfigError for a token nobody could send."""
+    check_token(config.token)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -63,7 +67,30 @@ def create_app(config: ServingConfig) -> FastAPI:
         return refused(Problem(status, _CODES.get(status, "http_error"), detail))
 
     app.add_exception_handler(HTTPException, refuse)
+    if config.token:
+        _document_token(app)
     return app
+
+
+def check_token(token: str) -> None:
+    """Raises ConfigError for a token that no header can carry as it is."""
+    if not token.isprintable() or any(each.isspace() for each in token):
+        raise ConfigError(
+            "a token is printable characters without spaces; without any, leave LARDER_TOKEN unset",
+            field="token",
+        )
+
+
+def _document_token(app: FastAPI) -> None:
+    undocumented = app.openapi
+
+    def documented() -> dict[str, Any]:
+        document = undocumented()
+        schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+        schemes[schema.BEARER] = {"type": "http", "scheme": "bearer"}
+        return document
+
+    app.openapi = documented  # type: ignore[method-assign]
 
 
 @contextlib.asynccontextmanager
@@ -146,7 +173,15 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
     )
     _gauges(metrics, refresher, local, breaker, batcher)
     metrics.registry.register(Events(events))
-    service = Service(follower, ladder, metrics, config.limits(), config.body_bytes, config.token)
+    service = Service(
+        follower,
+        ladder,
+        metrics,
+        config.limits(),
+        config.body_bytes,
+        config.token,
+        refresher.drain,
+    )
     try:
         await refresher.start()
         yield service

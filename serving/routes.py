@@ -1,5 +1,7 @@
 """The HTTP surface: reads a request, asks the ladder, sends prebuilt JSON."""
 
+import contextlib
+import functools
 import hmac
 import logging
 import time
@@ -44,6 +46,7 @@ class Service:
     limits: Limits
     body_bytes: int
     token: str
+    drain: Callable[[], Awaitable[None]]
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:
@@ -120,24 +123,25 @@ def routes(service: Service) -> APIRouter:
             openapi_extra=extra,
         )
 
+    described = functools.partial(schema.described, has_token=bool(service.token))
     add(
         "/v1/lookup/{table}/{entity:path}", "GET", lookup_one,
-        schema.described(schema.ANSWER, path=("table", "entity")),
+        described(schema.ANSWER, path=("table", "entity"), query=True),
     )  # fmt: skip
     add(
         "/v1/lookup/{table}", "POST", lookup_table,
-        schema.described(schema.ANSWERS, body=schema.LOOKUP, path=("table",)),
+        described(schema.ANSWERS, body=schema.lookup(service.limits), path=("table",)),
     )  # fmt: skip
     add(
         "/v1/lookup",
         "POST",
         lookup_tables,
-        schema.described(schema.ANSWERS, body=schema.LOOKUP_MANY),
+        described(schema.ANSWERS, body=schema.lookup_many(service.limits)),
     )
-    add("/v1/score", "POST", score, schema.described(schema.SCORES, body=schema.SCORE))
-    add("/v1/generations", "GET", generations)
+    add("/v1/score", "POST", score, described(schema.SCORES, body=schema.score(service.limits)))
+    add("/v1/generations", "GET", generations, described(schema.GENERATIONS, has_deadline=False))
     router.add_api_route("/healthz", healthz, methods=["GET"])
-    router.add_api_route("/readyz", readyz, methods=["GET"])
+    router.add_api_route("/readyz", readyz, methods=["GET"], openapi_extra=schema.READYZ)
     router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
     return router
 
@@ -160,14 +164,15 @@ def _marked(service: Service, answers: list[Answer]) -> list[Answer]:
 
 
 def _guarded(service: Service, route: str, handler: Handler) -> Endpoint:
-    expected = f"Bearer {service.token}".encode()
+    expected = _credentials(service.token)
 
     async def answer(request: Request) -> Response:
         started = service.timer()
         try:
             if service.token:
-                sent = request.headers.get("authorization", "").encode()
-                if not hmac.compare_digest(sent, expected):
+                # Starlette reads headers as latin-1: encoded back, these are the bytes that were sent.
+                sent = request.headers.get("authorization", "").encode("latin-1")
+                if not any(hmac.compare_digest(sent, each) for each in expected):
                     raise Problem(401, "unauthorized", "send Authorization: Bearer <token>")
             response = _json(200, await handler(request, started))
         except Problem as problem:
@@ -186,6 +191,15 @@ def _guarded(service: Service, route: str, handler: Handler) -> Endpoint:
         return response
 
     return answer
+
+
+def _credentials(token: str) -> tuple[bytes, ...]:
+    """The header's bytes in each encoding that clients use; only a token beyond ASCII has two."""
+    header = f"Bearer {token}"
+    forms = {header.encode()}
+    with contextlib.suppress(UnicodeEncodeError):
+        forms.add(header.encode("latin-1"))
+    return tuple(sorted(forms))
 
 
 async def _body(request: Request, limit: int) -> bytes:

@@ -1,12 +1,19 @@
-"""What OpenAPI says about the hot routes, which parse by hand. Pure data."""
+"""What OpenAPI says about the routes, which parse by hand. Pure data."""
 
 from typing import Any
+
+from serving.ask import Limits
 
 Json = dict[str, Any]
 
 
 def _object(properties: Json, required: tuple[str, ...] = (), **more: object) -> Json:
     return {"type": "object", "properties": properties, "required": list(required), **more}
+
+
+def _closed(properties: Json, required: tuple[str, ...] = ()) -> Json:
+    """An object whose unknown fields are refused."""
+    return _object(properties, required, additionalProperties=False)
 
 
 def _list(of: Json, **more: object) -> Json:
@@ -38,30 +45,45 @@ OPTIONS: Json = {
     "max_age_seconds": {"type": "number", "minimum": 0},
     "generation": {"type": "string", "description": "Answer from this generation, or 409"},
 }
-LOOKUP: Json = _object(
-    {"entities": _list({"oneOf": [ID, _object(INPUT)]}, minItems=1, maxItems=1000), **OPTIONS},
-    ("entities",),
-    additionalProperties=False,
-)
-LOOKUP_MANY: Json = _object(
-    {
-        "entities": _list(
-            _object({"table": {"type": "string"}, **INPUT}, ("table",)), minItems=1, maxItems=1000
-        ),
-        **OPTIONS,
-    },
-    ("entities",),
-    additionalProperties=False,
-)
-SCORE: Json = _object(
-    {
-        "user": {"oneOf": [ID, _object(INPUT)]},
-        "items": _list(ID, minItems=1, maxItems=1000),
-        **{name: each for name, each in OPTIONS.items() if name != "exclude"},
-    },
-    ("user", "items"),
-    additionalProperties=False,
-)
+
+
+def _entities(of: Json, limits: Limits) -> Json:
+    return _list(of, minItems=1, maxItems=limits.max_batch)
+
+
+def _input(limits: Limits) -> Json:
+    history = {**INPUT["history"], "maxItems": limits.max_history}
+    return {**INPUT, "history": history}
+
+
+def _options(limits: Limits) -> Json:
+    return {**OPTIONS, "exclude": {**OPTIONS["exclude"], "maxItems": limits.max_exclude}}
+
+
+def lookup(limits: Limits) -> Json:
+    """The body of POST /v1/lookup/{table}."""
+    entity = {"oneOf": [ID, _closed(_input(limits))]}
+    return _closed({"entities": _entities(entity, limits), **_options(limits)}, ("entities",))
+
+
+def lookup_many(limits: Limits) -> Json:
+    """The body of POST /v1/lookup."""
+    entity = _closed({"table": {"type": "string"}, **_input(limits)}, ("table",))
+    return _closed({"entities": _entities(entity, limits), **_options(limits)}, ("entities",))
+
+
+def score(limits: Limits) -> Json:
+    """The body of POST /v1/score."""
+    return _closed(
+        {
+            "user": {"oneOf": [ID, _closed(_input(limits))]},
+            "items": _entities(ID, limits),
+            **{name: each for name, each in OPTIONS.items() if name != "exclude"},
+        },
+        ("user", "items"),
+    )
+
+
 _ORIGIN: Json = {
     "id": {"type": ["string", "null"]},
     "table": {"type": "string"},
@@ -113,33 +135,93 @@ ERROR: Json = _object(
         )
     }
 )
+_TEXT: Json = {"type": ["string", "null"]}
+_HELD: Json = _object(
+    {
+        "generation": {"type": "string"},
+        "epoch": {"type": "integer"},
+        "published_at": {"type": "string", "format": "date-time"},
+        "data_until": {"type": "integer", "description": "Unix seconds"},
+        **{name: {"type": "object"} for name in ("entities", "tables", "models", "indexes")},
+    },
+    ("generation", "epoch", "published_at", "data_until"),
+)
+GENERATIONS: Json = _object(
+    {
+        "live": _HELD,
+        "previous": {"oneOf": [_HELD, {"type": "null"}]},
+        "blocklist": _object(
+            {name: {"type": "integer"} for name in ("version", "items", "entities")}
+        ),
+        "ready": {"type": "boolean"},
+        "stale": _TEXT,
+        "degraded": _TEXT,
+    },
+    ("live", "previous", "blocklist", "ready"),
+)
+_HEALTH: Json = _object(
+    {
+        "ready": {"type": "boolean"},
+        "generation": _TEXT,
+        "epoch": {"type": ["integer", "null"]},
+        **dict.fromkeys(("stale", "degraded", "failed"), _TEXT),
+    },
+    ("ready",),
+)
+BEARER = "bearer"
 _QUERY: Json = {name: OPTIONS[name] for name in OPTIONS if name != "exclude"}
+_DEADLINE: tuple[str, str, Json] = (
+    "header",
+    "X-Deadline-Ms",
+    {"type": "number", "exclusiveMinimum": 0, "description": "The tighter of this and deadline_ms"},
+)
 
 
-def described(answer: Json, *, body: Json | None = None, path: tuple[str, ...] = ()) -> Json:
-    """`openapi_extra` of a route."""
-    query = [] if body is not None else [("query", name, _QUERY[name]) for name in _QUERY]
-    parameters = [("path", name, {"type": "string"}) for name in path] + query
-    codes = {
-        "401": "no token",
-        "404": "no such table",
-        "409": "generation_gone",
-        "413": "too large",
+def _response(description: str, schema: Json) -> Json:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+READYZ: Json = {
+    "responses": {
+        "200": _response("May be asked", _HEALTH),
+        "503": _response("Should not be asked: starting, stopping or unable to follow", _HEALTH),
     }
-    codes |= {"422": "cannot be answered as sent", "503": "nothing loaded yet"}
+}
+
+
+def described(
+    answer: Json,
+    *,
+    body: Json | None = None,
+    path: tuple[str, ...] = (),
+    query: bool = False,
+    has_deadline: bool = True,
+    has_token: bool = False,
+) -> Json:
+    """`openapi_extra` of a route."""
+    string: Json = {"type": "string"}
+    parameters = [("path", name, string) for name in path]
+    parameters += [("query", name, _QUERY[name]) for name in _QUERY if query]
+    parameters += [_DEADLINE] if has_deadline else []
+    codes = {"401": "no token"} if has_token else {}
+    if has_deadline:
+        codes |= {"404": "no such table", "409": "generation_gone"}
+        codes |= {"422": "cannot be answered as sent"}
+    if body is not None:
+        codes |= {"413": "too large"}
+    codes |= {"503": "nothing loaded yet"}
     extra: Json = {
         "parameters": [
             {"in": where, "name": name, "schema": schema, "required": where == "path"}
             for where, name, schema in parameters
         ],
         "responses": {
-            "200": {"description": "Answered", "content": {"application/json": {"schema": answer}}},
-            **{
-                code: {"description": why, "content": {"application/json": {"schema": ERROR}}}
-                for code, why in codes.items()
-            },
+            "200": _response("Answered", answer),
+            **{code: _response(why, ERROR) for code, why in sorted(codes.items())},
         },
     }
     if body is not None:
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    if has_token:
+        extra["security"] = [{BEARER: []}]
     return extra

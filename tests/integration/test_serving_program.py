@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from queue import Empty, Queue
 
 import httpx
+import orjson
 import pytest
 
 from cache.embedded import server
@@ -88,6 +90,9 @@ def test_help_says_where_settings_come_from(night: NightConfig, tmp_path: Path) 
     ("more", "arguments", "says"),
     [
         ({}, ("--host", "0.0.0.0", "--port", "0"), "LARDER_TOKEN"),
+        ({"LARDER_TOKEN": "two words"}, ("--port", "0"), "token"),
+        ({"LARDER_TOKEN": " "}, ("--port", "0"), "token"),
+        ({"LARDER_TOKEN": "bell\a"}, ("--port", "0"), "token"),
         ({"LARDER_DEADLINE_MS": "soon"}, (), "deadline_ms"),
         ({"REDIS_URL": "nonsense://x"}, ("--port", "0"), "REDIS_URL"),
         ({}, ("--host", "256.1.1.1", "--port", "0", "--insecure"), "cannot listen"),
@@ -133,6 +138,59 @@ def test_it_serves_on_a_free_port_and_stops_cleanly_when_told(
     assert answer.source == "l2" and answer.items is not None and len(answer.items) == 3
     assert [each.source for each in many] == ["l1", "default"]
     assert len(tables[0].vector or ()) == 16 and set(scores.items or ()) == set(answer.items)
+
+
+def test_requests_that_were_sent_before_it_was_told_to_stop_are_answered(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    known = histories(night)
+    entities = [{"id": f"new-{user}", "history": known[user]} for user in sorted(known)[:40]]
+    body = orjson.dumps({"entities": entities})
+    head = b"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(
+        body
+    )
+    environ = environment(night, tmp_path, REDIS_URL=str(night.redis_url))
+    with started(environ) as (process, url), contextlib.ExitStack() as stack:
+        address = (httpx.URL(url).host, httpx.URL(url).port or 0)
+
+        def call() -> socket.socket:
+            connection = stack.enter_context(socket.create_connection(address, timeout=30))
+            connection.sendall(head + body)
+            return connection
+
+        early = [call() for _ in range(20)]
+        process.send_signal(signal.SIGTERM)
+        late = [call() for _ in range(20)]  # a load balancer needs a moment to hear of it
+        answers = [everything(each) for each in early + late]
+
+        assert process.wait(20) == 0
+    assert [answer[:15] for answer in answers] == [b"HTTP/1.1 200 OK"] * 40
+    assert all(b"connection: close" in answer for answer in answers[20:])
+
+
+def test_a_stopping_service_is_not_ready_but_answers_until_it_is_told_again(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    environ = environment(night, tmp_path, REDIS_URL=str(night.redis_url))
+    head = b"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    with started(environ) as (process, url), httpx.Client(base_url=url) as client:
+        address = (httpx.URL(url).host, httpx.URL(url).port or 0)
+        with socket.create_connection(address) as unfinished:
+            unfinished.sendall(head)  # someone is still asking
+            assert client.get("/readyz").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert until(lambda: client.get("/readyz").status_code == 503)
+            stopping = client.get("/readyz").json()
+            answer = client.get("/v1/lookup/user_topk/nobody")
+            process.send_signal(signal.SIGTERM)
+
+            assert process.wait(5) == 0
+    assert answer.status_code == 200 and stopping["failed"] == "this replica is stopping"
+
+
+def everything(connection: socket.socket) -> bytes:
+    """All bytes until the other side closes."""
+    return b"".join(iter(lambda: connection.recv(65_536), b""))
 
 
 def test_a_real_server_takes_odd_ids_as_they_are_and_stops_long_bodies(
@@ -190,8 +248,6 @@ def test_a_killed_service_takes_its_redis_along(night: NightConfig, tmp_path: Pa
 
 
 def running_redis(state: Path) -> int:
-    import orjson
-
     return int(orjson.loads((state / "redis.json").read_bytes())["pid"])
 
 

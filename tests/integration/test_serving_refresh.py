@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
+from cache.artefacts import read_manifest
 from cache.blocklist import change_blocklist
 from cache.embedded import Server
 from precompute import pipeline
@@ -243,3 +245,120 @@ async def test_before_anything_is_published_the_service_says_so(
 
         assert await eventually(ready)
         assert (await app.get("/v1/lookup/user_topk/x", k=1))["generation"] == generation
+
+
+def damage(night: NightConfig, generation: str, path: str) -> None:
+    """Turns one byte of a file of a generation over."""
+    file = night.path(night.artifacts) / night.namespace / "generations" / generation / path
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 0xFF
+    file.unlink()
+    file.write_bytes(raw)
+
+
+@pytest.mark.parametrize("which", ["index", "model"])
+async def test_a_damaged_model_or_index_leaves_the_pages_answering(
+    night: NightConfig, which: str
+) -> None:
+    user = min(histories(night))
+    async with serving(night) as app:
+        generation = (await app.get("/readyz"))["generation"]
+    manifest = read_manifest(night.store(), generation)
+    model = manifest.models["user_tower"]
+    index = next(iter(manifest.indexes.values()))
+    file = index.file if which == "index" else model.int8 or model.fp32
+    damage(night, generation, file.path)
+
+    async with serving(night) as app:
+        ready = await app.get("/readyz")
+        known = await app.get(f"/v1/lookup/user_topk/{user}")
+        new = {"entities": [{"id": "new", "history": histories(night)[user]}]}
+        live = (await app.post("/v1/lookup/user_topk", new))["answers"][0]
+
+    assert ready["ready"] and file.path in ready["degraded"] and ready["stale"] is None
+    assert known["source"] == "l2"
+    assert live["source"] == "default" and live["live"] == "no_model"
+
+
+async def test_a_damaged_newest_generation_leaves_the_previous_answering_at_a_restart(
+    night: NightConfig,
+) -> None:
+    user = min(histories(night))
+    async with serving(night) as app:
+        first = (await app.get("/readyz"))["generation"]
+    second = await asyncio.to_thread(publish_night, night, NEXT)
+    damage(night, second, read_manifest(night.store(), second).items.ids.path)
+
+    async with serving(night) as app:
+        ready = await app.http.get("/readyz")
+        answer = await app.get(f"/v1/lookup/user_topk/{user}")
+
+    assert ready.status_code == 503 and "cannot be loaded" in ready.json()["failed"]
+    assert (answer["generation"], answer["source"]) == (first, "l2")
+    assert answer["stale"] == "load_failed"
+
+
+async def test_a_damaged_newest_blocklist_unblocks_nothing_at_a_restart(night: NightConfig) -> None:
+    user = min(histories(night))
+    async with serving(night) as app:
+        item = (await app.get(f"/v1/lookup/user_topk/{user}"))["items"][0]
+    change_blocklist(night.store(), block_items=[item.encode()])
+    night.store().write("blocklist/000000000002.json", b'{"version": 2, "items": [')
+
+    async with serving(night) as app:
+        ready = await app.get("/readyz")
+        answer = await app.get(f"/v1/lookup/user_topk/{user}")
+
+    assert ready["ready"] and ready["stale"] == answer["stale"] == "blocklist_unreadable"
+    assert item not in answer["items"]
+
+
+async def test_a_closed_service_leaves_no_task_behind(night: NightConfig) -> None:
+    before = asyncio.all_tasks()
+
+    for _ in range(3):
+        async with serving(night) as app:
+            await app.get("/v1/lookup/user_topk/nobody")
+
+    assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("token", ["secret", "gehëim", "秘密"])
+async def test_a_token_of_any_letters_lets_in_who_has_it(night: NightConfig, token: str) -> None:
+    async with serving(night, token=token) as app:
+        statuses = {
+            sent: (
+                await app.http.get("/v1/generations", headers=[(b"authorization", sent)])
+            ).status_code
+            for sent in (f"Bearer {token}".encode(), f"Bearer {token}x".encode(), b"Bearer ", b"")
+        }
+        document = await app.get("/openapi.json")
+
+    assert list(statuses.values()) == [200, 401, 401, 401]
+    assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
+    assert document["paths"]["/v1/score"]["post"]["security"] == [{"bearer": []}]
+    assert "security" not in document["paths"]["/readyz"]["get"]
+
+
+async def test_openapi_promises_what_the_service_keeps(night: NightConfig) -> None:
+    async with serving(night, max_batch=3, max_history=4, max_exclude=5) as app:
+        document = await app.get("/openapi.json")
+        paths = document["paths"]
+        generations = await app.get("/v1/generations")
+
+    def body(path: str) -> dict[str, Any]:
+        content = paths[path]["post"]["requestBody"]["content"]["application/json"]
+        found: dict[str, Any] = content["schema"]["properties"]
+        return found
+
+    entities = body("/v1/lookup")["entities"]
+    assert entities["maxItems"] == 3 and entities["items"]["additionalProperties"] is False
+    assert entities["items"]["properties"]["history"]["maxItems"] == 4
+    assert body("/v1/lookup/{table}")["exclude"]["maxItems"] == 5
+    assert body("/v1/score")["user"]["oneOf"][1]["additionalProperties"] is False
+    headers = [each["name"] for each in paths["/v1/score"]["post"]["parameters"]]
+    assert headers == ["X-Deadline-Ms"] and "503" in paths["/readyz"]["get"]["responses"]
+    held = paths["/v1/generations"]["get"]["responses"]["200"]["content"]["application/json"]
+    assert set(held["schema"]["properties"]) == set(generations)
+    assert set(held["schema"]["properties"]["live"]["properties"]) == set(generations["live"])
+    assert "securitySchemes" not in document.get("components", {})
