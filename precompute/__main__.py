@@ -10,6 +10,7 @@ if __name__ == "__main__":
     )
 
 import argparse
+import atexit
 import sys
 import traceback
 import uuid
@@ -97,7 +98,7 @@ def _end(_signal: int, _frame: FrameType | None) -> None:
     os._exit(130)
 
 
-def _on_interrupt(handler: Callable[[int, FrameType | None], None]) -> None:
+def _on_interrupt(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handler)
 
@@ -462,5 +463,6 @@ def _place(text: str) -> str:
 
 if __name__ == "__main__":
     code = main()
-    _on_interrupt(_end)  # Python's own end would show a traceback
+    _on_interrupt(_end)  # a thread that hangs can still be left behind
+    atexit.register(_on_interrupt, signal.SIG_IGN)  # what is left is over in a moment
     sys.exit(code)
