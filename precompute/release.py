@@ -167,8 +167,8 @@ class Releases:
             f"{EPOCH_TRIES} other releases were being written at the same time; try again"
         )
 
-    def publish(self, generation: str, *, attempt: str) -> Moved:
-        """Make a verified generation live; a repeat of the same publish changes nothing."""
+    def prepare(self, generation: str, *, attempt: str) -> Moved | None:
+        """Stream what Redis misses of a generation to be published; what happened if it was published already."""
         view = self.view()
         if (done := _earlier(view.history, "publish", attempt, generation)) is not None:
             return Moved(done, changed=False)
@@ -176,6 +176,12 @@ class Releases:
             return Moved(live, changed=False)
         with _files_of(generation):
             load_missing(self.control, self.control.keys, self.store, generation)
+        return None
+
+    def publish(self, generation: str, *, attempt: str) -> Moved:
+        """Make a verified generation live; a repeat of the same publish changes nothing."""
+        if (moved := self.prepare(generation, attempt=attempt)) is not None:
+            return moved
         view = self.view()
         if (live := self._demand_publish(generation, view)) is not None:
             return Moved(live, changed=False)
