@@ -103,7 +103,7 @@ class ReferenceConfig:
 def _default_tables() -> Mapping[str, TableConfig]:
     return {
         "user_topk": TableConfig("user_topk"),
-        "user_vector": TableConfig("user_vector"),
+        "user_vector": TableConfig("user_vector", precision="f4"),
         "item_vector": TableConfig("item_vector"),
         "item_similar": TableConfig("item_similar", metric="cosine"),
         "user_affinity": TableConfig("value", precision="f4", value="user_affinity"),
@@ -129,6 +129,7 @@ class NightConfig:
     threads: int = 0
     redis_timeout_s: float = 30.0
     superseded_grace_s: float = 60.0
+    abandon_after_s: float = 86_400.0
     overlay_ttl_s: float = 86_400.0
     warm_timeout_s: float = 30.0
     sources: Sources = field(default_factory=Sources)
@@ -148,6 +149,7 @@ class NightConfig:
         check_range(self, "keep", 0)
         check_range(self, "threads", 0)
         check_range(self, "superseded_grace_s", 0)
+        check_range(self, "abandon_after_s", 0)
         check_above_zero(self, "redis_timeout_s", "overlay_ttl_s", "warm_timeout_s")
         if self.redis_url and not self.redis_url.startswith(_REDIS_SCHEMES):
             # Not the value itself: it may hold a password.

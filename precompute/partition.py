@@ -18,7 +18,7 @@ from cache.errors import SourceError
 from cache.items import ItemTable, Ordinals
 from cache.keys import hash_ids
 from precompute.config import NightConfig
-from precompute.sources import read_features, read_interactions
+from precompute.sources import feature_schema, read_features, read_interactions
 
 Hasher = Callable[[Sequence[bytes], int], NDArray[np.uint64]]
 
@@ -129,7 +129,7 @@ def _write_features(
                 column=columns[0],
             )
         path = config.path(config.sources.user_features)
-        kinds = _schema(path, columns)
+        kinds = feature_schema(path, columns)
         schema = pa.schema(
             [("user", pa.string()), *((name, kinds.field(name).type) for name in columns)]
         )
@@ -140,19 +140,6 @@ def _write_features(
                 pa.table({"user": ids, **values}, schema=schema),
                 _shards(ids, seed, config.shards, hasher),
             )
-
-
-def _schema(path: Path, columns: Sequence[str]) -> Any:
-    try:
-        found = pa.parquet.read_schema(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise SourceError(f"cannot read feature table {path}: {error}") from error
-    for name in columns:
-        if name not in found.names:
-            raise SourceError(
-                f"{path} has no column {name!r}; it has {', '.join(found.names)}", column=name
-            )
-    return found
 
 
 def ordinals_of(items: ItemTable, ids: Any) -> Ordinals:

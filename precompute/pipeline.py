@@ -51,7 +51,7 @@ from precompute.build import (
 )
 from precompute.bundle import Bundle, BundleModel
 from precompute.config import NightConfig, parse_time
-from precompute.control import Control, Row, connect
+from precompute.control import Control, connect
 from precompute.gates import Candidate, run_gates, skew_shards
 from precompute.index import build_index as write_index
 from precompute.inputs import usable_inputs
@@ -162,7 +162,7 @@ def _begin(
             return {**found, "already_live": True}
         demand("begin", generation, state)
         if state is None:
-            releases.control.set_row(generation, Row(State.BEGUN, time.time()))
+            releases.note(generation, State.BEGUN)
     if build.read_report("begin") is None:
         _prepare(build, bundle, cut=until, facts={
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
@@ -515,7 +515,7 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
             control.check_policy()
             _check_headroom(made, control, size_bytes)
             if state is None:
-                control.set_row(made.generation, Row(State.BEGUN, time.time()))
+                releases.note(made.generation, State.BEGUN)
         done = 0
 
         def advance(more: int) -> None:
@@ -532,7 +532,7 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
             else:
                 loaded += part.pages.file.size_bytes
         if state in (None, State.BEGUN):
-            control.set_row(made.generation, Row(State.LOADED, time.time()))
+            releases.note(made.generation, State.LOADED)
     seconds = time.perf_counter() - started
     return {
         "generation": made.generation,
@@ -603,6 +603,8 @@ def verify(
         )  # fmt: skip
         verdicts = [files, *(each.to_json() for each in run_gates(candidate))]
         progress("verify", len(verdicts), len(verdicts))
+        # It may have gone live, or have been retired, while the gates ran: its manifest is then as released.
+        demand("verify", made.generation, releases.state(made.generation))
         manifest = replace(
             manifest,
             gates=tuple(verdicts),
@@ -652,16 +654,15 @@ def publish(config: NightConfig, verified: Mapping[str, Any], *, attempt: str) -
     made = Build.of(config, verified)
     manifest = seal(made)
     with _releases(config) as releases:
-        pointer = releases.control.pointer()
-        if pointer is None or pointer.generation != made.generation:
-            demand("publish", made.generation, releases.state(made.generation))
+        moved = releases.prepare(made.generation, attempt=attempt)
+        if moved is None:
             for entities in manifest.entity_sets.values():
                 for part in entities.parts:
                     fetch_checked(made.store, made.generation, part.file)
             # Before the pointer moves: afterwards it would be too late to find that nothing can be read.
             for table in manifest.tables.values():
                 _read_back(made, manifest, table, releases.control)
-        moved = releases.publish(made.generation, attempt=attempt)
+            moved = releases.publish(made.generation, attempt=attempt)
         now = releases.control.pointer()
         if now is None or now.epoch < moved.pointer.epoch:
             raise CorruptArtefact("the pointer that was written cannot be read back")
@@ -708,10 +709,21 @@ def warm(config: NightConfig, build: Mapping[str, Any]) -> Step:
 def retire(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
     """Remove generations that nobody needs any more: pages, files, and rows whose overlays are gone."""
     with _releases(config) as releases:
-        found = sweepable(releases, keep=config.keep, grace_s=config.superseded_grace_s)
+        found = sweepable(
+            releases,
+            keep=config.keep,
+            grace_s=config.superseded_grace_s,
+            abandon_after_s=config.abandon_after_s,
+        )
         removed = 0
         for number, generation in enumerate(found):
-            removed += retire_generation(releases, config.keyspace(), generation, attempt=attempt)
+            removed += retire_generation(
+                releases,
+                config.keyspace(),
+                generation,
+                attempt=attempt,
+                abandon_after_s=config.abandon_after_s,
+            )
             progress("retire", number + 1, len(found))
         releases.control.forget_dead_replicas(releases.clock())
         rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s)

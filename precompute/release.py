@@ -39,6 +39,7 @@ from precompute.states import (
 )
 
 EPOCH_TRIES = 100
+NOTE_TRIES = 10
 LOOK_TRIES = 5
 """How often something is looked at again when it changed underneath."""
 
@@ -165,6 +166,22 @@ class Releases:
                 return release
         raise Conflict(
             f"{EPOCH_TRIES} other releases were being written at the same time; try again"
+        )
+
+    def note(self, generation: str, state: State) -> None:
+        """Write a step of the night into the registry; Conflict when the generation was retired meanwhile."""
+        for _ in range(NOTE_TRIES):
+            view = self.view()
+            epoch = view.pointer.epoch if view.pointer else 0
+            if self.control.mark({generation: Row(state, self.clock())}, expected_epoch=epoch):
+                row = self.control.rows().get(generation)
+                if row is not None and row.state is State.RETIRED:
+                    raise Conflict(
+                        f"{generation} was retired while it was being made", generation=generation
+                    )
+                return
+        raise Conflict(
+            f"the pointer moved {NOTE_TRIES} times while {generation} was being noted; try again"
         )
 
     def prepare(self, generation: str, *, attempt: str) -> Moved | None:

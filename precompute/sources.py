@@ -114,6 +114,14 @@ def read_features(
             )
 
 
+def feature_schema(path: Path, columns: Sequence[str] = ()) -> Any:
+    """Arrow schema of a Parquet feature table; a missing column is named."""
+    with _reading(path):
+        found = pa.parquet.read_schema(path)
+    _demand_columns(found.names, columns, path)
+    return found
+
+
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """The one translator of what readers of files raise."""

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet
 
 from cache.errors import ConfigError, SourceError
 from precompute.build import Progress, quiet
 from precompute.config import NightConfig, parse_time
 from precompute.reference import ReferenceData, train
-from precompute.sources import read_features, read_interactions
+from precompute.sources import feature_schema, read_features, read_interactions
 
 
 def train_reference(
@@ -86,7 +85,7 @@ def _categories(config: NightConfig, item_ids: list[str]) -> list[str] | None:
     if not sources.item_features:
         return None
     path = config.path(sources.item_features)
-    if sources.category_column not in pa.parquet.read_schema(path).names:
+    if sources.category_column not in feature_schema(path).names:
         return None
     known: dict[str, str] = {}
     for ids, columns in read_features(path, sources.item_column, (sources.category_column,)):

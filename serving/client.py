@@ -98,7 +98,7 @@ def _query(options: Options) -> dict[str, str | int | float | bool]:
 
 
 def _settings(token: str | None, timeout_s: float) -> dict[str, Any]:
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    headers = {} if token is None else {"Authorization": f"Bearer {token}".encode()}
     return {"headers": headers, "timeout": timeout_s}
 
 

@@ -26,7 +26,7 @@ ID: Json = {
 }
 FEATURES: Json = {
     "type": "object",
-    "description": "Feature columns by name: string, number, boolean or a list of numbers",
+    "description": "Feature columns by name: string, number or a list of numbers",
     "additionalProperties": True,
 }
 INPUT: Json = {
@@ -92,7 +92,10 @@ _ORIGIN: Json = {
     "generation": {"type": "string"},
     "age_seconds": {"type": "number", "description": "Now minus the generation's data_until"},
     "published_at": {"type": "string", "format": "date-time"},
-    "reason": {"type": "string", "description": "Why this is not a plain hit"},
+    "reason": {
+        "type": "string",
+        "description": "Why this is not a plain hit; `exhausted`: fewer than k were left of the stored list",
+    },
     "live": {"type": "string", "description": "Why live did not answer although it was asked"},
     "dropped_history": {"type": "integer", "description": "History ids the model does not know"},
     "stale": {"type": "string", "description": "Why this replica may lag behind"},
@@ -116,6 +119,10 @@ SCORES: Json = _object(
         **_ORIGIN,
         "items": _list({"type": "string"}),
         "scores": _list({"type": "number"}),
+        "score_tolerance": {
+            "type": "number",
+            "description": "How far scores may be off, relative to the vector's largest part; 0 for float32",
+        },
         **{
             name: _list({"type": "string"})
             for name in ("unknown", "blocked", "excluded", "unscored")

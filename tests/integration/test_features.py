@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -22,6 +23,7 @@ from precompute.config import TableConfig
 from precompute.partition import partition, read_shard
 from tests.integration import nights
 
+Kind = Literal["user_topk", "user_vector", "item_vector", "item_similar"]
 DIMS, COUNTRIES = 16, 5
 COUNTRY = InputSpec("country", "feature", "int64", column="country")
 TASTE = InputSpec("taste", "feature", "float32", column="taste", width=DIMS)
@@ -114,7 +116,7 @@ def config(tmp_path, redis_url):
         pa.table({"item": items, "looks": vectors_column(len(items), 3)}),
         tmp_path / "items.parquet",
     )
-    kinds = ("user_topk", "user_vector", "item_vector", "item_similar")
+    kinds: tuple[Kind, ...] = ("user_topk", "user_vector", "item_vector", "item_similar")
     return replace(
         config,
         sources=replace(config.sources, user_features="users.parquet"),
@@ -142,6 +144,7 @@ def opened(config, generation):
 def answer(manifest, items, predictor, table, source):
     prepared = predictor.prepare(table, source)
     record = decode(manifest.tables[table].layout, predictor.predict(table, [prepared], [1], 0)[0])
+    assert record.items is not None
     return items.ids_of(record.items[record.items != NO_ITEM])
 
 

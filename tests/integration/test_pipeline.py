@@ -10,6 +10,7 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -21,7 +22,7 @@ from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused, Source
 from cache.items import ItemTable
 from cache.manifest import Manifest, Producer
 from cache.releases import all_releases
-from precompute import gates, pipeline
+from precompute import gates, pipeline, sources
 from precompute.build import Build
 from precompute.bundle import Bundle
 from precompute.config import GateThresholds, TableConfig
@@ -285,9 +286,9 @@ def test_a_bundle_replaced_while_the_night_begins_leaves_the_night_whole(config,
         copy(source, target)
         retrain(config, 8)
 
-    monkeypatch.setattr(pipeline.shutil, "copytree", replaced_after)
+    monkeypatch.setattr(shutil, "copytree", replaced_after)
     build = pipeline.begin(config, data_until=UNTIL, run_after=None)
-    monkeypatch.setattr(pipeline.shutil, "copytree", copy)
+    monkeypatch.setattr(shutil, "copytree", copy)
 
     root = config.store().local(f"generations/{build['generation']}")
     pinned = Bundle.open(root / "bundle")
@@ -307,7 +308,7 @@ def test_a_bundle_torn_while_it_is_copied_is_copied_again(config, monkeypatch):
         if len(copies) == 1:
             (target / "user_tower.onnx").write_bytes(b"half")
 
-    monkeypatch.setattr(pipeline.shutil, "copytree", torn_once)
+    monkeypatch.setattr(shutil, "copytree", torn_once)
     pipeline.begin(config, data_until=UNTIL, run_after=None)
     assert len(copies) == 2
 
@@ -329,7 +330,7 @@ def test_training_that_fails_at_the_swap_leaves_the_old_bundle(config, monkeypat
 
 
 def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypatch):
-    pin = pipeline.pin
+    pin = sources.pin
 
     def rewritten_after(files):
         found = pin(files)
@@ -445,7 +446,9 @@ def test_every_quantized_model_that_users_see_is_held_against_fp32(tower, value,
     models = {name: SimpleNamespace(agreement=each) for name, each in facts.items()}
     tables = {"a": table("topk", "user_tower"), "b": table("value", "user_affinity")}
     manifest = SimpleNamespace(models=models, tables=tables)
-    verdict = int8_agreement(SimpleNamespace(manifest=manifest, thresholds=GateThresholds()))
+    verdict = int8_agreement(
+        cast(Candidate, SimpleNamespace(manifest=manifest, thresholds=GateThresholds()))
+    )
     assert verdict.passed is passed and said in verdict.note
 
 

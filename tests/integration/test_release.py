@@ -33,7 +33,8 @@ from cache.releases import Pointer, all_releases, done_path, intent_path, newest
 from precompute import release
 from precompute.control import Control, Row, connect
 from precompute.load import load_part, page_keys, parts_of, verify_part
-from precompute.release import Releases, drop_old_rows, reload, restore, retire, sweepable
+from precompute.release import Releases, drop_old_rows, restore, retire, sweepable
+from precompute.reload import reload
 from precompute.states import State
 
 A, B, C, D = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2, 3, 4))

@@ -176,6 +176,7 @@ def test_an_ordinal_beyond_the_catalogue_is_damage_to_whoever_knows_the_catalogu
     items = np.array([[4, 9]], np.uint32)
     raw = encode_topk(layout, MARKS[:1], items, np.ones((1, 2), np.float32), 0)[0].tobytes()
 
-    assert decode(layout, raw, 10).items.tolist() == [4, 9]
+    found = decode(layout, raw, 10).items
+    assert found is not None and found.tolist() == [4, 9]
     with pytest.raises(CorruptArtefact, match="item 9 of 9"):
         decode(layout, raw, 9)

@@ -91,7 +91,7 @@ def test_a_namespace_is_fit_for_keys_and_folders_wherever_it_comes_from(tmp_path
 
 def test_values_given_in_code_are_held_to_the_same_rules():
     with pytest.raises(ConfigError, match="kind must be"):
-        TableConfig("user_top")
+        TableConfig("user_top")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="threads"):
         replace(NightConfig(), threads=-1)
     assert GateThresholds(coverage_of_source=1.01).timeout_s == 600.0

@@ -1,6 +1,7 @@
 """The ladder: which source answers, what is left out, what is kept, and that the counts add up."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -566,7 +567,7 @@ async def test_the_time_for_l2_grows_with_the_batch(world: World) -> None:
 
 
 def test_an_input_weighs_what_its_features_weigh(world: World) -> None:
-    def weight(**fields: object) -> int:
+    def weight(**fields: Any) -> int:
         sent = entity("a", **fields)
         return Case(sent, world.snapshot().table("user_topk"), 1, None, b"").size_bytes  # type: ignore[arg-type]
 
