@@ -260,17 +260,32 @@ def test_every_step_runs_on_a_host_that_ran_no_other(config):
     assert len(ItemTable.open(root, manifest).vectors) == manifest.items.count
 
 
-def test_publish_reads_records_back_before_the_pointer_moves(config):
+def pages_of(client, config, generation, table):
+    pattern = config.keyspace().page(generation, table, 0)[:-1] + "*"
+    return sorted(client.scan_iter(pattern), key=lambda key: int(key.rsplit(b":", 1)[1]))
+
+
+def test_p6_publish_reads_records_back_before_the_pointer_moves(config):
+    """PITFALLS P6: success is what a reader can read back."""
     first = publish_night(config, UNTIL)
     build = {"generation": build_verified(config, NEXT)}
     with connect(config.redis_url, 5.0) as client:
-        pages = list(
-            client.scan_iter(config.keyspace().page(build["generation"], "user_topk", 0)[:-1] + "*")
-        )
-        client.delete(*pages)
+        for page in pages_of(client, config, build["generation"], "user_topk"):
+            client.set(page, b"cut off")
     with pytest.raises(CorruptArtefact, match="read back"):
         pipeline.publish(config, build, attempt="test")
     assert live(config) == first
+
+
+def test_pages_lost_since_they_were_verified_are_streamed_again_before_the_pointer_moves(config):
+    publish_night(config, UNTIL)
+    build = {"generation": build_verified(config, NEXT)}
+    with connect(config.redis_url, 5.0) as client:
+        lost = pages_of(client, config, build["generation"], "user_topk")
+        client.delete(*lost)
+        pipeline.publish(config, build, attempt="test")
+        assert pages_of(client, config, build["generation"], "user_topk") == lost
+    assert live(config) == build["generation"]
 
 
 def retrain(config, dims):

@@ -321,7 +321,7 @@ def test_publishing_into_an_emptied_redis_is_refused_until_restored(world):
 
 
 def test_pages_never_expire_and_are_verified_where_they_are(world):
-    """Invariant 4, and the loader's marks."""
+    """Invariant 4, the loader's marks, and PITFALLS P2: no expiry empties the store after a broken night."""
     manifest = world.load(A)
     assert world.pages() == set(page_keys(world.keys, manifest))
     assert {world.client.ttl(key) for key in world.pages()} == {-1}

@@ -35,7 +35,7 @@ def read(folder, text):
         ("overlay_ttl_s = nan", "overlay_ttl_s must be a finite number, not nan"),
         ("superseded_grace_s = -0.5", "superseded_grace_s must be at least 0"),
         ('data_until = "yesterday"', "'yesterday' is not an ISO 8601 time"),
-        ('colour = "red"', "unknown setting 'colour'; known are artifacts"),
+        ('colour = "red"', "unknown setting 'colour'; known are abandon_after_s"),
         ("sources = 5", r"\[sources\] must be a section of settings, not 5"),
         ("[sources]\ninteractions = 5", "interactions must be a string or a list of strings"),
         ("[sources]\ninteractions = [5]", "interactions must be a string or a list of strings"),
