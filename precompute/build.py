@@ -12,9 +12,13 @@ import orjson
 from cache.artefacts import ArtefactStore, describe, generation_path
 from cache.errors import StoreError
 from cache.manifest import Artefact, Manifest, Model
+from precompute import catalogue
 from precompute.bundle import Bundle
 from precompute.config import NightConfig
 from precompute.tables import write_json
+
+Step = dict[str, Any]
+"""What a step hands on: small and JSON-able."""
 
 Progress = Callable[[str, int, int], None]
 """(what, done, total): called often, from one thread; drawing is the caller's business."""
@@ -123,3 +127,17 @@ def read_sealed(build: Build) -> Manifest | None:
     """The build's manifest, None before it is sealed."""
     raw = build.store.read(generation_path(build.generation, "manifest.json"))
     return None if raw is None else Manifest.from_bytes(raw)
+
+
+def fetch_items(build: Build) -> None:
+    """The catalogue's files, all but the vectors."""
+    names = [catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX]
+    names += [catalogue.directory_file("item", shard) for shard in range(build.config.shards)]
+    for name in names:
+        build.fetch(name)
+
+
+def fetch_partition(build: Build, shard: int) -> None:
+    """A shard's partition of the sources."""
+    for kind in ("rows", "features"):
+        build.fetch(f"work/partition/{shard:04d}.{kind}")

@@ -17,7 +17,7 @@ from cache.items import ItemTable, Ordinals
 from cache.predictor import LiveInput, Predictor
 from cache.records import NO_ITEM, decode
 from cache.tower import InputSpec, TowerSpec
-from precompute import catalogue, gates, pipeline
+from precompute import catalogue, pipeline, skew
 from precompute.bundle import Bundle, ModelFile, write_bundle
 from precompute.config import TableConfig
 from precompute.partition import partition, read_shard
@@ -285,7 +285,7 @@ def test_a_live_path_that_answers_otherwise_refuses_the_night(config, monkeypatc
     """Invariant 8 for a tower with features: the gate compares, it does not wave through."""
     with_towers(config, from_history_and_country)
     monkeypatch.setattr(
-        gates, "_sent", lambda source, column, row: (source.features[column][row].as_py() + 1) % 5
+        skew, "_sent", lambda source, column, row: (source.features[column][row].as_py() + 1) % 5
     )
     with pytest.raises(Refused, match="skew"):
         nights.publish_night(config, nights.UNTIL)

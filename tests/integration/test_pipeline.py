@@ -22,12 +22,14 @@ from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused, Source
 from cache.items import ItemTable
 from cache.manifest import Manifest, Producer
 from cache.releases import all_releases
-from precompute import gates, pipeline, sources
+from precompute import beginning, loading, pipeline, sources
+from precompute import skew as skew_gate
 from precompute.build import Build
 from precompute.bundle import Bundle
 from precompute.config import GateThresholds, TableConfig
 from precompute.control import Control, connect
-from precompute.gates import Candidate, Verdict, int8_agreement, run_gates, skew
+from precompute.gate_rules import int8_agreement
+from precompute.gates import Candidate, Verdict, run_gates
 from precompute.release import Releases
 from precompute.states import State
 from precompute.training import train_reference
@@ -353,7 +355,7 @@ def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypa
         pq.write_table(table.slice(0, len(table) // 2), config.path("interactions.parquet"))
         return found
 
-    monkeypatch.setattr(pipeline, "pin", rewritten_after)
+    monkeypatch.setattr(beginning, "pin", rewritten_after)
     with pytest.raises(SourceError, match="changed while"):
         pipeline.begin(config, data_until=UNTIL, run_after=None)
 
@@ -415,7 +417,7 @@ def test_overlays_make_way_for_pages(config, own_redis):
                 name = f"larder:1:{config.namespace}:w:old:user_topk:{number}"
                 pipe.set(name, b"x" * 700, ex=3600)
             pipe.execute()
-        assert client.info("memory")["used_memory"] > pipeline.HEADROOM * limit
+        assert client.info("memory")["used_memory"] > loading.HEADROOM * limit
     assert publish_night(config, UNTIL) == live(config)
 
 
@@ -472,15 +474,15 @@ def test_the_skew_gate_compares_every_table_of_lists_for_users(config, monkeypat
     config = replace(config, tables=tables)
     with connect(config.redis_url, 5.0) as client:
         candidate = candidate_of(config, Control(client, config.keyspace()))
-        assert skew(candidate).passed
-        answer = gates._answer
+        assert skew_gate.skew(candidate).passed
+        answer = skew_gate._answer
 
         def spoilt(seen, predictor, table, source, row):
             found = answer(seen, predictor, table, source, row)
             return found if table.name == "user_topk" else None
 
-        monkeypatch.setattr(gates, "_answer", spoilt)
-        assert not skew(candidate).passed
+        monkeypatch.setattr(skew_gate, "_answer", spoilt)
+        assert not skew_gate.skew(candidate).passed
 
 
 def run(config, tmp_path, *arguments):

@@ -1,0 +1,185 @@
+"""A night's beginning: the generation named, its inputs pinned, its catalogue and partition laid out."""
+
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+
+import orjson
+
+from cache.artefacts import generation_path, write_atomically
+from cache.errors import (
+    BundleError,
+    ConfigError,
+    SourceError,
+)
+from precompute import catalogue
+from precompute.build import (
+    Build,
+    Progress,
+    Step,
+    generation_id,
+    quiet,
+)
+from precompute.bundle import Bundle
+from precompute.config import NightConfig, parse_time
+from precompute.partition import partition
+from precompute.registry import open_releases
+from precompute.scoring import (
+    configured_tables,
+    layout_of,
+)
+from precompute.sources import pin, source_files
+from precompute.states import State, demand
+
+BUNDLE_COPIES = 3
+
+
+def begin(
+    config: NightConfig,
+    *,
+    data_until: str | None,
+    run_after: str | None,
+    progress: Progress = quiet,
+) -> Step:
+    """Name the generation, pin its inputs, lay out the catalogue and partition the sources by hash range."""
+    data_until = data_until or config.data_until
+    moment = data_until or run_after
+    if moment is None:
+        raise ConfigError("a night needs a cut: give data_until, or the scheduler's run_after")
+    cut = parse_time(moment)
+    if not config.sources.interactions:
+        raise ConfigError(
+            "sources.interactions is empty: name the files the night is computed from, in the file given by "
+            "--config or LARDER_CONFIG"
+        )
+    with _copied_bundle(config) as bundle:
+        return _begin(config, bundle, cut, until=moment if data_until else None, progress=progress)
+
+
+@contextmanager
+def _copied_bundle(config: NightConfig) -> Iterator[Bundle]:
+    """A private copy of the bundle: everything of the night comes from it, whatever is trained meanwhile."""
+    source = config.path(config.bundle)
+    # Hidden, so that nothing that lists the store sees it.
+    beside = config.store().local(f".bundle.{secrets.token_hex(4)}.part")
+    try:
+        for left in reversed(range(BUNDLE_COPIES)):
+            if not source.exists() and not left:
+                raise ConfigError(
+                    f"there is no bundle at {source}: set `bundle`, or run `train` first"
+                )
+            try:
+                shutil.copytree(source, beside)
+                copy = Bundle.open(beside)
+            except (OSError, BundleError) as error:
+                # Replaced while it was copied, perhaps: then another copy is whole.
+                shutil.rmtree(beside, ignore_errors=True)
+                if left:
+                    continue
+                if isinstance(error, BundleError):
+                    raise
+                raise BundleError(f"cannot copy the bundle at {source}: {error}") from error
+            yield copy
+            return
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _pin_inputs(config: NightConfig) -> tuple[str, list[dict[str, object]]]:
+    sources = config.sources
+    features = [each for each in (sources.user_features, sources.item_features) if each]
+    return pin(source_files([*sources.interactions, *features], config.path(".")))
+
+
+def _begin(
+    config: NightConfig, bundle: Bundle, cut: datetime, *, until: str | None, progress: Progress
+) -> Step:
+    inputs_digest, inputs = _pin_inputs(config)
+    generation = generation_id(cut, config, bundle.digest, inputs_digest)
+    build = Build(config, config.store(), generation)
+    with open_releases(config) as releases:
+        state = releases.state(generation)
+        found: Step = {
+            "generation": generation,
+            "url": f"{build.store.url}/{generation_path(generation)}",
+        }
+        found["shards"] = list(range(config.shards))
+        if state is State.LIVE:
+            return {**found, "already_live": True}
+        demand("begin", generation, state)
+        if state is None:
+            releases.note(generation, State.BEGUN)
+    if build.read_report("begin") is None:
+        _prepare(build, bundle, cut=until, facts={
+            "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
+        }, progress=progress)  # fmt: skip
+    return {**found, "already_live": False}
+
+
+def _prepare(
+    build: Build, bundle: Bundle, *, cut: str | None, facts: Step, progress: Progress
+) -> None:
+    config, started = build.config, time.perf_counter()
+    pinned = _pin_bundle(build, bundle)
+    for model in bundle.models:
+        write_atomically(build.path(f"models/{model.name}.fp32.onnx"), model.path.read_bytes())
+    laid = catalogue.write_catalogue(config, bundle, build.root)
+    items = catalogue.open_items(build.root, laid)
+    columns = sorted({
+        str(each.column)
+        for model in bundle.models if model.entity == "user"
+        for each in model.spec.features
+    })  # fmt: skip
+    seen = partition(
+        config,
+        items,
+        build.root / "work/partition",
+        before=parse_time(cut) if cut else None,
+        feature_columns=columns,
+        progress=lambda rows: progress("read interactions", rows, 0),
+    )
+    item_columns = catalogue.write_item_features(config, bundle, items, build.root)
+    if _pin_inputs(config)[0] != facts["inputs_digest"]:
+        raise SourceError(
+            f"the source files changed while {build.generation} read them; run the night again"
+        )
+    if not seen.users:
+        raise ConfigError("the sources name no entity at all; is sources.interactions right?")
+    defaults = {}
+    for name, table in configured_tables(config, bundle).items():
+        if layout_of(bundle, table).kind == "topk":
+            ids, scores = catalogue.popular(items, seen.popularity, table.k)
+            defaults[name] = {"items": ids, "scores": scores}
+    write_atomically(
+        build.path("defaults.json"), orjson.dumps(defaults, option=orjson.OPT_SORT_KEYS)
+    )
+    files = [
+        catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX, "defaults.json",
+        *(f"models/{model.name}.fp32.onnx" for model in bundle.models),
+        *(catalogue.directory_file("item", shard) for shard in range(config.shards)),
+        *(f"work/partition/{shard:04d}.{kind}" for shard in range(config.shards) for kind in ("rows", "features")),
+        *([item_columns] if item_columns else []),
+        *(f"bundle/{name}" for name in pinned),
+    ]  # fmt: skip
+    build.finish(*files)
+    build.report("begin", {
+        **facts, **laid,
+        "bundle_files": pinned,
+        "user_seed": seen.seed, "users": seen.users, "interactions": seen.interactions,
+        "unknown_items": seen.unknown_items, "seconds": time.perf_counter() - started,
+    })  # fmt: skip
+
+
+def _pin_bundle(build: Build, bundle: Bundle) -> list[str]:
+    """The copied bundle becomes part of the generation; its files, sorted."""
+    names = sorted(
+        path.relative_to(bundle.path).as_posix()
+        for path in bundle.path.rglob("*")
+        if path.is_file()
+    )
+    for name in names:
+        write_atomically(build.path(f"bundle/{name}"), (bundle.path / name).read_bytes())
+    return names

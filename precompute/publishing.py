@@ -1,0 +1,145 @@
+"""What readers see: the pointer moved, followed, moved back or rebuilt, and what nobody reads removed."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from cache.artefacts import fetch_checked
+from cache.directory import Directory
+from cache.errors import (
+    CorruptArtefact,
+)
+from cache.manifest import (
+    Manifest,
+    Table,
+)
+from precompute.build import (
+    Build,
+    Progress,
+    Step,
+    quiet,
+)
+from precompute.config import NightConfig
+from precompute.control import Control, connect
+from precompute.registry import open_releases
+from precompute.release import drop_old_rows, sweepable
+from precompute.release import restore as restore_redis
+from precompute.release import retire as retire_generation
+from precompute.sealing import seal
+
+WARM_POLL_S = 0.1
+
+
+def publish(config: NightConfig, verified: Mapping[str, Any], *, attempt: str) -> Step:
+    """Read a record of every table back, move the pointer, read it back: success is what a reader can read."""
+    made = Build.of(config, verified)
+    manifest = seal(made)
+    with open_releases(config) as releases:
+        moved = releases.prepare(made.generation, attempt=attempt)
+        if moved is None:
+            for entities in manifest.entity_sets.values():
+                for part in entities.parts:
+                    fetch_checked(made.store, made.generation, part.file)
+            # Before the pointer moves: afterwards it would be too late to find that nothing can be read.
+            for table in manifest.tables.values():
+                _read_back(made, manifest, table, releases.control)
+            moved = releases.publish(made.generation, attempt=attempt)
+        now = releases.control.pointer()
+        if now is None or now.epoch < moved.pointer.epoch:
+            raise CorruptArtefact("the pointer that was written cannot be read back")
+    return {
+        "generation": moved.pointer.generation,
+        "epoch": moved.pointer.epoch,
+        "previous": moved.pointer.previous,
+        "changed": moved.changed,
+    }
+
+
+def _read_back(made: Build, manifest: Manifest, table: Table, control: Control) -> None:
+    directory = Directory.open(made.root, manifest.entity_sets[table.entity])
+    if not directory.count:
+        return
+    page, offset = table.locate(*directory.place(directory.count - 1))
+    name = control.keys.page(manifest.generation, table.name, page)
+    raw: Any = control.client.getrange(name, offset, offset + table.layout.size_bytes - 1)
+    if len(raw) != table.layout.size_bytes:
+        raise CorruptArtefact(
+            f"the last record of {table.name} cannot be read back from Redis", page=name
+        )
+
+
+def warm(config: NightConfig, build: Mapping[str, Any]) -> Step:
+    """Wait, up to `warm_timeout_s`, until every serving replica answers from the generation."""
+    generation, started = str(build["generation"]), time.perf_counter()
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        control = Control(client, config.keyspace())
+        while True:
+            replicas = control.replicas()
+            waiting = [replica.name for replica in replicas if replica.serving != generation]
+            seconds = time.perf_counter() - started
+            if not waiting or seconds > config.warm_timeout_s:
+                return {
+                    "generation": generation,
+                    "replicas": len(replicas),
+                    "waiting": waiting,
+                    "seconds": round(seconds, 3),
+                }
+            time.sleep(WARM_POLL_S)
+
+
+def retire(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
+    """Remove generations that nobody needs any more: pages, files, and rows whose overlays are gone."""
+    with open_releases(config) as releases:
+        found = sweepable(
+            releases,
+            keep=config.keep,
+            grace_s=config.superseded_grace_s,
+            abandon_after_s=config.abandon_after_s,
+        )
+        removed = 0
+        for number, generation in enumerate(found):
+            removed += retire_generation(
+                releases,
+                config.keyspace(),
+                generation,
+                attempt=attempt,
+                abandon_after_s=config.abandon_after_s,
+            )
+            progress("retire", number + 1, len(found))
+        releases.control.forget_dead_replicas(releases.clock())
+        rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s)
+    return {"retired": found, "keys": removed, "rows": rows}
+
+
+def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str) -> Step:
+    """Make an earlier generation live again (the previous one unless named)."""
+    with open_releases(config) as releases:
+        moved = releases.roll_back(to=to, reason=reason, attempt=attempt)
+    pointer = moved.pointer
+    return {
+        "generation": pointer.generation, "epoch": pointer.epoch, "previous": pointer.previous,
+        "changed": moved.changed,
+    }  # fmt: skip
+
+
+def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
+    """Rebuild a lost Redis from the artefact store: registry, pages, pointer under a new epoch."""
+    started, done = time.perf_counter(), 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        progress("restore pages", done, 0)
+
+    with open_releases(config) as releases:
+        pointer, loaded, size_bytes = restore_redis(
+            releases,
+            config.keyspace(),
+            attempt=attempt,
+            chunk_bytes=config.load_chunk_bytes,
+            progress=advance,
+        )
+    return {
+        "generation": pointer.generation, "epoch": pointer.epoch, "loaded": loaded, "bytes": size_bytes,
+        "seconds": round(time.perf_counter() - started, 3),
+    }  # fmt: skip
