@@ -26,6 +26,9 @@ BYTES = ("load pages", "restore pages")
 
 Found = dict[str, Any] | list[Table | str]
 
+out = Console()
+err = Console(stderr=True, soft_wrap=True)
+
 
 @contextmanager
 def bars_on(err: Console, *, is_quiet: bool) -> Iterator[Progress]:

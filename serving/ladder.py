@@ -4,25 +4,22 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from cache.lane import deadline_for
 from cache.records import Record, decode
 from cache.tiered import Found, Missed, MissReason, Outcome, View, Want
-from serving.answer import Answer, Barred, Prediction, complete, from_defaults, from_record
-from serving.ask import Ask, Options
+from serving.answer import Answer
+from serving.ask import Ask
 from serving.case import Case, Pace, cases_of, still_open, want_in
 from serving.infer import Inferences
 from serving.live import Computed
-from serving.metrics import Metrics, Source
+from serving.metrics import Metrics
+from serving.reply import EXHAUSTED, Reply, Turn
 from serving.snapshot import Holding, Snapshot
 
 RECENT = 4_096
 """Entities remembered, with repetitions: what is hot is read ahead before the next generation takes over."""
-
-_EXHAUSTED = "exhausted"
-"""Too little of a list is left without what the caller has seen or excluded."""
 
 log = logging.getLogger(__name__)
 
@@ -37,24 +34,6 @@ class Stored(Protocol):
 
     def discard(self, view: View, want: Want) -> None:
         """Forgets a record that turned out to be damaged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What all entities of one request share; times are monotonic."""
-
-    options: Options
-    started: float
-    deadline: float
-    _excluded: dict[str, frozenset[int]] = field(default_factory=dict)
-
-    def excluded(self, snapshot: Snapshot) -> frozenset[int]:
-        """Ordinals of `exclude`, looked up once per generation and not once per entity."""
-        found = self._excluded.get(snapshot.generation)
-        if found is None:
-            ordinals = snapshot.items.ordinals_of(self.options.exclude)
-            found = self._excluded[snapshot.generation] = frozenset(ordinals.tolist())
-        return found
 
 
 class Ladder:
@@ -74,6 +53,7 @@ class Ladder:
         self._tiers = tiers
         self._inferences = inferences
         self._metrics = metrics
+        self._reply = Reply(metrics, timer, clock)
         self._l2_deadline_s = l2_deadline_s
         self._timer = timer
         self._clock = clock
@@ -96,7 +76,7 @@ class Ladder:
             log.exception("answering failed")
             for case in still_open(cases):
                 case.reason = "internal_error"
-                self._default(case, holding.live, turn)
+                self._reply.default(case, holding.live, turn)
         return [case.answer for case in cases if case.answer is not None]
 
     async def _descend(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
@@ -115,7 +95,7 @@ class Ladder:
             pace = Pace()
             for case in still_open(cases):
                 await pace.step(case.entity)
-                self._default(case, live, turn)
+                self._reply.default(case, live, turn)
 
     async def _read_stored(self, snapshot: Snapshot, cases: Sequence[Case], turn: Turn) -> None:
         await self._read(snapshot, cases, turn)
@@ -141,7 +121,7 @@ class Ladder:
         # Live knows more than fits into a record; an answer that is live itself would only come out the same.
         deeper = case.entity.has_input and case.may_compute(snapshot) and not record.live
         least = turn.options.k if deeper and turn.options.k is not None else 1
-        self._answer(case, snapshot, record, found.tier, turn, least=least)
+        self._reply.answer(case, snapshot, record, found.tier, turn, least=least)
 
     def _spoilt(self, case: Case, snapshot: Snapshot) -> None:
         log.warning("a stored record of %s cannot be read", case.table.name, exc_info=True)
@@ -196,13 +176,13 @@ class Ladder:
         missed = case.reason
         try:
             record = case.decoded(snapshot, computed.record)
-            self._answer(case, snapshot, record, "live", turn)
+            self._reply.answer(case, snapshot, record, "live", turn)
         except Exception:  # as for a stored one
             log.warning("a live record of %s cannot be read", case.table.name, exc_info=True)
             self._tiers.discard(snapshot.view, case.want)
             case.live_reason = MissReason.CORRUPT
         if case.answer is None and case.live_reason is None:
-            case.reason, case.live_reason = missed, _EXHAUSTED
+            case.reason, case.live_reason = missed, EXHAUSTED
 
     async def _settle_for_stored(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
         """What is stored beats another night's answer when a fresher one could not be had."""
@@ -211,12 +191,12 @@ class Ladder:
             case.reason = None
         await self._read(snapshot, unread, turn)
         for case in cases:
-            if (found := case.found) is None or case.reason not in (None, "too_old", _EXHAUSTED):
+            if (found := case.found) is None or case.reason not in (None, "too_old", EXHAUSTED):
                 continue
             try:
                 record = case.decoded(snapshot, found.record)
                 case.reason = case.reason or "fresh_unavailable"
-                self._answer(case, snapshot, record, found.tier, turn)
+                self._reply.answer(case, snapshot, record, found.tier, turn)
             except Exception:  # as above
                 self._spoilt(case, snapshot)
 
@@ -225,7 +205,7 @@ class Ladder:
         for case in cases:
             table = previous.manifest.tables.get(case.table.name)
             raw = case.entity.raw
-            if table is None or raw is None or case.reason in ("entity_blocked", _EXHAUSTED):
+            if table is None or raw is None or case.reason in ("entity_blocked", EXHAUSTED):
                 continue
             if (table.entity, table.kind) != (case.table.entity, case.table.kind):
                 continue
@@ -246,7 +226,7 @@ class Ladder:
             missed = case.reason
             try:
                 record = decode(want.table.layout, outcome.record, previous.items.count)
-                self._answer(case, previous, record, "previous", turn)
+                self._reply.answer(case, previous, record, "previous", turn)
             except Exception:  # as for a record of this night, whose reason stays
                 log.warning("an older record of %s cannot be read", want.table.name, exc_info=True)
                 self._tiers.discard(previous.view, want)
@@ -254,63 +234,8 @@ class Ladder:
                 case.reason = missed
         self._metrics.stage("previous", self._timer() - began)
 
-    def _answer(
-        self,
-        case: Case,
-        snapshot: Snapshot,
-        record: Record,
-        source: Source,
-        turn: Turn,
-        *,
-        least: int = 1,
-    ) -> None:
-        """Answers, unless fewer than `least` items of the list are left: that is for a lower rung."""
-        table = snapshot.manifest.tables[case.table.name]
-        barred: Barred = (turn.excluded(snapshot),)
-        # A live record was computed from this very history, and leaves it out.
-        if source != "live" and table.kind == "topk":
-            barred += (case.history_in(snapshot).seen,)
-        prediction = from_record(snapshot, table, record, case.k, barred)
-        if record.items is not None:
-            left = len(prediction["items"])
-            if left == 0 or left < min(least, len(record.items)):
-                case.reason = _EXHAUSTED
-                return
-        self._finish(case, prediction, snapshot, source, "live" if record.live else "batch", turn)
-
-    def _default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
-        case.reason = case.reason or MissReason.NOT_IN_GENERATION
-        barred = turn.excluded(snapshot), case.history_in(snapshot).seen
-        prediction = from_defaults(snapshot, case.table, case.entity, case.k, barred)
-        producer = "defaults" if case.table.kind == "topk" else None
-        self._finish(case, prediction, snapshot, "default", producer, turn)
-
-    def _finish(
-        self,
-        case: Case,
-        prediction: Prediction,
-        snapshot: Snapshot,
-        source: Source,
-        producer: str | None,
-        turn: Turn,
-    ) -> None:
-        table = case.table.name
-        # Of a history that only kept items out of a list of the night, nothing was used to compute.
-        is_used = producer == "live" or case.live_reason == "no_usable_input"
-        dropped = case.history_in(snapshot).dropped if is_used else 0
-        # A caller need not know that the unknown was remembered.
-        unknown = case.reason == MissReason.NEGATIVE
-        reason = MissReason.NOT_IN_GENERATION.value if unknown else case.reason
-        case.answer = complete(
-            prediction, snapshot, table, case.entity, source, producer, self._clock(),
-            reason=reason, live=case.live_reason, dropped_history=dropped or None,
-        )  # fmt: skip
-        self._metrics.answered(table, source, self._timer() - turn.started)
-        if source not in ("l1", "l2"):
-            self._metrics.missed(table, case.reason or "unknown")
-
 
 def _is_worth(case: Case, snapshot: Snapshot) -> bool:
     """Not when the very answer that live would compute is the one that was used up."""
-    used_up = case.reason == _EXHAUSTED and case.found is not None and case.found.live
+    used_up = case.reason == EXHAUSTED and case.found is not None and case.found.live
     return case.may_compute(snapshot) and not used_up

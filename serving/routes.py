@@ -21,8 +21,9 @@ from serving.ask import Ask, Limits, Options
 from serving.follower import Follower
 from serving.ladder import Ladder
 from serving.metrics import CONTENT_TYPE, Metrics
+from serving.options import with_deadline_header
 from serving.overview import overview
-from serving.parse import lookup_body, lookup_url, score_body, with_deadline_header
+from serving.parse import lookup_body, lookup_url, score_body
 from serving.problem import Problem, from_input
 from serving.score import rank_candidates
 from serving.snapshot import Holding

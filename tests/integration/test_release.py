@@ -30,12 +30,15 @@ from cache.manifest import (
 )
 from cache.records import Layout, encode_values
 from cache.releases import Pointer, all_releases, done_path, intent_path, newest_release
-from precompute import release
+from precompute import release, sweep
+from precompute import restore as restoring
 from precompute.control import Control, Row, connect
 from precompute.load import load_part, page_keys, parts_of, verify_part
-from precompute.release import Releases, drop_old_rows, restore, retire, sweepable
+from precompute.release import Releases
 from precompute.reload import reload
+from precompute.restore import restore
 from precompute.states import State
+from precompute.sweep import drop_old_rows, retire, sweepable
 
 A, B, C, D = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2, 3, 4))
 LAYOUT = Layout("value", 4, "f4")
@@ -374,7 +377,7 @@ def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("precompute.release.unlink_pages", crash)
+        patched.setattr("precompute.sweep.unlink_pages", crash)
         with pytest.raises(KeyboardInterrupt):
             retire(world.releases, world.keys, A, attempt=world.attempt())
     with pytest.raises(Conflict, match="retired"):
@@ -449,7 +452,7 @@ def test_a_restore_never_undoes_a_roll_back_made_while_it_streams(world, monkeyp
     def roll_back():
         world.releases.roll_back(to=None, reason="bad", attempt="operator")
 
-    meanwhile(monkeypatch, release, "reload", roll_back)
+    meanwhile(monkeypatch, restoring, "reload", roll_back)
     pointer, loaded, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
 
     assert pointer == world.live() and pointer.generation == A and loaded == [A]
@@ -476,7 +479,7 @@ def test_two_restores_at_once_end_with_one_pointer(world, monkeypatch):
     def again():
         restore(world.releases, world.keys, attempt="other", chunk_bytes=1000)
 
-    meanwhile(monkeypatch, release, "reload", again)
+    meanwhile(monkeypatch, restoring, "reload", again)
     pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
     assert pointer == world.live() and pointer.attempt == "other"
 
@@ -631,7 +634,7 @@ def test_a_generation_made_live_meanwhile_is_not_retired(world, monkeypatch):
     def other():
         world.releases.roll_back(to=A, reason="bad", attempt="operator")
 
-    meanwhile(monkeypatch, release, "_demand_unneeded", other)
+    meanwhile(monkeypatch, sweep, "_demand_unneeded", other)
     with pytest.raises(Conflict):
         retire(world.releases, world.keys, A, attempt="sweep")
     assert world.live().generation == A and len(pages_of(world, A)) == 10

@@ -440,7 +440,7 @@ async def test_one_entity_whose_answer_cannot_be_built_costs_the_others_nothing(
             raise IndexError("planted")
         return from_record(snapshot, table, record, k, barred)
 
-    monkeypatch.setattr("serving.ladder.from_record", fragile)
+    monkeypatch.setattr("serving.reply.from_record", fragile)
     holding = Holding(world.snapshot(), world.snapshot(OLDER))
 
     answers = await look(world, holding, *(entity(name) for name in ("u2", "u3", "u4")))

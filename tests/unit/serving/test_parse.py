@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.parse import lookup_body, lookup_url, score_body, with_deadline_header
+from serving.options import with_deadline_header
+from serving.parse import lookup_body, lookup_url, score_body
 from serving.problem import Problem
 from tests.unit.serving.world import LIMITS
 

@@ -1,0 +1,234 @@
+"""One function per command of the shell: what it does, and what it found to show."""
+
+import argparse
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.table import Table
+
+from cache.artefacts import read_manifest
+from cache.blocklist import change_blocklist, latest_blocklist
+from cache.errors import LarderError
+from cache.keys import canonical_id
+from precompute import pipeline
+from precompute.build import Progress
+from precompute.config import NightConfig
+from precompute.control import Control, connect
+from precompute.display import Found, err
+from precompute.night import run_night
+from precompute.release import Releases
+from precompute.sources import source_files
+from precompute.states import State
+from precompute.training import train_reference
+
+Command = Callable[[NightConfig, argparse.Namespace, Progress], Found]
+
+
+def new_attempt() -> str:
+    """Names an attempt made from a shell."""
+    return f"shell-{uuid.uuid4().hex[:12]}"
+
+
+def _standing_cut(config: NightConfig, data_until: str | None) -> str:
+    """The cut of a night that names none: when its inputs last changed, so that a repeat finds its own work."""
+    bundle = config.path(config.bundle) / "bundle.json"
+    sources = config.sources
+    if data_until or config.data_until or not sources.interactions or not bundle.is_file():
+        return datetime.now(UTC).isoformat(timespec="seconds")  # not the cut, or an error soon
+    features = [each for each in (sources.user_features, sources.item_features) if each]
+    files = [*source_files([*sources.interactions, *features], config.path(".")), bundle]
+    newest = max(path.stat().st_mtime for path in files)
+    return datetime.fromtimestamp(int(newest), UTC).isoformat()
+
+
+def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
+    """The whole night; one row per step."""
+    lines = run_night(
+        config, data_until=arguments.data_until, run_after=_standing_cut(config, arguments.data_until),
+        attempt=arguments.attempt or new_attempt(), progress=progress,
+    )  # fmt: skip
+    table = Table("step", "what", "seconds", "rate", "size")
+    for column in table.columns[2:]:
+        column.justify, column.no_wrap = "right", True
+    for line in lines:
+        table.add_row(line.step, line.what, f"{line.seconds:.2f}", line.rate, line.size)
+    table.add_section()
+    table.add_row("night", lines[0].what, f"{sum(line.seconds for line in lines):.2f}")
+    return [table]
+
+
+def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The reference bundle, trained on the configured sources."""
+    return train_reference(config, data_until=arguments.data_until, progress=progress)
+
+
+def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A generation named, its inputs pinned."""
+    return pipeline.begin(
+        config, data_until=arguments.data_until, run_after=_standing_cut(config, arguments.data_until),
+        progress=progress,
+    )  # fmt: skip
+
+
+def _build(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"generation": arguments.generation}
+
+
+def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """All shards, assembled; or one of them alone."""
+    build = _build(arguments)
+    pipeline.embed_items(config, build, progress=progress)
+    shards = range(config.shards) if arguments.shard is None else [arguments.shard]
+    scored = [pipeline.score_shard(config, build, shard, progress=progress) for shard in shards]
+    if arguments.shard is None:
+        pipeline.assemble(config, build, scored)
+    return {
+        "shards": len(scored),
+        "users": sum(each["users"] for each in scored),
+        "items": sum(each["items"] for each in scored),
+    }
+
+
+def index(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The FAISS indexes."""
+    return pipeline.build_index(config, _build(arguments), progress=progress)
+
+
+def quantize(
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    """The int8 models; their agreement with the others."""
+    found = pipeline.quantize(config, _build(arguments), progress=progress)
+    return {name: each["agreement"] for name, each in found["models"].items()}
+
+
+def load(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The pages into Redis."""
+    return pipeline.load(config, _build(arguments), progress=progress)
+
+
+def verify(
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    """The gates' verdicts."""
+    return pipeline.verify(config, _build(arguments), attempt=new_attempt(), progress=progress)
+
+
+def publish(
+    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
+) -> dict[str, Any]:
+    """A verified generation made live."""
+    return pipeline.publish(config, _build(arguments), attempt=arguments.attempt or new_attempt())
+
+
+def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
+    """Waits for every replica."""
+    return pipeline.warm(config, _build(arguments))
+
+
+def roll_back(
+    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
+) -> dict[str, Any]:
+    """An earlier generation made live again."""
+    attempt = arguments.attempt or new_attempt()
+    return pipeline.roll_back(config, to=arguments.to, reason=arguments.reason, attempt=attempt)
+
+
+def retire(
+    config: NightConfig, _arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    """Removes what nobody needs."""
+    return pipeline.retire(config, attempt=new_attempt(), progress=progress)
+
+
+def restore(
+    config: NightConfig, _arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    """A lost Redis rebuilt from the store."""
+    return pipeline.restore(config, attempt=new_attempt(), progress=progress)
+
+
+def pin(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
+    """Pins, or lifts a pin."""
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        releases = Releases(config.store(), Control(client, config.keyspace()))
+        if arguments.unpin:
+            releases.unpin(arguments.generation, attempt=new_attempt())
+        else:
+            expires_at = (
+                None if arguments.days is None else releases.clock() + arguments.days * 86_400
+            )
+            releases.pin(
+                arguments.generation,
+                reason=arguments.reason,
+                expires_at=expires_at,
+                attempt=new_attempt(),
+            )
+    return {"generation": arguments.generation, "pinned": not arguments.unpin}
+
+
+def block(
+    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
+) -> dict[str, Any]:
+    """Blocks, or unblocks; replicas are told if any can be."""
+    items = [canonical_id(each) for each in arguments.item]
+    entities = [canonical_id(each) for each in arguments.entity]
+    if arguments.unblock:
+        changed = change_blocklist(config.store(), unblock_items=items, unblock_entities=entities)
+    else:
+        changed = change_blocklist(config.store(), block_items=items, block_entities=entities)
+    if config.redis_url:
+        try:
+            with connect(config.redis_url, config.redis_timeout_s) as client:
+                Control(client, config.keyspace()).announce("blocklist")
+        except LarderError as error:
+            err.print(f"replicas will see the change at their next poll, since {error.message}")
+    return {
+        "version": changed.version,
+        "items": len(changed.items),
+        "entities": len(changed.entities),
+    }
+
+
+def status(config: NightConfig, _arguments: argparse.Namespace, _progress: Progress) -> Found:
+    """Generations with their states and gates, the pointer, replicas."""
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        releases = Releases(config.store(), Control(client, config.keyspace()))
+        pointer, ledger = releases.control.pointer(), releases.ledger()
+        known = set(releases.store.names("generations")) | set(releases.control.rows())
+        table = Table(
+            "generation", "state", "gates", "notes", title=f"namespace {config.namespace}"
+        )
+        for generation in sorted(known, reverse=True):
+            notes = [
+                "live" if pointer is not None and pointer.generation == generation else "",
+                "previous" if ledger.previous == generation else "",
+                "pinned" if ledger.is_pinned(generation, releases.clock()) else "",
+            ]
+            table.add_row(
+                generation,
+                str(releases.state(generation, ledger) or State.BEGUN),
+                _gates(config, generation),
+                " ".join(each for each in notes if each),
+            )
+        replicas = releases.control.replicas()
+    return [
+        table,
+        f"epoch {pointer.epoch}"
+        if pointer
+        else "Redis has no pointer: nothing published, or lost (restore)",
+        f"{len(replicas)} replicas, blocklist version {latest_blocklist(config.store()).version}",
+    ]
+
+
+def _gates(config: NightConfig, generation: str) -> str:
+    try:
+        gates = read_manifest(config.store(), generation).gates
+    except LarderError:
+        return "-"
+    failed = [str(gate["rule"]) for gate in gates if not gate["passed"]]
+    return (
+        f"failed: {', '.join(failed)}" if failed else f"{len(gates)} passed" if gates else "not run"
+    )

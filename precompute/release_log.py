@@ -1,0 +1,199 @@
+"""What was released, written down first: the history every change of what readers see adds to.
+
+The truth is the release records in the artefact store; the pointer and the registry in Redis are their projection.
+An intent is written before the pointer moves and completed after, so a crash in between is settled by looking at
+the pointer: it carries the attempt and the epoch.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cache.artefacts import ArtefactStore, generation_path
+from cache.errors import Conflict, CorruptArtefact, UnknownGeneration
+from cache.releases import (
+    MOVES,
+    Action,
+    Pointer,
+    Release,
+    all_releases,
+    done_path,
+    intent_path,
+    released_manifest,
+)
+from precompute.control import Control, Row
+from precompute.states import Ledger, State, fold
+
+EPOCH_TRIES = 100
+NOTE_TRIES = 10
+LOOK_TRIES = 5
+"""How often something is looked at again when it changed underneath."""
+
+CUT_CHARS = len("20260131T000000Z")
+"""A generation id begins with its cut, so older data sorts first."""
+
+# What the release records say about these outranks the registry, which may be lost or old.
+_PROVEN = frozenset(
+    {State.LIVE, State.SUPERSEDED, State.ROLLED_BACK, State.REFUSED, State.RETIRED, State.ABANDONED}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Pointer, registry and history that belong together: the pointer did not move while they were read."""
+
+    pointer: Pointer | None
+    rows: dict[str, Row]
+    history: list[Release]
+    ledger: Ledger
+
+    @property
+    def epoch(self) -> int:
+        """The pointer's epoch, 0 when there is none."""
+        return self.pointer.epoch if self.pointer else 0
+
+    def demand_agreement(self) -> None:
+        """Raises Conflict unless Redis follows exactly what the releases say is live."""
+        if self.pointer is None and self.ledger.live is not None:
+            raise Conflict("Redis has lost its pointer: run `python -m precompute restore` first")
+        if self.epoch < self.ledger.live_epoch:
+            raise Conflict(
+                "Redis holds an older pointer than the releases: run `python -m precompute restore` first"
+            )
+        if self.epoch > self.ledger.live_epoch:
+            raise Conflict(
+                f"Redis holds a pointer of epoch {self.epoch} that no release record explains; is this its "
+                "artefact store?"
+            )
+
+
+class ReleaseLog:
+    """The release history of one namespace and the one way to add an entry to it."""
+
+    def __init__(
+        self, store: ArtefactStore, control: Control, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.store = store
+        self.control = control
+        self.clock = clock
+
+    def ledger(self) -> Ledger:
+        """The settled history."""
+        return fold(self.settle())
+
+    def settle(self) -> list[Release]:
+        """Complete the intent whose move is proven by the pointer; the whole history, oldest first.
+
+        No pointer is replaced before its own intent is completed (`demand_agreement`), so none is ever forgotten.
+        """
+        releases = all_releases(self.store)
+        open_ones = [each for each in releases if not each.done and each.action in MOVES]
+        pointer = self.control.pointer() if open_ones else None
+        if pointer is None:
+            return releases
+        for release in open_ones:
+            if release.epoch == pointer.epoch and release.attempt == pointer.attempt:
+                self.store.write_once(done_path(release.epoch), b"")
+                return all_releases(self.store)
+        return releases
+
+    def view(self) -> View:
+        """Pointer and settled history of one moment; raises Conflict when the pointer never rests."""
+        for _ in range(LOOK_TRIES):
+            # The pointer first: its intent was written before it, so the history read after it knows it.
+            pointer = self.control.pointer()
+            history, rows = self.settle(), self.control.rows()
+            if self.control.pointer() == pointer:
+                return View(pointer, rows, history, _without_retired(fold(history), rows))
+        raise Conflict("the pointer moved each time it was looked at; try again")
+
+    def state(self, generation: str, ledger: Ledger | None = None) -> State | None:
+        """Where a generation stands: proven by releases, else as the registry says."""
+        return standing(generation, ledger or self.ledger(), self.control.rows().get(generation))
+
+    def record(
+        self,
+        action: Action,
+        generation: str,
+        *,
+        attempt: str,
+        reason: str = "",
+        previous: str | None = None,
+        expires_at: float | None = None,
+        after: int = 0,
+    ) -> Release:
+        """Write one entry under the next epoch, which is greater than every earlier one."""
+        digest = self._manifest_digest(generation)
+        for _ in range(EPOCH_TRIES):
+            newest = max((release.epoch for release in all_releases(self.store)), default=0)
+            epoch = max(newest + 1, after + 1, int(self.clock() * 1000))
+            release = Release(
+                epoch=epoch,
+                action=action,
+                generation=generation,
+                previous=previous,
+                attempt=attempt,
+                at=self.clock(),
+                reason=reason,
+                manifest_sha256=digest,
+                expires_at=expires_at,
+            )
+            if self.store.write_once(intent_path(epoch), release.to_bytes()):
+                return release
+        raise Conflict(
+            f"{EPOCH_TRIES} other releases were being written at the same time; try again"
+        )
+
+    def note(self, generation: str, state: State) -> None:
+        """Write a step of the night into the registry; Conflict when the generation was retired meanwhile."""
+        for _ in range(NOTE_TRIES):
+            view = self.view()
+            epoch = view.pointer.epoch if view.pointer else 0
+            if self.control.mark({generation: Row(state, self.clock())}, expected_epoch=epoch):
+                row = self.control.rows().get(generation)
+                if row is not None and row.state is State.RETIRED:
+                    raise Conflict(
+                        f"{generation} was retired while it was being made", generation=generation
+                    )
+                return
+        raise Conflict(
+            f"the pointer moved {NOTE_TRIES} times while {generation} was being noted; try again"
+        )
+
+    def check_manifest(self, generation: str, history: list[Release]) -> None:
+        """Raises CorruptArtefact when the manifest is not the one that was released, UnknownGeneration if gone."""
+        found = self._manifest_digest(generation)
+        if not found:
+            raise UnknownGeneration(
+                f"generation {generation} has no manifest in {self.store.url}",
+                generation=generation,
+            )
+        released = released_manifest(history, generation)
+        if released and found != released:
+            raise CorruptArtefact(
+                f"the manifest of {generation} has SHA-256 {found}, its release record says {released}",
+                generation=generation,
+            )
+
+    def _manifest_digest(self, generation: str) -> str:
+        raw = self.store.read(generation_path(generation, "manifest.json"))
+        return "" if raw is None else hashlib.sha256(raw).hexdigest()
+
+
+def _without_retired(ledger: Ledger, rows: dict[str, Row]) -> Ledger:
+    # A retirement marks its row before it is written down; from then on nothing may land on it.
+    gone = {each for each, row in rows.items() if row.state is State.RETIRED} - {ledger.live}
+    states = {
+        each: State.RETIRED if each in gone else state
+        for each, state in (ledger.states or {}).items()
+    }
+    return replace(ledger, states=states)
+
+
+def standing(generation: str, ledger: Ledger, row: Row | None) -> State | None:
+    proven = ledger.state(generation)
+    if row is not None and row.state is State.RETIRED and proven is not State.LIVE:
+        return State.RETIRED
+    # A refused or rolled-back generation that was loaded again stays what it is until it is verified.
+    return proven if proven in _PROVEN or row is None else row.state

@@ -1,0 +1,152 @@
+"""The sweep: which generations nobody needs, and how they are retired."""
+
+from collections.abc import Collection
+
+from cache.artefacts import generation_path, read_manifest
+from cache.errors import Conflict, UnknownGeneration
+from cache.keys import Keyspace
+from cache.manifest import GENERATION
+from precompute.control import Row
+from precompute.load import unlink_pages
+from precompute.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, View, standing
+from precompute.states import ALLOWED, UNFINISHED, Ledger, State, demand, fold
+
+ABANDON_AFTER_S = 86_400.0
+
+
+def sweepable(
+    releases: ReleaseLog,
+    *,
+    keep: int,
+    grace_s: float,
+    abandon_after_s: float = ABANDON_AFTER_S,
+) -> list[str]:
+    """Generations that nobody needs: not live, previous, pinned, held by a replica, or superseded just now.
+
+    The newest `keep` superseded ones stay for rollbacks. Unfinished ones go once they are older than the live one
+    and nobody has touched them for `abandon_after_s`.
+    """
+    view, now = releases.view(), releases.clock()
+    ledger = view.ledger
+    states, left_at = ledger.states or {}, ledger.superseded_at or {}
+    superseded = [each for each, state in states.items() if state is State.SUPERSEDED]
+    superseded.sort(key=lambda each: left_at.get(each, 0.0), reverse=True)
+    protected = {ledger.live, ledger.previous, *superseded[:keep], *_held(releases)}
+    if view.pointer is not None:
+        protected |= {view.pointer.generation, view.pointer.previous}
+    stored = {each for each in releases.store.names("generations") if GENERATION.fullmatch(each)}
+    # A row without files is all that is left of a night that broke at once; a retired one waits for its overlays.
+    known = {each for each, row in view.rows.items() if row.state is not State.RETIRED}
+    found = []
+    for generation in sorted(stored | known):
+        if generation in protected or ledger.is_pinned(generation, now):
+            continue
+        if now - left_at.get(generation, 0.0) < grace_s:
+            continue
+        state = standing(generation, ledger, view.rows.get(generation))
+        if state in ALLOWED["retire"] or _is_abandoned(releases, view, generation, abandon_after_s):
+            found.append(generation)
+    return found
+
+
+def _held(releases: ReleaseLog) -> Collection[str | None]:
+    replicas = releases.control.replicas(releases.clock())
+    return {each for replica in replicas for each in (*replica.holds, replica.serving)}
+
+
+def _is_abandoned(releases: ReleaseLog, view: View, generation: str, after_s: float) -> bool:
+    row, live = view.rows.get(generation), view.ledger.live
+    if standing(generation, view.ledger, row) not in (None, *UNFINISHED):
+        return False
+    if live is None or generation[:CUT_CHARS] >= live[:CUT_CHARS]:
+        return False  # it can still be published
+    if row is not None:
+        return releases.clock() - row.at > after_s
+    try:
+        touched_at = float(read_manifest(releases.store, generation).created_at)
+    except UnknownGeneration:
+        # Nothing says how old it is, so its age counts from now.
+        releases.control.mark(
+            {generation: Row(State.BEGUN, releases.clock())}, expected_epoch=view.epoch
+        )
+        return False
+    return releases.clock() - touched_at > after_s
+
+
+def retire(
+    releases: ReleaseLog,
+    keys: Keyspace,
+    generation: str,
+    *,
+    attempt: str,
+    abandon_after_s: float = ABANDON_AFTER_S,
+) -> int:
+    """Remove a generation's pages, then its files; Redis keys removed. Safe to repeat after a crash.
+
+    Marked and written down first: from then on no rollback can land on what is being removed.
+    """
+    _mark_retired(releases, generation, attempt=attempt, abandon_after_s=abandon_after_s)
+    removed = 0
+    if releases.store.read(generation_path(generation, "manifest.json")) is not None:
+        removed = unlink_pages(
+            releases.control.client, keys, read_manifest(releases.store, generation)
+        )
+    releases.store.delete(generation_path(generation))
+    return removed
+
+
+def _mark_retired(
+    releases: ReleaseLog, generation: str, *, attempt: str, abandon_after_s: float
+) -> None:
+    for _ in range(LOOK_TRIES):
+        view = releases.view()
+        view.demand_agreement()
+        former = view.rows.get(generation)
+        state = standing(generation, view.ledger, former)
+        abandoned = _is_abandoned(releases, view, generation, abandon_after_s)
+        if not abandoned:
+            demand("retire", generation, state)
+        recorded = fold(view.history).state(generation)
+        if recorded is not State.RETIRED:
+            _demand_unneeded(releases, generation, view.ledger)
+        rows = {generation: Row(State.RETIRED, releases.clock())}
+        if releases.control.mark(rows, expected_epoch=view.epoch, unless="previous"):
+            break
+    else:
+        raise Conflict("the pointer moved each time it was looked at; try again")
+    if recorded is State.RETIRED:
+        return
+    try:
+        # A pin or a reader may have come between the look and the mark; none can come after it.
+        _demand_unneeded(releases, generation, releases.ledger())
+    except Conflict:
+        if former is None:
+            releases.control.drop_row(generation)
+        else:
+            releases.control.set_row(generation, former)
+        raise
+    if abandoned:
+        demand("abandon", generation, state)
+        releases.record("abandon", generation, attempt=attempt, reason="never finished")
+    releases.record("retire", generation, attempt=attempt)
+
+
+def _demand_unneeded(releases: ReleaseLog, generation: str, ledger: Ledger) -> None:
+    if ledger.is_pinned(generation, releases.clock()):
+        raise Conflict(f"cannot retire {generation}: it is pinned", generation=generation)
+    if generation in _held(releases):
+        raise Conflict(f"cannot retire {generation}: a replica holds it", generation=generation)
+
+
+def drop_old_rows(releases: ReleaseLog, *, overlay_ttl_s: float) -> int:
+    """Forget retired generations once the last overlay of them must have expired; rows dropped."""
+    now = releases.clock()
+    rows = releases.control.rows()
+    old = [
+        each
+        for each, row in rows.items()
+        if row.state is State.RETIRED and now - row.at > overlay_ttl_s
+    ]
+    for generation in old:
+        releases.control.drop_row(generation)
+    return len(old)

@@ -1,0 +1,100 @@
+"""What a record or a default becomes: the one answer of an entity, filtered, named and counted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cache.records import Record
+from cache.tiered import MissReason
+from serving.answer import Barred, Prediction, complete, from_defaults, from_record
+from serving.ask import Options
+from serving.case import Case
+from serving.metrics import Metrics, Source
+from serving.snapshot import Snapshot
+
+EXHAUSTED = "exhausted"
+"""Too little of a list is left without what the caller has seen or excluded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What all entities of one request share; times are monotonic."""
+
+    options: Options
+    started: float
+    deadline: float
+    _excluded: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    def excluded(self, snapshot: Snapshot) -> frozenset[int]:
+        """Ordinals of `exclude`, looked up once per generation and not once per entity."""
+        found = self._excluded.get(snapshot.generation)
+        if found is None:
+            ordinals = snapshot.items.ordinals_of(self.options.exclude)
+            found = self._excluded[snapshot.generation] = frozenset(ordinals.tolist())
+        return found
+
+
+class Reply:
+    """Gives a case its answer."""
+
+    def __init__(
+        self, metrics: Metrics, timer: Callable[[], float], clock: Callable[[], float]
+    ) -> None:
+        self._metrics = metrics
+        self._timer = timer
+        self._clock = clock
+
+    def answer(
+        self,
+        case: Case,
+        snapshot: Snapshot,
+        record: Record,
+        source: Source,
+        turn: Turn,
+        *,
+        least: int = 1,
+    ) -> None:
+        """Answers, unless fewer than `least` items of the list are left: that is for a lower rung."""
+        table = snapshot.manifest.tables[case.table.name]
+        barred: Barred = (turn.excluded(snapshot),)
+        # A live record was computed from this very history, and leaves it out.
+        if source != "live" and table.kind == "topk":
+            barred += (case.history_in(snapshot).seen,)
+        prediction = from_record(snapshot, table, record, case.k, barred)
+        if record.items is not None:
+            left = len(prediction["items"])
+            if left == 0 or left < min(least, len(record.items)):
+                case.reason = EXHAUSTED
+                return
+        self._finish(case, prediction, snapshot, source, "live" if record.live else "batch", turn)
+
+    def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
+        """Answers with what holds for everybody."""
+        case.reason = case.reason or MissReason.NOT_IN_GENERATION
+        barred = turn.excluded(snapshot), case.history_in(snapshot).seen
+        prediction = from_defaults(snapshot, case.table, case.entity, case.k, barred)
+        producer = "defaults" if case.table.kind == "topk" else None
+        self._finish(case, prediction, snapshot, "default", producer, turn)
+
+    def _finish(
+        self,
+        case: Case,
+        prediction: Prediction,
+        snapshot: Snapshot,
+        source: Source,
+        producer: str | None,
+        turn: Turn,
+    ) -> None:
+        table = case.table.name
+        # Of a history that only kept items out of a list of the night, nothing was used to compute.
+        is_used = producer == "live" or case.live_reason == "no_usable_input"
+        dropped = case.history_in(snapshot).dropped if is_used else 0
+        # A caller need not know that the unknown was remembered.
+        unknown = case.reason == MissReason.NEGATIVE
+        reason = MissReason.NOT_IN_GENERATION.value if unknown else case.reason
+        case.answer = complete(
+            prediction, snapshot, table, case.entity, source, producer, self._clock(),
+            reason=reason, live=case.live_reason, dropped_history=dropped or None,
+        )  # fmt: skip
+        self._metrics.answered(table, source, self._timer() - turn.started)
+        if source not in ("l1", "l2"):
+            self._metrics.missed(table, case.reason or "unknown")
