@@ -22,10 +22,10 @@ from precompute.build import (
 from precompute.config import NightConfig
 from precompute.control import Control, connect
 from precompute.registry import open_releases
-from precompute.release import drop_old_rows, sweepable
-from precompute.release import restore as restore_redis
-from precompute.release import retire as retire_generation
+from precompute.restore import restore as restore_redis
 from precompute.sealing import seal
+from precompute.sweep import drop_old_rows, sweepable
+from precompute.sweep import retire as retire_generation
 
 WARM_POLL_S = 0.1
 

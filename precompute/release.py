@@ -11,11 +11,7 @@ from precompute.control import Row
 from precompute.load import unlink_pages
 from precompute.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, View, standing
 from precompute.reload import load_missing, reload
-from precompute.restore import restore
 from precompute.states import ALLOWED, State, demand, newest_superseded
-from precompute.sweep import drop_old_rows, retire, sweepable
-
-__all__ = ["Moved", "Releases", "drop_old_rows", "restore", "retire", "sweepable"]
 
 
 @dataclass(frozen=True, slots=True)
