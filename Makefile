@@ -10,6 +10,13 @@ UV     := $(BIN)/uv
 UV_PIN  = $(shell sed -n 's/^\(uv==[^ ;]*\).*/\1/p' $(LOCK))
 LOCKING = $(UV) pip compile -q --universal --no-header --no-annotate --generate-hashes pyproject.toml
 
+# Random, printed, and the same for every use within one run: `make test SEED=...` repeats it.
+ifndef SEED
+SEED   := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+endif
+PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
+          LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
+
 .DEFAULT_GOAL := help
 .PHONY: help env demo serve test storm check format bench lock clean
 
@@ -35,10 +42,10 @@ serve: env  ## the same, then keeps serving and prints what to try
 	@$(BIN)/python -m infra.demo --state $(STATE) --serve $(if $(DATA),--data "$(DATA)")
 
 test: env  ## the quick tests, with a real Redis and a real Airflow
-	@$(BIN)/python -m pytest -q -m "not storm and not slow"
+	@$(PYTEST) -m "not storm and not slow"
 
 storm: env  ## the long counts, with a printed seed
-	@$(BIN)/python -m pytest -q -m "storm or slow"
+	@$(PYTEST) -m "storm or slow"
 
 check: env  ## lint, format, types, layers
 	@$(BIN)/ruff check -q .
