@@ -177,7 +177,23 @@ def test_p3_a_gate_that_raises_hangs_or_lacks_its_input_has_failed(config, tmp_p
     assert [each.rule for each in verdicts] == ["raises", "hangs", "lacks"]
 
 
-def test_loading_is_refused_before_redis_runs_full(config, own_redis):
+def test_p11_loading_costs_one_command_per_page_not_per_entity(config, own_redis):
+    """PITFALLS P11: bulk only."""
+    config = replace(config, redis_url=own_redis.url)
+    generation = build_verified(config, UNTIL)
+    manifest = read_manifest(config.store(), generation)
+    pages = sum(table.pages for table in manifest.tables.values())
+    with connect(own_redis.url, 5.0) as client:
+        client.flushall()
+        client.config_resetstat()
+        pipeline.load(config, {"generation": generation})
+        calls = {name: stats["calls"] for name, stats in client.info("commandstats").items()}
+        keys = client.dbsize()
+    assert calls["cmdstat_set"] == pages < manifest.entity_sets["user"].count
+    assert keys <= pages + 3
+
+
+def test_p15_loading_is_refused_before_redis_runs_full(config, own_redis):
     config = replace(config, redis_url=own_redis.url)
     with connect(own_redis.url, 5.0) as client:
         client.config_set("maxmemory", client.info("memory")["used_memory"] + 100_000)
