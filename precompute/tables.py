@@ -13,7 +13,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache.artefacts import sync_folder, write_atomically
-from cache.manifest import Artefact
 from cache.records import Layout
 
 
@@ -80,11 +79,6 @@ class PageFile:
 def sums_path(pages: Path) -> Path:
     """Where the checksums of a page file lie."""
     return pages.with_suffix(".sums")
-
-
-def artefact_json(artefact: Artefact) -> dict[str, object]:
-    """For a shard's report."""
-    return {"path": artefact.path, "size_bytes": artefact.size_bytes, "sha256": artefact.sha256}
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

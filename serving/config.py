@@ -159,11 +159,16 @@ def _from_toml(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path}: [serving] is a table of settings")
     if unknown := sorted(set(section) - known):
         raise ConfigError(f"{path}: [serving] has no setting {', '.join(unknown)}", fields=unknown)
-    values: dict[str, object] = {name: document[name] for name in _SHARED if name in document}
+    # Paths are relative to the file, their defaults too: the night that it configures writes there.
+    values: dict[str, object] = {
+        each.name: each.default
+        for each in fields(ServingConfig)
+        if each.name in ("state", "artifacts")
+    }
+    values |= {name: document[name] for name in _SHARED if name in document}
     values |= section
     for name in ("state", "artifacts"):
-        # A path in a file is relative to the file, as it is for the night.
-        if name in values and "://" not in str(values[name]):
+        if "://" not in str(values[name]):
             values[name] = str(path.parent / str(values[name]))
     return values
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cache.errors import ConfigError
+from precompute.config import NightConfig
 from serving.config import ServingConfig
 
 
@@ -59,3 +60,19 @@ def test_only_loopback_may_be_bound_without_a_token() -> None:
             ServingConfig(host=host).require_guard()
         ServingConfig(host=host, token="t").require_guard()
         ServingConfig(host=host, insecure=True).require_guard()
+
+
+@pytest.mark.parametrize("text", ['namespace = "shop"\n', 'artifacts = "store"\nstate = "here"\n'])
+def test_one_file_leads_night_and_service_to_the_same_places(tmp_path: Path, text: str) -> None:
+    """Whether the file names the places or leaves them out, and wherever either program is started."""
+    (tmp_path / "larder.toml").write_text(text)
+    environment = {"LARDER_CONFIG": str(tmp_path / "larder.toml")}
+
+    service, night = (
+        ServingConfig.load(environment),
+        NightConfig.from_toml(tmp_path / "larder.toml"),
+    )
+
+    assert service.store().url == night.store().url
+    assert service.state == night.path(night.state)
+    assert service.namespace == night.namespace
