@@ -132,6 +132,11 @@ class Keyspace:
         return f"larder:{FORMAT}:{{{self.namespace}}}:live"
 
     @property
+    def next(self) -> str:
+        """The generation that replicas are asked to hold ready."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:next"
+
+    @property
     def generations(self) -> str:
         """Hash: generation id -> state."""
         return f"larder:{FORMAT}:{{{self.namespace}}}:generations"

@@ -11,10 +11,14 @@ from cache.artefacts import ArtefactStore
 from cache.errors import CorruptArtefact
 
 Action = Literal[
-    "publish", "roll_back", "restore", "refuse", "pin", "unpin", "verify", "abandon", "retire"
-]
+    "publish", "roll_back", "restore", "canary", "end_canary",
+    "refuse", "override", "pin", "unpin", "verify", "abandon", "retire",
+]  # fmt: skip
 MOVES: frozenset[str] = frozenset({"publish", "roll_back", "restore"})
-"""Actions that move the pointer: an intent first, completed once the pointer has moved."""
+"""Actions that make a generation live."""
+
+POINTED: frozenset[str] = MOVES | {"canary", "end_canary"}
+"""Actions that write the pointer: an intent first, completed once the pointer has moved."""
 
 # Whatever else somebody leaves in the folder (notes, an editor's copy) is no record.
 _INTENT = re.compile(r"(0|[1-9][0-9]*)\.json")
@@ -34,6 +38,8 @@ class Release:
     manifest_sha256: str = ""
     done: bool = False
     expires_at: float | None = None
+    percent: float | None = None
+    rule: str = ""
 
     def to_bytes(self) -> bytes:
         """JSON without `done`, which is the existence of a second file."""
@@ -51,15 +57,24 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Canary:
+    """A verified generation that answers `percent` of the requests, whole; since when, Unix seconds."""
+
+    generation: str
+    percent: float
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
 class Pointer:
-    """The value of the live key."""
+    """The value of the live key; `canary` is set while another generation is tried out."""
 
     generation: str
     epoch: int
     previous: str | None
     attempt: str
     published_at: float
-    canary: str | None = None
+    canary: Canary | None = None
 
     def to_bytes(self) -> bytes:
         """JSON as stored in Redis."""
@@ -69,7 +84,10 @@ class Pointer:
     def from_bytes(cls, raw: bytes) -> Self:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
-            pointer = cls(**orjson.loads(raw))
+            data = orjson.loads(raw)
+            pointer = cls(
+                **{**data, "canary": Canary(**data["canary"]) if data.get("canary") else None}
+            )
             if not isinstance(pointer.epoch, int) or not isinstance(pointer.generation, str):
                 raise TypeError("epoch is an integer, generation a string")
         except (orjson.JSONDecodeError, TypeError) as error:

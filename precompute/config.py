@@ -13,7 +13,6 @@ import orjson
 from cache.artefacts import ArtefactStore
 from cache.errors import ConfigError
 from cache.keys import Keyspace
-from cache.records import Precision
 from precompute.checks import (
     allowed_values,
     check_above_zero,
@@ -22,82 +21,39 @@ from precompute.checks import (
     check_range,
     check_types,
 )
+from precompute.sections import (
+    FlipConfig,
+    GateThresholds,
+    GovernorConfig,
+    ReferenceConfig,
+    Sources,
+    TableConfig,
+)
 
-SourceFormat = Literal["auto", "parquet", "csv", "lines"]
+__all__ = [
+    "FlipConfig",
+    "GateThresholds",
+    "GovernorConfig",
+    "NightConfig",
+    "ReferenceConfig",
+    "Sources",
+    "TableConfig",
+    "night_config",
+    "parse_time",
+]
+
 Section = TypeVar("Section")
 
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 KIB = 1024
 
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """Where the night reads from; paths may hold wildcards and are relative to the configuration file."""
-
-    interactions: tuple[str, ...] = ()
-    format: SourceFormat = "auto"
-    user_column: str = "user"
-    item_column: str = "item"
-    timestamp_column: str = "timestamp"
-    weight_column: str = "weight"
-    user_features: str | None = None
-    item_features: str | None = None
-    category_column: str = "category"
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_filled(self, "user_column", "item_column")
-
-
-@dataclass(frozen=True, slots=True)
-class TableConfig:
-    """One table to build; `kind` decides which of the other settings apply."""
-
-    kind: Literal["user_topk", "user_vector", "item_vector", "item_similar", "value"]
-    k: int = 100
-    precision: Precision = "f2"
-    value: str | None = None
-    metric: Literal["inner_product", "cosine"] | None = None
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_range(self, "k", 1, 1000)
-        if self.kind == "value" and not self.value:
-            raise ConfigError(
-                'a value table names its model output, e.g. value = "user_affinity"', field="value"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class GateThresholds:
-    """What a generation must reach before it may be published."""
-
-    coverage_of_source: float = 0.95
-    coverage_of_live: float = 0.8
-    index_recall: float = 0.9
-    int8_overlap: float = 0.9
-    skew_overlap: float = 0.9
-    short_lists: float = 0.05
-    items_of_live: float = 0.8
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_above_zero(self, "timeout_s")
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceConfig:
-    """The reference bundle's trainer."""
-
-    dims: int = 256
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_range(self, "dims", 1, 4096)
-        check_range(self, "seed", 0, 2**32 - 1)
+_SECTIONS: Mapping[str, type[Any]] = {
+    "gates": GateThresholds,
+    "flip": FlipConfig,
+    "governor": GovernorConfig,
+    "reference": ReferenceConfig,
+}
 
 
 def _default_tables() -> Mapping[str, TableConfig]:
@@ -135,6 +91,8 @@ class NightConfig:
     sources: Sources = field(default_factory=Sources)
     tables: Mapping[str, TableConfig] = field(default_factory=_default_tables)
     gates: GateThresholds = field(default_factory=GateThresholds)
+    flip: FlipConfig = field(default_factory=FlipConfig)
+    governor: GovernorConfig = field(default_factory=GovernorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     base: str = "."
 
@@ -208,10 +166,9 @@ class NightConfig:
                 name: _section(TableConfig, table, f"{path} [tables.{name}]")
                 for name, table in data["tables"].items()
             }
-        if "gates" in data:
-            data["gates"] = _section(GateThresholds, data["gates"], f"{path} [gates]")
-        if "reference" in data:
-            data["reference"] = _section(ReferenceConfig, data["reference"], f"{path} [reference]")
+        for name, kind in _SECTIONS.items():
+            if name in data:
+                data[name] = _section(kind, data[name], f"{path} [{name}]")
         return _section(cls, {"base": str(path.parent), **data}, str(path))
 
 
