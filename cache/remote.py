@@ -1,7 +1,9 @@
 """L2: records in Redis. The only async Redis code, and the only place where its errors are translated."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +21,9 @@ from cache.wire import Batch, Replies
 
 PROTOCOL = 2
 """Set explicitly: redis-py's default has changed before. Reads need no push messages; subscribing works in both."""
+
+_LANDINGS = 1_024
+"""Round trips remembered: what the slowest of the last seconds took is told with every heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,11 @@ class RemoteTier:
     """
 
     def __init__(
-        self, config: RemoteConfig, keyspace: Keyspace, breaker: Breaker | None = None
+        self,
+        config: RemoteConfig,
+        keyspace: Keyspace,
+        breaker: Breaker | None = None,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.keyspace = keyspace
@@ -69,6 +78,8 @@ class RemoteTier:
         self._pool = pool
         self._turn: list[_Part] = []
         self._in_flight = 0
+        self._timer = timer
+        self._landings: deque[tuple[float, float]] = deque(maxlen=_LANDINGS)
         self._packer = Packer(keyspace)
         self._payloads: dict[str, bytes] = {}
 
@@ -128,9 +139,14 @@ class RemoteTier:
         self.batches += 1
         self.commands += count
         packed = b"".join([part.packed for part in parts])
-        self.lane.send(Batch(packed, count, lambda outcome: self._landed(parts, outcome)))
+        sent_at = self._timer()
+        self.lane.send(Batch(packed, count, lambda outcome: self._landed(parts, outcome, sent_at)))
 
-    def _landed(self, parts: list[_Part], outcome: Replies | TierUnavailable) -> None:
+    def _landed(
+        self, parts: list[_Part], outcome: Replies | TierUnavailable, sent_at: float
+    ) -> None:
+        now = self._timer()
+        self._landings.append((now, now - sent_at))
         if isinstance(outcome, TierUnavailable):
             self.breaker.failure()
             self._answer_all(parts, outcome)
@@ -154,16 +170,28 @@ class RemoteTier:
             if not part.answers.done():
                 part.answers.set_result([why] * len(part.commands))
 
+    def p99_ms(self, within_s: float = 5.0) -> float | None:
+        """Round trips of the last few seconds, failed ones included; None when there were none."""
+        since = self._timer() - within_s
+        seconds = sorted(took for at, took in self._landings if at >= since)
+        return 1000 * seconds[(99 * len(seconds)) // 100] if seconds else None
+
     async def ping(self) -> None:
         """Raises TierUnavailable unless Redis answers."""
         await self._ask("PING")
 
-    async def pointer(self) -> bytes | None:
-        """The live pointer's JSON, or None when there is none."""
-        return cast(bytes | None, await self._ask("GET", self.keyspace.live))
+    async def watch(self) -> tuple[bytes | None, bytes | None]:
+        """The live pointer's JSON and the staging note's, as of one moment; None for what is not there."""
+        pointer, note = await self._ask("MGET", self.keyspace.live, self.keyspace.next)
+        return cast(bytes | None, pointer), cast(bytes | None, note)
+
+    async def time(self) -> float:
+        """Redis' own clock, Unix seconds: replicas and publishers may run on hosts whose clocks differ."""
+        seconds, microseconds = await self._ask("TIME")
+        return float(seconds) + float(microseconds) / 1e6
 
     async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
-        """Says what this replica holds: a member of the sorted set of replicas, scored `at` (Unix seconds)."""
+        """Says what this replica holds: a member of the sorted set of replicas, scored `at` (Redis' time)."""
         before = self._payloads.get(replica_id)
         await self._ask("ZADD", self.keyspace.replicas, at, payload)
         self._payloads[replica_id] = payload

@@ -1,9 +1,8 @@
 """Control keys in Redis: pointer, registry, replicas. The only writer of the pointer."""
 
-import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
@@ -80,12 +79,23 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A serving replica's last heartbeat."""
+    """A serving replica's last heartbeat; times are Redis' own, Unix seconds.
+
+    `ready`: loaded and warmed, `failed`: generation -> why it cannot be loaded there, `l2_p99_ms`: over the last
+    few seconds, `canary`: what it counted while one runs.
+    """
 
     name: str
     beat_at: float
     serving: str | None
     holds: tuple[str, ...]
+    epoch: int | None = None
+    ready: tuple[str, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
+    swapped_at: float | None = None
+    warm_s: float | None = None
+    l2_p99_ms: float | None = None
+    canary: Mapping[str, Any] | None = None
 
 
 @contextmanager
@@ -218,9 +228,14 @@ class Control:
         """Tell listening replicas to look now instead of at their next poll."""
         self.client.publish(self.keys.channel, what)
 
+    def time(self) -> float:
+        """Redis' own clock, Unix seconds: what heartbeats and staging notes are compared with."""
+        seconds, microseconds = self.client.time()
+        return float(seconds) + float(microseconds) / 1e6
+
     def replicas(self, now: float | None = None) -> list[Replica]:
         """Replicas that have not missed three beats."""
-        now = time.time() if now is None else now
+        now = self.time() if now is None else now
         raw: Any = self.client.zrangebyscore(
             self.keys.replicas, now - REPLICA_DEAD_S, "+inf", withscores=True
         )
@@ -228,8 +243,10 @@ class Control:
         for value, beat_at in raw:
             data = orjson.loads(value)
             found[data["replica"]] = Replica(
-                data["replica"], float(beat_at), data.get("serving"), tuple(data.get("holds", ()))
-            )
+                data["replica"], float(beat_at), data.get("serving"), tuple(data.get("holds", ())),
+                data.get("epoch"), tuple(data.get("ready", ())), data.get("failed") or {},
+                data.get("swapped_at"), data.get("warm_s"), data.get("l2_p99_ms"), data.get("canary"),
+            )  # fmt: skip
         return list(found.values())
 
     def forget_dead_replicas(self, now: float, after_s: float = REPLICA_FORGOTTEN_S) -> int:
