@@ -3,8 +3,9 @@
 What it does: begin ▶ embed items ▶ score each shard ▶ assemble ▶ index and quantize ▶ load into
 Redis ▶ verify ▶ publish ▶ warm ▶ retire. Readers see the change at `publish`, all of it at once.
 
-When it runs: at 03:00 UTC (cron in LARDER_SCHEDULE) and on every event of the asset
-`larder_bundle`. One run at a time. By hand: trigger it, with `data_until` (ISO 8601) to set the cut
+When it runs: at 03:00 UTC (`schedule` and `timezone` of LARDER_CONFIG, or LARDER_SCHEDULE and
+LARDER_TIMEZONE; the service reads the same and says when a generation is missing) and on every
+event of the asset `larder_bundle`. One run at a time. By hand: trigger it, with `data_until` (ISO 8601) to set the cut
 of the data; without it the cut is the one of the configuration, else the time the run was due.
 
 What it needs: LARDER_CONFIG, LARDER_ARTIFACTS and REDIS_URL where tasks run, and a pool `gpu`:
@@ -39,6 +40,9 @@ from airflow.sdk import (
 )
 
 from cache.errors import BundleError, ConfigError, Refused, SourceError
+from cache.schedule import Schedule
+
+NIGHTS = Schedule.configured(os.environ)
 
 Build = dict[str, Any]  # {"generation", "url", "shards", "already_live"}: ids and addresses only
 
@@ -52,9 +56,7 @@ FINAL = RetryRule(
 @dag(
     schedule=AssetOrTimeSchedule(
         assets=Asset("larder_bundle"),
-        timetable=CronTriggerTimetable(
-            os.environ.get("LARDER_SCHEDULE", "0 3 * * *"), timezone="UTC"
-        ),
+        timetable=CronTriggerTimetable(NIGHTS.cron, timezone=NIGHTS.timezone),
     ),
     catchup=False,
     max_active_runs=1,

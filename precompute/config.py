@@ -13,6 +13,7 @@ import orjson
 from cache.artefacts import ArtefactStore
 from cache.errors import ConfigError
 from cache.keys import Keyspace
+from cache.schedule import CRON, GRACE_S, TIMEZONE, Schedule
 from precompute.checks import (
     allowed_values,
     check_above_zero,
@@ -76,6 +77,9 @@ class NightConfig:
     redis_url: str | None = None
     bundle: str = ".larder/bundle"
     data_until: str | None = None
+    schedule: str = CRON
+    timezone: str = TIMEZONE
+    schedule_grace_s: float = GRACE_S
     shards: int = 4
     page_bytes: int = 256 * KIB
     load_chunk_bytes: int = 1024 * KIB
@@ -116,6 +120,7 @@ class NightConfig:
             )
         if self.data_until:
             parse_time(self.data_until)
+        Schedule(self.schedule, self.timezone, self.schedule_grace_s)
         if not self.tables:
             raise ConfigError(
                 "no table is configured; leave [tables] out to build the default ones"
@@ -212,6 +217,8 @@ def night_config(
         "namespace": environment.get("LARDER_NAMESPACE"),
         "state": environment.get("LARDER_STATE"),
         "redis_url": environment.get("REDIS_URL"),
+        "schedule": environment.get("LARDER_SCHEDULE"),
+        "timezone": environment.get("LARDER_TIMEZONE"),
     }
     # Where a path came from decides what it is relative to: the file's folder, or the current one.
     chosen: dict[str, Any] = {

@@ -28,6 +28,7 @@ from serving.infer import Inferences
 from serving.ladder import Ladder
 from serving.live import MicroBatcher, compute
 from serving.metrics import Events, Metrics
+from serving.nights import Nights
 from serving.problem import Problem
 from serving.refresh import Refresher
 from serving.routes import Service, refused, routes
@@ -171,7 +172,8 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
         blocklist_poll_s=config.blocklist_poll_s,
         heartbeat_s=config.heartbeat_s,
     )
-    _gauges(metrics, refresher, local, breaker, batcher)
+    nights = Nights(config.nights(), follower)
+    _gauges(metrics, refresher, local, breaker, batcher, nights)
     metrics.registry.register(Events(events))
     service = Service(
         follower,
@@ -181,6 +183,7 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
         config.body_bytes,
         config.token,
         refresher.drain,
+        nights,
     )
     try:
         await refresher.start()
@@ -203,14 +206,17 @@ def _gauges(
     local: LocalTier,
     breaker: Breaker,
     batcher: MicroBatcher,
+    nights: Nights,
 ) -> None:
     follower = refresher.follower
 
     def age() -> float:
-        held = follower.holding
-        return float("nan") if held is None else time.time() - held.live.manifest.data_until
+        age_s = nights.age_s()
+        return float("nan") if age_s is None else age_s
 
     metrics.generation_age.set_function(age)
+    metrics.generation_missing.set_function(lambda: float(nights.is_missing()))
+    metrics.generation_due.set_function(nights.due_at)
     metrics.stale.set_function(lambda: float(follower.stale is not None))
     metrics.ready.set_function(lambda: float(follower.health.ready))
     metrics.breaker.set_function(lambda: _BREAKER_STATES[breaker.state])

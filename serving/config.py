@@ -9,12 +9,15 @@ from typing import Any, Literal, Self, get_args
 
 from cache.artefacts import ArtefactStore
 from cache.errors import ConfigError
+from cache.schedule import CRON, GRACE_S, TIMEZONE, Schedule
 from serving.ask import Limits
 
 Precision = Literal["int8", "fp32"]
 
 _RENAMED = {"redis_url": "REDIS_URL"}
-_SHARED = ("namespace", "artifacts", "state", "redis_url")
+_SHARED = (
+    "namespace", "artifacts", "state", "redis_url", "schedule", "timezone", "schedule_grace_s",
+)  # fmt: skip
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
 
 
@@ -31,6 +34,10 @@ class ServingConfig:
     artifacts: str = ".larder/artifacts"
     redis_url: str = ""
     namespace: str = "default"
+
+    schedule: str = CRON
+    timezone: str = TIMEZONE
+    schedule_grace_s: float = GRACE_S
 
     l1_bytes: int = 256 << 20
     negative_entries: int = 100_000
@@ -79,11 +86,13 @@ class ServingConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}", field=name)
 
+        self.nights()
+
     @classmethod
     def load(cls, environ: Mapping[str, str], **overrides: object) -> Self:
         """Defaults, then the [serving] section of the TOML file LARDER_CONFIG, then the environment, then overrides.
 
-        namespace, artifacts, redis_url and state stand above the file's sections, where the night reads them too.
+        namespace, artifacts, redis_url, state and schedule stand above the file's sections, where the night reads them.
         Raises ConfigError for an unreadable file, an unknown setting or a value of the wrong type.
         """
         values: dict[str, object] = {}
@@ -104,6 +113,10 @@ class ServingConfig:
         """This namespace's part of the artefact store; a remote one keeps this host's copies under the state folder."""
         cached = self.state / "host-cache" / self.namespace
         return ArtefactStore(f"{self.artifacts.rstrip('/')}/{self.namespace}", cached)
+
+    def nights(self) -> Schedule:
+        """When generations should exist."""
+        return Schedule(self.schedule, self.timezone, self.schedule_grace_s)
 
     def limits(self) -> Limits:
         """What one request may hold."""

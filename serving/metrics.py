@@ -1,5 +1,6 @@
 """Everything the service counts; sources sum to the entities asked, misses to what no stored tier answered."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
@@ -12,6 +13,9 @@ Source = Literal["l1", "l2", "live", "previous", "default"]
 SOURCES: tuple[Source, ...] = ("l1", "l2", "live", "previous", "default")
 STAGES = ("parse", "stored", "live", "previous", "render", "inference")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+FLIP_S = 1.0
+"""How long after a swap answers count as around the flip."""
 
 _SECONDS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10,
@@ -86,6 +90,16 @@ class Metrics:
             "Now minus data_until of the live generation",
             registry=registry,
         )
+        self.generation_missing = Gauge(
+            "larder_generation_missing",
+            "1 while the live generation is older than the newest night that is due",
+            registry=registry,
+        )
+        self.generation_due = Gauge(
+            "larder_generation_due_timestamp_seconds",
+            "Tick of the schedule that a generation must have followed by now",
+            registry=registry,
+        )
         self.stale = Gauge(
             "larder_stale", "1 while the pointer cannot be trusted or followed", registry=registry
         )
@@ -109,6 +123,19 @@ class Metrics:
         self.live_queue = Gauge(
             "larder_live_queue", "Inputs waiting for the model", registry=registry
         )
+        self.flip_skew = Gauge(
+            "larder_flip_skew_seconds",
+            "From the pointer's published_at to the swap here, both in Redis' time, at the last flip",
+            registry=registry,
+        )
+        self.warm_seconds = Gauge(
+            "larder_warm_seconds", "From staged to ready, at the last staging", registry=registry
+        )
+        self.flip_answer_seconds = Histogram(
+            "larder_flip_answer_seconds", "Request start to answer, in the second after a flip",
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self._flips, self._is_flipping = 0, False
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
         self._seconds = {source: self.answer_seconds.labels(source) for source in SOURCES}
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
@@ -117,6 +144,8 @@ class Metrics:
         """One entity has its answer."""
         self._child(self.answers, table, source).inc()
         self._seconds[source].observe(seconds)
+        if self._is_flipping:
+            self.flip_answer_seconds.observe(seconds)
 
     def missed(self, table: str, reason: str) -> None:
         """No stored tier answered one entity."""
@@ -148,12 +177,21 @@ class Metrics:
         self.live_batch.observe(size)
         self._stages["inference"].observe(seconds)
 
-    def hold(self, live: str, previous: str | None) -> None:
-        """The generations held from now on."""
+    def hold(self, roles: Mapping[str, str], *, is_degraded: bool) -> None:
+        """The generations held from now on, by role."""
         self.generation_info.clear()
-        self.generation_info.labels(live, "live").set(1)
-        if previous is not None:
-            self.generation_info.labels(previous, "previous").set(1)
+        for role, generation in roles.items():
+            self.generation_info.labels(generation, role).set(1)
+        self.degraded.set(is_degraded)
+
+    def flipped(self) -> None:
+        """The live generation has changed: answers of the next moments are also counted as around a flip."""
+        self._flips += 1
+        self._is_flipping = True
+        asyncio.get_running_loop().call_later(FLIP_S, self._settle, self._flips)
+
+    def _settle(self, flip: int) -> None:
+        self._is_flipping = self._flips != flip
 
     def expose(self) -> bytes:
         """The text format of Prometheus."""

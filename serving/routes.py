@@ -21,6 +21,7 @@ from serving.ask import Ask, Limits, Options
 from serving.follower import Follower
 from serving.ladder import Ladder
 from serving.metrics import CONTENT_TYPE, Metrics
+from serving.nights import Nights
 from serving.options import with_deadline_header
 from serving.overview import overview
 from serving.parse import lookup_body, lookup_url, score_body
@@ -48,6 +49,7 @@ class Service:
     body_bytes: int
     token: str
     drain: Callable[[], Awaitable[None]]
+    nights: Nights
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:
@@ -108,6 +110,7 @@ def routes(service: Service) -> APIRouter:
             "stale": health.stale,
             "degraded": health.degraded,
             "failed": health.failed,
+            "schedule": service.nights.body(),
         }
         return _json(200 if health.ready else 503, body)
 

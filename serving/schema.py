@@ -172,8 +172,16 @@ _HEALTH: Json = _object(
         "generation": _TEXT,
         "epoch": {"type": ["integer", "null"]},
         **dict.fromkeys(("stale", "degraded", "failed"), _TEXT),
+        "schedule": _object(
+            {
+                "missing": {"type": "boolean"},
+                "due": {"type": "string", "format": "date-time"},
+                "age_seconds": {"type": ["number", "null"]},
+            },
+            ("missing", "due", "age_seconds"),
+        ),
     },
-    ("ready",),
+    ("ready", "schedule"),
 )
 BEARER = "bearer"
 _QUERY: Json = {name: OPTIONS[name] for name in OPTIONS if name != "exclude"}

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cache.errors import ConfigError
+from cache.schedule import Schedule
 from precompute.config import NightConfig
 from serving.config import ServingConfig
 
@@ -36,6 +37,7 @@ def test_the_environment_outranks_the_file_and_the_command_line_both(tmp_path: P
         {"LARDER_PORT": "many"}, {"LARDER_PORT": "70000"}, {"LARDER_PORT": "1.5"},
         {"LARDER_L1_BYTES": "0"}, {"LARDER_DEADLINE_MS": "nan"}, {"LARDER_INSECURE": "perhaps"},
         {"LARDER_PRECISION": "int4"}, {"LARDER_NAMESPACE": "a{b}"},
+        {"LARDER_SCHEDULE": "at night"}, {"LARDER_TIMEZONE": "Mars/Olympus"}, {"LARDER_SCHEDULE_GRACE_S": "-1"},
         {"LARDER_CONFIG": "/nowhere/larder.toml"},
     ],
 )  # fmt: skip
@@ -76,3 +78,17 @@ def test_one_file_leads_night_and_service_to_the_same_places(tmp_path: Path, tex
     assert service.store().url == night.store().url
     assert service.state == night.path(night.state)
     assert service.namespace == night.namespace
+
+
+def test_one_schedule_above_the_sections_is_the_nights_the_services_and_the_dags(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "larder.toml"
+    file.write_text('schedule = "30 1 * * *"\ntimezone = "Europe/Berlin"\nschedule_grace_s = 60\n')
+    environment = {"LARDER_CONFIG": str(file)}
+
+    service, night = ServingConfig.load(environment), NightConfig.from_toml(file)
+
+    assert service.nights() == Schedule("30 1 * * *", "Europe/Berlin", 60.0)
+    assert Schedule.configured(environment) == service.nights()
+    assert (night.schedule, night.timezone) == ("30 1 * * *", "Europe/Berlin")

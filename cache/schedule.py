@@ -1,0 +1,157 @@
+"""When a generation should exist: the ticks of a cron in a time zone, as Airflow's `CronTriggerTimetable` has them."""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from croniter import croniter
+from croniter.croniter import CroniterError
+
+from cache.errors import ConfigError
+
+CRON, TIMEZONE, GRACE_S = "0 3 * * *", "UTC", 10_800.0
+
+CLOCKS_APART_S = 300.0
+"""How far the clocks of builder, publisher and reader may differ before a generation is taken for another tick's."""
+
+_DAY = timedelta(days=1)
+_RANDOM = re.compile(r"(?:^|[\s,])[rR]")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A cron of five fields in an IANA time zone; a generation may take `grace_s` to appear after its tick.
+
+    A local time that a change of clocks skips is due that much later, one that comes twice is due the second time;
+    a cron of every hour is due in both. Raises ConfigError for what no tick can be computed from.
+    """
+
+    cron: str = CRON
+    timezone: str = TIMEZONE
+    grace_s: float = GRACE_S
+    _zone: ZoneInfo = field(init=False, repr=False, compare=False)
+    _is_hourly: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.grace_s >= 0 or self.grace_s == float("inf"):
+            raise ConfigError(
+                f"schedule_grace_s is a number of seconds from 0, not {self.grace_s}",
+                field="schedule_grace_s",
+            )
+        object.__setattr__(self, "_zone", _zone(self.timezone))
+        object.__setattr__(self, "_is_hourly", _hours(self.cron) == ["*"])
+
+    @classmethod
+    def configured(cls, environ: Mapping[str, str]) -> "Schedule":
+        """LARDER_SCHEDULE, LARDER_TIMEZONE and LARDER_SCHEDULE_GRACE_S, else the file that LARDER_CONFIG names."""
+        document: dict[str, Any] = {}
+        if path := environ.get("LARDER_CONFIG"):
+            try:
+                document = tomllib.loads(Path(path).read_text())
+            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+                raise ConfigError(f"cannot read {path}: {error}") from error
+        cron = environ.get("LARDER_SCHEDULE") or document.get("schedule", CRON)
+        timezone = environ.get("LARDER_TIMEZONE") or document.get("timezone", TIMEZONE)
+        grace_s = environ.get("LARDER_SCHEDULE_GRACE_S") or document.get(
+            "schedule_grace_s", GRACE_S
+        )
+        try:
+            return cls(cron, timezone, float(grace_s))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"schedule_grace_s is a number of seconds, not {grace_s!r}",
+                field="schedule_grace_s",
+            ) from error
+
+    def tick_before(self, at: float) -> float:
+        """The last tick at or before `at`; both Unix seconds."""
+        moment = datetime.fromtimestamp(at, UTC)
+        local = moment.astimezone(self._zone).replace(tzinfo=None)
+        # Where clocks go back near `at`, later wall times may have come earlier: those are looked at as well.
+        slack = self._slack(moment)
+        found: datetime | None = None
+        for wall in self._walls_before(local + slack):
+            if found is not None and wall < local - slack:
+                break
+            due = [each for each in self._moments(wall) if each <= moment]
+            found = max([*due, *([found] if found else [])], default=None)
+        if found is None:
+            raise ConfigError(f"schedule {self.cron!r} has no tick before {moment.isoformat()}")
+        return found.timestamp()
+
+    def due(self, now: float) -> float:
+        """The newest tick whose generation should exist by `now`: its grace has passed."""
+        return self.tick_before(now - self.grace_s)
+
+    def is_missing(self, now: float, created_at: float | None) -> bool:
+        """Whether what is live (created then; None: nothing is) is older than the newest tick that is due.
+
+        A generation that claims to be from the future proves nothing either.
+        """
+        if created_at is None or created_at > now + CLOCKS_APART_S:
+            return True
+        tick = self.due(now)
+        apart_s = min(CLOCKS_APART_S, (tick - self.tick_before(tick - 1)) / 2)
+        return created_at < tick - apart_s
+
+    def _slack(self, moment: datetime) -> timedelta:
+        around = [
+            (moment + each).astimezone(self._zone).utcoffset() or timedelta()
+            for each in (-_DAY, timedelta(), _DAY)
+        ]
+        return max(around) - min(around)
+
+    def _walls_before(self, wall: datetime) -> Iterator[datetime]:
+        """Matching wall times at or before `wall`, newest first."""
+        start = wall.replace(microsecond=0) + timedelta(seconds=1)
+        cron = croniter(self.cron, start_time=start)
+        while True:
+            try:
+                found: datetime = cron.get_prev(datetime)
+            except CroniterError:
+                return
+            yield found
+
+    def _moments(self, wall: datetime) -> list[datetime]:
+        """When the wall shows this time, in UTC."""
+        first, second = (
+            wall.replace(tzinfo=self._zone, fold=fold).astimezone(UTC) for fold in (0, 1)
+        )
+        if first > second:  # skipped; the later reading of it is the moment after the gap
+            return [] if self._is_hourly else [first]
+        return [first, second] if self._is_hourly else [second]
+
+
+def _zone(name: str) -> ZoneInfo:
+    try:
+        return ZoneInfo(name)
+    except (KeyError, ValueError, OSError, TypeError) as error:
+        raise ConfigError(
+            f"timezone is an IANA name such as Europe/Berlin, not {name!r}; where no zone is known, install the "
+            "tzdata package",
+            field="timezone",
+        ) from error
+
+
+def _hours(cron: str) -> list[Any]:
+    """The hour field as croniter reads it, once the cron has proved to have ticks."""
+    try:
+        parsed = croniter(cron, start_time=datetime(2026, 1, 1))  # noqa: DTZ001  wall times have no zone
+        if len(parsed.expanded) != 5:
+            raise ValueError("it has not five fields")
+        if _RANDOM.search(cron):
+            raise ValueError("R is another time for each program that reads it")
+        parsed.get_prev(datetime)
+        hours: list[Any] = parsed.expanded[1]
+    except (CroniterError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"schedule is a cron of five fields such as '0 3 * * *' (minute hour day month weekday), not {cron!r}: "
+            f"{error}",
+            field="schedule",
+        ) from error
+    return hours

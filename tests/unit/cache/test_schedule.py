@@ -1,0 +1,124 @@
+"""When a generation should exist, by cron and zone, and whether the one that is live will do."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from cache.errors import ConfigError
+from cache.schedule import CLOCKS_APART_S, Schedule
+
+HOUR_S = 3_600
+
+
+def at(text: str) -> float:
+    """Unix seconds of an ISO time; UTC unless it says otherwise."""
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("now", "tick"),
+    [
+        ("2026-05-02T03:00:00", "2026-05-02T03:00:00"),
+        ("2026-05-02T02:59:59", "2026-05-01T03:00:00"),
+        ("2026-05-02T03:00:00.5", "2026-05-02T03:00:00"),
+        ("2026-01-01T00:00:00", "2025-12-31T03:00:00"),
+    ],
+)
+def test_a_tick_counts_from_its_very_second(now: str, tick: str) -> None:
+    assert Schedule().tick_before(at(now)) == at(tick)
+
+
+@pytest.mark.parametrize(
+    ("zone", "cron", "now", "tick"),
+    [
+        # 02:30 is skipped on 2026-03-29 in Berlin and on 2026-03-08 in New York: due an hour later.
+        ("Europe/Berlin", "30 2 * * *", "2026-03-29T12:00+02:00", "2026-03-29T03:30+02:00"),
+        ("Europe/Berlin", "30 2 * * *", "2026-03-29T03:29+02:00", "2026-03-28T02:30+01:00"),
+        ("America/New_York", "30 2 * * *", "2026-03-08T12:00-04:00", "2026-03-08T03:30-04:00"),
+        # 02:30 comes twice on 2026-10-25 in Berlin: due the second time only.
+        ("Europe/Berlin", "30 2 * * *", "2026-10-25T02:45+02:00", "2026-10-24T02:30+02:00"),
+        ("Europe/Berlin", "30 2 * * *", "2026-10-25T02:45+01:00", "2026-10-25T02:30+01:00"),
+        ("America/New_York", "30 1 * * *", "2026-11-01T01:45-04:00", "2026-10-31T01:30-04:00"),
+        # A cron of every hour runs in both.
+        ("Europe/Berlin", "30 * * * *", "2026-10-25T02:45+02:00", "2026-10-25T02:30+02:00"),
+        ("Europe/Berlin", "30 * * * *", "2026-10-25T02:15+01:00", "2026-10-25T02:30+02:00"),
+        ("Europe/Berlin", "30 * * * *", "2026-03-29T03:15+02:00", "2026-03-29T01:30+01:00"),
+    ],
+)
+def test_a_change_of_clocks_neither_loses_nor_doubles_a_night(
+    zone: str, cron: str, now: str, tick: str
+) -> None:
+    assert Schedule(cron, zone).tick_before(at(now)) == at(tick)
+
+
+def test_a_generation_is_missing_once_the_grace_has_passed_and_not_before() -> None:
+    nights, tick = Schedule(grace_s=2 * HOUR_S), at("2026-05-02T03:00")
+    yesterday = at("2026-05-01T03:10")
+
+    assert not nights.is_missing(tick + 2 * HOUR_S - 1, yesterday)
+    assert nights.is_missing(tick + 2 * HOUR_S, yesterday)
+    assert not nights.is_missing(tick + 2 * HOUR_S, tick + 600)
+
+
+def test_where_nothing_was_ever_published_a_generation_is_missing() -> None:
+    assert Schedule().is_missing(at("2026-05-02T03:00"), None)
+
+
+def test_what_was_rolled_back_to_is_too_old_to_stand_for_the_last_night() -> None:
+    two_nights_ago = at("2026-04-30T03:10")
+
+    assert Schedule().is_missing(at("2026-05-02T07:00"), two_nights_ago)
+
+
+def test_clocks_a_few_minutes_apart_change_nothing_and_a_wrong_one_is_no_proof() -> None:
+    nights, tick = Schedule(), at("2026-05-02T03:00")
+    now = tick + 4 * HOUR_S
+
+    assert not nights.is_missing(now, tick - CLOCKS_APART_S)
+    assert nights.is_missing(now, tick - CLOCKS_APART_S - 1)
+    assert not nights.is_missing(now, now + CLOCKS_APART_S)
+    assert nights.is_missing(now, now + CLOCKS_APART_S + 1)
+
+
+def test_between_close_ticks_the_clocks_may_differ_by_half_their_distance_only() -> None:
+    nights, now = Schedule("*/4 * * * *", grace_s=0), at("2026-05-02T03:04:30")
+
+    assert not nights.is_missing(now, at("2026-05-02T03:02"))
+    assert nights.is_missing(now, at("2026-05-02T03:01:59"))
+
+
+@pytest.mark.parametrize(
+    "cron",
+    ["", "x", "* * * *", "* * * * * *", "61 * * * *", "0 0 30 2 *", "R R * * *", "H * * * *"],
+)
+def test_a_cron_without_ticks_is_refused_with_an_example_of_a_good_one(cron: str) -> None:
+    with pytest.raises(ConfigError, match=r"0 3 \* \* \*"):
+        Schedule(cron)
+
+
+@pytest.mark.parametrize("zone", ["", "Mars/Olympus", "Europe", "../UTC", "/etc/localtime"])
+def test_an_unknown_zone_is_refused_with_a_remedy(zone: str) -> None:
+    with pytest.raises(ConfigError, match="tzdata"):
+        Schedule(timezone=zone)
+
+
+@pytest.mark.parametrize("grace_s", [-1.0, float("nan"), float("inf")])
+def test_a_grace_is_a_number_of_seconds(grace_s: float) -> None:
+    with pytest.raises(ConfigError, match="schedule_grace_s"):
+        Schedule(grace_s=grace_s)
+
+
+def test_the_environment_outranks_the_file(tmp_path) -> None:
+    file = tmp_path / "larder.toml"
+    file.write_text('schedule = "0 1 * * *"\ntimezone = "Asia/Tokyo"\nschedule_grace_s = 60\n')
+    from_file = Schedule.configured({"LARDER_CONFIG": str(file)})
+    from_both = Schedule.configured({"LARDER_CONFIG": str(file), "LARDER_SCHEDULE": "5 5 * * *"})
+
+    assert from_file == Schedule("0 1 * * *", "Asia/Tokyo", 60.0)
+    assert from_both == Schedule("5 5 * * *", "Asia/Tokyo", 60.0)
+    assert Schedule.configured({"LARDER_SCHEDULE": "", "LARDER_TIMEZONE": ""}) == Schedule()
+    with pytest.raises(ConfigError, match="cannot read"):
+        Schedule.configured({"LARDER_CONFIG": str(tmp_path / "none.toml")})
+    with pytest.raises(ConfigError, match="schedule_grace_s"):
+        Schedule.configured({"LARDER_SCHEDULE_GRACE_S": "long"})
