@@ -25,6 +25,7 @@ from precompute.build import (
 )
 from precompute.bundle import Bundle
 from precompute.config import NightConfig, parse_time
+from precompute.holdout import Holdout
 from precompute.partition import partition
 from precompute.registry import open_releases
 from precompute.scoring import (
@@ -133,6 +134,7 @@ def _prepare(
         for model in bundle.models if model.entity == "user"
         for each in model.spec.features
     })  # fmt: skip
+    holdout = Holdout()
     seen = partition(
         config,
         items,
@@ -140,6 +142,7 @@ def _prepare(
         before=parse_time(cut) if cut else None,
         feature_columns=columns,
         progress=lambda rows: progress("read interactions", rows, 0),
+        late=holdout.add,
     )
     item_columns = catalogue.write_item_features(config, bundle, items, build.root)
     if _pin_inputs(config)[0] != facts["inputs_digest"]:
@@ -162,6 +165,7 @@ def _prepare(
         *(catalogue.directory_file("item", shard) for shard in range(config.shards)),
         *(f"work/partition/{shard:04d}.{kind}" for shard in range(config.shards) for kind in ("rows", "features")),
         *([item_columns] if item_columns else []),
+        holdout.write(build.root),
         *(f"bundle/{name}" for name in pinned),
     ]  # fmt: skip
     build.finish(*files)

@@ -18,7 +18,7 @@ from cache.errors import SourceError
 from cache.items import ItemTable, Ordinals
 from cache.keys import hash_ids
 from precompute.config import NightConfig
-from precompute.sources import feature_schema, read_features, read_interactions
+from precompute.sources import Interactions, feature_schema, read_features, read_interactions
 
 Hasher = Callable[[Sequence[bytes], int], NDArray[np.uint64]]
 
@@ -66,12 +66,15 @@ def partition(
     seed: int = 0,
     feature_columns: Sequence[str] = (),
     progress: Callable[[int], None] = lambda _rows: None,
+    late: Callable[[Interactions], None] = lambda _late: None,
     hasher: Hasher = hash_ids,
 ) -> Partitioned:
     """Write `<shard>.rows` (and `<shard>.features`) Arrow files into `folder`, trying seeds until no id collides."""
     folder.mkdir(parents=True, exist_ok=True)
     while True:
-        counted = _write(config, items, folder, before, seed, feature_columns, progress, hasher)
+        counted = _write(
+            config, items, folder, before, seed, feature_columns, progress, late, hasher
+        )
         users = [_distinct(folder, shard, seed, hasher) for shard in range(config.shards)]
         if None not in users:
             return Partitioned(seed, sum(each or 0 for each in users), *counted)
@@ -97,12 +100,13 @@ def _write(
     seed: int,
     feature_columns: Sequence[str],
     progress: Callable[[int], None],
+    late: Callable[[Interactions], None],
     hasher: Hasher,
 ) -> tuple[int, int, NDArray[np.int64]]:
     popularity = np.zeros(items.count, np.int64)
     rows = unknown = 0
     with _ShardFiles(folder, "rows", config.shards, _ROWS) as files:
-        for batch in read_interactions(config.sources, Path(config.base), before=before):
+        for batch in read_interactions(config.sources, Path(config.base), before=before, late=late):
             ordinals = ordinals_of(items, batch.items)
             table = pa.table(
                 {"user": batch.users, "ordinal": ordinals, "time": batch.times}, schema=_ROWS

@@ -5,7 +5,7 @@ import gzip
 import hashlib
 import io
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -73,11 +73,16 @@ def pin(files: Sequence[Path]) -> tuple[str, list[dict[str, object]]]:
 
 
 def read_interactions(
-    sources: Sources, base: Path, *, before: datetime | None = None
+    sources: Sources,
+    base: Path,
+    *,
+    before: datetime | None = None,
+    late: Callable[[Interactions], None] = lambda _late: None,
 ) -> Iterator[Interactions]:
     """Batches of all interaction files; with `before`, only what is strictly older (rows without a time stay).
 
-    Rows of weight 0 or less are not interactions and are left out. Raises SourceError naming file and column.
+    `late` is handed what is not. Rows of weight 0 or less are not interactions and are left out. Raises SourceError
+    naming file and column.
     """
     cut = None if before is None else int(before.timestamp() * MICROSECONDS)
     for path in source_files(sources.interactions, base):
@@ -92,13 +97,16 @@ def read_interactions(
                 )
         with _reading(path):
             for batch in batches:
-                if cut is not None and (late := batch.times >= cut).any():
-                    keep = pa.array(~late)
-                    yield Interactions(
-                        batch.users.filter(keep), batch.items.filter(keep), batch.times[~late]
-                    )
+                if cut is not None and (newer := batch.times >= cut).any():
+                    late(_only(batch, newer))
+                    yield _only(batch, ~newer)
                 else:
                     yield batch
+
+
+def _only(batch: Interactions, rows: NDArray[np.bool_]) -> Interactions:
+    keep = pa.array(rows)
+    return Interactions(batch.users.filter(keep), batch.items.filter(keep), batch.times[rows])
 
 
 def read_features(

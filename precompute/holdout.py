@@ -1,0 +1,66 @@
+"""Interactions newer than the cut, of a bounded sample of users: what a night could not know, to be judged by."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.artefacts import write_atomically
+from cache.keys import fingerprints
+from precompute.sources import Interactions
+
+FILE: Final = "work/holdout.json"
+USERS_MAX: Final = 2_000
+ITEMS_MAX: Final = 50
+
+
+class Holdout:
+    """Collects what lies beyond the cut; of many users those with the smallest fingerprints, so any order does."""
+
+    def __init__(self, users_max: int = USERS_MAX) -> None:
+        self._users_max = users_max
+        self._below = 2**64
+        self._marks: dict[str, int] = {}
+        self._items: dict[str, dict[str, None]] = {}
+
+    def add(self, late: Interactions) -> None:
+        """Take in a batch of interactions at or after the cut."""
+        coded = pc.dictionary_encode(late.users)
+        names: list[str] = coded.dictionary.to_pylist()
+        marks = fingerprints([name.encode() for name in names]).tolist()
+        chosen = np.array([mark < self._below for mark in marks], np.bool_)
+        codes = np.asarray(coded.indices)
+        rows = np.flatnonzero(chosen[codes])
+        for code, item in zip(
+            codes[rows].tolist(), late.items.take(pa.array(rows)).to_pylist(), strict=True
+        ):
+            self._marks[names[code]] = marks[code]
+            found = self._items.setdefault(names[code], {})
+            if len(found) < ITEMS_MAX:
+                found[item] = None
+        if len(self._marks) > 2 * self._users_max:
+            self._trim()
+
+    def _trim(self) -> None:
+        kept = sorted(self._marks, key=self._marks.__getitem__)[: self._users_max]
+        self._marks = {name: self._marks[name] for name in kept}
+        self._items = {name: self._items[name] for name in kept}
+        if len(kept) == self._users_max and kept:
+            self._below = self._marks[kept[-1]] + 1
+
+    def write(self, root: Path) -> str:
+        """The file under a generation's folder, written also when it holds nothing: then that is known."""
+        self._trim()
+        data = {name: list(items) for name, items in self._items.items()}
+        write_atomically(root / FILE, orjson.dumps(data))
+        return FILE
+
+
+def read_holdout(root: Path) -> Mapping[str, list[str]]:
+    """User -> items; raises FileNotFoundError when the night kept none."""
+    found: Any = orjson.loads((root / FILE).read_bytes())
+    return dict(found)

@@ -1,0 +1,42 @@
+"""The held-out sample: bounded, the same in any order, and there even when nothing is newer than the cut."""
+
+import numpy as np
+import pyarrow as pa
+
+from precompute.holdout import ITEMS_MAX, Holdout, read_holdout
+from precompute.sources import Interactions
+
+
+def batch(users, items):
+    count = len(users)
+    return Interactions(
+        pa.array(users, pa.string()), pa.array(items, pa.string()), np.zeros(count, np.int64)
+    )
+
+
+def test_many_users_are_cut_down_to_the_same_sample_in_any_order(tmp_path):
+    users = [f"user-{number}" for number in range(500)]
+    found = []
+    for name, order in (("a", users), ("b", users[::-1])):
+        holdout = Holdout(users_max=20)
+        for start in range(0, 500, 50):
+            holdout.add(batch(order[start : start + 50], ["x"] * 50))
+        holdout.write(tmp_path / name)
+        found.append(read_holdout(tmp_path / name))
+
+    assert len(found[0]) == 20 and found[0] == found[1]
+
+
+def test_a_user_keeps_a_bounded_number_of_different_items(tmp_path):
+    holdout = Holdout()
+    items = [str(number) for number in range(ITEMS_MAX + 30)]
+    holdout.add(batch(["user"] * len(items) * 2, items * 2))
+    holdout.write(tmp_path)
+
+    assert len(read_holdout(tmp_path)["user"]) == ITEMS_MAX
+
+
+def test_nothing_newer_than_the_cut_is_written_down_as_nothing(tmp_path):
+    Holdout().write(tmp_path)
+
+    assert read_holdout(tmp_path) == {}
