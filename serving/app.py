@@ -1,6 +1,5 @@
 """The running service put together: tiers, model, ladder and routes, for as long as the application lives."""
 
-import asyncio
 import contextlib
 import secrets
 import socket
@@ -21,9 +20,10 @@ from cache.releases import Pointer
 from cache.remote import RemoteConfig, RemoteTier
 from cache.tiered import Tiered
 from serving import schema
-from serving.case import want_in
+from serving.clock import RedisClock
 from serving.config import ServingConfig
 from serving.follower import Follower
+from serving.heartbeat import Heartbeat
 from serving.infer import Inferences
 from serving.ladder import Ladder
 from serving.live import MicroBatcher, compute
@@ -32,10 +32,10 @@ from serving.nights import Nights
 from serving.problem import Problem
 from serving.refresh import Refresher
 from serving.routes import Service, refused, routes
+from serving.shelf import Shelf
 from serving.snapshot import Snapshot
+from serving.warming import Warming
 
-_WARM_CHUNK = 128
-_WARM_S = 2.0
 _BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -137,18 +137,6 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
             threads=config.live_threads,
         )
 
-    async def warm(coming: Snapshot, current: Snapshot) -> None:
-        if coming.generation == current.generation:
-            return
-        tables = coming.manifest.tables
-        hot = dict.fromkeys(ladder.recent)
-        wants = [want_in(coming, tables[table], raw) for table, raw in hot if table in tables]
-        wants = [want for want in wants if want.position >= 0]
-        give_up = time.monotonic() + _WARM_S
-        for start in range(0, len(wants), _WARM_CHUNK):
-            await tiers.warm(coming.view, wants[start : start + _WARM_CHUNK], give_up)
-            await asyncio.sleep(0)  # readers go first
-
     def events() -> dict[str, float]:
         return {
             "l2_reads": tiers.counters.l2_reads,
@@ -162,12 +150,18 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
             "overlays_dropped": tiers.writes.dropped,
         }
 
-    follower = Follower(store, remote, open_snapshot, metrics, warm=warm)
+    aside = ThreadPoolExecutor(1, thread_name_prefix="larder-next")
+    clock = RedisClock()
+    warming = Warming(tiers, lambda: ladder.recent)
+    shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside)
+    follower = Follower(
+        store, remote, shelf, metrics, load_bound_s=config.load_bound_s, clock=clock
+    )
     refresher = Refresher(
         follower,
         store,
         remote,
-        replica_id=replica_id(),
+        Heartbeat(replica_id(), follower, clock, metrics, remote.p99_ms),
         poll_s=config.poll_s,
         blocklist_poll_s=config.blocklist_poll_s,
         heartbeat_s=config.heartbeat_s,
@@ -193,6 +187,7 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
         await tiers.aclose()
         await remote.aclose()
         executor.shutdown(wait=False, cancel_futures=True)
+        aside.shutdown(wait=False, cancel_futures=True)
 
 
 def replica_id() -> str:

@@ -63,6 +63,7 @@ class ServingConfig:
     blocklist_poll_s: float = 1.0
     heartbeat_s: float = 1.0
     drain_s: float = 10.0
+    load_bound_s: float = 60.0
 
     body_bytes: int = 8 << 20
     max_batch: int = 1_000
@@ -156,8 +157,8 @@ _POSITIVE = (
     "l1_bytes", "negative_entries", "negative_ttl_s", "overlay_ttl_s", "outage_ttl_s",
     "deadline_ms", "deadline_max_ms", "l2_deadline_ms", "l2_connections", "breaker_threshold", "breaker_cooldown_s",
     "live_workers", "live_threads", "live_batch", "live_queue", "live_queue_bytes",
-    "poll_s", "blocklist_poll_s", "heartbeat_s", "drain_s", "body_bytes", "max_batch", "max_history", "max_exclude",
-    "max_ids",
+    "poll_s", "blocklist_poll_s", "heartbeat_s", "drain_s", "load_bound_s", "body_bytes", "max_batch", "max_history",
+    "max_exclude", "max_ids",
 )  # fmt: skip
 
 

@@ -12,11 +12,12 @@ from cache.tiered import Found, Missed, MissReason, Outcome, View, Want
 from serving.answer import Answer
 from serving.ask import Ask
 from serving.case import Case, Pace, cases_of, still_open, want_in
+from serving.holding import Holding
 from serving.infer import Inferences
 from serving.live import Computed
 from serving.metrics import Metrics
 from serving.reply import EXHAUSTED, Reply, Turn
-from serving.snapshot import Holding, Snapshot
+from serving.snapshot import Snapshot
 
 RECENT = 4_096
 """Entities remembered, with repetitions: what is hot is read ahead before the next generation takes over."""

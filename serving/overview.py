@@ -3,7 +3,8 @@
 from typing import Any
 
 from serving.health import Health
-from serving.snapshot import Holding, Snapshot
+from serving.holding import Holding
+from serving.snapshot import Snapshot
 
 
 def overview(holding: Holding, health: Health) -> dict[str, Any]:

@@ -11,13 +11,16 @@ import orjson
 from redis.exceptions import ResponseError
 
 from cache.artefacts import ArtefactStore
-from cache.blocklist import Blocklist
-from cache.errors import CorruptArtefact, LarderError, StoreError, TierUnavailable
+from cache.errors import LarderError, TierUnavailable
+from serving.blocking import newest_blocklist
 from serving.follower import Follower
+from serving.heartbeat import Heartbeat
 
 log = logging.getLogger(__name__)
 
 _CANCEL_AGAIN_S = 0.1
+_EXPECTING_S = 0.1
+"""Between looks at the pointer while a generation is staged."""
 
 Step = Callable[[], Coroutine[Any, Any, None]]
 
@@ -26,7 +29,10 @@ class Redis(Protocol):
     """What keeping up needs of L2; everything here raises TierUnavailable."""
 
     def subscribe(self) -> AsyncGenerator[bytes, None]:
-        """Announcements: b"pointer" or b"blocklist"."""
+        """Announcements: b"pointer", b"next" or b"blocklist"."""
+
+    async def time(self) -> float:
+        """Redis' own clock, Unix seconds."""
 
     async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
         """Says what this replica holds."""
@@ -46,29 +52,27 @@ class Refresher:
         follower: Follower,
         store: ArtefactStore,
         redis: Redis,
+        heartbeat: Heartbeat,
         *,
-        replica_id: str,
         poll_s: float,
         blocklist_poll_s: float,
         heartbeat_s: float,
-        clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.follower = follower
         self.blocklist_read_at = timer()
         self._store = store
         self._redis = redis
-        self._replica_id = replica_id
-        self._clock = clock
+        self._heartbeat = heartbeat
         self._timer = timer
         self._poll_s = poll_s
         self._wake_pointer, self._wake_blocklist, self._wake_beat = (
             asyncio.Event(), asyncio.Event(), asyncio.Event(),
         )  # fmt: skip
-        self._steps: tuple[tuple[float, Step, asyncio.Event], ...] = (
-            (poll_s, follower.look, self._wake_pointer),
-            (blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
-            (heartbeat_s, self.beat, self._wake_beat),
+        self._steps: tuple[tuple[Callable[[], float], Step, asyncio.Event], ...] = (
+            (self._look_s, follower.look, self._wake_pointer),
+            (lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
+            (lambda: heartbeat_s, self.beat, self._wake_beat),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._beating = asyncio.Lock()
@@ -79,7 +83,9 @@ class Refresher:
         await self.look_at_blocklist()
         await self.follower.look()
         await self.beat()
-        self.follower.changed = self._wake_beat.set  # whoever waits for a swap hears of it at once
+        self.follower.shelf.changed = (
+            self._wake_beat.set
+        )  # whoever waits for a swap hears of it at once
         self._tasks = [asyncio.create_task(self._every(*each)) for each in self._steps]
         self._tasks.append(asyncio.create_task(self._listen()))
 
@@ -99,16 +105,20 @@ class Refresher:
         self.follower.is_draining = True
         await self._sign_off()
 
+    def _look_s(self) -> float:
+        """A replica that a publisher waits for must not be the one that flips late."""
+        return min(self._poll_s, _EXPECTING_S) if self.follower.is_expecting else self._poll_s
+
     async def look_at_blocklist(self) -> None:
         """Takes over the newest blocklist that can be read; what cannot be read leaves the last in force, marked."""
-        follower = self.follower
-        current = follower.blocklist.version if follower.is_blocklist_known else -1
+        follower, shelf = self.follower, self.follower.shelf
+        current = shelf.blocklist.version if shelf.is_blocklist_known else -1
         try:
-            found, trouble = await asyncio.to_thread(_newest_blocklist, self._store, current)
+            found, trouble = await asyncio.to_thread(newest_blocklist, self._store, current)
         except (LarderError, OSError, ValueError) as error:
             found, trouble = None, str(error)
         if found is not None:
-            await follower.block(found)
+            await shelf.block(found)
         follower.note("blocklist", trouble and "blocklist_unreadable", trouble or "")
         if trouble is None:
             self.blocklist_read_at = self._timer()
@@ -118,15 +128,13 @@ class Refresher:
         async with self._beating:
             if self.follower.is_draining:
                 return
-            held = self.follower.holding
-            payload = {
-                "replica": self._replica_id,
-                "serving": None if held is None else held.live.generation,
-                "holds": [] if held is None else list(held.generations),
-                "epoch": self.follower.epoch,
-            }
             try:
-                await self._redis.heartbeat(self._replica_id, orjson.dumps(payload), self._clock())
+                asked_at = self._timer()
+                self._heartbeat.clock.set(await self._redis.time(), asked_at)
+                payload = orjson.dumps(self._heartbeat.payload())
+                await self._redis.heartbeat(
+                    self._heartbeat.replica_id, payload, self._heartbeat.clock()
+                )
             except TierUnavailable:
                 self._is_policy_fine = False  # what comes back may be another Redis
                 return
@@ -153,7 +161,7 @@ class Refresher:
     async def _sign_off(self) -> None:
         async with self._beating:
             with contextlib.suppress(TierUnavailable):
-                await self._redis.sign_off(self._replica_id)
+                await self._redis.sign_off(self._heartbeat.replica_id)
 
     async def _listen(self) -> None:
         while True:
@@ -168,8 +176,9 @@ class Refresher:
             )
             await asyncio.sleep(self._poll_s)
 
-    async def _every(self, seconds: float, step: Step, wake: asyncio.Event) -> None:
+    async def _every(self, pause_s: Callable[[], float], step: Step, wake: asyncio.Event) -> None:
         while True:
+            seconds = pause_s()
             # Not wait_for: in Python 3.11 it loses a cancellation that meets the event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -179,36 +188,3 @@ class Refresher:
                 await step()
             except Exception:  # a loop that ended silently would leave this replica behind for ever
                 log.exception("keeping up failed; trying again in %s s", seconds)
-
-
-def _newest_blocklist(store: ArtefactStore, current: int) -> tuple[Blocklist | None, str | None]:
-    """The newest readable version above `current` (-1: none yet), and why it is not the newest of all."""
-    names = store.names("blocklist")
-    stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
-    versions = sorted(
-        {int(stem): stem for stem in stems if len(stem) == 12 and stem.isdecimal()}.items(),
-        reverse=True,
-    )
-    newest = versions[0][0] if versions else 0
-    if newest < current:
-        raise StoreError(f"version {newest} is the newest in the store, {current} is in force")
-    if not versions and not store.names(""):
-        # A volume that is not mounted looks like a store in which nothing was ever blocked.
-        raise StoreError(f"there is nothing at all in {store.url}")
-    trouble = None
-    for version, stem in versions:
-        if version <= current:
-            return None, trouble
-        try:
-            return _read(store, version, stem), trouble
-        except (LarderError, OSError, ValueError) as error:
-            trouble = trouble or f"version {version}: {error}"
-    return (Blocklist() if not versions and current < 0 else None), trouble
-
-
-def _read(store: ArtefactStore, version: int, stem: str) -> Blocklist:
-    raw = store.read(f"blocklist/{stem}.json")
-    found = None if raw is None else Blocklist.from_bytes(raw)
-    if found is None or found.version != version:
-        raise CorruptArtefact("is not there" if found is None else f"calls itself {found.version}")
-    return found

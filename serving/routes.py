@@ -19,6 +19,7 @@ from serving import schema
 from serving.answer import Answer
 from serving.ask import Ask, Limits, Options
 from serving.follower import Follower
+from serving.holding import Holding
 from serving.ladder import Ladder
 from serving.metrics import CONTENT_TYPE, Metrics
 from serving.nights import Nights
@@ -27,7 +28,6 @@ from serving.overview import overview
 from serving.parse import lookup_body, lookup_url, score_body
 from serving.problem import Problem, from_input
 from serving.score import rank_candidates
-from serving.snapshot import Holding
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,10 @@ from cache.ranking import Metric, score
 from cache.records import Layout
 from serving.answer import Answer, history_in
 from serving.ask import Ask, ScoreAsk
+from serving.holding import Holding
 from serving.ladder import Ladder
 from serving.problem import Problem
-from serving.snapshot import Holding, Snapshot
+from serving.snapshot import Snapshot
 
 
 async def rank_candidates(

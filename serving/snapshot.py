@@ -1,4 +1,4 @@
-"""One generation as this process holds it, and the pair of generations that answers come from."""
+"""One generation as this process holds it."""
 
 import dataclasses
 import logging
@@ -126,48 +126,6 @@ class Snapshot:
         return raw in self.blocklist.entities or (
             table.entity == "item" and raw in self.blocklist.items
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Holding:
-    """What a request captures when it starts: the live snapshot and, when one is held, the previous."""
-
-    live: Snapshot
-    previous: Snapshot | None = None
-
-    def pinned(self, generation: str | None) -> Self:
-        """What a request that pins `generation` may be answered from; 409 when it is not held."""
-        if generation is None:
-            return self
-        for each in (self.live, self.previous):
-            if each is not None and each.generation == generation:
-                return dataclasses.replace(self, live=each, previous=None)
-        raise Problem(
-            409, "generation_gone", f"generation {generation!r} is not live or previous here",
-            field="generation", held=list(self.generations),
-        )  # fmt: skip
-
-    @property
-    def generations(self) -> tuple[str, ...]:
-        """Ids of what is held, the live one first."""
-        return tuple(each.generation for each in self.snapshots)
-
-    def with_blocklist(self, blocklist: Blocklist) -> Self:
-        """Both generations under another blocklist."""
-        return dataclasses.replace(
-            self,
-            live=self.live.with_blocklist(blocklist),
-            previous=self.previous and self.previous.with_blocklist(blocklist),
-        )
-
-    def find(self, generation: str | None) -> Snapshot | None:
-        """The held snapshot of a generation."""
-        return next((each for each in self.snapshots if each.generation == generation), None)
-
-    @property
-    def snapshots(self) -> tuple[Snapshot, ...]:
-        """All that is held."""
-        return (self.live,) if self.previous is None else (self.live, self.previous)
 
 
 def _iso(at: float) -> str:

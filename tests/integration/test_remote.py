@@ -504,9 +504,12 @@ async def test_listening_ends_with_the_reason_when_the_connection_does(own_redis
 
 async def test_pointer_heartbeat_and_policy(remote: RemoteTier, client: redis.Redis) -> None:
     keyspace = remote.keyspace
-    assert await remote.pointer() is None
+    assert await remote.watch() == (None, None)
     client.set(keyspace.live, b"{}")
-    assert await remote.pointer() == b"{}"
+    client.set(keyspace.next, b"note")
+    assert await remote.watch() == (b"{}", b"note")
+    told = client.time()[0]
+    assert told <= await remote.time() < told + 2
     assert await remote.eviction_policy() == "volatile-lru"
 
     await remote.heartbeat("replica-1", b'{"holds":["a"]}', 100.0)

@@ -10,8 +10,8 @@ from cache.blocklist import Blocklist
 from cache.errors import TierUnavailable
 from serving.answer import from_record
 from serving.case import Case
+from serving.holding import Holding
 from serving.problem import Problem
-from serving.snapshot import Holding
 from tests.unit.serving.world import (
     DATA_UNTIL,
     GENERATION,

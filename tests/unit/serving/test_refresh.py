@@ -14,12 +14,19 @@ from cache.artefacts import ArtefactStore
 from cache.blocklist import Blocklist, change_blocklist
 from cache.errors import CorruptArtefact, TierUnavailable
 from cache.releases import Pointer, Release, done_path, intent_path
-from serving.follower import Follower, judge
+from cache.staging import Staging
+from serving.clock import RedisClock
+from serving.follower import Follower
+from serving.heartbeat import Heartbeat
 from serving.refresh import Refresher
+from serving.shelf import Shelf
 from serving.snapshot import Snapshot
+from serving.verdict import judge
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World
 
+BOUND_S = 60.0
+REDIS_AHEAD_S = 3_600.0
 A, B, C = (f"2026112{day}T000000Z-00000000000{day}" for day in range(3))
 
 
@@ -31,15 +38,23 @@ def pointer(generation: str, epoch: int, previous: str | None = None) -> Pointer
 class FakeRedis:
     """A pointer that tests set, an outage that they cause, and the beats it was sent."""
 
+    timer: FakeClock
     now: Pointer | bytes | None = None
+    note: Staging | bytes | None = None
     down: bool = False
     policy: str | Exception = "volatile-lru"
     beats: list[dict[str, object]] = field(default_factory=list)
 
-    async def pointer(self) -> bytes | None:
+    async def watch(self) -> tuple[bytes | None, bytes | None]:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
-        return self.now.to_bytes() if isinstance(self.now, Pointer) else self.now
+        pointer = self.now.to_bytes() if isinstance(self.now, Pointer) else self.now
+        return pointer, self.note.to_bytes() if isinstance(self.note, Staging) else self.note
+
+    async def time(self) -> float:
+        if self.down:
+            raise TierUnavailable("gone", reason="connection")
+        return self.timer() + REDIS_AHEAD_S
 
     async def subscribe(self) -> AsyncGenerator[bytes, None]:
         await asyncio.Event().wait()
@@ -64,18 +79,23 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.world = World()
-        self.redis = FakeRedis()
-        self.store = ArtefactStore(str(folder))
         self.timer = FakeClock()
+        self.redis = FakeRedis(self.timer)
+        self.store = ArtefactStore(str(folder))
+        self.clock = RedisClock(self.timer, self.timer)
         self.opened: list[str] = []
         self.broken: set[str] = set()
         self.degraded: str | None = None
         self.on_open: Callable[[], None] = lambda: None
+        self.warmed: list[str] = []
+        self.shelf = Shelf(self.open, self.world.metrics, warm=self.warm, timer=self.timer)
         self.follower = Follower(
-            self.store, self.redis, self.open, self.world.metrics, timer=self.timer
-        )
+            self.store, self.redis, self.shelf, self.world.metrics,
+            load_bound_s=BOUND_S, clock=self.clock, timer=self.timer,
+        )  # fmt: skip
+        heartbeat = Heartbeat("replica-1", self.follower, self.clock, self.world.metrics)
         self.refresher = Refresher(
-            self.follower, self.store, self.redis, replica_id="replica-1",
+            self.follower, self.store, self.redis, heartbeat,
             poll_s=1, blocklist_poll_s=1, heartbeat_s=1, timer=self.timer,
         )  # fmt: skip
 
@@ -86,6 +106,9 @@ class Scene:
             raise CorruptArtefact("items.bin has 3 bytes")
         changes = {"epoch": to.epoch, "blocklist": blocklist, "degraded": self.degraded}
         return self.world.snapshot(to.generation, **changes)
+
+    async def warm(self, coming: Snapshot, _current: Snapshot) -> None:
+        self.warmed.append(coming.generation)
 
     async def publish(self, to: Pointer | bytes | None) -> None:
         self.redis.now = to
@@ -161,7 +184,7 @@ async def test_a_previous_that_is_not_held_is_fetched_after_the_swap(scene: Scen
 async def test_a_generation_rolled_back_while_it_loads_is_never_served(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     live = []
-    scene.follower.changed = lambda: live.append(scene.held[0])
+    scene.shelf.changed = lambda: live.append(scene.held[0])
 
     def roll_back_meanwhile() -> None:
         scene.redis.now = pointer(A, 3)
@@ -255,12 +278,14 @@ async def test_only_an_epoch_that_was_seen_and_cannot_be_loaded_drains(scene: Sc
 
     await scene.publish(pointer(B, 2, A))
 
-    assert scene.held == [A] and not scene.follower.health.ready
+    assert scene.held == [A] and scene.follower.health.ready
     assert "items.bin" in (scene.follower.health.failed or "")
+    assert scene.follower.stale == "load_failed"
     await scene.follower.look()
     assert scene.opened == [A, B]  # not at every look: each try reads and checks every file
+    scene.timer.tick(BOUND_S)
+    assert not scene.follower.health.ready
     scene.broken.clear()
-    scene.timer.tick(60)
     await scene.follower.look()
     assert scene.held == [B, A] and scene.follower.health.ready
 
@@ -279,7 +304,7 @@ async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loadi
     assert held.live.blocklist.entities == {b"u1"}
 
     def block_meanwhile() -> None:
-        scene.follower.blocklist = change_blocklist(scene.store, block_items=[b"i4"])
+        scene.shelf.blocklist = change_blocklist(scene.store, block_items=[b"i4"])
 
     scene.on_open = block_meanwhile
     await scene.publish(pointer(B, 2, A))
@@ -303,13 +328,13 @@ async def test_an_announcement_at_the_very_end_keeps_nothing_running(scene: Scen
 async def test_a_cancellation_lost_in_a_client_library_does_not_stop_the_stop(
     scene: Scene,
 ) -> None:
-    async def forgetful() -> bytes | None:
+    async def forgetful() -> tuple[bytes | None, bytes | None]:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
-        return None
+        return None, None
 
     await scene.refresher.start()
-    scene.redis.pointer = forgetful  # type: ignore[method-assign]
+    scene.redis.watch = forgetful  # type: ignore[method-assign]
     scene.refresher._wake_pointer.set()
     await asyncio.sleep(0.01)
 

@@ -8,8 +8,8 @@ import pytest
 from cache.keys import fingerprint
 from cache.records import Layout, decode, encode_vectors
 from serving.ask import Options, ScoreAsk
+from serving.holding import Holding
 from serving.score import _tolerance, rank_candidates
-from serving.snapshot import Holding
 from tests.unit.serving.world import World, entity, ids
 
 

@@ -1,0 +1,24 @@
+"""Which requests a canary answers: a stable hash of the caller's key, the same on every replica. Pure."""
+
+from dataclasses import dataclass
+
+import xxhash
+
+_WHOLE = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """`percent` of all keys, drawn anew for every canary generation: nobody is always the one who tries things."""
+
+    seed: int
+    limit: int
+
+    @classmethod
+    def of(cls, generation: str, percent: float) -> "Split":
+        """The split of one canary; its seed is the 64-bit xxh3 (seed 0) of the canary generation's id."""
+        return cls(xxhash.xxh3_64_intdigest(generation.encode()), round(_WHOLE * (percent / 100.0)))
+
+    def takes(self, key: bytes) -> bool:
+        """Whether a request with this key goes to the canary. A larger percentage keeps all it had."""
+        return xxhash.xxh3_64_intdigest(key, self.seed) < self.limit
