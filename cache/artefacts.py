@@ -1,9 +1,11 @@
 """The artefact store: where the truth lies; a local folder or any fsspec URL."""
 
+import contextlib
 import hashlib
 import os
 import secrets
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def last_change(path: Path) -> float:
+    """When anything in a file or folder last came or changed, Unix seconds; 0 when it is gone.
+
+    By the inode's own time: a copied file keeps the modification time of its original.
+    """
+    newest = 0.0
+    for each in (path, *path.rglob("*")) if path.is_dir() else (path,):
+        with contextlib.suppress(OSError):
+            newest = max(newest, each.lstat().st_ctime)
+    return newest
 
 
 class ArtefactStore:
@@ -169,12 +183,43 @@ class ArtefactStore:
                 shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
             else:
                 fs, url = self._remote(path)
-                fs.rm(url, recursive=True)
                 shutil.rmtree(self._root / path, ignore_errors=True)
+                fs.rm(url, recursive=True)
         except FileNotFoundError:
             pass
         except OSError as error:
             raise StoreError(f"cannot delete {path} in {self.url}: {error}") from error
+
+    def host_copies(self) -> list[str]:
+        """Generations of a remote store of which this host keeps files; of a local store none are copies."""
+        folder = self._root / "generations"
+        if self.folder is not None or not folder.is_dir():
+            return []
+        return sorted(each.name for each in folder.iterdir() if GENERATION.fullmatch(each.name))
+
+    def sweep_host_copies(self, in_use: Collection[str], *, before: float) -> list[str]:
+        """Remove this host's copies of generations that the store no longer has; the generations removed.
+
+        Never one `in_use`, nor one that changed since `before` (Unix seconds): it may be in the making here. A store
+        that shows no generation at all proves nothing and loses no copy.
+        """
+        copies = [each for each in self.host_copies() if each not in in_use]
+        stored = set(self.names("generations")) if copies else set()
+        gone = []
+        for generation in copies:
+            path = self._root / "generations" / generation
+            if stored and generation not in stored and last_change(path) < before:
+                shutil.rmtree(path, ignore_errors=True)
+                gone.append(generation)
+        return gone
+
+    def sweep_unfinished(self, *, before: float) -> int:
+        """Remove what killed writers left on this host (`.*.part`) before that time; how many there were."""
+        found = [path for path in self._root.rglob(".*.part") if 0.0 < last_change(path) < before]
+        for path in found:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        return len(found)
 
     def local(self, path: str) -> Path:
         """Where this host has, or will write, a file; for a remote store a place in the host cache."""

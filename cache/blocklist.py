@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import orjson
@@ -19,11 +19,15 @@ _VERSION = re.compile(r"([0-9]{12})\.json")
 
 @dataclass(frozen=True, slots=True)
 class Blocklist:
-    """One version; a blocked item appears in no answer, a blocked entity gets none of its own."""
+    """One version; a blocked item appears in no answer, a blocked entity gets none of its own.
+
+    `entities` are of whatever kind; `users` (the erased ones) leave an item of the same id alone.
+    """
 
     version: int = 0
     items: frozenset[bytes] = frozenset()
     entities: frozenset[bytes] = frozenset()
+    users: frozenset[bytes] = frozenset()
 
     def to_bytes(self) -> bytes:
         """JSON with sorted ids."""
@@ -32,6 +36,7 @@ class Blocklist:
                 "version": self.version,
                 "items": sorted(raw.decode() for raw in self.items),
                 "entities": sorted(raw.decode() for raw in self.entities),
+                "users": sorted(raw.decode() for raw in self.users),
             },
             option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
         )
@@ -41,9 +46,10 @@ class Blocklist:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
             data = orjson.loads(raw)
-            items = frozenset(canonical_id(each) for each in data["items"])
+            ids = (data["items"], data["entities"], data.get("users", ()))
             return cls(
-                data["version"], items, frozenset(canonical_id(each) for each in data["entities"])
+                data["version"],
+                *(frozenset(canonical_id(each) for each in found) for found in ids),
             )
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             raise CorruptArtefact(f"not a blocklist: {error}") from error
@@ -69,18 +75,22 @@ def change_blocklist(
     block_entities: Iterable[bytes] = (),
     unblock_items: Iterable[bytes] = (),
     unblock_entities: Iterable[bytes] = (),
+    block_users: Iterable[bytes] = (),
+    unblock_users: Iterable[bytes] = (),
 ) -> Blocklist:
     """Write the next version; a concurrent change is merged, never lost."""
     add_items, add_entities = frozenset(block_items), frozenset(block_entities)
     drop_items, drop_entities = frozenset(unblock_items), frozenset(unblock_entities)
+    add_users, drop_users = frozenset(block_users), frozenset(unblock_users)
     for _ in range(WRITE_TRIES):
         now = latest_blocklist(store)
         changed = Blocklist(
             now.version + 1,
             now.items - drop_items | add_items,
             now.entities - drop_entities | add_entities,
+            now.users - drop_users | add_users,
         )
-        if (changed.items, changed.entities) == (now.items, now.entities):
+        if replace(changed, version=now.version) == now:
             return now
         if store.write_once(_path(changed.version), changed.to_bytes()):
             return changed

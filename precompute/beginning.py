@@ -13,6 +13,7 @@ from cache.artefacts import generation_path, write_atomically
 from cache.errors import (
     BundleError,
     ConfigError,
+    Conflict,
     SourceError,
 )
 from precompute import catalogue
@@ -25,6 +26,7 @@ from precompute.build import (
 )
 from precompute.bundle import Bundle
 from precompute.config import NightConfig, parse_time
+from precompute.erasure import Erased, all_erasures
 from precompute.holdout import Holdout
 from precompute.partition import partition
 from precompute.registry import open_releases
@@ -34,8 +36,10 @@ from precompute.scoring import (
 )
 from precompute.sources import pin, source_files
 from precompute.states import State, demand
+from precompute.training import heal
 
 BUNDLE_COPIES = 3
+ERASURE_LOOKS = 10
 
 
 def begin(
@@ -68,6 +72,7 @@ def _copied_bundle(config: NightConfig) -> Iterator[Bundle]:
     beside = config.store().local(f".bundle.{secrets.token_hex(4)}.part")
     try:
         for left in reversed(range(BUNDLE_COPIES)):
+            heal(source)
             if not source.exists() and not left:
                 raise ConfigError(
                     f"there is no bundle at {source}: set `bundle`, or run `train` first"
@@ -98,36 +103,53 @@ def _pin_inputs(config: NightConfig) -> tuple[str, list[dict[str, object]]]:
 def _begin(
     config: NightConfig, bundle: Bundle, cut: datetime, *, until: str | None, progress: Progress
 ) -> Step:
-    inputs_digest, inputs = _pin_inputs(config)
-    generation = generation_id(cut, config, bundle.digest, inputs_digest)
-    build = Build(config, config.store(), generation)
-    with open_releases(config) as releases:
-        state = releases.state(generation)
-        found: Step = {
-            "generation": generation,
-            "url": f"{build.store.url}/{generation_path(generation)}",
-        }
-        found["shards"] = list(range(config.shards))
-        if state is State.LIVE:
-            return {**found, "already_live": True}
-        demand("begin", generation, state)
-        if state is None:
-            releases.note(generation, State.BEGUN)
+    sources_digest, inputs = _pin_inputs(config)
+    store = config.store()
+    for _ in range(ERASURE_LOOKS):
+        erased = Erased.of(all_erasures(store))
+        inputs_digest = erased.digest(sources_digest)
+        generation = generation_id(cut, config, bundle.digest, inputs_digest)
+        build = Build(config, store, generation)
+        with open_releases(config) as releases:
+            state = releases.state(generation)
+            found: Step = {
+                "generation": generation,
+                "url": f"{build.store.url}/{generation_path(generation)}",
+            }
+            found["shards"] = list(range(config.shards))
+            if state is State.LIVE:
+                return {**found, "already_live": True}
+            demand("begin", generation, state)
+            if state is None:
+                releases.note(generation, State.BEGUN)
+        # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
+        if Erased.of(all_erasures(store)) == erased:
+            break
+    else:
+        raise Conflict("erasures were written each time they were looked at; run `begin` again")
     if build.read_report("begin") is None:
-        _prepare(build, bundle, cut=until, facts={
+        _prepare(build, bundle, cut=until, erased=erased, sources_digest=sources_digest, facts={
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
+            "erased": list(erased.numbers),
         }, progress=progress)  # fmt: skip
     return {**found, "already_live": False}
 
 
 def _prepare(
-    build: Build, bundle: Bundle, *, cut: str | None, facts: Step, progress: Progress
+    build: Build,
+    bundle: Bundle,
+    *,
+    cut: str | None,
+    erased: Erased,
+    sources_digest: str,
+    facts: Step,
+    progress: Progress,
 ) -> None:
     config, started = build.config, time.perf_counter()
     pinned = _pin_bundle(build, bundle)
     for model in bundle.models:
         write_atomically(build.path(f"models/{model.name}.fp32.onnx"), model.path.read_bytes())
-    laid = catalogue.write_catalogue(config, bundle, build.root)
+    laid = catalogue.write_catalogue(config, bundle, build.root, erased=erased.items)
     items = catalogue.open_items(build.root, laid)
     columns = sorted({
         str(each.column)
@@ -143,9 +165,10 @@ def _prepare(
         feature_columns=columns,
         progress=lambda rows: progress("read interactions", rows, 0),
         late=holdout.add,
+        erased=erased,
     )
     item_columns = catalogue.write_item_features(config, bundle, items, build.root)
-    if _pin_inputs(config)[0] != facts["inputs_digest"]:
+    if _pin_inputs(config)[0] != sources_digest:
         raise SourceError(
             f"the source files changed while {build.generation} read them; run the night again"
         )

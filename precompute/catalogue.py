@@ -1,6 +1,6 @@
 """The catalogue: which items a generation knows, in ordinal order, and their vectors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +39,24 @@ def needs_index(bundle: Bundle) -> bool:
 
 
 def write_catalogue(
-    config: NightConfig, bundle: Bundle, root: Path, *, hasher: Hasher = hash_ids
+    config: NightConfig,
+    bundle: Bundle,
+    root: Path,
+    *,
+    hasher: Hasher = hash_ids,
+    erased: Collection[bytes] = (),
 ) -> dict[str, Any]:
     """Write ids, offsets, model indices and the item directory; returns seed, counts and what was left out.
 
     The items are those of the feature table if there is one, else the bundle's. An item that the models cannot
-    answer for (not in their vocabulary, where they want an index) is left out and counted.
+    answer for (not in their vocabulary, where they want an index) is left out and counted; an erased one is just not
+    there.
     """
     vocabulary = {raw: index for index, raw in enumerate(bundle.item_ids)}
     listed = _listed(config) or list(bundle.item_ids)
     if len(set(listed)) != len(listed):
         raise SourceError(f"{config.sources.item_features} lists an item twice")
+    listed = [raw for raw in listed if raw not in erased]
     usable = [raw for raw in listed if raw in vocabulary] if needs_index(bundle) else listed
     if not usable:
         raise SourceError(f"the model knows none of the {len(listed)} items of the catalogue")

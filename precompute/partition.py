@@ -18,6 +18,7 @@ from cache.errors import SourceError
 from cache.items import ItemTable, Ordinals
 from cache.keys import hash_ids
 from precompute.config import NightConfig
+from precompute.erasure import NOBODY, Erased
 from precompute.sources import Interactions, feature_schema, read_features, read_interactions
 
 Hasher = Callable[[Sequence[bytes], int], NDArray[np.uint64]]
@@ -68,12 +69,16 @@ def partition(
     progress: Callable[[int], None] = lambda _rows: None,
     late: Callable[[Interactions], None] = lambda _late: None,
     hasher: Hasher = hash_ids,
+    erased: Erased = NOBODY,
 ) -> Partitioned:
-    """Write `<shard>.rows` (and `<shard>.features`) Arrow files into `folder`, trying seeds until no id collides."""
+    """Write `<shard>.rows` (and `<shard>.features`) Arrow files into `folder`, trying seeds until no id collides.
+
+    What is erased is in none of them, nor in what `late` is told.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         counted = _write(
-            config, items, folder, before, seed, feature_columns, progress, late, hasher
+            config, items, folder, before, seed, feature_columns, progress, late, hasher, erased
         )
         users = [_distinct(folder, shard, seed, hasher) for shard in range(config.shards)]
         if None not in users:
@@ -102,11 +107,18 @@ def _write(
     progress: Callable[[int], None],
     late: Callable[[Interactions], None],
     hasher: Hasher,
+    erased: Erased,
 ) -> tuple[int, int, NDArray[np.int64]]:
     popularity = np.zeros(items.count, np.int64)
     rows = unknown = 0
     with _ShardFiles(folder, "rows", config.shards, _ROWS) as files:
-        for batch in read_interactions(config.sources, Path(config.base), before=before, late=late):
+        read = read_interactions(
+            config.sources,
+            Path(config.base),
+            before=before,
+            late=lambda batch: late(erased.leave_out(batch)),
+        )
+        for batch in map(erased.leave_out, read):
             ordinals = ordinals_of(items, batch.items)
             table = pa.table(
                 {"user": batch.users, "ordinal": ordinals, "time": batch.times}, schema=_ROWS
@@ -117,12 +129,17 @@ def _write(
             rows += len(ordinals)
             unknown += len(ordinals) - len(known)
             progress(rows)
-    _write_features(config, folder, seed, feature_columns, hasher)
+    _write_features(config, folder, seed, feature_columns, hasher, erased)
     return rows, unknown, popularity
 
 
 def _write_features(
-    config: NightConfig, folder: Path, seed: int, columns: Sequence[str], hasher: Hasher
+    config: NightConfig,
+    folder: Path,
+    seed: int,
+    columns: Sequence[str],
+    hasher: Hasher,
+    erased: Erased,
 ) -> None:
     schema: Any = pa.schema([("user", pa.string())])
     batches: Any = ()
@@ -140,10 +157,11 @@ def _write_features(
         batches = read_features(path, config.sources.user_column, columns)
     with _ShardFiles(folder, "features", config.shards, schema) as files:
         for ids, values in batches:
-            files.write(
-                pa.table({"user": ids, **values}, schema=schema),
-                _shards(ids, seed, config.shards, hasher),
-            )
+            table = pa.table({"user": ids, **values}, schema=schema)
+            if erased.users:
+                table = table.filter(erased.keeps_users(ids))
+            users = table.column("user").combine_chunks()
+            files.write(table, _shards(users, seed, config.shards, hasher))
 
 
 def ordinals_of(items: ItemTable, ids: Any) -> Ordinals:

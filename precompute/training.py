@@ -1,5 +1,6 @@
 """Training the reference bundle from the configured sources."""
 
+import glob
 import secrets
 import shutil
 import time
@@ -10,11 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache.artefacts import last_change
 from cache.errors import ConfigError, SourceError
 from precompute.build import Progress, quiet
 from precompute.config import NightConfig, parse_time
+from precompute.erasure import Erased, all_erasures
 from precompute.reference import ReferenceData, train
 from precompute.sources import feature_schema, read_features, read_interactions
+
+SWAPS = 3
 
 
 def train_reference(
@@ -26,7 +31,9 @@ def train_reference(
         raise ConfigError("sources.interactions is empty: name the files to train on")
     users, items, rows = [], [], 0
     before = parse_time(data_until) if data_until else None
-    for batch in read_interactions(config.sources, Path(config.base), before=before):
+    erased = Erased.of(all_erasures(config.store()))
+    read = read_interactions(config.sources, Path(config.base), before=before)
+    for batch in map(erased.leave_out, read):
         users.append(batch.users)
         items.append(batch.items)
         rows += len(batch.times)
@@ -62,21 +69,63 @@ def train_reference(
 
 
 def _put_in_place(new: Path, target: Path) -> None:
-    """Swap a whole folder in by renames; if that fails, the old one is back.
+    """Swap a whole folder in by renames; if that fails, the old one is back, and `heal` brings it back after a kill.
 
     A night that copies the bundle meanwhile sees the old one or the new one, or copies again.
     """
-    old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
-    had_one = target.exists()
-    if had_one:
-        target.replace(old)
-    try:
-        new.replace(target)
-    except BaseException:
+    for left in reversed(range(SWAPS)):
+        old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
+        had_one = target.exists()
         if had_one:
-            old.replace(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+            target.replace(old)
+        try:
+            new.replace(target)
+        except BaseException as error:
+            if had_one and old.exists():
+                old.replace(target)
+            elif left and isinstance(error, OSError) and target.exists():
+                continue  # a night that found no bundle has put the old one back: once more
+            raise
+        break
+    for each in _left_over(target, "old"):
+        shutil.rmtree(each, ignore_errors=True)
+
+
+def heal(target: Path) -> bool:
+    """Put the bundle back that a `train` killed between its two renames had moved aside; whether there was one."""
+    if target.exists():
+        return False
+    for old in _left_over(target, "old"):
+        try:
+            old.rename(target)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def sweep_training(target: Path, *, before: float) -> int:
+    """Remove what killed trainings left beside a whole bundle before that time (Unix seconds); folders removed."""
+    if not target.exists():
+        return 0
+    found = [
+        each
+        for kind in ("old", "part")
+        for each in _left_over(target, kind)
+        if last_change(each) < before
+    ]
+    for each in found:
+        shutil.rmtree(each, ignore_errors=True)
+    return len(found)
+
+
+def _left_over(target: Path, kind: str) -> list[Path]:
+    """Folders of killed swaps, the newest first."""
+    found = [
+        (last_change(each), each)
+        for each in target.parent.glob(f".{glob.escape(target.name)}.????????.{kind}")
+    ]
+    return [each for _, each in sorted(found, reverse=True)]
 
 
 def _categories(config: NightConfig, item_ids: list[str]) -> list[str] | None:
