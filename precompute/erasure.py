@@ -1,0 +1,207 @@
+"""Erasures: whose data no later night may hold, written down once; in force until re-admitted with a reason.
+
+A record keeps the id itself: each generation hashes with a seed of its own, so nothing less would find the entity in
+the generations that still hold it, nor in the sources of later nights.
+"""
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.artefacts import ArtefactStore
+from cache.errors import Conflict, CorruptArtefact, InvalidInput
+from cache.keys import canonical_id
+from cache.manifest import EntityKind
+from precompute.sources import Interactions
+
+WRITE_TRIES = 16
+
+_REQUEST = re.compile(r"([0-9]{12})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """One request; times are Unix seconds, `was_blocked` says that the id was on the blocklist already."""
+
+    number: int
+    entity: str
+    kind: EntityKind
+    at: float
+    was_blocked: bool = False
+    done_at: float | None = None
+    forgotten_at: float | None = None
+    reason: str = ""
+
+    @property
+    def raw(self) -> bytes:
+        """The id as records know it."""
+        return self.entity.encode()
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether nights leave the entity out."""
+        return self.forgotten_at is None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a generation may still hold the entity."""
+        return self.is_in_force and self.done_at is None
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """What a night leaves out: the erasures in force when it began."""
+
+    users: frozenset[bytes] = frozenset()
+    items: frozenset[bytes] = frozenset()
+    numbers: tuple[int, ...] = ()
+    _texts: tuple[Any, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        texts = (
+            pa.array(sorted(raw.decode() for raw in each), pa.string())
+            for each in (self.users, self.items)
+        )
+        object.__setattr__(self, "_texts", tuple(texts))
+
+    @classmethod
+    def of(cls, erasures: Iterable[Erasure]) -> "Erased":
+        """All of them that are in force."""
+        ours = [each for each in erasures if each.is_in_force]
+        return cls(
+            frozenset(each.raw for each in ours if each.kind == "user"),
+            frozenset(each.raw for each in ours if each.kind == "item"),
+            tuple(each.number for each in ours),
+        )
+
+    def digest(self, inputs_digest: str) -> str:
+        """Of the sources without what is erased: another set makes another generation; none changes nothing."""
+        if not (self.users or self.items):
+            return inputs_digest
+        whole = sha256(inputs_digest.encode())
+        for kind, ids in (("user", self.users), ("item", self.items)):
+            for raw in sorted(ids):
+                whole.update(f"|{kind}:{len(raw)}:".encode() + raw)
+        return whole.hexdigest()
+
+    def leave_out(self, batch: Interactions) -> Interactions:
+        """The interactions of everybody else, with everything else."""
+        users, items = self._texts
+        if not len(users) and not len(items):
+            return batch
+        keep = pc.invert(pc.or_(_is_in(batch.users, users), _is_in(batch.items, items)))
+        return Interactions(
+            batch.users.filter(keep),
+            batch.items.filter(keep),
+            batch.times[keep.to_numpy(zero_copy_only=False)],
+        )
+
+    def keeps_users(self, ids: Any) -> Any:
+        """Arrow booleans: which of an Arrow array of user ids stay."""
+        return pc.invert(_is_in(ids, self._texts[0]))
+
+
+NOBODY = Erased()
+
+
+def _is_in(ids: Any, erased: Any) -> Any:
+    return pc.is_in(ids.cast(pa.string()), value_set=erased)
+
+
+def all_erasures(store: ArtefactStore) -> list[Erasure]:
+    """Every request, oldest first; raises CorruptArtefact for one that cannot be read: nobody may slip through."""
+    names = set(store.names("erasures"))
+    found = []
+    for number in sorted(int(each[1]) for name in names if (each := _REQUEST.fullmatch(name))):
+        erasure = _read(store, number)
+        if f"{number:012d}.done" in names:
+            erasure = replace(erasure, done_at=_mark(store, number, "done")["at"])
+        if f"{number:012d}.forgotten" in names:
+            mark = _mark(store, number, "forgotten")
+            erasure = replace(erasure, forgotten_at=mark["at"], reason=mark["reason"])
+        found.append(erasure)
+    return found
+
+
+def find_erasure(erasures: Iterable[Erasure], raw: bytes, kind: EntityKind) -> Erasure | None:
+    """The one in force for an entity."""
+    ours = (each for each in erasures if each.raw == raw and each.kind == kind)
+    return next((each for each in ours if each.is_in_force), None)
+
+
+def request(
+    store: ArtefactStore, raw: bytes, kind: EntityKind, *, at: float, was_blocked: bool = False
+) -> Erasure:
+    """Write a request down; one that is in force already is found, not doubled."""
+    for _ in range(WRITE_TRIES):
+        erasures = all_erasures(store)
+        if (found := find_erasure(erasures, raw, kind)) is not None:
+            return found
+        number = max((each.number for each in erasures), default=0) + 1
+        asked = Erasure(number, raw.decode(), kind, at, was_blocked)
+        fields = ("number", "entity", "kind", "at", "was_blocked")
+        body = _json({name: getattr(asked, name) for name in fields})
+        if store.write_once(_path(number, "json"), body):
+            return asked
+    raise Conflict(f"{WRITE_TRIES} other erasures were being written at the same time; try again")
+
+
+def mark_done(store: ArtefactStore, erasure: Erasure, *, at: float) -> None:
+    """No generation holds the entity any more."""
+    store.write_once(_path(erasure.number, "done"), _json({"at": at}))
+
+
+def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, at: float, reason: str) -> None:
+    """Let the entity into later nights again; raises InvalidInput without a reason."""
+    if not reason.strip():
+        raise InvalidInput(
+            "an erased entity is re-admitted with a reason: --reason", field="reason"
+        )
+    store.write_once(_path(erasure.number, "forgotten"), _json({"at": at, "reason": reason}))
+
+
+def demand_unerased(store: ArtefactStore, items: Collection[bytes]) -> None:
+    """Raises Conflict for an item that an erasure keeps blocked."""
+    erased = Erased.of(all_erasures(store)).items if items else frozenset()
+    if found := sorted(erased & frozenset(items)):
+        raise Conflict(
+            f"item {found[0].decode()!r} is erased, so it stays blocked; to re-admit it: "
+            f"erase {found[0].decode()} --as item --forget --reason ..."
+        )
+
+
+def _read(store: ArtefactStore, number: int) -> Erasure:
+    data = _load(store, _path(number, "json"))
+    try:
+        canonical_id(data["entity"])
+        if data["number"] != number or data["kind"] not in ("user", "item"):
+            raise ValueError("number or kind do not fit")
+        return Erasure(**data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptArtefact(f"{_path(number, 'json')} is no erasure: {error}") from error
+
+
+def _mark(store: ArtefactStore, number: int, what: str) -> dict[str, Any]:
+    return {"at": 0.0, "reason": "", **_load(store, _path(number, what))}
+
+
+def _load(store: ArtefactStore, path: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = orjson.loads(store.read(path) or b"")
+    except orjson.JSONDecodeError as error:
+        raise CorruptArtefact(f"{path} cannot be read: {error}") from error
+    return found
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def _path(number: int, kind: str) -> str:
+    return f"erasures/{number:012d}.{kind}"
