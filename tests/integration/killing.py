@@ -1,0 +1,131 @@
+"""Work in a process of its own that is killed with SIGKILL: after some seconds, or at its n-th mark.
+
+A mark is every moment around which a crash may leave another world behind: before each file is opened for writing,
+renamed, linked or removed, before each piece of a Redis command, and before each reply.
+"""
+
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+PRELOAD = ("precompute.night", "onnxruntime", "faiss", "pyarrow.parquet", __name__)
+HANGS_S = 120.0
+
+_FILE_EVENTS = frozenset(
+    {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
+)
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+# A warm interpreter without threads of its own: a step costs a fork, not an import of everything.
+_WARM = multiprocessing.get_context("forkserver")
+_WARM.set_forkserver_preload(list(PRELOAD))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where work dies: after `seconds`, or at mark number `mark` (from 1); None and None: nowhere."""
+
+    seconds: float | None = None
+    mark: int | None = None
+
+    def __str__(self) -> str:
+        return f"mark {self.mark}" if self.seconds is None else f"{self.seconds * 1e3:.1f} ms"
+
+
+NOWHERE = Point()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Work that came to its end: what it returned, how long it took, and how many marks it passed."""
+
+    result: Any
+    seconds: float
+    marks: int
+
+    def point(self, moments: random.Random) -> Point:
+        """A random point of the same work: of its time, or of its marks."""
+        if moments.random() < 0.5:
+            return Point(seconds=moments.uniform(0.0, self.seconds))
+        return Point(mark=moments.randint(1, max(1, self.marks)))
+
+
+def run(work: Callable[[], Any], point: Point = NOWHERE) -> Ended | None:
+    """Run picklable `work`; None when it was killed at `point`. Raises AssertionError when it fails or hangs."""
+    ours, theirs = _WARM.Pipe(duplex=False)
+    process = _WARM.Process(target=_work, args=(work, point.mark, theirs))
+    process.start()
+    theirs.close()
+    ended: Ended | str | None = None
+    try:
+        ours.recv()
+        if point.seconds is not None and not ours.poll(point.seconds):
+            process.kill()
+        if not ours.poll(HANGS_S):
+            process.kill()
+            raise AssertionError(f"{work} hangs")
+        ended = ours.recv()
+    except EOFError:
+        pass  # killed before it could say anything
+    finally:
+        process.join()
+        ours.close()
+    if isinstance(ended, str):
+        raise AssertionError(ended)
+    assert process.exitcode in ((0, -signal.SIGKILL) if ended else (-signal.SIGKILL,))
+    return ended
+
+
+def _work(work: Callable[[], Any], mark: int | None, pipe: Any) -> None:
+    passed = _die_at(mark)
+    pipe.send("begun")
+    began = time.perf_counter()
+    try:
+        result = work()
+    except BaseException:
+        pipe.send(traceback.format_exc())
+        return
+    pipe.send(Ended(result, time.perf_counter() - began, passed()))
+
+
+def _die_at(number: int | None) -> Callable[[], int]:
+    marks = itertools.count(1)
+
+    def mark() -> None:
+        if next(marks) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _FILE_EVENTS or (event == "open" and int(arguments[2] or 0) & _WRITING):
+            mark()
+
+    def marked(pieces: Iterable[Any]) -> Iterable[Any]:
+        for piece in pieces:
+            mark()
+            yield piece
+
+    send = redis.connection.AbstractConnection.send_packed_command
+    receive = redis.connection.AbstractConnection.read_response
+
+    def send_marked(connection: Any, command: Any, check_health: bool = True) -> Any:
+        pieces = [command] if isinstance(command, str | bytes) else command
+        return send(connection, marked(pieces), check_health)
+
+    def receive_marked(connection: Any, *arguments: Any, **options: Any) -> Any:
+        mark()
+        return receive(connection, *arguments, **options)
+
+    patched: Any = redis.connection.AbstractConnection
+    patched.send_packed_command, patched.read_response = send_marked, receive_marked
+    sys.addaudithook(heard)
+    return lambda: next(marks) - 1

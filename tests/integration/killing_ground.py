@@ -1,0 +1,228 @@
+"""Where processes are killed at random points of every step of a night, and a twin place where none is."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cache.artefacts import read_manifest
+from cache.errors import Refused
+from precompute import pipeline
+from precompute.config import NightConfig
+from precompute.control import Control, connect
+from precompute.load import page_keys
+from precompute.night import run_night
+from tests.integration.killing import run
+from tests.integration.nights import UNTIL, top_lists
+from tests.integration.watching import Watch
+from tests.integration.wholeness import assert_whole, moves, whole
+from tests.polling import until
+
+STEP_OF_CUTS = timedelta(minutes=11)
+LOSSES = ("everything", "control keys", "an older snapshot", "some pages")
+
+Work = Callable[[NightConfig, str], Callable[[], Any]]
+"""(where, attempt) -> what to run there, in a process of its own."""
+
+
+def night(config: NightConfig, cut: str, attempt: str) -> dict[str, str]:
+    """A whole night; its generation."""
+    lines = run_night(config, data_until=cut, run_after=None, attempt=attempt)
+    return {"generation": lines[0].what.split()[0]}
+
+
+def build(config: NightConfig, cut: str) -> str:
+    """Everything before the load; the generation."""
+    begun = pipeline.begin(config, data_until=cut, run_after=None)
+    pipeline.embed_items(config, begun)
+    scored = [pipeline.score_shard(config, begun, shard) for shard in begun["shards"]]
+    pipeline.assemble(config, begun, scored)
+    pipeline.build_index(config, begun)
+    pipeline.quantize(config, begun)
+    return str(begun["generation"])
+
+
+def refused(config: NightConfig, generation: str, attempt: str) -> str:
+    """A verification that finds something; what it says."""
+    try:
+        pipeline.verify(config, {"generation": generation}, attempt=attempt)
+    except Refused as error:
+        return error.message
+    raise AssertionError(f"{generation} has a damaged page and was not refused")
+
+
+def roll_back(config: NightConfig, attempt: str) -> str:
+    """Back to the previous generation; the one that is live now."""
+    moved = pipeline.roll_back(config, to=None, reason="a test says so", attempt=attempt)
+    return str(moved["generation"])
+
+
+def reports(config: NightConfig) -> Mapping[Path, int]:
+    """Finished costly steps of all generations, with the time of their last change."""
+    root = config.store().local("generations")
+    return {
+        path: path.stat().st_mtime_ns
+        for path in root.glob("*/work/*.json")
+        if path.stem not in ("assemble", "verified") and not path.name.startswith(".")
+    }
+
+
+@dataclass
+class Ground:
+    """A place where processes are killed, its twin where none is, and callers who watch the first."""
+
+    config: NightConfig
+    twin: NightConfig
+    watch: Watch
+    moments: random.Random
+    users: list[str]
+    killed: Counter[str] = field(default_factory=Counter)
+    cut: datetime = field(default_factory=lambda: datetime.fromisoformat(UNTIL))
+
+    @property
+    def both(self) -> tuple[NightConfig, NightConfig]:
+        return self.config, self.twin
+
+    def next_cut(self) -> str:
+        """Later than every cut before."""
+        self.cut += STEP_OF_CUTS
+        return self.cut.isoformat()
+
+    def step(self, name: str, work: Work, *, kills: int, lost: bool = False) -> Any:
+        """Do `work` in both places, killed up to so many times in one; what it returned. `lost`: Redis is not whole."""
+        measured = run(work(self.twin, self._attempt("undisturbed")))
+        assert measured is not None
+        if name in ("verify", "night"):
+            generation = measured.result["generation"]
+            self.watch.expected[generation] = top_lists(self.twin, generation, self.users)
+        attempt = self._attempt(name)
+        for _ in range(kills):
+            point = measured.point(self.moments)
+            print(f"{name} of {attempt} killed at {point}", flush=True)
+            if run(work(self.config, attempt), point) is not None:
+                break
+            self.killed[name] += 1
+            self.watch.beat()
+            if not lost:
+                self.watch.check_order([*moves(self.config), assert_whole(self.config)])
+            # A task that is retried keeps its run's name, a shell command gets another one.
+            attempt = attempt if self.moments.random() < 0.5 else self._attempt(name)
+        finished = reports(self.config)
+        ended = run(work(self.config, attempt))
+        assert ended is not None
+        # Costly steps that had finished are not done again.
+        assert name == "retire" or reports(self.config).items() >= finished.items()
+        self.watch.beat()
+        return ended.result
+
+    def _attempt(self, name: str) -> str:
+        return f"{name}-{self.moments.randrange(1 << 32):08x}"
+
+    def follow(self) -> None:
+        """Wait until the service answers from what is live, and holds only what it may."""
+        with connect(self.config.redis_url, 5.0) as client:
+            control = Control(client, self.config.keyspace())
+
+            def follows() -> bool:
+                pointer, replicas = control.pointer(), control.replicas()
+                assert pointer is not None
+                allowed = {pointer.generation, pointer.previous}
+                return bool(replicas) and all(
+                    each.serving == pointer.generation and allowed.issuperset(each.holds)
+                    for each in replicas
+                )
+
+            assert until(follows, 20.0), f"{control.pointer()}, {control.replicas()}"
+
+    def compare(self) -> None:
+        """Both places are the same, and what is live is whole."""
+        self.follow()
+        assert whole(self.config).differences(whole(self.twin)) == []
+        self.watch.check_order([*moves(self.config), assert_whole(self.config)])
+
+    def publish(self, *, kills: int, damaged: bool = False) -> None:
+        """A night step by step; `damaged` breaks a page first, so that it is refused, loaded and verified again."""
+        cut = self.next_cut()
+        generation = self.step("build", lambda c, _: partial(build, c, cut), kills=1)
+        made = {"generation": generation}
+        load: Work = lambda c, _: partial(pipeline.load, c, made)  # noqa: E731
+        self.step("load", load, kills=kills)
+        if damaged:
+            self.damage(generation)
+            self.step(
+                "refuse", lambda c, attempt: partial(refused, c, generation, attempt), kills=kills
+            )
+            self.compare()
+            self.step("load", load, kills=kills)
+        self.step(
+            "verify", lambda c, attempt: partial(pipeline.verify, c, made, attempt=attempt), kills=kills
+        )  # fmt: skip
+        self.compare()
+        self.step(
+            "publish", lambda c, attempt: partial(pipeline.publish, c, made, attempt=attempt), kills=kills
+        )  # fmt: skip
+        self.compare()
+        self.retire(kills=kills)
+
+    def retire(self, *, kills: int) -> None:
+        """Remove what nobody needs; what the service still holds would be left alone."""
+        self.follow()
+        self.step(
+            "retire", lambda c, attempt: partial(pipeline.retire, c, attempt=attempt), kills=kills
+        )
+        self.compare()
+
+    def whole_night(self, *, kills: int) -> None:
+        """A night in one process."""
+        cut = self.next_cut()
+        self.step("night", lambda c, attempt: partial(night, c, cut, attempt), kills=kills)
+        # Its own retirement leaves what the service held at that moment; here it is gone.
+        self.retire(kills=0)
+
+    def roll_back(self, *, kills: int) -> None:
+        """Back by one; the generation left behind is retired."""
+        self.step("roll_back", lambda c, attempt: partial(roll_back, c, attempt), kills=kills)
+        self.compare()
+        self.retire(kills=kills)
+
+    def restore(self, loss: str, *, kills: int) -> None:
+        """Lose something in both Redis databases and bring it back."""
+        pages_gone = loss in ("everything", "some pages")
+        with self.watch.pages_lost() if pages_gone else nullcontext():
+            for config in self.both:
+                self._lose(config, loss)
+            self.step(
+                "restore",
+                lambda c, attempt: partial(pipeline.restore, c, attempt=attempt),
+                kills=kills,
+                lost=True,
+            )
+            self.compare()
+
+    def _lose(self, config: NightConfig, loss: str) -> None:
+        keys, chosen = config.keyspace(), random.Random(len(self.killed))
+        with connect(config.redis_url, 5.0) as client:
+            control = Control(client, keys)
+            pointer = control.pointer()
+            assert pointer is not None
+            if loss == "everything":
+                client.flushdb()
+            elif loss == "control keys":
+                client.delete(keys.live, keys.generations)
+            elif loss == "an older snapshot":
+                client.set(keys.live, replace(pointer, epoch=pointer.epoch - 1_000).to_bytes())
+            else:
+                names = list(page_keys(keys, read_manifest(config.store(), pointer.generation)))
+                client.unlink(*chosen.sample(names, 5))
+
+    def damage(self, generation: str) -> None:
+        """One page of it, in both places, is not what was loaded."""
+        for config in self.both:
+            names = sorted(page_keys(config.keyspace(), read_manifest(config.store(), generation)))
+            with connect(config.redis_url, 5.0) as client:
+                client.setrange(names[len(names) // 2], 17, b"damaged")

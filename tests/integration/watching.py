@@ -1,0 +1,126 @@
+"""Callers who ask a running service all the time, and hold every answer against what it must be."""
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import orjson
+
+from infra.demo.http import Connection
+from tests.polling import until
+
+BATCH = 8
+PAUSE_S = 0.004
+STORED = frozenset({"l1", "l2"})
+SLOWEST_S = 5.0
+
+
+class Watch:
+    """Two callers in the background; `expected` is each generation's list of each user.
+
+    Known users get their stored list, whole batches one generation, and no caller goes back to an earlier move.
+    """
+
+    def __init__(self, url: str, users: Sequence[str], items: Sequence[str], *, seed: int) -> None:
+        self.expected: dict[str, Mapping[str, tuple[str, ...]]] = {}
+        self.sources: Counter[str] = Counter()
+        self.answers = 0
+        self.wrong: list[str] = []
+        self._url, self._users, self._items = url, list(users), list(items)
+        self._seen: list[list[str]] = [[], []]
+        self._rng = np.random.default_rng(seed)
+        self._stored = STORED
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._ask_all()), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join(60.0)
+
+    @contextmanager
+    def pages_lost(self) -> Iterator[None]:
+        """Pages are gone meanwhile, so answers may come from down the ladder; they still come."""
+        self._stored = STORED | {"previous", "default"}
+        yield
+        self.beat(2 * len(self._seen))  # what was asked meanwhile is answered
+        self._stored = STORED
+
+    def beat(self, answers: int = 2) -> None:
+        """Raises AssertionError unless more answers come, all of them right so far."""
+        goal = self.answers + answers
+        assert until(lambda: self.answers >= goal, 20.0), "callers get no answers"
+        assert self.wrong == []
+
+    def check_order(self, moves: Sequence[str]) -> None:
+        """Raises AssertionError unless every caller went through the generations in the order of `moves`."""
+        for seen in self._seen:
+            rest = iter(moves)
+            told = list(seen)
+            assert all(each in rest for each in told), f"{told} is not in the order {moves}"
+
+    async def _ask_all(self) -> None:
+        await asyncio.gather(*(self._ask(number) for number in range(len(self._seen))))
+
+    async def _ask(self, number: int) -> None:
+        async with Connection(self._url, SLOWEST_S) as connection:
+            for turn in range(1 << 60):
+                if self._over.is_set():
+                    return
+                try:
+                    await self._ask_once(connection, number, turn)
+                except Exception as error:
+                    self.wrong.append(f"no answer: {error!r}")
+                await asyncio.sleep(PAUSE_S)
+
+    async def _ask_once(self, connection: Connection, number: int, turn: int) -> None:
+        stored = self._stored
+        history = [str(each) for each in self._rng.choice(self._items, 5, replace=False)]
+        if turn % 16 == 15:
+            entities: list[dict[str, Any]] = [{"id": f"new-{turn % 64}", "history": history}]
+        else:
+            chosen = self._rng.choice(self._users, BATCH, replace=False)
+            entities = [{"id": str(each)} for each in chosen]
+        body = orjson.dumps({"entities": entities, "k": 20})
+        status, raw = await connection.request("POST", "/v1/lookup/user_topk", body)
+        if status != 200:
+            self.wrong.append(f"{status} {raw[:200]!r}")
+            return
+        answers = orjson.loads(raw)["answers"]
+        found = {each["generation"] for each in answers if each["source"] != "previous"}
+        if len(answers) != len(entities) or len(found) > 1:
+            self.wrong.append(f"{len(answers)} of {len(entities)} answers, from {found}")
+        for generation in found:
+            if self._seen[number][-1:] != [generation]:
+                self._seen[number].append(generation)
+        for entity, answer in zip(entities, answers, strict=False):
+            self._judge(entity, answer, stored | self._stored)
+        self.answers += 1
+
+    def _judge(
+        self, entity: dict[str, Any], answer: dict[str, Any], stored: frozenset[str]
+    ) -> None:
+        source, items = answer["source"], tuple(answer["items"])
+        self.sources[source] += 1
+        if "history" in entity:
+            if set(entity["history"]).intersection(items):
+                self.wrong.append(f"{entity['id']}: history came back")
+        elif source not in stored:
+            self.wrong.append(f"{entity['id']}: {source}, {answer.get('reason')}")
+        elif source != "default":
+            expected = self.expected[answer["generation"]].get(entity["id"], ())[:20]
+            if items != expected:
+                self.wrong.append(f"{entity['id']}: not the list of {answer['generation']}")

@@ -1,0 +1,104 @@
+"""What a namespace consists of, in files, in Redis and in its history: for saying that two of them are the same."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cache.artefacts import open_generation, read_manifest, sha256_of
+from cache.releases import MOVES, all_releases
+from precompute.config import NightConfig
+from precompute.control import Control, connect
+from precompute.load import parts_of, verify_part
+from precompute.release import Releases
+from precompute.states import State
+
+COMPARED = ("directory/", "items/", "tables/", "defaults.json")
+"""What invariant 9 asks for: directory, items, pages and defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Everything that must come out the same after a crash; `files` and `pages` are name -> content."""
+
+    live: str | None
+    previous: str | None
+    states: Mapping[str, State | None]
+    registry: Mapping[str, State]
+    files: Mapping[str, str]
+    pages: Mapping[str, bytes | dict[bytes, bytes]]
+
+    def differences(self, other: "Whole") -> list[str]:
+        """One line per thing that is not the same, none if all is."""
+        found = [
+            f"{name}: {getattr(self, name)} here, {getattr(other, name)} there"
+            for name in ("live", "previous", "states", "registry")
+            if getattr(self, name) != getattr(other, name)
+        ]
+        for what in ("files", "pages"):
+            here, there = getattr(self, what), getattr(other, what)
+            names = sorted(here.keys() | there.keys())
+            found += [
+                f"{name} {'differs' if name in here and name in there else 'is only on one side'}"
+                for name in names
+                if here.get(name) != there.get(name)
+            ]
+        return found
+
+
+def whole(config: NightConfig) -> Whole:
+    """The namespace as it stands; unfinished files, which are hidden, left out."""
+    store, keys = config.store(), config.keyspace()
+    files = {}
+    for generation in store.names("generations"):
+        root = store.local(f"generations/{generation}")
+        for path in root.rglob("*"):
+            name = path.relative_to(root).as_posix()
+            if name.startswith(COMPARED) and not path.name.startswith(".") and path.is_file():
+                files[f"{generation}/{name}"] = sha256_of(path)
+    with connect(config.redis_url, 5.0) as client:
+        releases = Releases(store, Control(client, keys))
+        view = releases.view()
+        names: list[Any] = sorted(client.scan_iter(f"larder:1:{config.namespace}:g:*", 1_000))
+        pipeline = client.pipeline(transaction=False)
+        for name in names:
+            pipeline.hgetall(name) if name.endswith(b":loaded") else pipeline.get(name)
+        found = dict(zip((each.decode() for each in names), pipeline.execute(), strict=True))
+        return Whole(
+            live=view.pointer.generation if view.pointer else None,
+            previous=view.pointer.previous if view.pointer else None,
+            states={each: releases.state(each, view.ledger) for each in view.ledger.states or {}},
+            registry={each: row.state for each, row in view.rows.items()},
+            files=files,
+            pages=found,
+        )
+
+
+def assert_whole(config: NightConfig) -> str:
+    """What readers follow has all its files and pages, and every key a known generation; the live generation."""
+    store, keys = config.store(), config.keyspace()
+    with connect(config.redis_url, 5.0) as client:
+        releases = Releases(store, Control(client, keys))
+        view = releases.view()
+        assert view.pointer is not None
+        live, before = view.pointer.generation, view.pointer.previous
+        assert (view.ledger.live, view.ledger.live_epoch) == (live, view.pointer.epoch)
+        assert releases.state(live, view.ledger) is State.LIVE
+        assert before is None or releases.state(before, view.ledger) is State.SUPERSEDED
+        assert all(gate["passed"] for gate in read_manifest(store, live).gates)
+        for generation in filter(None, (live, before)):
+            manifest, root = open_generation(store, generation)
+            for part in parts_of(manifest):
+                assert verify_part(client, keys, manifest, root, part) == part.pages.pages
+        for kind in ("g", "w"):
+            for name in client.scan_iter(f"larder:1:{config.namespace}:{kind}:*", 1_000):
+                assert name.decode().split(":")[4] in view.rows, f"{name} is of no known generation"
+        return live
+
+
+def moves(config: NightConfig) -> list[str]:
+    """The generations that were live, in order."""
+    return [
+        each.generation
+        for each in all_releases(config.store())
+        if each.done and each.action in MOVES
+    ]
