@@ -117,10 +117,11 @@ def verify(
 
 
 def publish(
-    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
     """A verified generation made live."""
-    return pipeline.publish(config, _build(arguments), attempt=arguments.attempt or new_attempt())
+    attempt = arguments.attempt or new_attempt()
+    return pipeline.publish(config, _build(arguments), attempt=attempt, progress=progress)
 
 
 def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:

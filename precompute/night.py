@@ -130,7 +130,7 @@ def run_night(
     )
     step(
         "publish",
-        lambda: pipeline.publish(config, verified, attempt=attempt),
+        lambda: pipeline.publish(config, verified, attempt=attempt, progress=progress),
         lambda found: f"epoch {found['epoch']}, previous {found['previous'] or 'none'}",
     )
     step(

@@ -1,7 +1,7 @@
 """What readers see: the pointer moved, followed, moved back or rebuilt, and what nobody reads removed."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cache.artefacts import fetch_checked
@@ -13,6 +13,7 @@ from cache.manifest import (
     Manifest,
     Table,
 )
+from cache.releases import Pointer
 from precompute.build import (
     Build,
     Progress,
@@ -20,18 +21,25 @@ from precompute.build import (
     quiet,
 )
 from precompute.config import NightConfig
-from precompute.control import Control, connect
+from precompute.control import Control, Replica, connect
 from precompute.registry import open_releases
 from precompute.restore import restore as restore_redis
 from precompute.sealing import seal
+from precompute.staging import staged
 from precompute.sweep import drop_old_rows, sweepable
 from precompute.sweep import retire as retire_generation
 
 WARM_POLL_S = 0.1
 
 
-def publish(config: NightConfig, verified: Mapping[str, Any], *, attempt: str) -> Step:
-    """Read a record of every table back, move the pointer, read it back: success is what a reader can read."""
+def publish(
+    config: NightConfig, verified: Mapping[str, Any], *, attempt: str, progress: Progress = quiet
+) -> Step:
+    """Wait until replicas hold it ready, move the pointer, read it back: success is what a reader can read.
+
+    A record of every table is read back first. Raises Conflict, and nothing is published, when too few replicas
+    become ready within `flip.wait_s`.
+    """
     made = Build.of(config, verified)
     manifest = seal(made)
     with open_releases(config) as releases:
@@ -43,7 +51,10 @@ def publish(config: NightConfig, verified: Mapping[str, Any], *, attempt: str) -
             # Before the pointer moves: afterwards it would be too late to find that nothing can be read.
             for table in manifest.tables.values():
                 _read_back(made, manifest, table, releases.control)
-            moved = releases.publish(made.generation, attempt=attempt)
+            with staged(
+                releases.control, made.generation, config.flip, attempt=attempt, progress=progress
+            ):
+                moved = releases.publish(made.generation, attempt=attempt)
         now = releases.control.pointer()
         if now is None or now.epoch < moved.pointer.epoch:
             raise CorruptArtefact("the pointer that was written cannot be read back")
@@ -69,7 +80,10 @@ def _read_back(made: Build, manifest: Manifest, table: Table, control: Control) 
 
 
 def warm(config: NightConfig, build: Mapping[str, Any]) -> Step:
-    """Wait, up to `warm_timeout_s`, until every serving replica answers from the generation."""
+    """Wait, up to `warm_timeout_s`, until every live replica answers from the generation; how far apart they swapped.
+
+    `skew_ms`: between the first swap and the last, null below two; `lag_ms`: each one's behind `published_at`.
+    """
     generation, started = str(build["generation"]), time.perf_counter()
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control = Control(client, config.keyspace())
@@ -83,8 +97,24 @@ def warm(config: NightConfig, build: Mapping[str, Any]) -> Step:
                     "replicas": len(replicas),
                     "waiting": waiting,
                     "seconds": round(seconds, 3),
+                    **_flip_of(control.pointer(), replicas),
                 }
             time.sleep(WARM_POLL_S)
+
+
+def _flip_of(pointer: Pointer | None, replicas: Sequence[Replica]) -> Step:
+    """Of the replicas that were there when the pointer moved; one that started later has not flipped."""
+    swapped = {
+        each.name: each.swapped_at
+        for each in replicas
+        if pointer is not None and each.epoch == pointer.epoch and each.swapped_at is not None
+    }
+    times = sorted(swapped.values())
+    at = 0.0 if pointer is None else pointer.published_at
+    return {
+        "skew_ms": round(1000 * (times[-1] - times[0]), 1) if len(times) > 1 else None,
+        "lag_ms": {name: round(1000 * (each - at), 1) for name, each in swapped.items()},
+    }
 
 
 def retire(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:

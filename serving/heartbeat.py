@@ -43,11 +43,10 @@ class Heartbeat:
         }
 
     def _swapped_at(self, swap: Swap | None) -> float | None:
-        if swap is None:
+        if swap is None or not swap.is_flip:
             return None
         # Once per swap: what the clock is told later must not move what has happened.
         if self._stamped is None or self._stamped[0] is not swap:
             self._stamped = swap, self.clock.at(swap.at)
-            if swap.is_flip:
-                self.metrics.flip_skew.set(self._stamped[1] - swap.published_at)
+            self.metrics.flip_skew.set(self._stamped[1] - swap.published_at)
         return self._stamped[1]

@@ -17,6 +17,7 @@ from cache.keys import Keyspace
 from cache.releases import Pointer
 from cache.remote import RemoteConfig, RemoteTier
 from precompute.control import Control, Row
+from precompute.staging import Stage
 from precompute.states import State
 from tests.polling import until
 
@@ -94,7 +95,8 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     overlay = OverlayRead("g1", "user_topk", "ab")
 
     await remote.ping()
-    assert await remote.pointer() == b"{}"
+    assert await remote.watch() == (b"{}", None)
+    assert await remote.time() > 0
     assert await remote.read([PageRead("g1", "user_topk", 0, 2, 3)]) == [b"234"]
     stored = await remote.write_overlays([OverlayWrite(*overlay, b"payload", 60.0)])
     assert stored == [None]
@@ -129,6 +131,7 @@ def test_the_service_hears_of_a_publish(reader: redis.Redis, loader: redis.Redis
         ("SETRANGE", KEYS.page("g1", "user_topk", 0), "0", "x"),
         ("UNLINK", KEYS.page("g1", "user_topk", 0)),
         ("DEL", KEYS.live),
+        ("SET", KEYS.next, "{}"),
         ("HSET", KEYS.generations, "g1", "live"),
         ("SET", "larder:1:other:w:g1:user_topk:ab", "x"),
         ("GET", "somebody-elses-key"),
@@ -164,8 +167,23 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
     assert control.pointer() == POINTER
     assert control.rows()["g1"].state == State.LIVE
     assert control.replicas() == []
+    stage = Stage(control)
+    assert stage.set("g2", "test") is None and stage.get() is not None
+    stage.clear("test")
+    assert loader.get(KEYS.next) is None
     assert loader.info("memory")["maxmemory"] == 2 << 30
     assert loader.unlink(page, KEYS.loaded("g1")) == 2
+
+
+def test_the_night_removes_an_overlay_that_it_can_neither_read_nor_write(
+    loader: redis.Redis, reader: redis.Redis
+) -> None:
+    overlay = KEYS.overlay("g1", "user_topk", "ac")
+    reader.set(overlay, "x", px=60_000)
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        loader.get(overlay)
+
+    assert loader.unlink(overlay) == 1
 
 
 @pytest.mark.parametrize(
