@@ -49,6 +49,18 @@ def agreement(
     return facts
 
 
+def list_overlaps(
+    exact: NDArray[np.float32],
+    approximate: NDArray[np.float32],
+    item_vectors: NDArray[np.float32],
+    metric: Metric,
+    excluded: Histories,
+) -> NDArray[np.float64]:
+    """float64 [n]: the share of each row's exact top 20 that the approximate vectors find, history left out."""
+    top = min(TOP, len(item_vectors))
+    return _compare(exact, approximate, np.asarray(item_vectors), top, metric, excluded)[0]
+
+
 def take(inputs: Inputs, rows: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:
     """The same inputs for some of their rows."""
     return {

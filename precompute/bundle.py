@@ -95,6 +95,14 @@ class Bundle:
         """Towers and value models."""
         return (self.user_tower, self.item_tower, *self.values.values())
 
+    @property
+    def vocabulary_digest(self) -> str:
+        """SHA-256 over the item ids in the model's own order, each with its length."""
+        whole = hashlib.sha256()
+        for raw in self.item_ids:
+            whole.update(len(raw).to_bytes(2, "little") + raw)
+        return whole.hexdigest()
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:

@@ -95,6 +95,7 @@ def seal(made: Build) -> Manifest:
             "interactions_with_unknown_items": begun["unknown_items"],
             "items_without_vector": begun["items_without_vector"],
             "inputs": begun["inputs"],
+            "vocabulary_digest": bundle.vocabulary_digest,
         },
     )  # fmt: skip
     made.store.write(generation_path(made.generation, "manifest.json"), manifest.to_bytes())

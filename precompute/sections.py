@@ -1,6 +1,6 @@
 """Sections of the night's settings, each one frozen value. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from cache.errors import ConfigError
@@ -50,20 +50,56 @@ class TableConfig:
 
 @dataclass(frozen=True, slots=True)
 class GateThresholds:
-    """What a generation must reach before it may be published."""
+    """What a generation must reach before it may be published; shares are 0 to 1.
+
+    Of itself: `coverage_of_source` users with a record, `short_lists` and `empty_lists` at most, `index_recall` of
+    the worst stratum, `int8_overlap` of lists and labels and `int8_cosine` of vectors with fp32, `skew_overlap`,
+    `skew_cosine` of the live path with the records, `exact` records of a sample equal to a recomputation in float64,
+    `top_items` slots held by the top 1 % of items and `single_item` by one at most, `distinct_lists` at least.
+
+    Against the live generation: `coverage_of_live`, `items_of_live` (counts); `score_psi` at most and
+    `list_jaccard` at least, each with its own `..._retrained` for a changed bundle; `top_items_of_live` and
+    `distinct_lists_of_live` (ratios); `stale_lists` unchanged lists of users with new interactions at most;
+    `heldout_of_live` recall of interactions newer than the cut (ratio), beside the absolute `heldout_recall`.
+
+    Of its surroundings: `redis_headroom` of Redis' memory used at most; `disk_headroom` and `memory_headroom`, how
+    many times what readers map must be free on this host. One gate may take `timeout_s`, all `total_timeout_s`.
+    """
 
     coverage_of_source: float = 0.95
     coverage_of_live: float = 0.8
+    items_of_live: float = 0.8
+    short_lists: float = 0.05
+    empty_lists: float = 0.01
     index_recall: float = 0.9
     int8_overlap: float = 0.9
+    int8_cosine: float = 0.98
     skew_overlap: float = 0.9
-    short_lists: float = 0.05
-    items_of_live: float = 0.8
+    skew_cosine: float = 0.95
+    exact: float = 0.995
+    top_items: float = 0.5
+    single_item: float = 0.5
+    distinct_lists: float = 0.05
+    score_psi: float = 0.25
+    score_psi_retrained: float = 1.0
+    list_jaccard: float = 0.4
+    list_jaccard_retrained: float = 0.2
+    top_items_of_live: float = 1.5
+    distinct_lists_of_live: float = 0.7
+    stale_lists: float = 0.9
+    heldout_of_live: float = 0.7
+    heldout_recall: float = 0.0
+    redis_headroom: float = 0.95
+    disk_headroom: float = 1.0
+    memory_headroom: float = 1.0
     timeout_s: float = 600.0
+    total_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_above_zero(self, "timeout_s")
+        check_above_zero(self, "timeout_s", "total_timeout_s")
+        for each in fields(self):
+            check_range(self, each.name, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +133,36 @@ class FlipConfig:
 
 @dataclass(frozen=True, slots=True)
 class GovernorConfig:
-    """How hard a load may press on readers: their p99 stays within `p99_factor` of what it is when idle."""
+    """How hard work on Redis may press on its readers: their p99 stays within `p99_factor` of what it is when idle.
+
+    `readers`: "auto" looks for them, "always" and "never" decide. With readers, pages travel in pieces of `piece_bytes`
+    at no less than `floor_mib_s` (a night always ends) and no more than `ceiling_mib_s` (0: no limit). A probe reads a
+    record every `probe_ms`; what is idle is measured for `idle_s` with the work paused. `replica_lag_mib` is how far
+    Redis' own replicas may fall behind. `yield_cpu`: this thread gives way to everything else on its host.
+    """
 
     p99_factor: float = 1.25
+    readers: Literal["auto", "always", "never"] = "auto"
+    floor_mib_s: float = 16.0
+    ceiling_mib_s: float = 0.0
+    piece_bytes: int = 32 * 1024
+    probe_ms: float = 2.0
+    idle_s: float = 0.5
+    replica_lag_mib: float = 32.0
+    yield_cpu: bool = True
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_above_zero(self, "p99_factor")
+        check_above_zero(self, "floor_mib_s", "probe_ms", "idle_s", "replica_lag_mib")
+        check_range(self, "piece_bytes", 1024, 8 << 20)
+        check_range(self, "ceiling_mib_s", 0)
+        if not self.p99_factor > 1:
+            raise ConfigError(
+                f"p99_factor must be above 1 (what it is when idle), not {self.p99_factor}",
+                field="p99_factor",
+            )
+        if 0 < self.ceiling_mib_s < self.floor_mib_s:
+            raise ConfigError(
+                f"ceiling_mib_s ({self.ceiling_mib_s}) must not be below floor_mib_s ({self.floor_mib_s})",
+                field="ceiling_mib_s",
+            )

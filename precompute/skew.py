@@ -1,123 +1,155 @@
-"""Skew: the night's records against what the live path answers for the same entities."""
+"""Skew: the night's records, read from Redis, against what the live path answers for the same entities."""
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.directory import Directory
 from cache.keys import FeatureValue, fingerprint
-from cache.manifest import EntitySet, Table
-from cache.predictor import LiveInput, Predictor
+from cache.manifest import Table
+from cache.predictor import LiveInput, Predictor, Prepared
 from cache.records import decode
 from cache.tower import TowerSpec
-from precompute.partition import ShardInput, read_shard
-from precompute.verdict import Candidate, Verdict, at_least, worst_of
+from precompute.candidate import Candidate
+from precompute.catalogue import ITEM_FEATURES, item_features
+from precompute.gate_models import row_cosines
+from precompute.partition import ShardInput
+from precompute.verdict import Verdict, at_least, not_measured, worst_of
 
-SKEW_SAMPLE = 200
-SKEW_SHARDS = 4
-SKEW_TOP = 20
+SKEW_SAMPLE: Final = 200
+SKEW_TOP: Final = 20
 
-
-def skew_shards(entities: EntitySet) -> list[int]:
-    """The shards whose partition files the skew gate reads, spread over those with entities."""
-    found = [number for number, part in enumerate(entities.parts) if part.count]
-    return found[:: max(1, len(found) // SKEW_SHARDS)]
+Pairs = list[tuple[bytes, bytes]]
+"""(stored record, live record) of one entity each."""
 
 
 def skew(candidate: Candidate) -> Verdict:
-    """A sample of entities answered by the live path agrees with their records as read from Redis.
+    """Mean overlap of the best 20 of stored and live lists, in the worst table of lists."""
+    return _compared("skew", candidate, ("topk", "similar"), candidate.thresholds.skew_overlap)
 
-    The worst of all top-K tables of users counts.
-    """
-    manifest, threshold = candidate.manifest, candidate.thresholds.skew_overlap
-    tables = [
-        each
-        for each in manifest.tables.values()
-        if each.producer.kind == "topk" and each.entity == "user"
-    ]
+
+def skew_cosine(candidate: Candidate) -> Verdict:
+    """Mean cosine of stored and live vectors and values, in the worst of their tables."""
+    return _compared("skew_cosine", candidate, ("tower", "value"), candidate.thresholds.skew_cosine)
+
+
+def _compared(rule: str, candidate: Candidate, kinds: tuple[str, ...], threshold: float) -> Verdict:
+    tables = [each for each in candidate.manifest.tables.values() if each.producer.kind in kinds]
     if not tables:
-        return Verdict("skew", True, None, threshold, "no table to compare")
-    entities = manifest.entity_sets["user"]
-    directory = Directory.open(candidate.root, entities)
-    predictor = Predictor.open(manifest, candidate.root, candidate.items)
-    overlaps: dict[str, list[float]] = {table.name: [] for table in tables}
-    for shard in skew_shards(entities):
-        source = read_shard(
-            candidate.root / "work/partition",
-            shard,
-            entities.seed,
-            history_limit=candidate.history_limit,
-        )
-        # Of those with a record: an entity without input would only thin out the sample.
-        positions = directory.find_many(source.hashes)
-        scored = np.flatnonzero(positions >= 0)
-        picked = np.linspace(0, len(scored) - 1, min(SKEW_SAMPLE // SKEW_SHARDS, len(scored)))
-        for row in scored[np.unique(picked.astype(np.int64))].tolist():
-            raw = source.ids[row]
-            for table in tables:
-                live = _answer(candidate, predictor, table, source, row)
-                stored = decode(
-                    table.layout, _read_record(candidate, table, directory, int(positions[row]))
-                )
-                if stored.fingerprint != fingerprint(raw):
-                    return Verdict(
-                        "skew",
-                        False,
-                        raw.decode(),
-                        "its own record",
-                        "a record belongs to another entity",
-                    )
-                answered = None if live is None else decode(table.layout, live).items
-                overlaps[table.name].append(_overlap(stored.items, answered))
-    compared = {name: float(np.mean(found)) for name, found in overlaps.items() if found}
-    if len(compared) < len(tables):
-        return Verdict("skew", False, None, threshold, "no entity could be compared")
-    worst = worst_of(compared.values())
-    named = next(name for name, value in compared.items() if value is worst)
-    return at_least(
-        "skew",
-        worst,
-        threshold,
-        f"top-{SKEW_TOP} overlap of {len(overlaps[named])} entities in {named}",
-    )
+        return not_measured(rule, threshold, "no table to compare")
+    predictor = Predictor.open(candidate.manifest, candidate.root, candidate.items)
+    figures, counts = {}, {}
+    for table in tables:
+        pairs, strange = _pairs(candidate, predictor, table)
+        if strange:
+            note = f"a record of {table.name} belongs to another entity"
+            return Verdict(rule, False, strange, "its own record", note)
+        if not pairs:
+            return Verdict(
+                rule, False, None, threshold, f"no entity of {table.name} could be compared"
+            )
+        figures[table.name] = (_overlap if table.kind == "topk" else _cosine)(table, pairs)
+        counts[table.name] = len(pairs)
+    worst = worst_of(figures.values())
+    named = next(name for name, value in figures.items() if value is worst)
+    what = f"top-{SKEW_TOP} overlap" if rule == "skew" else "cosine"
+    return at_least(rule, worst, threshold, f"{what} of {counts[named]} entities in {named}")
 
 
-def _answer(
-    candidate: Candidate, predictor: Predictor, table: Table, source: ShardInput, row: int
-) -> bytes | None:
-    """What the live path says about a row of the sources; None when it finds no usable input."""
-    seen = source.ordinals[source.indptr[row] : source.indptr[row + 1]]
+def _pairs(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pairs, str]:
+    """What can be compared, and the id of an entity whose record is somebody else's."""
+    raws, positions, prepared = _asked(candidate, predictor, table)
+    usable = [row for row, each in enumerate(prepared) if each is not None]
+    marks = [fingerprint(raws[row]) for row in usable]
+    batch = [each for each in prepared if each is not None]
+    live = predictor.predict(table.name, batch, marks, 0) if batch else []
+    stored = _read(candidate, table, positions[usable])
+    for row, record, mark in zip(usable, stored, marks, strict=True):
+        if decode(table.layout, record).fingerprint != mark:
+            return [], raws[row].decode()
+    return list(zip(stored, live, strict=True)), ""
+
+
+def _asked(
+    candidate: Candidate, predictor: Predictor, table: Table
+) -> tuple[list[bytes], NDArray[np.int64], list[Prepared | None]]:
+    """Ids, positions and live inputs of the sampled entities."""
+    evidence, items = candidate.evidence, candidate.items
     spec = TowerSpec.from_json(candidate.manifest.models[str(table.producer.model)].spec)
-    features = {str(each.column): _sent(source, str(each.column), row) for each in spec.features}
-    prepared = predictor.prepare(
-        table.name,
-        LiveInput(
-            history=tuple(candidate.items.raw_id(each) for each in seen.tolist()),
-            features=features or None,
-        ),
+    if table.entity == "item":
+        positions = _some(evidence.item_rows)
+        columns = item_features(candidate.root / ITEM_FEATURES, spec) if spec.features else {}
+        sources = [
+            LiveInput(
+                item=row,
+                features={
+                    str(each.column): _plain(columns[each.name][row]) for each in spec.features
+                }
+                or None,
+            )
+            for row in positions.tolist()
+        ]
+        raws = [items.raw_id(row) for row in positions.tolist()]
+    else:
+        users = evidence.users.users
+        rows = _some(np.arange(len(users.ids)))
+        positions, raws = evidence.users.positions[rows], [users.ids[row] for row in rows.tolist()]
+        sources = [
+            LiveInput(
+                history=tuple(
+                    items.raw_id(each)
+                    for each in users.ordinals[users.indptr[row] : users.indptr[row + 1]].tolist()
+                ),
+                features={
+                    str(each.column): _sent(users, str(each.column), row) for each in spec.features
+                }
+                or None,
+            )
+            for row in rows.tolist()
+        ]
+    return raws, positions, [predictor.prepare(table.name, each) for each in sources]
+
+
+def _sent(users: ShardInput, column: str, row: int) -> FeatureValue:
+    """A user's feature as a caller would send it."""
+    return _plain(users.features[column][row].as_py())
+
+
+def _some(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    picked = np.linspace(0, len(rows) - 1, min(SKEW_SAMPLE, len(rows)))
+    return rows[np.unique(picked.astype(np.int64))]
+
+
+def _plain(value: Any) -> FeatureValue:
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    plain: FeatureValue = tuple(value) if isinstance(value, list) else value
+    return plain
+
+
+def _overlap(table: Table, pairs: Pairs) -> float:
+    shares = []
+    for stored, live in pairs:
+        ours, theirs = (decode(table.layout, each).items for each in (stored, live))
+        if ours is None or theirs is None:
+            return float("nan")
+        # Of a user for whom nothing is left, both have nothing.
+        top = min(SKEW_TOP, max(len(ours), len(theirs)))
+        shares.append(len(np.intersect1d(ours[:top], theirs[:top])) / top if top else 1.0)
+    return float(np.mean(shares))
+
+
+def _cosine(table: Table, pairs: Pairs) -> float:
+    ours, theirs = (
+        np.array([decode(table.layout, pair[side]).numbers for pair in pairs]) for side in (0, 1)
     )
-    if prepared is None:
-        return None
-    mark = fingerprint(source.ids[row])
-    return predictor.predict(table.name, [prepared], [mark], 0, blocked=np.empty(0, np.int64))[0]
+    return float(row_cosines(ours, theirs).mean())
 
 
-def _sent(source: ShardInput, column: str, row: int) -> FeatureValue:
-    """A feature as a caller would send it."""
-    value: Any = source.features[column][row].as_py()
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _overlap(stored: NDArray[np.uint32] | None, answered: NDArray[np.uint32] | None) -> float:
-    if stored is None or answered is None:
-        return float("nan")
-    top = min(SKEW_TOP, len(stored))
-    return len(np.intersect1d(stored[:top], answered[:top])) / max(1, top)
-
-
-def _read_record(candidate: Candidate, table: Table, directory: Directory, position: int) -> bytes:
-    page, offset = table.locate(*directory.place(position))
-    name = candidate.control.keys.page(candidate.manifest.generation, table.name, page)
-    raw: Any = candidate.control.client.getrange(name, offset, offset + table.layout.size_bytes - 1)
-    return bytes(raw)
+def _read(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> list[bytes]:
+    directory, size = candidate.evidence.directories[table.entity], table.layout.size_bytes
+    pipeline = candidate.control.client.pipeline(transaction=False)
+    for position in positions.tolist():
+        page, offset = table.locate(*directory.place(position))
+        name = candidate.control.keys.page(candidate.manifest.generation, table.name, page)
+        pipeline.getrange(name, offset, offset + size - 1)
+    return list(pipeline.execute())

@@ -1,32 +1,27 @@
 """Verifying a generation: its files and its gates, then refused or fit to be published."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from cache.artefacts import fetch_checked, generation_path
-from cache.errors import (
-    CorruptArtefact,
-    Refused,
-)
+from cache.errors import LarderError, Refused
 from cache.items import ItemTable
-from cache.manifest import (
-    Manifest,
-)
-from precompute.build import (
-    Build,
-    Progress,
-    Step,
-    fetch_partition,
-    quiet,
-)
+from cache.manifest import Manifest
+from precompute import catalogue, holdout
+from precompute.build import Build, Progress, Step, fetch_partition, open_bundle, quiet
+from precompute.candidate import Candidate
 from precompute.config import NightConfig
-from precompute.gates import Candidate, run_gates
+from precompute.gates import GATES, INTEGRITY, LIVE_FILES, overridden, run_gates, run_within
+from precompute.load import total_bytes
 from precompute.registry import open_releases
+from precompute.release import Releases
 from precompute.sealing import seal
-from precompute.skew import skew_shards
 from precompute.states import State, demand
+from precompute.user_sample import sampled_shards
+from precompute.verdict import Verdict
 
 
 def verify(
@@ -45,60 +40,118 @@ def verify(
         if state in (State.LIVE, State.SUPERSEDED):
             return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
         demand("verify", made.generation, state)
-        files = _files(made, manifest)
-        for shard in skew_shards(manifest.entity_sets["user"]):
-            fetch_partition(made, shard)
-        live = None
-        if ledger.live is not None:
-            raw = made.store.read(generation_path(ledger.live, "manifest.json"))
-            live = Manifest.from_bytes(raw) if raw is not None else None
-        candidate = Candidate(
-            manifest, made.root, ItemTable.open(made.root, manifest), releases.control, live,
-            config.gates, config.history_limit,
-        )  # fmt: skip
-        verdicts = [files, *(each.to_json() for each in run_gates(candidate))]
-        progress("verify", len(verdicts), len(verdicts))
+        found = _judged(made, manifest, releases, ledger.live, progress)
+        verdicts = overridden(
+            found, (getattr(ledger, "overrides", None) or {}).get(made.generation, {})
+        )
         # It may have gone live, or have been retired, while the gates ran: its manifest is then as released.
         demand("verify", made.generation, releases.state(made.generation))
         manifest = replace(
             manifest,
-            gates=tuple(verdicts),
+            gates=tuple(each.to_json() for each in verdicts),
             timings={**manifest.timings, "verify": time.perf_counter() - started},
         )
         made.store.write(generation_path(made.generation, "manifest.json"), manifest.to_bytes())
-        failed = [gate for gate in manifest.gates if not gate["passed"]]
-        if failed:
-            reasons = "; ".join(
-                f"{gate['rule']} is {gate['value']}, the threshold {gate['threshold']} {gate['note']}".strip()
-                for gate in failed
-            )
+        if failed := [each for each in verdicts if not each.passed]:
+            reasons = "; ".join(reason(made.generation, each) for each in failed)
             releases.refuse(made.generation, reason=reasons, attempt=attempt)
             raise Refused(
                 f"{made.generation} is refused, the live generation stays: {reasons}",
-                rule=failed[0]["rule"], value=failed[0]["value"], threshold=failed[0]["threshold"],
+                rule=failed[0].rule, value=failed[0].value, threshold=failed[0].threshold,
             )  # fmt: skip
         releases.mark_verified(made.generation, attempt=attempt)
     return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
 
 
-def _files(made: Build, manifest: Manifest) -> Step:
-    """Every file of the generation against its checksum, as a gate."""
-    files = [*manifest.artefacts(), *manifest.pages()]
+def reason(generation: str, verdict: Verdict) -> str:
+    """A failed verdict in words, with what would let it pass."""
+    compared = f" (compared with {verdict.baseline})" if verdict.baseline else ""
+    found = f"{verdict.rule} is {verdict.value}, the threshold {verdict.threshold}{compared} {verdict.note}"
+    if verdict.rule in INTEGRITY:
+        return f"{found.strip()}: this rule protects integrity and cannot be overridden"
+    return (
+        f"{found.strip()}: if it is right all the same, run `python -m precompute override {generation} "
+        f'--rule {verdict.rule} --reason "..."`, then verify again'
+    )
+
+
+def _judged(
+    made: Build, manifest: Manifest, releases: Releases, live: str | None, progress: Progress
+) -> Sequence[Verdict]:
+    """Files first: what is not as the manifest states can be opened by no other gate."""
+    started, thresholds = time.monotonic(), made.config.gates
+    limit_s = min(thresholds.timeout_s, thresholds.total_timeout_s)
+    verdicts = [run_within("files", lambda: _files(made, manifest), limit_s)]
+    if not verdicts[0].passed:
+        return verdicts
+    opened: list[Candidate] = []
+
+    def opens() -> Verdict:
+        candidate, missing = _candidate(made, manifest, releases, live)
+        opened.append(candidate)
+        note = "the manifest of the live generation cannot be read" if missing else ""
+        return Verdict(LIVE_FILES, not missing, live, "readable", note)
+
+    verdicts.append(run_within("opens", opens, limit_s))
+    if not opened:
+        return verdicts
+    left_s = thresholds.total_timeout_s - (time.monotonic() - started)
+    for number, each in enumerate(run_gates(opened[0], total_timeout_s=left_s), 1):
+        verdicts.append(each)
+        progress("verify", number, len(GATES))
+    return verdicts
+
+
+def _candidate(
+    made: Build, manifest: Manifest, releases: Releases, live: str | None
+) -> tuple[Candidate, bool]:
+    """The candidate, and whether a live generation there should be cannot be compared with."""
+    # What is missing of the night's own notes is missed by the gates that look at it.
+    for shard in sampled_shards(manifest.entity_sets["user"]):
+        with suppress(LarderError):
+            fetch_partition(made, shard)
+    for name in (holdout.FILE, catalogue.ITEM_FEATURES):
+        with suppress(LarderError):
+            made.fetch(name)
+    with suppress(LarderError):
+        open_bundle(made)
+    before = None if live is None else _read_manifest(made, live)
+    live_root = None
+    if before is not None:
+        with suppress(LarderError):
+            files = before.items
+            parts = [part.file for each in before.entity_sets.values() for part in each.parts]
+            for artefact in (files.ids, files.offsets, files.model_index, files.vectors, *parts):
+                fetch_checked(made.store, before.generation, artefact)
+            live_root = made.store.local(generation_path(before.generation))
+    candidate = Candidate(
+        manifest, made.root, ItemTable.open(made.root, manifest), releases.control, before,
+        made.config.gates, made.config.history_limit, live_root, _pages_bytes(made, releases),
+    )  # fmt: skip
+    return candidate, live is not None and before is None
+
+
+def _read_manifest(made: Build, generation: str) -> Manifest | None:
     try:
-        for artefact in files:
-            fetch_checked(made.store, made.generation, artefact)
-    except CorruptArtefact as error:
-        return {
-            "rule": "files",
-            "passed": False,
-            "value": error.message,
-            "threshold": "checksums",
-            "note": "",
-        }
-    return {
-        "rule": "files",
-        "passed": True,
-        "value": len(files),
-        "threshold": len(files),
-        "note": "",
-    }
+        raw = made.store.read(generation_path(generation, "manifest.json"))
+        return None if raw is None else Manifest.from_bytes(raw)
+    except LarderError:
+        return None
+
+
+def _pages_bytes(made: Build, releases: Releases) -> int:
+    """Payload of all generations of which Redis may hold pages."""
+    known = [
+        _read_manifest(made, generation)
+        for generation, row in releases.control.rows().items()
+        if row.state is not State.RETIRED
+    ]
+    return sum(total_bytes(each) for each in known if each is not None)
+
+
+def _files(made: Build, manifest: Manifest) -> Verdict:
+    """Every file of the generation against its checksum; raises CorruptArtefact naming the first that differs."""
+    files = [*manifest.artefacts(), *manifest.pages()]
+    for artefact in files:
+        fetch_checked(made.store, made.generation, artefact)
+    return Verdict("files", True, len(files), len(files), "files whose checksum matched")

@@ -28,7 +28,7 @@ from precompute.build import Build
 from precompute.bundle import Bundle
 from precompute.config import GateThresholds, TableConfig
 from precompute.control import Control, connect
-from precompute.gate_rules import int8_agreement
+from precompute.gate_models import int8_agreement
 from precompute.gates import Candidate, Verdict, run_gates
 from precompute.release import Releases
 from precompute.states import State
@@ -171,7 +171,7 @@ def test_p3_a_gate_that_raises_hangs_or_lacks_its_input_has_failed(config, tmp_p
             replace(config.gates, timeout_s=0.05),
             10,
         )
-        verdicts = run_gates(candidate, [raises, hangs, lacks])
+        verdicts = list(run_gates(candidate, [raises, hangs, lacks]))
     release.set()
     assert [each.passed for each in verdicts] == [False, False, False]
     assert [each.rule for each in verdicts] == ["raises", "hangs", "lacks"]
@@ -441,10 +441,8 @@ def test_a_gate_that_hangs_does_not_hold_up_the_end_of_the_program(config):
     """PITFALLS P3, seen from the shell: the refusal is also the end."""
     program = (
         "import time\n"
-        "from types import SimpleNamespace as Named\n"
-        "from precompute.gates import run_gates\n"
-        "candidate = Named(thresholds=Named(timeout_s=0.05))\n"
-        "print(run_gates(candidate, [lambda _candidate: time.sleep(60)])[0].value)\n"
+        "from precompute.gates import run_within\n"
+        "print(run_within('hangs', lambda: time.sleep(60), 0.05).value)\n"
     )
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
@@ -491,13 +489,12 @@ def test_the_skew_gate_compares_every_table_of_lists_for_users(config, monkeypat
     with connect(config.redis_url, 5.0) as client:
         candidate = candidate_of(config, Control(client, config.keyspace()))
         assert skew_gate.skew(candidate).passed
-        answer = skew_gate._answer
-
-        def spoilt(seen, predictor, table, source, row):
-            found = answer(seen, predictor, table, source, row)
-            return found if table.name == "user_topk" else None
-
-        monkeypatch.setattr(skew_gate, "_answer", spoilt)
+        overlap = skew_gate._overlap
+        monkeypatch.setattr(
+            skew_gate,
+            "_overlap",
+            lambda table, pairs: table.name == "user_topk" and overlap(table, pairs),
+        )
         assert not skew_gate.skew(candidate).passed
 
 

@@ -1,0 +1,59 @@
+"""A candidate: a loaded generation with all that its gates may look at."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cache.items import ItemTable
+from cache.manifest import Manifest
+from precompute.config import GateThresholds
+from precompute.control import Control
+from precompute.evidence import Evidence
+from precompute.verdict import Verdict
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A loaded generation with what its gates may look at; `live` is None for the first one ever.
+
+    `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
+    may hold. `evidence` is gathered once for all gates.
+    """
+
+    manifest: Manifest
+    root: Path
+    items: ItemTable
+    control: Control
+    live: Manifest | None
+    thresholds: GateThresholds
+    history_limit: int
+    live_root: Path | None = None
+    pages_bytes: int | None = None
+    given: Evidence | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.given is None:
+            found = Evidence(
+                self.manifest, self.root, self.items, self.history_limit, self.live, self.live_root
+            )
+            object.__setattr__(self, "given", found)
+
+    @property
+    def evidence(self) -> Evidence:
+        """What several gates look at."""
+        if self.given is None:
+            raise AssertionError
+        return self.given
+
+    @property
+    def baseline(self) -> str | None:
+        """The live generation's id."""
+        return None if self.live is None else self.live.generation
+
+    @property
+    def is_retrained(self) -> bool:
+        """Whether another bundle made it than made the live generation."""
+        return self.live is not None and self.live.bundle_digest != self.manifest.bundle_digest
+
+
+Gate = Callable[[Candidate], Verdict]
