@@ -5,6 +5,7 @@ from pathlib import Path
 
 from precompute import commands as run_by
 from precompute.commands import Command
+from precompute.erase_command import erase
 from precompute.own_redis import load_again, nothing, verify_again
 
 
@@ -96,6 +97,22 @@ def parser_of_commands() -> argparse.ArgumentParser:
         command.add_argument("--item", action="append", default=[], metavar="ID")
         command.add_argument("--entity", action="append", default=[], metavar="ID")
         command.set_defaults(unblock=name == "unblock", redis="if running")
+    command = add(
+        "erase",
+        erase,
+        "block an entity at once, leave it out of every night from now on, and report when nothing holds it any more",
+    )
+    command.add_argument("entity", nargs="?", metavar="ENTITY", help="its id")
+    command.add_argument(
+        "--as", dest="kind", choices=("user", "item"), default="user", help="default: user"
+    )
+    command.add_argument("--list", action="store_true", help="all erasures, open and done")
+    command.add_argument("--status", action="store_true", help="only show how this one stands")
+    command.add_argument(
+        "--forget", action="store_true", help="re-admit it to later nights and to answers"
+    )
+    command.add_argument("--reason", help="why it is re-admitted; kept in the record")
+    command.set_defaults(redis="if running")
     add("status", run_by.status, "generations, their states and gates, replicas")
     return parser
 

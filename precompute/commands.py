@@ -17,6 +17,7 @@ from precompute.build import Progress
 from precompute.config import NightConfig
 from precompute.control import Control, connect
 from precompute.display import Found, err
+from precompute.erasure import all_erasures, demand_unerased
 from precompute.night import run_night
 from precompute.release import Releases
 from precompute.sources import source_files
@@ -177,6 +178,7 @@ def block(
     items = [canonical_id(each) for each in arguments.item]
     entities = [canonical_id(each) for each in arguments.entity]
     if arguments.unblock:
+        demand_unerased(config.store(), items)
         changed = change_blocklist(config.store(), unblock_items=items, unblock_entities=entities)
     else:
         changed = change_blocklist(config.store(), block_items=items, block_entities=entities)
@@ -221,6 +223,7 @@ def status(config: NightConfig, _arguments: argparse.Namespace, _progress: Progr
         if pointer
         else "Redis has no pointer: nothing published, or lost (restore)",
         f"{len(replicas)} replicas, blocklist version {latest_blocklist(config.store()).version}",
+        f"{sum(each.is_pending for each in all_erasures(config.store()))} erasures pending (erase --list)",
     ]
 
 

@@ -22,6 +22,8 @@ from precompute.build import (
 )
 from precompute.config import NightConfig
 from precompute.control import Control, Replica, connect
+from precompute.erasing import settle
+from precompute.leftovers import sweep_leftovers
 from precompute.registry import open_releases
 from precompute.restore import restore as restore_redis
 from precompute.sealing import seal
@@ -118,7 +120,10 @@ def _flip_of(pointer: Pointer | None, replicas: Sequence[Replica]) -> Step:
 
 
 def retire(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
-    """Remove generations that nobody needs any more: pages, files, and rows whose overlays are gone."""
+    """Remove what nobody needs any more: pages and files of generations, rows whose overlays are gone, leftovers.
+
+    Then erasures whose last holder went are done.
+    """
     with open_releases(config) as releases:
         found = sweepable(
             releases,
@@ -138,7 +143,11 @@ def retire(config: NightConfig, *, attempt: str = "shell", progress: Progress = 
             progress("retire", number + 1, len(found))
         releases.control.forget_dead_replicas(releases.clock())
         rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s)
-    return {"retired": found, "keys": removed, "rows": rows}
+        leftovers = sweep_leftovers(config, releases)
+        pending = sum(each.word == "pending" for each in settle(config, releases))
+    return {
+        "retired": found, "keys": removed, "rows": rows, "leftovers": leftovers, "erasures_pending": pending,
+    }  # fmt: skip
 
 
 def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str) -> Step:

@@ -16,7 +16,7 @@ def overview(holding: Holding, health: Health) -> dict[str, Any]:
         "blocklist": {
             "version": holding.live.blocklist.version,
             "items": len(holding.live.blocklist.items),
-            "entities": len(holding.live.blocklist.entities),
+            "entities": len(holding.live.blocklist.entities) + len(holding.live.blocklist.users),
         },
         "ready": health.ready,
         "stale": health.stale,

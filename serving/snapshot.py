@@ -123,8 +123,9 @@ class Snapshot:
         """Whether the entity itself must not be served (an item also when it is blocked as an item)."""
         if raw is None:
             return False
-        return raw in self.blocklist.entities or (
-            table.entity == "item" and raw in self.blocklist.items
+        blocklist = self.blocklist
+        return raw in blocklist.entities or raw in (
+            blocklist.items if table.entity == "item" else blocklist.users
         )
 
 

@@ -1,0 +1,28 @@
+"""What killed programs and retired generations left on this host: unfinished files, copies, half-made bundles."""
+
+from collections.abc import Collection
+
+from precompute.config import NightConfig
+from precompute.release_log import ReleaseLog
+from precompute.states import UNFINISHED
+from precompute.training import heal, sweep_training
+
+UNFINISHED_S, COPY_S = 86_400.0, 3_600.0
+"""How long nothing must have touched an unfinished file, and a copy of what the store no longer has."""
+
+
+def sweep_leftovers(
+    config: NightConfig, releases: ReleaseLog, *, in_use: Collection[str] = ()
+) -> int:
+    """Remove them, by this host's own clock; how many there were. Nothing readers hold or a night makes is touched."""
+    store, now, bundle = releases.store, releases.clock(), config.path(config.bundle)
+    view = releases.view()
+    held = {each for replica in releases.control.replicas() for each in replica.holds}
+    wanted = {each for each, row in view.rows.items() if row.state in UNFINISHED}
+    wanted |= {*in_use, *held, *filter(None, (view.ledger.live, view.ledger.previous))}
+    heal(bundle)
+    return (
+        len(store.sweep_host_copies(wanted, before=now - COPY_S))
+        + store.sweep_unfinished(before=now - UNFINISHED_S)
+        + sweep_training(bundle, before=now - UNFINISHED_S)
+    )
