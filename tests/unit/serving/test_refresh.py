@@ -2,138 +2,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
-import orjson
 import pytest
 from redis.exceptions import NoPermissionError
 
-from cache.artefacts import ArtefactStore
 from cache.blocklist import Blocklist, change_blocklist
-from cache.errors import CorruptArtefact, TierUnavailable
-from cache.releases import Pointer, Release, done_path, intent_path
-from cache.staging import Staging
-from serving.clock import RedisClock
-from serving.follower import Follower
-from serving.heartbeat import Heartbeat
-from serving.refresh import Refresher
-from serving.shelf import Shelf
-from serving.snapshot import Snapshot
+from cache.releases import Pointer, Release, intent_path
 from serving.verdict import judge
-from tests.fakes import FakeClock
-from tests.unit.serving.world import World
-
-BOUND_S = 60.0
-REDIS_AHEAD_S = 3_600.0
-A, B, C = (f"2026112{day}T000000Z-00000000000{day}" for day in range(3))
-
-
-def pointer(generation: str, epoch: int, previous: str | None = None) -> Pointer:
-    return Pointer(generation, epoch, previous, f"attempt-{epoch}", float(epoch))
-
-
-@dataclass
-class FakeRedis:
-    """A pointer that tests set, an outage that they cause, and the beats it was sent."""
-
-    timer: FakeClock
-    now: Pointer | bytes | None = None
-    note: Staging | bytes | None = None
-    down: bool = False
-    policy: str | Exception = "volatile-lru"
-    beats: list[dict[str, object]] = field(default_factory=list)
-
-    async def watch(self) -> tuple[bytes | None, bytes | None]:
-        if self.down:
-            raise TierUnavailable("gone", reason="connection")
-        pointer = self.now.to_bytes() if isinstance(self.now, Pointer) else self.now
-        return pointer, self.note.to_bytes() if isinstance(self.note, Staging) else self.note
-
-    async def time(self) -> float:
-        if self.down:
-            raise TierUnavailable("gone", reason="connection")
-        return self.timer() + REDIS_AHEAD_S
-
-    async def subscribe(self) -> AsyncGenerator[bytes, None]:
-        await asyncio.Event().wait()
-        yield b""
-
-    async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
-        if self.down:
-            raise TierUnavailable("gone", reason="connection")
-        self.beats.append(orjson.loads(payload))
-
-    async def sign_off(self, replica_id: str) -> None:
-        self.beats.clear()
-
-    async def eviction_policy(self) -> str:
-        if isinstance(self.policy, Exception):
-            raise TierUnavailable("Redis", reason="connection") from self.policy
-        return self.policy
-
-
-class Scene:
-    """A refresher, what it reads from, and what it opened."""
-
-    def __init__(self, folder: Path) -> None:
-        self.world = World()
-        self.timer = FakeClock()
-        self.redis = FakeRedis(self.timer)
-        self.store = ArtefactStore(str(folder))
-        self.clock = RedisClock(self.timer, self.timer)
-        self.opened: list[str] = []
-        self.broken: set[str] = set()
-        self.degraded: str | None = None
-        self.on_open: Callable[[], None] = lambda: None
-        self.warmed: list[str] = []
-        self.shelf = Shelf(self.open, self.world.metrics, warm=self.warm, timer=self.timer)
-        self.follower = Follower(
-            self.store, self.redis, self.shelf, self.world.metrics,
-            load_bound_s=BOUND_S, clock=self.clock, timer=self.timer,
-        )  # fmt: skip
-        heartbeat = Heartbeat("replica-1", self.follower, self.clock, self.world.metrics)
-        self.refresher = Refresher(
-            self.follower, self.store, self.redis, heartbeat,
-            poll_s=1, blocklist_poll_s=1, heartbeat_s=1, timer=self.timer,
-        )  # fmt: skip
-
-    def open(self, to: Pointer, blocklist: Blocklist) -> Snapshot:
-        self.opened.append(to.generation)
-        self.on_open()
-        if to.generation in self.broken:
-            raise CorruptArtefact("items.bin has 3 bytes")
-        changes = {"epoch": to.epoch, "blocklist": blocklist, "degraded": self.degraded}
-        return self.world.snapshot(to.generation, **changes)
-
-    async def warm(self, coming: Snapshot, _current: Snapshot) -> None:
-        self.warmed.append(coming.generation)
-
-    async def publish(self, to: Pointer | bytes | None) -> None:
-        self.redis.now = to
-        await self.follower.look()
-        await self.follower.settled()
-
-    def release(self, generation: str, epoch: int, previous: str | None = None) -> None:
-        release = Release(epoch, "publish", generation, previous, "a", float(epoch))
-        self.store.write_once(intent_path(epoch), release.to_bytes())
-        self.store.write_once(done_path(epoch), b"")
-
-    @property
-    def held(self) -> list[str]:
-        holding = self.follower.holding
-        return [] if holding is None else list(holding.generations)
-
-
-@pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    """A replica that found a store in which nothing was ever blocked."""
-    scene = Scene(tmp_path)
-    scene.store.write("generations/some", b"")
-    await scene.refresher.look_at_blocklist()
-    yield scene
-    await scene.follower.aclose()
+from tests.unit.serving.scene import BOUND_S, A, B, C, Scene, pointer
 
 
 def test_only_a_greater_epoch_is_followed() -> None:

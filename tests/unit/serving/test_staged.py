@@ -1,0 +1,238 @@
+"""The generation to come: held ready beside live and previous, and dropped when nobody waits for it any more."""
+
+import asyncio
+import gc
+import threading
+
+import pytest
+
+from cache.blocklist import Blocklist, change_blocklist
+from cache.releases import Canary, Pointer
+from cache.staging import Staging
+from serving.snapshot import Snapshot
+from tests.unit.serving.scene import BOUND_S, REDIS_AHEAD_S, A, B, C, Scene, pointer
+
+
+def note(scene: Scene, generation: str, *, for_s: float = 60.0) -> Staging:
+    return Staging(generation, "attempt", scene.timer() + REDIS_AHEAD_S + for_s)
+
+
+def expect(happened: bool) -> None:
+    assert happened
+
+
+async def stage(scene: Scene, generation: str, *, for_s: float = 60.0) -> None:
+    """Another process writes the note; the replica looks, loads and beats."""
+    await scene.refresher.beat()  # from here on it knows Redis' clock
+    scene.redis.note = note(scene, generation, for_s=for_s)
+    await scene.follower.look()
+    await scene.follower.settled()
+    await scene.refresher.beat()
+
+
+async def test_what_is_staged_is_loaded_and_warmed_and_said_to_be_ready(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+
+    await stage(scene, B)
+
+    assert scene.held == [A, B] and scene.warmed == [B]
+    beat = scene.redis.beats[-1]
+    assert (beat["serving"], beat["ready"], beat["failed"]) == (A, [A, B], {})
+    assert beat["holds"] == [A, B] and beat["warm_s"] == 0 and beat["swapped_at"] is None
+
+
+async def test_the_swap_to_what_is_ready_loads_nothing(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    await stage(scene, B)
+
+    scene.timer.tick(5)
+    await scene.publish(pointer(B, 2, A))
+
+    assert scene.opened == [A, B] and scene.held == [B, A] and scene.warmed == [B]
+    held = scene.follower.holding
+    assert held is not None and held.next is None and held.live.epoch == 2
+    await scene.refresher.beat()
+    assert scene.redis.beats[-1]["swapped_at"] == scene.timer() + REDIS_AHEAD_S
+
+
+async def test_a_replica_looks_ten_times_a_second_only_while_something_is_staged(
+    scene: Scene,
+) -> None:
+    await scene.publish(pointer(A, 1))
+    assert scene.refresher._look_s() == 1
+
+    await stage(scene, B)
+    assert scene.refresher._look_s() == 0.1
+
+    await scene.publish(pointer(B, 2, A))
+    assert scene.refresher._look_s() == 1
+
+
+async def test_a_publisher_that_died_strands_nobody(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    await stage(scene, B, for_s=30)
+
+    scene.timer.tick(31)
+    await scene.follower.look()
+
+    assert scene.held == [A] and scene.refresher._look_s() == 1
+
+
+async def test_the_note_runs_out_by_redis_clock_even_when_redis_is_gone(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    await stage(scene, B, for_s=30)
+    scene.redis.down = True
+
+    await scene.follower.look()
+    assert scene.held == [A, B] and scene.follower.health.ready
+    scene.timer.tick(31)
+    await scene.follower.look()
+
+    assert scene.held == [A] and scene.follower.stale == "redis_unreachable"
+
+
+@pytest.mark.parametrize("left", [None, b"nonsense", b'{"generation": 3}'])
+async def test_a_note_that_is_gone_or_unreadable_drops_what_was_staged(
+    scene: Scene, left: bytes | None
+) -> None:
+    await scene.publish(pointer(A, 1))
+    await stage(scene, B)
+
+    scene.redis.note = left
+    await scene.follower.look()
+
+    assert scene.held == [A]
+
+
+async def test_never_more_than_previous_live_and_one_more(scene: Scene) -> None:
+    opening, most = scene.open, 0
+
+    def counted(to: Pointer, blocklist: Blocklist) -> Snapshot:
+        nonlocal most
+        gc.collect()
+        snapshot = opening(to, blocklist)
+        alive = {each.generation for each in gc.get_objects() if type(each) is Snapshot}
+        most = max(most, len(alive))
+        return snapshot
+
+    scene.shelf._open = counted
+    await scene.publish(pointer(A, 1))
+    await stage(scene, B)
+    await scene.publish(pointer(B, 2, A))
+    for number, generation in enumerate((C, f"{C}x", f"{C}y"), start=3):
+        await stage(scene, generation)
+        # Published without being the staged one: that makes room first.
+        await scene.publish(pointer(f"{generation}z", number, B))
+        assert len(scene.held) <= 3
+
+    assert most == 3
+
+
+async def test_what_cannot_be_made_ready_is_said_with_its_reason_and_tried_again(
+    scene: Scene,
+) -> None:
+    await scene.publish(pointer(A, 1))
+    scene.broken.add(B)
+
+    await stage(scene, B)
+
+    beat = scene.redis.beats[-1]
+    assert beat["ready"] == [A] and "items.bin" in beat["failed"][B]  # type: ignore[index]
+    assert scene.held == [A] and scene.follower.health.ready
+    await scene.follower.look()
+    assert scene.opened == [A, B]  # not at every look
+    scene.broken.clear()
+    scene.timer.tick(6)
+    await scene.follower.look()
+    await scene.follower.settled()
+    await scene.refresher.beat()
+    assert scene.redis.beats[-1]["ready"] == [A, B] and scene.redis.beats[-1]["failed"] == {}
+
+
+async def test_a_generation_whose_models_do_not_open_here_is_not_ready(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    scene.degraded = "the index is damaged"
+
+    await stage(scene, B)
+
+    failed = scene.redis.beats[-1]["failed"]
+    assert "the index is damaged" in failed[B] and scene.held == [A]  # type: ignore[index]
+
+
+async def test_before_anything_is_live_what_is_staged_is_held_all_the_same(scene: Scene) -> None:
+    await stage(scene, A)
+    assert scene.redis.beats[-1]["ready"] == [A] and scene.redis.beats[-1]["serving"] is None
+
+    await scene.publish(pointer(A, 1))
+
+    assert scene.opened == [A] and scene.held == [A]
+
+
+async def test_a_pointer_that_moves_while_the_next_is_loading_waits_for_that_load(
+    scene: Scene,
+) -> None:
+    await scene.publish(pointer(A, 1))
+    await scene.refresher.beat()
+    gate = threading.Event()
+    scene.on_open = lambda: expect(gate.wait(10))
+    scene.redis.note = note(scene, B)
+    await scene.follower.look()
+
+    scene.redis.now = pointer(B, 2, A)
+    looking = asyncio.create_task(scene.follower.look())
+    await asyncio.sleep(0)
+    assert scene.held == [A] and scene.follower.health.ready
+    gate.set()
+    await looking
+
+    assert scene.held == [B, A] and scene.opened == [A, B]
+
+
+async def test_a_blocklist_reaches_what_is_staged(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    await stage(scene, B)
+    change_blocklist(scene.store, block_items=[b"i3"])
+
+    await scene.refresher.look_at_blocklist()
+    await scene.publish(pointer(B, 2, A))
+
+    held = scene.follower.holding
+    assert held is not None and all(len(each.blocked) == 1 for each in held.snapshots)
+
+
+async def test_a_load_that_outlasts_the_bound_drains_and_a_retry_in_time_does_not(
+    scene: Scene,
+) -> None:
+    await scene.publish(pointer(A, 1))
+    scene.broken.add(B)
+    await scene.publish(pointer(B, 2, A))
+    scene.timer.tick(BOUND_S / 2)
+
+    await scene.follower.look()
+    assert scene.follower.health.ready and scene.follower.stale == "load_failed"
+    # Another publish does not begin the bound anew.
+    scene.broken.add(C)
+    await scene.publish(pointer(C, 3, A))
+    scene.timer.tick(BOUND_S / 2)
+
+    assert not scene.follower.health.ready and scene.held == [A]
+    scene.broken.clear()
+    await scene.follower.look()
+    assert scene.follower.health.ready and scene.held[0] == C
+
+
+async def test_a_canary_is_held_for_as_long_as_the_pointer_names_it(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    await stage(scene, B)
+
+    await scene.publish(pointer(A, 2, None, Canary(B, 10.0, 5.0)))
+    scene.redis.note = None
+    await scene.follower.look()
+
+    held = scene.follower.holding
+    assert scene.held == [A, B] and scene.opened == [A, B]
+    assert held is not None and held.canary is not None and held.next is not None
+    assert held.pinned(B).live is held.next
+    await scene.publish(pointer(A, 3))
+    assert scene.held == [A]
+    assert scene.follower.holding is not None and scene.follower.holding.canary is None
