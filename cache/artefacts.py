@@ -16,6 +16,9 @@ from cache.manifest import GENERATION, Artefact, Manifest
 
 _CHUNK_BYTES = 1 << 20
 
+COPY_IDLE_S = 3_600.0
+"""A copy that changed more recently may belong to a generation that is being made on this host."""
+
 
 def sha256_of(path: Path) -> str:
     """Hex SHA-256 of a file."""

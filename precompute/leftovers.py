@@ -2,13 +2,14 @@
 
 from collections.abc import Collection
 
+from cache.artefacts import COPY_IDLE_S
 from precompute.config import NightConfig
 from precompute.release_log import ReleaseLog
 from precompute.states import UNFINISHED
 from precompute.training import heal, sweep_training
 
-UNFINISHED_S, COPY_S = 86_400.0, 3_600.0
-"""How long nothing must have touched an unfinished file, and a copy of what the store no longer has."""
+UNFINISHED_S = 86_400.0
+"""How long nothing must have touched an unfinished file before it counts as left over."""
 
 
 def sweep_leftovers(
@@ -22,7 +23,7 @@ def sweep_leftovers(
     wanted |= {*in_use, *held, *filter(None, (view.ledger.live, view.ledger.previous))}
     heal(bundle)
     return (
-        len(store.sweep_host_copies(wanted, before=now - COPY_S))
+        len(store.sweep_host_copies(wanted, before=now - COPY_IDLE_S))
         + store.sweep_unfinished(before=now - UNFINISHED_S)
         + sweep_training(bundle, before=now - UNFINISHED_S)
     )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import orjson
 from redis.exceptions import ResponseError
 
-from cache.artefacts import ArtefactStore
+from cache.artefacts import COPY_IDLE_S, ArtefactStore
 from cache.errors import LarderError, TierUnavailable
 from serving.blocking import newest_blocklist
 from serving.follower import Follower
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 _CANCEL_AGAIN_S = 0.1
 _EXPECTING_S = 0.1
 """Between looks at the pointer while a generation is staged."""
+
+_SWEEP_S = 600.0
 
 Step = Callable[[], Coroutine[Any, Any, None]]
 
@@ -73,6 +75,7 @@ class Refresher:
             (self._look_s, follower.look, self._wake_pointer),
             (lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
             (lambda: heartbeat_s, self.beat, self._wake_beat),
+            (lambda: _SWEEP_S, self.sweep_copies, asyncio.Event()),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._beating = asyncio.Lock()
@@ -122,6 +125,11 @@ class Refresher:
         follower.note("blocklist", trouble and "blocklist_unreadable", trouble or "")
         if trouble is None:
             self.blocklist_read_at = self._timer()
+
+    async def sweep_copies(self) -> None:
+        """Removes this host's copies of what the store no longer has, never one that is held here."""
+        held, before = self.follower.shelf.generations, time.time() - COPY_IDLE_S
+        await asyncio.to_thread(self._store.sweep_host_copies, held, before=before)
 
     async def beat(self) -> None:
         """One heartbeat: what is served, and what must not be retired."""
