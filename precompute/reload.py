@@ -1,18 +1,22 @@
 """Pages back into Redis: what is missing or damaged is streamed from the artefact store, the rest is left alone."""
 
-from itertools import islice
+import mmap
+from pathlib import Path
+from typing import Any
 
 import redis
 
 from cache.artefacts import ArtefactStore, check, generation_path, read_manifest
-from cache.errors import Conflict, CorruptArtefact, StoreError
+from cache.errors import Conflict, StoreError
 from cache.keys import Keyspace
 from cache.manifest import Artefact, Manifest
 from precompute.control import Control
+from precompute.governor import Governor
 from precompute.load import Part, Progress, load_part, parts_of, total_bytes, verify_part
+from precompute.readback import bad_pages, lengths
 
 CHUNK_BYTES = 1 << 20
-EXISTS_BATCH = 1_000
+REPAIR_BYTES = 32 * 1024
 
 
 def reload(
@@ -23,22 +27,24 @@ def reload(
     *,
     chunk_bytes: int = CHUNK_BYTES,
     progress: Progress = lambda _bytes: None,
+    governor: Governor | None = None,
 ) -> int:
-    """Read a generation's pages back from Redis and stream the parts that are not right; bytes of pages.
+    """Stream the parts that Redis lacks, repair the pages that are not right; bytes of pages.
 
     Only checksums are fetched for parts that are right, so this costs a remote store little.
     """
     manifest = read_manifest(store, generation)
     for part in parts_of(manifest):
-        _fetch(store, generation, part.pages.sums)
-        root = store.local(generation_path(generation))
         if is_marked(control.client, keys, manifest, part):
-            try:
-                verify_part(control.client, keys, manifest, root, part, chunk_bytes=chunk_bytes)
-                continue
-            except CorruptArtefact:
-                pass  # the mark survived, the pages did not
-        _stream(control, keys, store, manifest, part, chunk_bytes=chunk_bytes, progress=progress)
+            _repair_part(
+                control, keys, store, manifest, part, chunk_bytes=chunk_bytes, governor=governor
+            )
+            continue
+        _fetch(store, generation, part.pages.sums)
+        _stream(
+            control, keys, store, manifest, part,
+            chunk_bytes=chunk_bytes, progress=progress, governor=governor,
+        )  # fmt: skip
     return total_bytes(manifest)
 
 
@@ -49,38 +55,103 @@ def load_missing(
     generation: str,
     *,
     chunk_bytes: int = CHUNK_BYTES,
+    governor: Governor | None = None,
 ) -> int:
-    """Stream the parts of which a mark or a page is missing; how many. What is there was verified before."""
+    """Stream the parts of which the mark, a page or a page's length is missing; how many.
+
+    Reads no page, so it takes one short command per page; what is there was verified before.
+    """
     manifest, streamed = read_manifest(store, generation), 0
+    marks: Any = control.client.hgetall(keys.loaded(generation))
     for part in parts_of(manifest):
-        if not is_marked(control.client, keys, manifest, part) or not _is_there(
-            control.client, keys, manifest, part
+        if marks.get(part.name.encode()) == part.mark and all(
+            found == part.size_of(page)
+            for page, found in lengths(control.client, keys, manifest, part)
         ):
-            _fetch(store, generation, part.pages.sums)
-            _stream(control, keys, store, manifest, part, chunk_bytes=chunk_bytes)
-            streamed += 1
+            continue
+        _fetch(store, generation, part.pages.sums)
+        _stream(control, keys, store, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
+        streamed += 1
     return streamed
+
+
+def repair(
+    control: Control,
+    keys: Keyspace,
+    store: ArtefactStore,
+    generation: str,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    progress: Progress = lambda _bytes: None,
+    governor: Governor | None = None,
+) -> list[str]:
+    """Read every page of a generation back and mend what is not right, also while it is live; the pages mended.
+
+    A page of the right length is written over in pieces, any other whole: at no moment is a page shorter than it was,
+    or missing though it was there.
+    """
+    manifest, mended = read_manifest(store, generation), []
+    for part in parts_of(manifest):
+        mended += _repair_part(
+            control, keys, store, manifest, part,
+            chunk_bytes=chunk_bytes, progress=progress, governor=governor,
+        )  # fmt: skip
+    return mended
 
 
 def is_marked(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> bool:
     """Whether the loader marked exactly this part as wholly loaded."""
     mark = client.hget(keys.loaded(manifest.generation), part.name)
-    return bool(mark == part.pages.sums.sha256.encode())
+    return bool(mark == part.mark)
 
 
-def _is_there(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> bool:
-    first = part.pages.first_page
-    names = (
-        keys.page(manifest.generation, part.table.name, page)
-        for page in range(first, first + part.pages.pages)
-    )
-    while batch := list(islice(names, EXISTS_BATCH)):
-        pipeline = client.pipeline(transaction=False)
-        for name in batch:
-            pipeline.exists(name)
-        if not all(pipeline.execute()):
-            return False
-    return True
+def _repair_part(
+    control: Control,
+    keys: Keyspace,
+    store: ArtefactStore,
+    manifest: Manifest,
+    part: Part,
+    *,
+    chunk_bytes: int,
+    progress: Progress = lambda _bytes: None,
+    governor: Governor | None,
+) -> list[str]:
+    client, generation = control.client, manifest.generation
+    _fetch(store, generation, part.pages.sums)
+    root = store.local(generation_path(generation))
+    bad = [
+        page
+        for page, _ in bad_pages(
+            client, keys, manifest, root, part,
+            chunk_bytes=chunk_bytes, progress=progress, governor=governor,
+        )
+    ]  # fmt: skip
+    if bad:
+        _fetch(store, generation, part.pages.file)
+        with (
+            (root / part.pages.file.path).open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
+        ):
+            for page in bad:
+                start = page * part.table.page_bytes
+                sound = pages[start : start + part.size_of(page)]
+                _mend(client, part.key(keys, generation, page), sound, governor)
+    if not is_marked(client, keys, manifest, part):
+        client.hset(keys.loaded(generation), part.name, part.mark.decode())
+    return [part.key(keys, generation, page) for page in bad]
+
+
+def _mend(client: "redis.Redis", name: str, sound: bytes, governor: Governor | None) -> None:
+    if client.strlen(name) != len(sound):
+        if governor is not None:
+            governor.pace(len(sound))
+        client.set(name, sound)
+        return
+    piece = (governor.piece_bytes if governor is not None else None) or REPAIR_BYTES
+    for at in range(0, len(sound), piece):
+        if governor is not None:
+            governor.pace(min(piece, len(sound) - at))
+        client.setrange(name, at, sound[at : at + piece])
 
 
 def _stream(
@@ -92,16 +163,20 @@ def _stream(
     *,
     chunk_bytes: int,
     progress: Progress = lambda _bytes: None,
+    governor: Governor | None = None,
 ) -> None:
     generation = manifest.generation
     _fetch(store, generation, part.pages.file)
     root, client = store.local(generation_path(generation)), control.client
-    client.hdel(keys.loaded(generation), part.name)
-    load_part(client, keys, manifest, root, part, chunk_bytes=chunk_bytes, progress=progress)
-    verify_part(client, keys, manifest, root, part, chunk_bytes=chunk_bytes)
+    client.hdel(keys.loaded(generation), part.name, part.progress)
+    load_part(
+        client, keys, manifest, root, part,
+        chunk_bytes=chunk_bytes, progress=progress, governor=governor,
+    )  # fmt: skip
+    verify_part(client, keys, manifest, root, part, chunk_bytes=chunk_bytes, governor=governor)
 
 
-def _fetch(store: ArtefactStore, generation: str, artefact: Artefact) -> None:
+def _fetch(store: ArtefactStore, generation: str, artefact: Artefact) -> Path:
     gone = (
         f"{artefact.path} of {generation} is gone from {store.url}, so its pages cannot be loaded"
     )
@@ -114,3 +189,4 @@ def _fetch(store: ArtefactStore, generation: str, artefact: Artefact) -> None:
     if not path.is_file():
         raise Conflict(gone, generation=generation)
     check(store.local(generation_path(generation)), artefact)
+    return path
