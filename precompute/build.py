@@ -15,6 +15,7 @@ from cache.manifest import Artefact, Manifest, Model
 from precompute import catalogue
 from precompute.bundle import Bundle
 from precompute.config import NightConfig
+from precompute.erasure import Erased, all_erasures
 from precompute.tables import write_json
 
 Step = dict[str, Any]
@@ -106,6 +107,12 @@ def open_bundle(build: Build) -> Bundle:
     for name in begun["bundle_files"]:
         build.fetch(f"bundle/{name}")
     return Bundle.open(build.root / "bundle")
+
+
+def erased_from(build: Build) -> Erased:
+    """What `begin` left out of this build because it is erased."""
+    numbers = set(build.need("begin").get("erased", ()))
+    return Erased.of(each for each in all_erasures(build.store) if each.number in numbers)
 
 
 def model_entry(

@@ -8,6 +8,7 @@ from cache.items import ItemTable
 from cache.manifest import Manifest
 from precompute.config import GateThresholds
 from precompute.control import Control
+from precompute.erasure import NOBODY, Erased
 from precompute.evidence import Evidence
 from precompute.verdict import Verdict
 
@@ -17,7 +18,7 @@ class Candidate:
     """A loaded generation with what its gates may look at; `live` is None for the first one ever.
 
     `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
-    may hold. `evidence` is gathered once for all gates.
+    may hold, `erased` what this night left out because it had to. `evidence` is gathered once for all gates.
     """
 
     manifest: Manifest
@@ -29,6 +30,7 @@ class Candidate:
     history_limit: int
     live_root: Path | None = None
     pages_bytes: int | None = None
+    erased: Erased = NOBODY
     given: Evidence | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

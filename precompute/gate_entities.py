@@ -40,6 +40,7 @@ def _against_live(rule: str, candidate: Candidate, entity: str, threshold: float
     if candidate.live is None:
         return not_measured(rule, threshold, FIRST)
     before, now = (each.entity_sets[entity].count for each in (candidate.live, candidate.manifest))
+    before -= _erased_of_live(candidate, entity)
     return at_least(
         rule,
         now / max(1, before),
@@ -47,6 +48,17 @@ def _against_live(rule: str, candidate: Candidate, entity: str, threshold: float
         f"{now:,} {entity}s, {before:,} before",
         candidate.baseline,
     )
+
+
+def _erased_of_live(candidate: Candidate, entity: str) -> int:
+    """How many of the live generation's entities had to go: nobody misses them."""
+    evidence, erased = candidate.evidence, candidate.erased
+    if entity == "user" and erased.users and evidence.live_users is not None:
+        hashes = hash_ids(sorted(erased.users), evidence.live_users.seed)
+        return int((evidence.live_users.find_many(hashes) >= 0).sum())
+    if entity == "item" and erased.items and evidence.live_items is not None:
+        return int((evidence.live_items.ordinals_of(sorted(erased.items)) >= 0).sum())
+    return 0
 
 
 def directories_sorted(candidate: Candidate) -> Verdict:

@@ -11,7 +11,7 @@ from cache.errors import LarderError, Refused
 from cache.items import ItemTable
 from cache.manifest import Manifest
 from precompute import catalogue, holdout
-from precompute.build import Build, Progress, Step, fetch_partition, open_bundle, quiet
+from precompute.build import Build, Progress, Step, erased_from, fetch_partition, open_bundle, quiet
 from precompute.candidate import Candidate
 from precompute.config import NightConfig
 from precompute.gates import GATES, INTEGRITY, LIVE_FILES, overridden, run_gates, run_within
@@ -127,6 +127,7 @@ def _candidate(
     candidate = Candidate(
         manifest, made.root, ItemTable.open(made.root, manifest), releases.control, before,
         made.config.gates, made.config.history_limit, live_root, _pages_bytes(made, releases),
+        erased_from(made),
     )  # fmt: skip
     return candidate, live is not None and before is None
 

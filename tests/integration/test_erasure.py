@@ -155,6 +155,18 @@ def test_an_erased_item_leaves_the_catalogue_and_every_history(night: NightConfi
     assert begun["erased"] == [1] and begun["unknown_items"] == 0
 
 
+def test_entities_that_had_to_go_are_not_missed_by_the_gates(night: NightConfig) -> None:
+    users = sorted(histories(night))
+    for user in users[: len(users) // 2]:
+        request(night.store(), user.encode(), "user", at=1.0)
+
+    second = publish_night(night, NEXT)
+
+    gates = {each["rule"]: each for each in read_manifest(night.store(), second).gates}
+    assert gates["coverage_of_live"]["passed"] and gates["coverage_of_live"]["value"] >= 0.99
+    assert gates["coverage_of_source"]["value"] >= 0.99
+
+
 def test_erasing_before_a_retry_names_another_generation(night: NightConfig) -> None:
     begun = pipeline.begin(night, data_until=NEXT, run_after=None)
     begin_erasing(night.store(), b"u1", "user", at=1.0)
