@@ -19,11 +19,12 @@ from cache.local import LocalTier, NegativeCache
 from cache.releases import Pointer
 from cache.remote import RemoteConfig, RemoteTier
 from cache.tiered import Tiered
-from serving import schema
+from serving import openapi
 from serving.clock import RedisClock
 from serving.config import ServingConfig
 from serving.follower import Follower
 from serving.heartbeat import Heartbeat
+from serving.http import refused
 from serving.infer import Inferences
 from serving.ladder import Ladder
 from serving.live import MicroBatcher, compute
@@ -31,9 +32,10 @@ from serving.metrics import Events, Metrics
 from serving.nights import Nights
 from serving.problem import Problem
 from serving.refresh import Refresher
-from serving.routes import Service, refused, routes
+from serving.routes import Service, routes
 from serving.shelf import Shelf
 from serving.snapshot import Snapshot
+from serving.trial import Trial
 from serving.warming import Warming
 
 _BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
@@ -88,7 +90,7 @@ def _document_token(app: FastAPI) -> None:
     def documented() -> dict[str, Any]:
         document = undocumented()
         schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
-        schemes[schema.BEARER] = {"type": "http", "scheme": "bearer"}
+        schemes[openapi.BEARER] = {"type": "http", "scheme": "bearer"}
         return document
 
     app.openapi = documented  # type: ignore[method-assign]
@@ -153,6 +155,7 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
     aside = ThreadPoolExecutor(1, thread_name_prefix="larder-next")
     clock = RedisClock()
     warming = Warming(tiers, lambda: ladder.recent)
+    trial = Trial(lambda: shelf.canary, metrics)
     shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside)
     follower = Follower(
         store, remote, shelf, metrics, load_bound_s=config.load_bound_s, clock=clock
@@ -161,7 +164,7 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
         follower,
         store,
         remote,
-        Heartbeat(replica_id(), follower, clock, metrics, remote.p99_ms),
+        Heartbeat(replica_id(), follower, clock, metrics, remote.p99_ms, trial.report),
         poll_s=config.poll_s,
         blocklist_poll_s=config.blocklist_poll_s,
         heartbeat_s=config.heartbeat_s,
@@ -178,6 +181,7 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
         config.token,
         refresher.drain,
         nights,
+        trial,
     )
     try:
         await refresher.start()

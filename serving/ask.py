@@ -50,6 +50,7 @@ class Options:
     fresh: bool = False
     max_age_s: float | None = None
     generation: str | None = None
+    canary_key: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

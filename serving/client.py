@@ -71,6 +71,7 @@ class Options:
     fresh: bool | None = None
     max_age_seconds: float | None = None
     generation: str | None = None
+    canary_key: Id | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Those that are set."""

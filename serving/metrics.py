@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
@@ -135,6 +135,20 @@ class Metrics:
             "larder_flip_answer_seconds", "Request start to answer, in the second after a flip",
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
+        self.canary_requests = Counter(
+            "larder_canary_requests", "Requests while a canary runs: what answered, or why live did",
+            ["arm"], registry=registry,
+        )  # fmt: skip
+        self.canary_answers = Counter(
+            "larder_canary_answers", "Entities answered by source, while a canary runs",
+            ["arm", "source"], registry=registry,
+        )  # fmt: skip
+        self.canary_top_score = Summary(
+            "larder_canary_top_score", "Best score of each list", ["arm"], registry=registry
+        )
+        self.feedback = Counter(
+            "larder_feedback", "What callers report, by arm", ["arm", "event"], registry=registry
+        )
         self._flips, self._is_flipping = 0, False
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
         self._seconds = {source: self.answer_seconds.labels(source) for source in SOURCES}

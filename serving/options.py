@@ -8,10 +8,12 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from serving.ask import Limits, Options
-from serving.fields import read_ids, read_object
+from serving.fields import read_id, read_ids, read_object
 from serving.problem import unprocessable
 
-_QUERY_FIELDS = frozenset({"k", "fresh", "max_age_seconds", "generation", "deadline_ms"})
+_QUERY_FIELDS = frozenset(
+    {"k", "fresh", "max_age_seconds", "generation", "deadline_ms", "canary_key"}
+)
 _WHOLE = re.compile(r"-?[0-9]+")
 _DIGITS_MAX = 18
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
@@ -35,6 +37,7 @@ def body_options(data: Mapping[str, Any], limits: Limits) -> Options:
         fresh=fresh,
         max_age_s=_max_age(data.get("max_age_seconds")),
         generation=generation,
+        canary_key=_key(data.get("canary_key"), "canary_key"),
     )
 
 
@@ -54,6 +57,7 @@ def query_options(query: bytes, limits: Limits) -> Options:
         fresh=fresh in ("true", "1"),
         max_age_s=_max_age(_number(data.get("max_age_seconds"), "max_age_seconds")),
         generation=data.get("generation"),
+        canary_key=_key(data.get("canary_key"), "canary_key"),
     )
 
 
@@ -63,6 +67,19 @@ def with_deadline_header(options: Options, header: str | None, limits: Limits) -
         return options
     sent = _deadline(_number(header, "x-deadline-ms"), "x-deadline-ms", limits)
     return replace(options, deadline_s=min(options.deadline_s, sent))
+
+
+def with_canary_header(options: Options, header: str | None) -> Options:
+    """The same options under the header X-Larder-Canary-Key; what the body or the query says counts first."""
+    if header is None or options.canary_key is not None:
+        return options
+    # Starlette reads headers as latin-1: encoded back, these are the bytes that were sent.
+    sent = header.encode("latin-1").decode(errors="replace")
+    return replace(options, canary_key=_key(sent, "x-larder-canary-key"))
+
+
+def _key(value: object, field: str) -> bytes | None:
+    return None if value is None else read_id(value, field)
 
 
 def _pairs(query: bytes) -> dict[str, str]:

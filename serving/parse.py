@@ -1,5 +1,6 @@
 """Reading what a caller asks, by hand, from a URL or JSON; whatever is wrong is refused with its field. Pure."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -10,12 +11,12 @@ from serving.options import body_options, query_options
 from serving.problem import Problem, unprocessable
 
 _ENTITY_FIELDS = frozenset({"id", "history", "features"})
-_LOOKUP_FIELDS = frozenset(
-    {"entities", "k", "exclude", "deadline_ms", "fresh", "max_age_seconds", "generation"}
-)
-_SCORE_FIELDS = frozenset(
-    {"user", "items", "k", "deadline_ms", "fresh", "max_age_seconds", "generation"}
-)
+_COMMON = {"k", "deadline_ms", "fresh", "max_age_seconds", "generation", "canary_key"}
+_LOOKUP_FIELDS = frozenset({"entities", "exclude", *_COMMON})
+_SCORE_FIELDS = frozenset({"user", "items", *_COMMON})
+_FEEDBACK_FIELDS = frozenset({"generation", "canary_key", "event", "count"})
+_EVENT = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_COUNT_MAX = 1_000_000
 
 
 def lookup_url(raw_path: bytes, prefix: bytes, query: bytes, limits: Limits) -> Ask:
@@ -56,6 +57,28 @@ def score_body(body: bytes, limits: Limits) -> ScoreAsk:
     if not items:
         raise unprocessable("invalid_field", "items is a list of 1 or more ids", "items")
     return ScoreAsk(_entity(data["user"], "", "user", limits), items, body_options(data, limits))
+
+
+def feedback_body(body: bytes) -> tuple[str | None, bytes | None, str, int]:
+    """The body of POST /v1/feedback: generation or canary key, the other None; event; count."""
+    data = read_object(read_json(body), "body", _FEEDBACK_FIELDS)
+    generation, key = data.get("generation"), data.get("canary_key")
+    if (generation is None) == (key is None):
+        raise unprocessable(
+            "missing_field", "send either generation, as the answer had it, or canary_key", "body"
+        )
+    if generation is not None and not isinstance(generation, str):
+        raise unprocessable("invalid_field", "generation is a string", "generation")
+    event, count = data.get("event"), data.get("count", 1)
+    if not isinstance(event, str) or not _EVENT.fullmatch(event):
+        raise unprocessable(
+            "invalid_field", "event is 1 to 32 of a-z, 0-9 and _, a letter first", "event"
+        )
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _COUNT_MAX:
+        raise unprocessable(
+            "invalid_field", f"count is a whole number from 1 to {_COUNT_MAX}", "count"
+        )
+    return generation, None if key is None else read_id(key, "canary_key"), event, count
 
 
 def _entity(value: object, table: str | None, field: str, limits: Limits) -> Entity:

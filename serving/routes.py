@@ -9,25 +9,26 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from cache.errors import InvalidInput, LarderError
-from serving import schema
+from serving import openapi, schema
 from serving.answer import Answer
 from serving.ask import Ask, Limits, Options
 from serving.follower import Follower
 from serving.holding import Holding
+from serving.http import as_json, read_body, refused
 from serving.ladder import Ladder
 from serving.metrics import CONTENT_TYPE, Metrics
 from serving.nights import Nights
-from serving.options import with_deadline_header
+from serving.options import with_canary_header, with_deadline_header
 from serving.overview import overview
-from serving.parse import lookup_body, lookup_url, score_body
+from serving.parse import feedback_body, lookup_body, lookup_url, score_body
 from serving.problem import Problem, from_input
-from serving.score import rank_candidates
+from serving.score import rank_candidates, vector_table
+from serving.trial import Trial
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ Handler = Callable[[Request, float], Awaitable[object]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 _LOOKUP_PREFIX = b"/v1/lookup/"
-_JSON = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class Service:
     token: str
     drain: Callable[[], Awaitable[None]]
     nights: Nights
+    trial: Trial
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:
@@ -80,26 +81,35 @@ def routes(service: Service) -> APIRouter:
         return (await _answers(service, request, ask, started))[0]
 
     async def lookup_table(request: Request, started: float) -> object:
-        body = await _body(request, service.body_bytes)
+        body = await read_body(request, service.body_bytes)
         ask = lookup_body(body, request.path_params["table"], service.limits)
         return {"answers": await _answers(service, request, ask, started)}
 
     async def lookup_tables(request: Request, started: float) -> object:
-        ask = lookup_body(await _body(request, service.body_bytes), None, service.limits)
+        ask = lookup_body(await read_body(request, service.body_bytes), None, service.limits)
         return {"answers": await _answers(service, request, ask, started)}
 
     async def score(request: Request, started: float) -> object:
-        ask = score_body(await _body(request, service.body_bytes), service.limits)
-        options = _within_deadline(service, request, ask.options)
-        ask = ask.with_options(options)
-        answer = await rank_candidates(service.ladder, service.holding(), ask, started)
+        ask = score_body(await read_body(request, service.body_bytes), service.limits)
+        ask = ask.with_options(_with_headers(service, request, ask.options))
+        live = service.holding()
+        user = ask.user.of_table(vector_table(live.live).name)
+        holding, arm = service.trial.route(live, (user,), ask.options)
+        answer = await rank_candidates(service.ladder, holding, ask, started)
+        service.trial.count(
+            arm, [{"source": answer["source"]}]
+        )  # its scores are of the caller's items
         return _marked(service, [answer])[0]
+
+    async def feedback(request: Request, _started: float) -> object:
+        told = feedback_body(await read_body(request, service.body_bytes))
+        return {"arm": service.trial.feedback(service.holding(), *told)}
 
     async def generations(_request: Request, _started: float) -> object:
         return overview(service.holding(), service.follower.health)
 
     async def healthz(_request: Request) -> Response:
-        return _json(200, {"status": "ok"})
+        return as_json(200, {"status": "ok"})
 
     async def readyz(_request: Request) -> Response:
         health, held = service.follower.health, service.follower.holding
@@ -112,7 +122,7 @@ def routes(service: Service) -> APIRouter:
             "failed": health.failed,
             "schedule": service.nights.body(),
         }
-        return _json(200 if health.ready else 503, body)
+        return as_json(200 if health.ready else 503, body)
 
     async def metrics(_request: Request) -> Response:
         return Response(service.metrics.expose(), media_type=CONTENT_TYPE)
@@ -127,7 +137,7 @@ def routes(service: Service) -> APIRouter:
             openapi_extra=extra,
         )
 
-    described = functools.partial(schema.described, has_token=bool(service.token))
+    described = functools.partial(openapi.described, has_token=bool(service.token))
     add(
         "/v1/lookup/{table}/{entity:path}", "GET", lookup_one,
         described(schema.ANSWER, path=("table", "entity"), query=True),
@@ -143,21 +153,29 @@ def routes(service: Service) -> APIRouter:
         described(schema.ANSWERS, body=schema.lookup_many(service.limits)),
     )
     add("/v1/score", "POST", score, described(schema.SCORES, body=schema.score(service.limits)))
-    add("/v1/generations", "GET", generations, described(schema.GENERATIONS, has_deadline=False))
+    add(
+        "/v1/feedback", "POST", feedback,
+        described(schema.FEEDBACK, body=schema.FEEDBACK_BODY, has_options=False),
+    )  # fmt: skip
+    add("/v1/generations", "GET", generations, described(schema.GENERATIONS, has_options=False))
     router.add_api_route("/healthz", healthz, methods=["GET"])
-    router.add_api_route("/readyz", readyz, methods=["GET"], openapi_extra=schema.READYZ)
+    router.add_api_route("/readyz", readyz, methods=["GET"], openapi_extra=openapi.READYZ)
     router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
     return router
 
 
 async def _answers(service: Service, request: Request, ask: Ask, started: float) -> list[Answer]:
-    ask = Ask(ask.entities, _within_deadline(service, request, ask.options))
+    ask = Ask(ask.entities, _with_headers(service, request, ask.options))
     service.metrics.stage("parse", service.timer() - started)
-    return _marked(service, await service.ladder.lookup(service.holding(), ask, started))
+    holding, arm = service.trial.route(service.holding(), ask.entities, ask.options)
+    answers = await service.ladder.lookup(holding, ask, started)
+    service.trial.count(arm, answers)
+    return _marked(service, answers)
 
 
-def _within_deadline(service: Service, request: Request, options: Options) -> Options:
-    return with_deadline_header(options, request.headers.get("x-deadline-ms"), service.limits)
+def _with_headers(service: Service, request: Request, options: Options) -> Options:
+    options = with_deadline_header(options, request.headers.get("x-deadline-ms"), service.limits)
+    return with_canary_header(options, request.headers.get("x-larder-canary-key"))
 
 
 def _marked(service: Service, answers: list[Answer]) -> list[Answer]:
@@ -178,7 +196,7 @@ def _guarded(service: Service, route: str, handler: Handler) -> Endpoint:
                 sent = request.headers.get("authorization", "").encode("latin-1")
                 if not any(hmac.compare_digest(sent, each) for each in expected):
                     raise Problem(401, "unauthorized", "send Authorization: Bearer <token>")
-            response = _json(200, await handler(request, started))
+            response = as_json(200, await handler(request, started))
         except Problem as problem:
             response = refused(problem)
         except ClientDisconnect:
@@ -204,36 +222,3 @@ def _credentials(token: str) -> tuple[bytes, ...]:
     with contextlib.suppress(UnicodeEncodeError):
         forms.add(header.encode("latin-1"))
     return tuple(sorted(forms))
-
-
-async def _body(request: Request, limit: int) -> bytes:
-    """The whole body; what a caller says about its length only ever refuses earlier."""
-    too_large = Problem(
-        413, "body_too_large", f"a body has at most {limit} bytes", field="body", limit=limit
-    )
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise too_large
-    pieces, size = [], 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > limit:
-            raise too_large
-        pieces.append(piece)
-    return b"".join(pieces)
-
-
-def refused(problem: Problem) -> Response:
-    """The response to a request that gets no answer."""
-    response = _json(problem.status, problem.body())
-    if problem.status == 401:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    elif problem.status == 413:
-        response.headers["Connection"] = "close"  # the rest of the body is not worth reading
-    elif problem.status == 503:
-        response.headers["Retry-After"] = "1"
-    return response
-
-
-def _json(status: int, body: object) -> Response:
-    return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=_JSON)

@@ -44,6 +44,11 @@ OPTIONS: Json = {
     },
     "max_age_seconds": {"type": "number", "minimum": 0},
     "generation": {"type": "string", "description": "Answer from this generation, or 409"},
+    "canary_key": {
+        **ID,
+        "description": "Decides whether a canary answers, if one runs: the same key always meets the same generation. "
+        "By default the user, if the request is about one user alone; without either the live one answers",
+    },
 }
 
 
@@ -166,7 +171,7 @@ GENERATIONS: Json = _object(
     },
     ("live", "previous", "blocklist", "ready"),
 )
-_HEALTH: Json = _object(
+HEALTH: Json = _object(
     {
         "ready": {"type": "boolean"},
         "generation": _TEXT,
@@ -183,60 +188,21 @@ _HEALTH: Json = _object(
     },
     ("ready", "schedule"),
 )
-BEARER = "bearer"
-_QUERY: Json = {name: OPTIONS[name] for name in OPTIONS if name != "exclude"}
-_DEADLINE: tuple[str, str, Json] = (
-    "header",
-    "X-Deadline-Ms",
-    {"type": "number", "exclusiveMinimum": 0, "description": "The tighter of this and deadline_ms"},
+FEEDBACK_BODY: Json = _closed(
+    {
+        "generation": {"type": "string", "description": "As the answer named it; or canary_key"},
+        "canary_key": {**ID, "description": "As the request had it; or generation"},
+        "event": {"type": "string", "pattern": "^[a-z][a-z0-9_]{0,31}$"},
+        "count": {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 1},
+    },
+    ("event",),
 )
-
-
-def _response(description: str, schema: Json) -> Json:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
-READYZ: Json = {
-    "responses": {
-        "200": _response("May be asked", _HEALTH),
-        "503": _response("Should not be asked: starting, stopping or unable to follow", _HEALTH),
-    }
-}
-
-
-def described(
-    answer: Json,
-    *,
-    body: Json | None = None,
-    path: tuple[str, ...] = (),
-    query: bool = False,
-    has_deadline: bool = True,
-    has_token: bool = False,
-) -> Json:
-    """`openapi_extra` of a route."""
-    string: Json = {"type": "string"}
-    parameters = [("path", name, string) for name in path]
-    parameters += [("query", name, _QUERY[name]) for name in _QUERY if query]
-    parameters += [_DEADLINE] if has_deadline else []
-    codes = {"401": "no token"} if has_token else {}
-    if has_deadline:
-        codes |= {"404": "no such table", "409": "generation_gone"}
-        codes |= {"422": "cannot be answered as sent"}
-    if body is not None:
-        codes |= {"413": "too large"}
-    codes |= {"503": "nothing loaded yet"}
-    extra: Json = {
-        "parameters": [
-            {"in": where, "name": name, "schema": schema, "required": where == "path"}
-            for where, name, schema in parameters
-        ],
-        "responses": {
-            "200": _response("Answered", answer),
-            **{code: _response(why, ERROR) for code, why in sorted(codes.items())},
-        },
-    }
-    if body is not None:
-        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-    if has_token:
-        extra["security"] = [{BEARER: []}]
-    return extra
+FEEDBACK: Json = _object(
+    {
+        "arm": {
+            "enum": ["live", "canary", None],
+            "description": "What it was counted for; null without a canary",
+        }
+    },
+    ("arm",),
+)

@@ -49,12 +49,12 @@ class Shelf:
         self.is_blocklist_known = False
         self.changed: Callable[[], None] = lambda: None
         self.swap: Swap | None = None
+        self.canary: Canary | None = None
         self._open = open_snapshot
         self._metrics = metrics
         self._warm = warm
         self._aside = aside
         self._timer = timer
-        self._canary: Canary | None = None
         self._first: Snapshot | None = None
 
     @property
@@ -108,7 +108,7 @@ class Shelf:
 
     def take(self, live: Snapshot, pointer: Pointer) -> None:
         """Serves a snapshot as the pointer says; what was live stays if the pointer names it as previous."""
-        held, self._first, self._canary = self.holding, None, pointer.canary
+        held, self._first, self.canary = self.holding, None, pointer.canary
         previous = next_ = None
         if held is not None:
             previous = held.find(pointer.previous)
@@ -132,7 +132,7 @@ class Shelf:
         if any(each.blocklist is not self.blocklist for each in holding.snapshots):
             # It changed while this one was loading.
             holding = holding.with_blocklist(self.blocklist)
-        canary, split = self._canary, None
+        canary, split = self.canary, None
         if canary is not None and holding.next and holding.next.generation == canary.generation:
             split = Split.of(canary.generation, canary.percent)
             next_ = holding.next.released_as(holding.live.epoch, canary.since)

@@ -1,0 +1,97 @@
+"""A canary at work: which requests it answers, and what is counted of both arms."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cache.releases import Canary
+from serving.answer import Answer
+from serving.arms import ARMS, Arm, Counts
+from serving.ask import Entity, Options
+from serving.holding import Holding
+from serving.metrics import Metrics
+
+
+class Trial:
+    """Routes by the caller's key alone, so that every replica sends the same requests to the same generation."""
+
+    def __init__(self, canary: Callable[[], Canary | None], metrics: Metrics) -> None:
+        self._canary = canary
+        self._metrics = metrics
+        self._counted: Canary | None = None
+        self._counts: dict[Arm, Counts] = {}
+
+    def route(
+        self, holding: Holding, entities: Sequence[Entity], options: Options
+    ) -> tuple[Holding, Arm | None]:
+        """What answers the whole request, and the arm that it counts for; None for neither of them."""
+        if (canary := self._canary()) is None:
+            return holding, None
+        if options.generation is not None:
+            return self._aside(holding, "pinned")
+        key = options.canary_key or _user(holding, entities)
+        if key is None:
+            return self._aside(holding, "no_key")
+        if holding.canary is None or holding.next is None:
+            return self._aside(holding, "not_held")
+        self._begin(canary)
+        if holding.canary.takes(key):
+            return holding.tried(holding.next), "canary"
+        return holding, "live"
+
+    def count(self, arm: Arm | None, answers: Sequence[Answer]) -> None:
+        """A request of one arm has its answers."""
+        if arm is None or arm not in self._counts:
+            return
+        self._metrics.canary_requests.labels(arm).inc()
+        for each in answers:
+            self._metrics.canary_answers.labels(arm, each["source"]).inc()
+        for top in self._counts[arm].answered(answers):
+            self._metrics.canary_top_score.labels(arm).observe(top)
+
+    def feedback(
+        self, holding: Holding, generation: str | None, key: bytes | None, event: str, count: int
+    ) -> Arm | None:
+        """Counts what a caller reports of answers of a generation, or to a key; the arm, None if it is neither."""
+        canary = self._canary()
+        if canary is None or holding.canary is None:
+            return None
+        self._begin(canary)
+        if generation is not None:
+            arms: dict[str, Arm] = {holding.live.generation: "live", canary.generation: "canary"}
+            arm = arms.get(generation)
+        else:
+            arm = "canary" if key is not None and holding.canary.takes(key) else "live"
+        if arm is not None:
+            counted_as = self._counts[arm].heard(event, count)
+            self._metrics.feedback.labels(arm, counted_as).inc(count)
+        return arm
+
+    def report(self) -> dict[str, Any] | None:
+        """What the heartbeat carries while a canary runs."""
+        if (canary := self._canary()) is None:
+            return None
+        self._begin(canary)
+        return {
+            "generation": canary.generation,
+            "percent": canary.percent,
+            "since": canary.since,
+            "arms": {arm: counts.to_json() for arm, counts in self._counts.items()},
+        }
+
+    def _begin(self, canary: Canary) -> None:
+        if (
+            canary != self._counted
+        ):  # another one, or another share: what was counted is not comparable
+            self._counted, self._counts = canary, {arm: Counts() for arm in ARMS}
+
+    def _aside(self, holding: Holding, why: str) -> tuple[Holding, None]:
+        self._metrics.canary_requests.labels(why).inc()
+        return holding, None
+
+
+def _user(holding: Holding, entities: Sequence[Entity]) -> bytes | None:
+    """The one user that a request is about."""
+    if len(entities) != 1:
+        return None
+    table = holding.live.manifest.tables.get(entities[0].table)
+    return entities[0].raw if table is not None and table.entity == "user" else None
