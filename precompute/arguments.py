@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from precompute import commands as run_by
+from precompute.canary import command as canary
 from precompute.commands import Command
 from precompute.erase_command import erase
 from precompute.own_redis import load_again, nothing, verify_again
@@ -80,6 +81,20 @@ def parser_of_commands() -> argparse.ArgumentParser:
     command.add_argument("--attempt")
     command.set_defaults(prepare=verify_again)
     add("warm", run_by.warm, "wait until every replica answers from it", generation=True)
+    command = add(
+        "canary",
+        canary,
+        "try a verified generation on a share of the requests, then publish or abandon it",
+    )
+    command.add_argument("action", choices=("start", "status", "publish", "abandon"))
+    command.add_argument(
+        "generation", nargs="?", help="to start with (default: the newest that is verified)"
+    )
+    command.add_argument(
+        "--percent", type=float, help="share of the requests (default: percent of [canary])"
+    )
+    command.add_argument("--reason", help="of abandon; kept in the release record")
+    command.add_argument("--attempt")
     command = add("roll-back", run_by.roll_back, "make an earlier generation live again")
     command.set_defaults(prepare=load_again)
     command.add_argument("--to", metavar="GENERATION", help="default: the previous one")

@@ -23,6 +23,7 @@ from precompute.checks import (
     check_types,
 )
 from precompute.sections import (
+    CanaryConfig,
     FlipConfig,
     GateThresholds,
     GovernorConfig,
@@ -52,6 +53,7 @@ KIB = 1024
 _SECTIONS: Mapping[str, type[Any]] = {
     "gates": GateThresholds,
     "flip": FlipConfig,
+    "canary": CanaryConfig,
     "governor": GovernorConfig,
     "reference": ReferenceConfig,
 }
@@ -96,6 +98,7 @@ class NightConfig:
     tables: Mapping[str, TableConfig] = field(default_factory=_default_tables)
     gates: GateThresholds = field(default_factory=GateThresholds)
     flip: FlipConfig = field(default_factory=FlipConfig)
+    canary: CanaryConfig = field(default_factory=CanaryConfig)
     governor: GovernorConfig = field(default_factory=GovernorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     base: str = "."

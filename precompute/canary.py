@@ -1,0 +1,162 @@
+"""Trying a verified generation on a share of the requests: started, watched, then published or abandoned."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cache.errors import ConfigError, Conflict, Refused
+from cache.releases import Canary
+from precompute.build import Progress, Step, quiet
+from precompute.commands import new_attempt
+from precompute.comparison import Comparison, Totals, decide
+from precompute.config import NightConfig
+from precompute.control import Control, Replica
+from precompute.publishing import publish as publish_generation
+from precompute.registry import open_releases
+from precompute.staging import staged
+from precompute.states import State
+
+
+def start(
+    config: NightConfig,
+    generation: str | None,
+    *,
+    percent: float | None = None,
+    attempt: str,
+    progress: Progress = quiet,
+) -> Step:
+    """Once replicas hold it ready, let a verified generation (by default the newest) answer a share of the requests.
+
+    Raises Conflict when there is none, when it may not be published either, or when replicas do not become ready.
+    """
+    share = config.canary.percent if percent is None else percent
+    if not 0 < share <= 100:
+        raise ConfigError(f"percent is above 0 and at most 100, not {share:g}", field="percent")
+    with open_releases(config) as releases:
+        chosen = generation or _newest_verified(releases.control)
+        running = releases.control.pointer()
+        canary = None if running is None else running.canary
+        if canary is None or (canary.generation, canary.percent) != (chosen, share):
+            # What may not be published is not tried out either; pages that Redis has lost are streamed again.
+            if releases.prepare(chosen, attempt=attempt) is not None:
+                raise Conflict(f"{chosen} is live already", generation=chosen)
+            with staged(releases.control, chosen, config.flip, attempt=attempt, progress=progress):
+                releases.start_canary(chosen, share, attempt)
+    return {"generation": chosen, "percent": share}
+
+
+def _newest_verified(control: Control) -> str:
+    pointer = control.pointer()
+    if pointer is not None and pointer.canary is not None:
+        return pointer.canary.generation  # a retry of the start
+    rows = control.rows()
+    verified = sorted(each for each, row in rows.items() if row.state is State.VERIFIED)
+    if not verified:
+        raise Conflict("no generation is verified and waiting: run the night up to `verify` first")
+    return verified[-1]
+
+
+def _running(control: Control, generation: str | None = None) -> Canary:
+    pointer = control.pointer()
+    canary = None if pointer is None else pointer.canary
+    if canary is None or generation not in (None, canary.generation):
+        which = "" if generation is None else f" of {generation}"
+        raise Conflict(f"no canary{which} is running: start one with `canary start GENERATION`")
+    return canary
+
+
+def compare(replicas: Sequence[Replica], canary: Canary) -> Comparison:
+    """Both arms, over the replicas that live; those that have counted nothing yet add nothing."""
+    counted = [
+        each.canary["arms"]
+        for each in replicas
+        if each.canary is not None and each.canary["since"] == canary.since
+    ]
+    return Comparison.of(*(Totals.of(arms[arm] for arms in counted) for arm in ("live", "canary")))
+
+
+def status(config: NightConfig) -> Step:
+    """The canary that is running, both arms compared, and what would follow from it now."""
+    with open_releases(config) as releases:
+        canary = _running(releases.control)
+        replicas = releases.control.replicas()
+        found, seconds = compare(replicas, canary), releases.clock() - canary.since
+    verdict, against = decide(found, config.canary)
+    return {
+        "generation": canary.generation,
+        "percent": canary.percent,
+        "seconds": round(seconds, 1),
+        "replicas": len(replicas),
+        "holding": sum(canary.generation in each.ready for each in replicas),
+        **asdict(found),
+        "verdict": verdict,
+        "against": against,
+    }
+
+
+def publish(config: NightConfig, *, attempt: str, progress: Progress = quiet) -> Step:
+    """The canary's generation made live for everybody, as any other."""
+    with open_releases(config) as releases:
+        generation = _running(releases.control).generation
+    return publish_generation(
+        config, {"generation": generation}, attempt=attempt, progress=progress
+    )
+
+
+def abandon(config: NightConfig, *, reason: str, attempt: str) -> Step:
+    """Every request is answered from the live generation again, and this one is never published."""
+    with open_releases(config) as releases:
+        generation = _running(releases.control).generation
+        releases.end_canary(attempt, reason, abandon=True)
+    return {"generation": generation, "abandoned": reason}
+
+
+def is_over(config: NightConfig, generation: str) -> bool:
+    """Whether the canary has run for `wait_s`, or does not run any more."""
+    with open_releases(config) as releases:
+        pointer = releases.control.pointer()
+        canary = None if pointer is None else pointer.canary
+        if canary is None or canary.generation != generation:
+            return True
+        return releases.clock() - canary.since >= config.canary.wait_s
+
+
+def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
+    """Publish the canary, or abandon it and raise Refused with everything that speaks against it."""
+    with open_releases(config) as releases:
+        pointer = releases.control.pointer()
+        if pointer is not None and pointer.generation == generation:
+            return {"generation": generation, "published": True}
+        found = compare(releases.control.replicas(), _running(releases.control, generation))
+        verdict, against = decide(found, config.canary)
+        if verdict == "abandon":
+            reason = "canary: " + "; ".join(against)
+            releases.end_canary(attempt, reason, abandon=True)
+            raise Refused(
+                f"{generation} was abandoned, the live generation goes on: {'; '.join(against)}",
+                rule="canary",
+                **asdict(found),
+            )
+    publish_generation(config, {"generation": generation}, attempt=attempt)
+    return {"generation": generation, "published": True, **asdict(found)}
+
+
+def command(
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    """`canary start|status|publish|abandon`."""
+    attempt: str = arguments.attempt or new_attempt()
+    match arguments.action:
+        case "start":
+            return start(
+                config, arguments.generation, percent=arguments.percent, attempt=attempt,
+                progress=progress,
+            )  # fmt: skip
+        case "publish":
+            return publish(config, attempt=attempt, progress=progress)
+        case "abandon":
+            if not (arguments.reason or "").strip():
+                raise ConfigError("abandon needs --reason: it is kept in the release record")
+            return abandon(config, reason=arguments.reason, attempt=attempt)
+    return status(config)
