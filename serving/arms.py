@@ -20,7 +20,7 @@ _OWN = frozenset({"l1", "l2", "live"})
 
 def bucket(score: float) -> int:
     """A whole number that grows with the score: eighths of an octave (9 %) between 2**-16 and 2**16, either sign."""
-    size = abs(score)
+    size = min(abs(score), 2.0**_OCTAVES)
     if size < 2.0**-_OCTAVES:
         return 0
     step = min(math.floor(math.log2(size) * _STEPS_PER_OCTAVE) + _MIDDLE, 2 * _MIDDLE - 1) + 1

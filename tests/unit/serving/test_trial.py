@@ -1,0 +1,192 @@
+"""Which requests a canary answers: a stable share, whole, and never one that asked for something else."""
+
+import math
+import time
+from typing import Any
+
+import pytest
+
+from cache.releases import Canary
+from cache.split import Split
+from serving.ask import Limits, Options
+from serving.fields import read_id
+from serving.holding import Holding
+from serving.options import query_options, with_canary_header
+from serving.parse import feedback_body, lookup_body
+from serving.problem import Problem
+from serving.trial import Trial
+from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
+
+KEYS = [f"key-{number}".encode() for number in range(20_000)]
+CANARY = Canary(GENERATION, 10.0, 5.0)
+
+
+def scene(canary: Canary | None = CANARY, *, held: bool = True) -> tuple[World, Holding, Trial]:
+    world = World()
+    live, coming = world.snapshot(OLDER), world.snapshot(GENERATION)
+    split = None if canary is None or not held else Split.of(canary.generation, canary.percent)
+    return world, Holding(live, None, coming, split), Trial(lambda: canary, world.metrics)
+
+
+def options(key: bytes | None = None, **more: Any) -> Options:
+    return Options(5.0, canary_key=key, **more)
+
+
+def taken(percent: float, generation: str = GENERATION) -> set[bytes]:
+    split = Split.of(generation, percent)
+    return {key for key in KEYS if split.takes(key)}
+
+
+@pytest.mark.parametrize("percent", [1.0, 10.0, 50.0])
+def test_the_share_is_the_percentage_within_binomial_bounds(percent: float) -> None:
+    share, count = percent / 100, len(KEYS)
+
+    # Five standard deviations: one in two million such key sets would miss.
+    assert abs(len(taken(percent)) - share * count) < 5 * math.sqrt(count * share * (1 - share))
+
+
+def test_a_larger_share_keeps_who_was_in_and_another_canary_draws_anew() -> None:
+    assert taken(1) < taken(10) < taken(100) and len(taken(100)) == len(KEYS)
+    assert not taken(0)
+    both = taken(50) & taken(50, OLDER)
+    assert abs(len(both) - len(KEYS) / 4) < 5 * math.sqrt(len(KEYS) * 3 / 16)
+
+
+def test_the_split_is_fixed_for_it_must_agree_between_versions_of_the_service() -> None:
+    split = Split.of("20261120T000000Z-000000000001", 10)
+
+    assert split.seed == 0x181A13216E37230D
+    assert [number for number in range(60) if split.takes(KEYS[number])] == [50, 55, 57, 59]
+
+
+async def test_a_canary_request_is_answered_whole_and_says_so() -> None:
+    world, holding, trial = scene(Canary(GENERATION, 100.0, 5.0))
+    asked = ask(entity("u1"), entity("u2"), entity("nobody"), canary_key=b"k")
+
+    routed, arm = trial.route(holding, asked.entities, asked.options)
+    answers = await world.ladder.lookup(routed, asked, time.monotonic())
+    trial.count(arm, answers)
+
+    assert arm == "canary" and {each["generation"] for each in answers} == {GENERATION}
+    report = trial.report()
+    assert report is not None and report["arms"]["canary"]["requests"] == 1
+    assert report["arms"]["canary"]["sources"] == {"l2": 2, "default": 1}
+    assert report["arms"]["live"]["requests"] == 0
+
+
+async def test_below_a_canary_stands_the_live_generation_marked_as_what_it_is() -> None:
+    world, holding, trial = scene(Canary(GENERATION, 100.0, 5.0))
+    del world.remote.pages[GENERATION, "user_topk", 0]
+    asked = ask(entity("u1"))
+
+    routed, _ = trial.route(holding, asked.entities, asked.options)
+    (answer,) = await world.ladder.lookup(routed, asked, time.monotonic())
+
+    assert (answer["source"], answer["generation"]) == ("previous", OLDER)
+    assert answer["reason"] == "page_missing"
+
+
+@pytest.mark.parametrize(
+    ("asked", "arm"),
+    [
+        (ask(entity("u1")), "canary"),  # by default the user
+        (ask(entity("u1"), entity("u2")), None),  # not one user
+        (ask(entity("i1", "item_similar")), None),  # not a user
+        (ask(entity(None, history=(b"i1",))), None),
+        (ask(entity("u1"), generation=OLDER), None),  # pinned
+        (ask(entity("u1"), entity("u2"), canary_key=b"k"), "canary"),
+    ],
+)
+def test_without_a_key_or_with_a_pin_the_live_one_answers(asked: Any, arm: str | None) -> None:
+    _, holding, trial = scene(Canary(GENERATION, 100.0, 5.0))
+
+    routed, found = trial.route(holding, asked.entities, asked.options)
+
+    assert found == arm and (routed.live.generation == GENERATION) == (arm == "canary")
+
+
+async def test_a_replica_that_does_not_hold_it_answers_live_and_counts_that() -> None:
+    world, holding, trial = scene(Canary(GENERATION, 100.0, 5.0), held=False)
+
+    routed, arm = trial.route(holding, (), options(b"k"))
+
+    assert routed is holding and arm is None
+    counted = world.metrics.canary_requests.labels("not_held")._value.get()
+    assert counted == 1
+
+
+def test_without_a_canary_nothing_is_routed_counted_or_reported() -> None:
+    world, holding, trial = scene(None)
+
+    assert trial.route(holding, (), options(b"k")) == (holding, None)
+    assert trial.report() is None and trial.feedback(holding, None, b"k", "click", 1) is None
+    assert b"larder_canary_requests_total{" not in world.metrics.expose()
+
+
+def test_feedback_counts_for_the_arm_that_answered() -> None:
+    _, holding, trial = scene(Canary(GENERATION, 50.0, 5.0))
+    split = Split.of(GENERATION, 50.0)
+    inside = next(key for key in KEYS if split.takes(key))
+    outside = next(key for key in KEYS if not split.takes(key))
+
+    assert trial.feedback(holding, GENERATION, None, "click", 2) == "canary"
+    assert trial.feedback(holding, OLDER, None, "click", 3) == "live"
+    assert trial.feedback(holding, "another", None, "click", 4) is None
+    assert trial.feedback(holding, None, inside, "buy", 1) == "canary"
+    assert trial.feedback(holding, None, outside, "buy", 1) == "live"
+    report = trial.report()
+    assert report is not None
+    assert report["arms"]["canary"]["feedback"] == {"click": 2, "buy": 1}
+    assert report["arms"]["live"]["feedback"] == {"click": 3, "buy": 1}
+
+
+def test_another_canary_is_counted_from_nothing() -> None:
+    running = [Canary(GENERATION, 100.0, 5.0)]
+    world, holding, _ = scene()
+    trial = Trial(lambda: running[0], world.metrics)
+    trial.route(holding, (), options(b"k"))
+    trial.count("canary", [{"source": "l1"}])
+
+    running[0] = Canary(GENERATION, 100.0, 6.0)
+
+    report = trial.report()
+    assert report is not None and report["arms"]["canary"]["requests"] == 0
+
+
+def test_the_key_comes_from_body_query_or_header_in_that_order() -> None:
+    limits: Limits = LIMITS
+    body = lookup_body(b'{"entities": ["u1"], "canary_key": 7}', "user_topk", limits).options
+    assert body.canary_key == b"7" and with_canary_header(body, "h").canary_key == b"7"
+    assert query_options(b"canary_key=a%20b", limits).canary_key == b"a b"
+    header = "schlüssel".encode().decode("latin-1")  # as Starlette reads it
+    assert with_canary_header(options(), header).canary_key == read_id("schlüssel", "x")
+    assert with_canary_header(options(), None).canary_key is None
+    with pytest.raises(Problem):
+        lookup_body(b'{"entities": ["u1"], "canary_key": ""}', "user_topk", limits)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"event": "click"}', "body"),
+        (b'{"event": "click", "generation": "a", "canary_key": "b"}', "body"),
+        (b'{"event": "Click!", "generation": "a"}', "event"),
+        (b'{"event": "click", "generation": "a", "count": 0}', "count"),
+        (b'{"event": "click", "generation": "a", "count": true}', "count"),
+        (b'{"event": "click", "generation": 3}', "generation"),
+        (b'{"event": "click", "canary_key": 1.5}', "canary_key"),
+        (b'{"event": "click", "generation": "a", "user": 1}', "user"),
+    ],
+)
+def test_feedback_that_cannot_be_counted_is_refused_with_its_field(body: bytes, field: str) -> None:
+    with pytest.raises(Problem) as refused:
+        feedback_body(body)
+
+    assert refused.value.status == 422 and refused.value.field == field
+
+
+def test_feedback_is_one_event_unless_it_says_more() -> None:
+    assert feedback_body(b'{"event": "click", "generation": "a"}') == ("a", None, "click", 1)
+    assert feedback_body(b'{"event": "buy", "canary_key": 7, "count": 5}') == (
+        None, b"7", "buy", 5,
+    )  # fmt: skip
