@@ -26,7 +26,11 @@ _INTENT = re.compile(r"(0|[1-9][0-9]*)\.json")
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One entry; `epoch` orders them all and only grows, `at` is Unix seconds."""
+    """One entry; `epoch` orders them all and only grows, `at` is Unix seconds.
+
+    Of a canary: `generation` is the one tried out, `percent` its share, `abandoned` how it ended. Of an override:
+    `rule` is the gate's name.
+    """
 
     epoch: int
     action: Action
@@ -40,6 +44,7 @@ class Release:
     expires_at: float | None = None
     percent: float | None = None
     rule: str = ""
+    abandoned: bool = False
 
     def to_bytes(self) -> bytes:
         """JSON without `done`, which is the existence of a second file."""

@@ -19,14 +19,25 @@ REPLICA_DEAD_S = 3.0
 REPLICA_FORGOTTEN_S = 86_400.0
 
 # Allowed at full memory: publishing and rolling back must work exactly when Redis is in trouble. An own attempt
-# found in place means that the reply to an earlier, successful call was lost. The rows are looked at here because
-# a retirement or a refusal may have come in since the mover looked: 2 = the target may not, 0 = look again.
+# found in place, under a later epoch than the mover saw, means that the reply to an earlier, successful call was lost.
+# The rows are looked at here because a retirement or a refusal may have come in since the mover looked: 2 = the
+# target may not, 0 = look again.
 _MOVE = """#!lua flags=allow-oom
 local found = redis.call('GET', KEYS[1])
+local to = cjson.decode(ARGV[2])
+local function canary_of(pointer)
+  if type(pointer.canary) ~= 'table' then return '' end
+  return pointer.canary.generation .. ' ' .. pointer.canary.percent
+end
 if found then
   local pointer = cjson.decode(found)
-  if pointer.attempt == ARGV[3] and pointer.generation == ARGV[4] then return {1, found} end
-  if string.format('%.0f', pointer.epoch) ~= ARGV[1] then return {0, found} end
+  if string.format('%.0f', pointer.epoch) ~= ARGV[1] then
+    local is_own = pointer.attempt == to.attempt and pointer.generation == to.generation
+    if is_own and canary_of(pointer) == canary_of(to) and pointer.epoch > tonumber(ARGV[1]) then
+      return {1, found}
+    end
+    return {0, found}
+  end
 elseif ARGV[1] ~= '0' then
   return {0, ''}
 end
@@ -34,12 +45,17 @@ local function state_of(generation)
   local row = redis.call('HGET', KEYS[2], generation)
   return row and cjson.decode(row).state or 'unknown'
 end
-local state = state_of(ARGV[4])
-if state == 'retired' then return {2, state} end
-if ARGV[6] ~= '' and not string.find(ARGV[6], ' ' .. state .. ' ', 1, true) then return {2, state} end
-if ARGV[5] ~= '' and state_of(ARGV[5]) == 'retired' then return {0, found or ''} end
+local state = state_of(to.generation)
+if state == 'retired' then return {2, state, to.generation} end
+if ARGV[3] ~= '' and not string.find(ARGV[3], ' ' .. state .. ' ', 1, true) then
+  return {2, state, to.generation}
+end
+if type(to.canary) == 'table' and state_of(to.canary.generation) ~= 'verified' then
+  return {2, state_of(to.canary.generation), to.canary.generation}
+end
+if type(to.previous) == 'string' and state_of(to.previous) == 'retired' then return {0, found or ''} end
 redis.call('SET', KEYS[1], ARGV[2])
-for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
 redis.call('PUBLISH', KEYS[3], 'pointer')
 return {1, ARGV[2]}
 """
@@ -50,8 +66,11 @@ local found = redis.call('GET', KEYS[1])
 local pointer = found and cjson.decode(found)
 if (pointer and string.format('%.0f', pointer.epoch) or '0') ~= ARGV[1] then return 0 end
 for i = 3, #ARGV, 2 do
-  if pointer and ARGV[2] ~= '' and pointer.generation == ARGV[i] then return 2 end
-  if pointer and ARGV[2] == 'previous' and pointer.previous == ARGV[i] then return 2 end
+  if pointer and ARGV[2] ~= '' then
+    if pointer.generation == ARGV[i] then return 2 end
+    if type(pointer.canary) == 'table' and pointer.canary.generation == ARGV[i] then return 2 end
+    if ARGV[2] == 'previous' and pointer.previous == ARGV[i] then return 2 end
+  end
 end
 for i = 3, #ARGV, 2 do
   local row = redis.call('HGET', KEYS[2], ARGV[i])
@@ -166,21 +185,22 @@ class Control:
     ) -> Pointer | None:
         """Compare-and-set: the pointer now in place if the move took effect (now or by an earlier try), else None.
 
-        Raises Conflict when the target's row is retired, or in none of the `allowed` states.
+        Raises Conflict when the target's row is retired or in none of the `allowed` states, and when a canary's is
+        not verified.
         """
         states = f" {' '.join(sorted(allowed))} " if allowed else ""
-        arguments: list[Any] = [
-            str(expected_epoch), to.to_bytes(), to.attempt, to.generation, to.previous or "", states,
-        ]  # fmt: skip
+        arguments: list[Any] = [str(expected_epoch), to.to_bytes(), states]
         for generation, row in rows.items():
             arguments += [generation, row.to_bytes()]
         names = (self.keys.live, self.keys.generations, self.keys.channel)
-        moved, raw = self.client.eval(_MOVE, len(names), *names, *arguments)
+        reply: Any = self.client.eval(_MOVE, len(names), *names, *arguments)
+        moved, raw = reply[:2]
         if moved == 2:
-            state = raw.decode()
+            state, generation = raw.decode(), reply[2].decode()
+            what = "made live" if generation == to.generation else "tried out"
             raise Conflict(
-                f"{to.generation} cannot be made live: it is {state} by now",
-                generation=to.generation,
+                f"{generation} cannot be {what}: it is {state} by now",
+                generation=generation,
                 state=state,
             )
         return Pointer.from_bytes(raw) if moved else None
@@ -194,7 +214,7 @@ class Control:
     ) -> bool:
         """Write rows if the pointer is still of this epoch (0: there is none), else False; retired ones stay so.
 
-        Raises Conflict when the pointer names one of them as live (or, with "previous", as either).
+        Raises Conflict when the pointer names one of them as live or canary (or, with "previous", as that).
         """
         arguments: list[Any] = [str(expected_epoch), unless]
         for generation, row in rows.items():
@@ -249,10 +269,17 @@ class Control:
             )  # fmt: skip
         return list(found.values())
 
-    def forget_dead_replicas(self, now: float, after_s: float = REPLICA_FORGOTTEN_S) -> int:
+    def forget_dead_replicas(
+        self, now: float | None = None, after_s: float = REPLICA_FORGOTTEN_S
+    ) -> int:
         """Drop replicas that have been silent for a day; a living one is back with its next beat."""
+        now = self.time() if now is None else now
         removed: Any = self.client.zremrangebyscore(self.keys.replicas, "-inf", now - after_s)
         return int(removed)
+
+    def prune_dead_replicas(self) -> int:
+        """Drop replicas that have missed three beats; how many."""
+        return self.forget_dead_replicas(after_s=REPLICA_DEAD_S)
 
     def check_policy(self) -> str:
         """The eviction policy; refuses one that could evict published pages."""

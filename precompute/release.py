@@ -1,17 +1,18 @@
 """Publish, roll back, refuse, pin: every way a generation comes to stand where it stands, written down first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from cache.artefacts import generation_path, read_manifest
-from cache.errors import Conflict, UnknownGeneration
-from cache.releases import Action, Pointer, Release, done_path
+from cache.errors import ConfigError, Conflict, UnknownGeneration
+from cache.releases import Action, Canary, Pointer, Release, done_path
 from precompute.control import Row
 from precompute.load import unlink_pages
 from precompute.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, View, standing
 from precompute.reload import load_missing, reload
-from precompute.states import ALLOWED, State, demand, newest_superseded
+from precompute.states import ALLOWED, LEAVES, State, demand, newest_superseded
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,7 @@ class Releases(ReleaseLog):
         view.demand_agreement()
         ledger = view.ledger
         demand("publish", generation, standing(generation, ledger, view.rows.get(generation)))
-        if ledger.live is not None and generation[:CUT_CHARS] < ledger.live[:CUT_CHARS]:
-            raise Conflict(
-                f"{generation} is older than {ledger.live}, which is live; going back is a roll back, not a publish",
-                generation=generation,
-                live=ledger.live,
-            )
+        _demand_newer(generation, ledger.live)
         # No page may belong to a generation that the registry does not know.
         self._know(generation, view)
         return None
@@ -104,11 +100,11 @@ class Releases(ReleaseLog):
         with _files_of(generation):
             manifest = read_manifest(self.store, generation)
         ledger = view.ledger
-        states, superseded_at = dict(ledger.states or {}), dict(ledger.superseded_at or {})
+        states, superseded_at = dict(ledger.states), dict(ledger.superseded_at)
         now = self.clock()
         rows = {generation: Row(State.LIVE, now)}
         if ledger.live is not None and ledger.live != generation:
-            left = State.ROLLED_BACK if action == "roll_back" else State.SUPERSEDED
+            left = LEAVES[action]
             states[ledger.live], superseded_at[ledger.live] = left, now
             rows[ledger.live] = Row(left, now, reason)
         previous = newest_superseded(states, superseded_at, without=[generation])
@@ -122,41 +118,140 @@ class Releases(ReleaseLog):
         )
         to = Pointer(generation, release.epoch, previous, attempt, published_at=now)
         try:
-            moved = self.control.move(
-                to, expected_epoch=view.epoch, rows=rows, allowed=ALLOWED[action]
-            )
+            return self._commit(to, view, rows, action)
         except Conflict as error:
             if error.details.get("state") == State.RETIRED:
                 # Pages loaded for this move while a retirement removed them: nobody else would remove them.
                 unlink_pages(self.control.client, self.control.keys, manifest)
             raise
+
+    def _commit(
+        self, to: Pointer, view: View, rows: Mapping[str, Row], action: Action, *, live: bool = True
+    ) -> Moved:
+        """Compare-and-set the pointer to what an intent says, then write down that it is done."""
+        allowed = ALLOWED[action] if live else (State.LIVE,)
+        moved = self.control.move(to, expected_epoch=view.epoch, rows=rows, allowed=allowed)
         if moved is None:
             raise Conflict(
-                f"another publisher moved the pointer before {generation} could be made live"
+                f"another publisher moved the pointer before {to.generation} could be made live; try again"
+                if live
+                else "another publisher moved the pointer meanwhile; try again"
             )
         self.store.write_once(done_path(moved.epoch), b"")
         return Moved(moved, changed=True)
 
-    def _mark(self, generation: str, state: State, reason: str = "") -> View:
+    def start_canary(self, generation: str, percent: float, attempt: str) -> Moved:
+        """Let a verified generation answer `percent` of the requests beside the live one; again: change its share.
+
+        Raises Conflict when nothing is live, another canary runs, or the generation could not be published.
+        """
+        if not 0 < percent <= 100:
+            raise ConfigError(f"a canary's share is above 0 and at most 100 %, not {percent}")
+        view = self.view()
+        if _earlier(view.history, "canary", attempt, generation, percent) is not None:
+            return Moved(_followed(view), changed=False)
+        live = self._demand_canary(generation, view)
+        if view.ledger.canary is not None and view.ledger.canary.percent == percent:
+            return Moved(live, changed=False)
+        with _files_of(generation):
+            load_missing(self.control, self.control.keys, self.store, generation)
+        view = self.view()
+        live = self._demand_canary(generation, view)
+        release = self.record(
+            "canary",
+            generation,
+            attempt=attempt,
+            previous=live.previous,
+            percent=percent,
+            after=view.epoch,
+        )
+        to = replace(
+            live, epoch=release.epoch, attempt=attempt,
+            canary=Canary(generation, percent, release.at),
+        )  # fmt: skip
+        return self._commit(to, view, {}, "canary", live=False)
+
+    def _demand_canary(self, generation: str, view: View) -> Pointer:
+        view.demand_agreement()
+        running = view.ledger.canary
+        if running is not None and running.generation != generation:
+            raise Conflict(
+                f"{running.generation} is being tried out: end that canary first",
+                generation=running.generation,
+            )
+        if view.pointer is None:
+            raise Conflict("nothing is live that a canary could be compared with: publish it")
+        state = standing(generation, view.ledger, view.rows.get(generation))
+        demand("canary", generation, state)
+        _demand_newer(generation, view.ledger.live)
+        self._know(generation, view)
+        return view.pointer
+
+    def end_canary(self, attempt: str, reason: str = "", abandon: bool = False) -> Moved:
+        """Let the live generation answer every request again; an abandoned canary needs another verification."""
+        view = self.view()
+        running = view.ledger.canary
+        if running is None:
+            if _earlier(view.history, "end_canary", attempt, None) is not None:
+                return Moved(_followed(view), changed=False)
+            raise Conflict("no generation is being tried out")
+        view.demand_agreement()
+        live, generation = _followed(view), running.generation
+        release = self.record(
+            "end_canary",
+            generation,
+            attempt=attempt,
+            reason=reason,
+            previous=live.previous,
+            abandoned=abandon,
+            after=view.epoch,
+        )
+        rows = {generation: Row(State.ABANDONED, release.at, reason)} if abandon else {}
+        to = replace(live, epoch=release.epoch, attempt=attempt, canary=None)
+        return self._commit(to, view, rows, "end_canary", live=False)
+
+    def override(self, generation: str, *, rule: str, reason: str, attempt: str) -> None:
+        """Write down why a gate's failure is to be let pass by the generation's next verification.
+
+        Raises ConfigError without a reason, Conflict for a generation that is published, retired or unknown.
+        """
+        if not reason.strip():
+            raise ConfigError("an override demands a reason, which is kept", field="reason")
+        view = self.view()
+        state = standing(generation, view.ledger, view.rows.get(generation))
+        demand("override", generation, state)
+        self.record("override", generation, attempt=attempt, reason=reason.strip(), rule=rule)
+
+    def _mark(
+        self, generation: str, state: State, reason: str = "", *, action: Action | None = None
+    ) -> View:
         for _ in range(LOOK_TRIES):
             view = self.view()
             if view.ledger.live == generation:
                 raise Conflict(f"{generation} is live: roll it back instead", generation=generation)
+            if action is not None:
+                demand(
+                    action, generation, standing(generation, view.ledger, view.rows.get(generation))
+                )
             rows = {generation: Row(state, self.clock(), reason)}
-            if self.control.mark(rows, expected_epoch=view.epoch, unless="live"):
+            # A refused one must not be what the pointer names as previous: answers would fall back to it.
+            unless: Literal["live", "previous"] = "previous" if action == "refuse" else "live"
+            if self.control.mark(rows, expected_epoch=view.epoch, unless=unless):
                 return view
         raise Conflict("the pointer moved each time it was looked at; try again")
 
     def refuse(self, generation: str, *, reason: str, attempt: str) -> None:
-        """Write down that a generation must not go live; raises Conflict when it is live already."""
+        """Write down that a generation must not go live; raises Conflict when readers depend on it already."""
         # The row first: from here on no publisher that looked earlier can move the pointer to it.
-        self._mark(generation, State.REFUSED, reason)
+        self._mark(generation, State.REFUSED, reason, action="refuse")
         self.record("refuse", generation, attempt=attempt, reason=reason)
 
     def mark_verified(self, generation: str, *, attempt: str) -> None:
         """A passed verification; recorded as a release when it lifts an earlier refusal or rollback."""
-        ledger = self.view().ledger
-        if ledger.state(generation) in (State.LIVE, State.SUPERSEDED):
+        view = self.view()
+        state, canary = view.ledger.state(generation), view.ledger.canary
+        is_tried_out = canary is not None and canary.generation == generation
+        if is_tried_out or state in (State.LIVE, State.SUPERSEDED):
             # Published by another run meanwhile: only its manifest, with the new verdicts, is another one.
             self.record("verify", generation, attempt=attempt, reason="verified once more")
             return
@@ -194,8 +289,27 @@ def _files_of(generation: str) -> Iterator[None]:
         ) from error
 
 
+def _demand_newer(generation: str, live: str | None) -> None:
+    if live is not None and generation[:CUT_CHARS] < live[:CUT_CHARS]:
+        raise Conflict(
+            f"{generation} is older than {live}, which is live; going back is a roll back, not a publish",
+            generation=generation,
+            live=live,
+        )
+
+
+def _followed(view: View) -> Pointer:
+    if view.pointer is None:
+        raise Conflict("Redis has lost its pointer: run `python -m precompute restore` first")
+    return view.pointer
+
+
 def _earlier(
-    history: list[Release], action: Action, attempt: str, generation: str | None
+    history: list[Release],
+    action: Action,
+    attempt: str,
+    generation: str | None,
+    percent: float | None = None,
 ) -> Pointer | None:
     """The pointer that this very attempt made, however far it has moved on since.
 
@@ -206,7 +320,7 @@ def _earlier(
         if each.action == "verify":
             verified.add(each.generation)
         if each.done and each.action == action and each.attempt == attempt:
-            if generation not in (None, each.generation):
+            if generation not in (None, each.generation) or percent not in (None, each.percent):
                 continue
             if action == "publish" and each.generation in verified:
                 return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cache.artefacts import ArtefactStore, generation_path
 from cache.errors import Conflict, CorruptArtefact, UnknownGeneration
 from cache.releases import (
-    MOVES,
+    POINTED,
     Action,
     Pointer,
     Release,
@@ -88,7 +88,7 @@ class ReleaseLog:
         No pointer is replaced before its own intent is completed (`demand_agreement`), so none is ever forgotten.
         """
         releases = all_releases(self.store)
-        open_ones = [each for each in releases if not each.done and each.action in MOVES]
+        open_ones = [each for each in releases if not each.done and each.action in POINTED]
         pointer = self.control.pointer() if open_ones else None
         if pointer is None:
             return releases
@@ -121,9 +121,12 @@ class ReleaseLog:
         reason: str = "",
         previous: str | None = None,
         expires_at: float | None = None,
+        percent: float | None = None,
+        rule: str = "",
+        abandoned: bool = False,
         after: int = 0,
     ) -> Release:
-        """Write one entry under the next epoch, which is greater than every earlier one."""
+        """Write one entry under the next epoch, which is greater than every earlier one and than `after`."""
         digest = self._manifest_digest(generation)
         for _ in range(EPOCH_TRIES):
             newest = max((release.epoch for release in all_releases(self.store)), default=0)
@@ -138,6 +141,9 @@ class ReleaseLog:
                 reason=reason,
                 manifest_sha256=digest,
                 expires_at=expires_at,
+                percent=percent,
+                rule=rule,
+                abandoned=abandoned,
             )
             if self.store.write_once(intent_path(epoch), release.to_bytes()):
                 return release
@@ -185,13 +191,13 @@ def _without_retired(ledger: Ledger, rows: dict[str, Row]) -> Ledger:
     # A retirement marks its row before it is written down; from then on nothing may land on it.
     gone = {each for each, row in rows.items() if row.state is State.RETIRED} - {ledger.live}
     states = {
-        each: State.RETIRED if each in gone else state
-        for each, state in (ledger.states or {}).items()
+        each: State.RETIRED if each in gone else state for each, state in ledger.states.items()
     }
     return replace(ledger, states=states)
 
 
 def standing(generation: str, ledger: Ledger, row: Row | None) -> State | None:
+    """Where a generation stands: what releases prove, else what its registry row says, None when neither knows it."""
     proven = ledger.state(generation)
     if row is not None and row.state is State.RETIRED and proven is not State.LIVE:
         return State.RETIRED

@@ -1,12 +1,12 @@
-"""The life of a generation: which step is allowed from which state, and what a history of releases means. Pure."""
+"""The life of a generation: one table of what leads where, and what a history of releases means. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
 from cache.errors import Conflict
-from cache.releases import MOVES, Release
+from cache.releases import MOVES, POINTED, Canary, Release
 
 
 class State(StrEnum):
@@ -26,29 +26,53 @@ class State(StrEnum):
 UNFINISHED: Final = frozenset({State.BEGUN, State.LOADED, State.VERIFIED})
 """On its way to being live."""
 
+
+def _stays(*states: State) -> dict[State | None, State]:
+    return {state: state for state in states}
+
+
+def _all_to(target: State, *states: State | None) -> dict[State | None, State]:
+    return dict.fromkeys(states, target)
+
+
+_REJECTED = (State.REFUSED, State.ROLLED_BACK, State.ABANDONED)
+
+TRANSITIONS: Final[Mapping[str, Mapping[State | None, State]]] = {
+    # Retries find their own work; what was rejected stays so, however often it is made, until it is verified again.
+    "begin": _all_to(State.BEGUN, None) | _stays(*UNFINISHED, State.REFUSED, State.ABANDONED),
+    "load": _all_to(State.LOADED, None, State.BEGUN)
+    | _stays(State.LOADED, State.VERIFIED, *_REJECTED),
+    "verify": _all_to(State.VERIFIED, State.LOADED, State.VERIFIED, *_REJECTED),
+    "refuse": _all_to(State.REFUSED, *UNFINISHED, *_REJECTED, State.SUPERSEDED),
+    "override": _stays(*UNFINISHED, *_REJECTED),
+    "publish": {State.VERIFIED: State.LIVE},
+    "roll_back": {State.SUPERSEDED: State.LIVE},
+    "restore": _stays(State.LIVE),
+    "canary": _stays(State.VERIFIED),
+    "end_canary": _stays(State.VERIFIED),
+    "abandon": _all_to(State.ABANDONED, None, *UNFINISHED, State.REFUSED, State.ABANDONED),
+    "retire": _all_to(State.RETIRED, State.SUPERSEDED, State.RETIRED, *_REJECTED),
+}
+"""Action -> state of the generation it is about -> the state it leads to; what is not there is not allowed.
+
+None is a generation that nobody has begun.
+"""
+
+LEAVES: Final[Mapping[str, State]] = {
+    "publish": State.SUPERSEDED, "restore": State.SUPERSEDED, "roll_back": State.ROLLED_BACK,
+}  # fmt: skip
+"""What becomes of the generation that was live when another one takes its place."""
+
 ALLOWED: Final[Mapping[str, frozenset[State]]] = {
-    # A night may be begun, loaded and verified again at any time before it is live: retries find their own work.
-    "begin": UNFINISHED | {State.REFUSED, State.ABANDONED},
-    "load": UNFINISHED | {State.REFUSED, State.ROLLED_BACK, State.ABANDONED},
-    "verify": frozenset({State.LOADED, State.VERIFIED, State.REFUSED, State.ROLLED_BACK}),
-    "publish": frozenset({State.VERIFIED}),
-    "roll_back": frozenset({State.SUPERSEDED}),
-    "refuse": UNFINISHED | {State.REFUSED, State.ROLLED_BACK},
-    "abandon": UNFINISHED | {State.REFUSED},
-    "retire": frozenset(
-        {State.SUPERSEDED, State.REFUSED, State.ROLLED_BACK, State.ABANDONED, State.RETIRED}
-    ),
+    action: frozenset(state for state in rows if state is not None)
+    for action, rows in TRANSITIONS.items()
 }
 """Action -> states of the generation from which it may be taken."""
-
-_JUDGEMENTS = frozenset({"refuse", "verify", "abandon", "retire"})
 
 
 def demand(action: str, generation: str, state: State | None) -> None:
     """Raises Conflict unless the state machine allows the action now; None = a generation nobody has begun."""
-    if state is None and action in ("begin", "load", "abandon"):
-        return
-    if state not in ALLOWED[action]:
+    if state not in TRANSITIONS[action]:
         allowed = ", ".join(sorted(ALLOWED[action]))
         raise Conflict(
             f"cannot {action.replace('_', ' ')} {generation}: it is {state or 'unknown'}, not one of {allowed}",
@@ -60,30 +84,35 @@ def demand(action: str, generation: str, state: State | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What the completed releases say: who is live, who was superseded when, what must never come back."""
+    """What the completed releases say: who is live, who was superseded when, what must never come back.
+
+    `live_epoch` is the epoch of the newest pointer written, a canary's included; `epoch` the newest of any record.
+    `pinned`: generation -> expiry in Unix seconds, None = never. `overrides`: generation -> rule -> reason.
+    """
 
     live: str | None = None
     live_epoch: int = 0
     epoch: int = 0
-    states: Mapping[str, State] | None = None
-    superseded_at: Mapping[str, float] | None = None
-    pinned: Mapping[str, float | None] | None = None
+    states: Mapping[str, State] = field(default_factory=dict)
+    superseded_at: Mapping[str, float] = field(default_factory=dict)
+    pinned: Mapping[str, float | None] = field(default_factory=dict)
+    overrides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    canary: Canary | None = None
 
     def state(self, generation: str) -> State | None:
         """The state that release records prove; None when they do not mention the generation."""
-        return (self.states or {}).get(generation)
+        return self.states.get(generation)
 
     @property
     def previous(self) -> str | None:
         """The newest superseded generation; never a refused, rolled-back or retired one."""
-        return newest_superseded(self.states or {}, self.superseded_at or {})
+        return newest_superseded(self.states, self.superseded_at)
 
     def is_pinned(self, generation: str, now: float) -> bool:
         """Whether a pin holds the generation at `now` (Unix seconds)."""
-        pins = self.pinned or {}
-        if generation not in pins:
+        if generation not in self.pinned:
             return False
-        expires_at = pins[generation]
+        expires_at = self.pinned[generation]
         return expires_at is None or now < expires_at
 
 
@@ -103,45 +132,43 @@ def fold(releases: Sequence[Release]) -> Ledger:
     states: dict[str, State] = {}
     superseded_at: dict[str, float] = {}
     pinned: dict[str, float | None] = {}
+    overrides: dict[str, dict[str, str]] = {}
+    canary: Canary | None = None
     live: str | None = None
     live_epoch = epoch = 0
     for release in sorted(releases, key=lambda each: each.epoch):
+        generation, action = release.generation, release.action
         epoch = max(epoch, release.epoch)
-        if release.action in MOVES and not release.done:
+        if action in POINTED and not release.done:
             continue
-        generation = release.generation
-        if release.action in _JUDGEMENTS and states.get(generation) in (
-            State.LIVE,
-            State.RETIRED,
-        ):
-            # What readers follow is decided by the pointer alone, and what is removed stays removed.
-            continue
-        match release.action:
-            case "publish" | "restore":
-                if live is not None and live != generation:
-                    states[live] = State.SUPERSEDED
-                    superseded_at[live] = release.at
-                states[generation], live, live_epoch = State.LIVE, generation, release.epoch
-                superseded_at.pop(generation, None)
-            case "roll_back":
-                if live is not None and live != generation:
-                    states[live] = State.ROLLED_BACK
-                    superseded_at[live] = release.at
-                states[generation], live, live_epoch = State.LIVE, generation, release.epoch
-                superseded_at.pop(generation, None)
-            case "refuse":
-                states[generation] = State.REFUSED
-            case "verify":
-                # Of a superseded one it only states the manifest that was checked.
-                if states.get(generation) is not State.SUPERSEDED:
-                    states[generation] = State.VERIFIED
-            case "abandon":
+        if action in MOVES:
+            if live is not None and live != generation:
+                states[live] = LEAVES[action]
+                superseded_at[live] = release.at
+                if action == "roll_back":  # what let it pass then does not let it pass again
+                    overrides.pop(live, None)
+            states[generation] = State.LIVE
+            superseded_at.pop(generation, None)
+            live, live_epoch, canary = generation, release.epoch, None
+        elif action == "canary":
+            canary = Canary(generation, release.percent or 0.0, release.at)
+            live_epoch = release.epoch
+        elif action == "end_canary":
+            canary, live_epoch = None, release.epoch
+            if release.abandoned:
                 states[generation] = State.ABANDONED
-            case "retire":
-                states[generation] = State.RETIRED
+        elif action == "pin":
+            pinned[generation] = release.expires_at
+        elif action == "unpin":
+            pinned.pop(generation, None)
+        elif action == "override":
+            overrides.setdefault(generation, {})[release.rule] = release.reason
+        else:
+            # A judgement that comes late changes nothing: what readers follow is decided by the pointer alone, what
+            # is removed stays removed. Of what no record mentions yet, only the registry knew how far it was.
+            known = states.get(generation, State.LOADED)
+            if (state := TRANSITIONS[action].get(known)) is not None:
+                states[generation] = state
+            if state is State.RETIRED:
                 superseded_at.pop(generation, None)
-            case "pin":
-                pinned[generation] = release.expires_at
-            case "unpin":
-                pinned.pop(generation, None)
-    return Ledger(live, live_epoch, epoch, states, superseded_at, pinned)
+    return Ledger(live, live_epoch, epoch, states, superseded_at, pinned, overrides, canary)
