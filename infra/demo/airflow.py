@@ -30,13 +30,14 @@ class AirflowFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """One task instance; `map_index` is -1 for a task that is not mapped."""
+    """One try of a task; `map_index` is -1 for a task that is not mapped, `instance_id` is in its processes' names."""
 
     task_id: str
     map_index: int
     state: str
     duration_s: float
     try_number: int
+    instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,21 @@ class LocalAirflow:
         body = {"logical_date": None, "conf": dict(conf or {})}
         return str(self._call("POST", f"/api/v2/dags/{dag_id}/dagRuns", body)["dag_run_id"])
 
+    def clear(self, dag_id: str, run_id: str) -> None:
+        """Run all tasks of a run again, under the same run id."""
+        path = f"/api/v2/dags/{dag_id}/dagRuns/{quote(run_id)}/clear"
+        self._call("POST", path, {"dry_run": False})
+
+    def task_log(self, report: RunReport, task_id: str, lines: int = 25) -> str:
+        """The end of a task's last log, as text."""
+        task = next(each for each in reversed(report.tasks) if each.task_id == task_id)
+        return self._task_log(report, task, lines)
+
+    @property
+    def session(self) -> int:
+        """Id of the session that every task's processes belong to."""
+        return next(each.pid for each in self._processes if each.log.stem == "scheduler")
+
     def run_ids(self, dag_id: str) -> tuple[str, ...]:
         """Return the ids of all runs, oldest first: asset-triggered ones appear here by themselves."""
         path = f"/api/v2/dags/{dag_id}/dagRuns?order_by=run_after&limit=100"
@@ -153,6 +169,7 @@ class LocalAirflow:
                 task["state"] or "none",
                 task["duration"] or 0.0,
                 task["try_number"],
+                task["id"],
             )
             for task in found["task_instances"]
         )

@@ -14,7 +14,7 @@ import orjson
 from infra.demo.http import Connection
 from tests.polling import until
 
-BATCH = 8
+BATCH, K = 8, 10
 PAUSE_S = 0.004
 STORED = frozenset({"l1", "l2"})
 SLOWEST_S = 5.0
@@ -40,6 +40,7 @@ class Watch:
 
     def __enter__(self) -> Self:
         self._thread.start()
+        self.beat()
         return self
 
     def __exit__(
@@ -62,8 +63,14 @@ class Watch:
     def beat(self, answers: int = 2) -> None:
         """Raises AssertionError unless more answers come, all of them right so far."""
         goal = self.answers + answers
-        assert until(lambda: self.answers >= goal, 20.0), "callers get no answers"
-        assert self.wrong == []
+        came = until(lambda: bool(self.wrong) or self.answers >= goal, 20.0)
+        assert not self.wrong, "\n".join(self.wrong[:10])
+        assert came, "callers get no answers"
+
+    @property
+    def seen_last(self) -> set[str]:
+        """The generations that callers were last answered from."""
+        return {seen[-1] for seen in self._seen if seen}
 
     def check_order(self, moves: Sequence[str]) -> None:
         """Raises AssertionError unless every caller went through the generations in the order of `moves`."""
@@ -94,7 +101,7 @@ class Watch:
         else:
             chosen = self._rng.choice(self._users, BATCH, replace=False)
             entities = [{"id": str(each)} for each in chosen]
-        body = orjson.dumps({"entities": entities, "k": 20})
+        body = orjson.dumps({"entities": entities, "k": K})
         status, raw = await connection.request("POST", "/v1/lookup/user_topk", body)
         if status != 200:
             self.wrong.append(f"{status} {raw[:200]!r}")
@@ -121,6 +128,6 @@ class Watch:
         elif source not in stored:
             self.wrong.append(f"{entity['id']}: {source}, {answer.get('reason')}")
         elif source != "default":
-            expected = self.expected[answer["generation"]].get(entity["id"], ())[:20]
+            expected = self.expected[answer["generation"]].get(entity["id"], ())[:K]
             if items != expected:
                 self.wrong.append(f"{entity['id']}: not the list of {answer['generation']}")

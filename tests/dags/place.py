@@ -1,0 +1,153 @@
+"""A running Airflow over a folder with data, the Redis that it publishes to, and callers of a service over it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import redis
+
+from cache.embedded import Server
+from cache.keys import Keyspace
+from cache.releases import Pointer
+from infra.demo.airflow import LocalAirflow, RunReport, TaskReport
+from infra.demo.service import Service
+from precompute.config import NightConfig, night_config
+from precompute.control import Control
+from tests.integration.nights import environment, top_lists
+from tests.integration.watching import Watch
+
+USERS, ITEMS, SHARDS = 240, 90, 3
+RUN_S = 180.0
+CONFIG = f"""
+shards = {SHARDS}
+bundle = "bundle"
+artifacts = "artifacts"
+state = "state"
+
+[sources]
+interactions = ["interactions.csv"]
+
+[reference]
+dims = 16
+
+[gates]
+index_recall = 0.5
+int8_overlap = 0.5
+skew_overlap = 0.5
+
+[tables.user_topk]
+kind = "user_topk"
+k = 10
+
+[tables.item_similar]
+kind = "item_similar"
+k = 5
+metric = "cosine"
+"""
+
+
+def write_interactions(
+    path: Path, seed: int, *, users: int = USERS, items: int = ITEMS, more: int = 0
+) -> None:
+    """Write users of two tastes, each with some items of the half of the catalogue they like.
+
+    `more` adds so many clicks, always the same first ones: what a day adds.
+    """
+    rng = np.random.default_rng(seed)
+    lines = ["user,item"]
+    for user in range(users):
+        liked = rng.choice(items // 2, size=int(rng.integers(4, 12)), replace=False) * 2 + user % 2
+        lines += [f"u{user},item-{item}" for item in liked]
+    later = np.random.default_rng(seed + 1)
+    for user in later.integers(users, size=more):
+        lines.append(f"u{user},item-{later.integers(items // 2) * 2 + user % 2}")
+    path.write_text("\n".join(lines) + "\n")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A running Airflow over a folder with data, and the Redis that it publishes to."""
+
+    folder: Path
+    airflow: LocalAirflow
+    control: Control
+    redis_url: str
+
+    @property
+    def live(self) -> Pointer:
+        """What readers would answer from."""
+        pointer = self.control.pointer()
+        assert pointer is not None
+        return pointer
+
+    @property
+    def config(self) -> NightConfig:
+        """What the tasks read, as it is now."""
+        return night_config(str(self.folder / "larder.toml"), {"REDIS_URL": self.redis_url})
+
+    @property
+    def twin(self) -> NightConfig:
+        """The same night in another place: files and Redis database of its own."""
+        url = self.redis_url.removesuffix("0") + "1"
+        return replace(self.config, artifacts="twin", state="twin-state", redis_url=url)
+
+    def run(self, dag_id: str, **conf: str) -> RunReport:
+        """Trigger a DAG by hand and wait for it."""
+        return self.airflow.wait(dag_id, self.airflow.trigger(dag_id, conf), RUN_S)
+
+    def first_night(self, on_task: Callable[[TaskReport], None] | None = None) -> RunReport:
+        """Train a bundle, and wait for the night that its asset starts."""
+        assert states(self.run("train_reference")) == {"success"}
+        run_id = self.airflow.wait_new("nightly_precompute", known=())
+        return self.airflow.wait("nightly_precompute", run_id, RUN_S, on_task=on_task)
+
+    @contextmanager
+    def watched(self) -> Iterator[Watch]:
+        """A real service over what is live, and callers who ask it all the time."""
+        told = environment(
+            self.config, LARDER_L1_BYTES="4096", LARDER_POLL_S="0.1", LARDER_HEARTBEAT_S="0.2"
+        )
+        items = [f"item-{number}" for number in range(ITEMS)]
+        with ExitStack() as stack:
+            service = stack.enter_context(Service(self.folder / "service.log", told))
+            watch = Watch(service.url, self.users, items, seed=0)
+            self.expect(watch, self.config, self.live.generation)
+            yield stack.enter_context(watch)
+
+    @property
+    def users(self) -> list[str]:
+        """Everyone in the data."""
+        lines = (self.folder / "interactions.csv").read_text().splitlines()[1:]
+        return sorted({line.partition(",")[0] for line in lines})
+
+    def expect(self, watch: Watch, config: NightConfig, generation: str) -> None:
+        """Tell the callers what this generation answers."""
+        watch.expected[generation] = top_lists(config, generation, self.users)
+
+
+@contextmanager
+def airflow_over(
+    folder: Path, server: Server, *, config: str = CONFIG, settings: Mapping[str, str] | None = None
+) -> Iterator[Place]:
+    """Airflow with nothing published yet."""
+    path = folder / "larder.toml"
+    path.write_text(config)
+    told = {"LARDER_CONFIG": str(path), "REDIS_URL": server.url, **(settings or {})}
+    with (
+        redis.Redis.from_url(server.url, protocol=3) as client,
+        LocalAirflow(folder / "state", environment=told) as airflow,
+    ):
+        yield Place(folder, airflow, Control(client, Keyspace("default")), server.url)
+
+
+def now() -> str:
+    """A cut later than that of any night before: what is older is never published."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def states(report: RunReport) -> set[str]:
+    """Of all its tasks."""
+    return {task.state for task in report.tasks}
