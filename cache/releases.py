@@ -1,7 +1,7 @@
 """Release records: the write-once history of what was published, rolled back, refused or pinned."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, Self
 
@@ -29,7 +29,8 @@ class Release:
     """One entry; `epoch` orders them all and only grows, `at` is Unix seconds.
 
     Of a canary: `generation` is the one tried out, `percent` its share, `abandoned` how it ended. Of an override:
-    `rule` is the gate's name.
+    `rule` is the gate's name. Of a retirement: `pages`, table -> how many, so that pages which an older snapshot of
+    Redis brings back can be removed when the manifest is long gone.
     """
 
     epoch: int
@@ -45,6 +46,7 @@ class Release:
     percent: float | None = None
     rule: str = ""
     abandoned: bool = False
+    pages: Mapping[str, int] | None = None
 
     def to_bytes(self) -> bytes:
         """JSON without `done`, which is the existence of a second file."""

@@ -101,7 +101,7 @@ class Replica:
     """A serving replica's last heartbeat; times are Redis' own, Unix seconds.
 
     `ready`: loaded and warmed, `failed`: generation -> why it cannot be loaded there, `l2_p99_ms`: over the last
-    few seconds, `canary`: what it counted while one runs.
+    few seconds, `canary`: what it counted while one runs, `overlay_ttl_s`: how long its overlays live at most.
     """
 
     name: str
@@ -115,6 +115,7 @@ class Replica:
     warm_s: float | None = None
     l2_p99_ms: float | None = None
     canary: Mapping[str, Any] | None = None
+    overlay_ttl_s: float | None = None
 
 
 @contextmanager
@@ -266,6 +267,7 @@ class Control:
                 data["replica"], float(beat_at), data.get("serving"), tuple(data.get("holds", ())),
                 data.get("epoch"), tuple(data.get("ready", ())), data.get("failed") or {},
                 data.get("swapped_at"), data.get("warm_s"), data.get("l2_p99_ms"), data.get("canary"),
+                data.get("overlay_ttl_s"),
             )  # fmt: skip
         return list(found.values())
 

@@ -6,8 +6,7 @@ the pointer: it carries the attempt and the epoch.
 """
 
 import hashlib
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from cache.artefacts import ArtefactStore, generation_path
@@ -69,14 +68,17 @@ class View:
 
 
 class ReleaseLog:
-    """The release history of one namespace and the one way to add an entry to it."""
+    """The release history of one namespace and the one way to add an entry to it.
+
+    Its clock is Redis' own unless another is given: publishers and sweepers run on hosts whose clocks may differ.
+    """
 
     def __init__(
-        self, store: ArtefactStore, control: Control, clock: Callable[[], float] = time.time
+        self, store: ArtefactStore, control: Control, clock: Callable[[], float] | None = None
     ) -> None:
         self.store = store
         self.control = control
-        self.clock = clock
+        self.clock = clock or control.time
 
     def ledger(self) -> Ledger:
         """The settled history."""
@@ -124,6 +126,7 @@ class ReleaseLog:
         percent: float | None = None,
         rule: str = "",
         abandoned: bool = False,
+        pages: Mapping[str, int] | None = None,
         after: int = 0,
     ) -> Release:
         """Write one entry under the next epoch, which is greater than every earlier one and than `after`."""
@@ -144,6 +147,7 @@ class ReleaseLog:
                 percent=percent,
                 rule=rule,
                 abandoned=abandoned,
+                pages=pages,
             )
             if self.store.write_once(intent_path(epoch), release.to_bytes()):
                 return release

@@ -2,12 +2,15 @@
 
 from cache.errors import Conflict, CorruptArtefact, UnknownGeneration
 from cache.keys import Keyspace
+from cache.manifest import GENERATION
 from cache.releases import Pointer, done_path
 from precompute.control import Row
+from precompute.governor import Governor
 from precompute.load import Progress
 from precompute.release_log import LOOK_TRIES, ReleaseLog, View
 from precompute.reload import reload
 from precompute.states import State
+from precompute.sweep import unlink_recorded
 
 
 def restore(
@@ -17,6 +20,7 @@ def restore(
     attempt: str,
     chunk_bytes: int,
     progress: Progress = lambda _bytes: None,
+    governor: Governor | None = None,
 ) -> tuple[Pointer, list[str], int]:
     """Rebuild what a Redis lost: registry, pages of live and previous, pointer under a new epoch.
 
@@ -33,16 +37,22 @@ def restore(
             view.demand_agreement()
         control.check_policy()
         present = _restorable(releases, view)
-        states, left_at = ledger.states or {}, ledger.superseded_at or {}
         # Rows first: no page may belong to a generation that the registry does not know.
-        rows = {
-            each: Row(state, left_at.get(each, releases.clock()), "restored")
-            for each, state in states.items()
-        }
-        if not control.mark(rows, expected_epoch=view.epoch):
+        if not control.mark(_rows(releases, view), expected_epoch=view.epoch):
             continue
+        for each in view.rows:  # an older snapshot brings pages back that were removed
+            if ledger.state(each) is State.RETIRED:
+                unlink_recorded(releases, keys, each, view.history)
         loaded_bytes = sum(
-            reload(control, keys, releases.store, each, chunk_bytes=chunk_bytes, progress=progress)
+            reload(
+                control,
+                keys,
+                releases.store,
+                each,
+                chunk_bytes=chunk_bytes,
+                progress=progress,
+                governor=governor,
+            )
             for each in present
         )
         now = releases.view()
@@ -60,6 +70,17 @@ def restore(
     raise Conflict(
         f"releases were made {LOOK_TRIES} times while Redis was being restored; look at `status`"
     )
+
+
+def _rows(releases: ReleaseLog, view: View) -> dict[str, Row]:
+    """What releases prove, and every unfinished night of which files exist: its loader may be at work."""
+    now, ledger = releases.clock(), view.ledger
+    stored = {each for each in releases.store.names("generations") if GENERATION.fullmatch(each)}
+    rows = {each: Row(State.BEGUN, now, "restored") for each in stored - set(view.rows)}
+    return rows | {
+        each: Row(state, ledger.superseded_at.get(each, now), "restored")
+        for each, state in ledger.states.items()
+    }
 
 
 def _restorable(releases: ReleaseLog, view: View) -> list[str]:

@@ -1,13 +1,16 @@
 """The sweep: which generations nobody needs, and how they are retired."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import islice
 
 from cache.artefacts import generation_path, read_manifest
 from cache.errors import Conflict, UnknownGeneration
 from cache.keys import Keyspace
-from cache.manifest import GENERATION
+from cache.manifest import GENERATION, Manifest
+from cache.releases import Release, all_releases
 from precompute.control import Row
-from precompute.load import unlink_pages
+from precompute.governor import Governor
+from precompute.load import RETIRE_BATCH, unlink_pages
 from precompute.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, View, standing
 from precompute.states import ALLOWED, UNFINISHED, Ledger, State, demand, fold
 
@@ -21,17 +24,20 @@ def sweepable(
     grace_s: float,
     abandon_after_s: float = ABANDON_AFTER_S,
 ) -> list[str]:
-    """Generations that nobody needs: not live, previous, pinned, held by a replica, or superseded just now.
+    """Generations that nobody needs: not live, previous, tried out, pinned, held by a replica, or superseded just now.
 
-    The newest `keep` superseded ones stay for rollbacks. Unfinished ones go once they are older than the live one
-    and nobody has touched them for `abandon_after_s`.
+    What was superseded in the future of this clock was superseded just now. The newest `keep` superseded ones stay
+    for rollbacks. Unfinished ones go once they are older than the live one and nobody has touched them for
+    `abandon_after_s`.
     """
     view, now = releases.view(), releases.clock()
     ledger = view.ledger
-    states, left_at = ledger.states or {}, ledger.superseded_at or {}
+    states, left_at = ledger.states, ledger.superseded_at
     superseded = [each for each, state in states.items() if state is State.SUPERSEDED]
     superseded.sort(key=lambda each: left_at.get(each, 0.0), reverse=True)
     protected = {ledger.live, ledger.previous, *superseded[:keep], *_held(releases)}
+    for canary in (ledger.canary, view.pointer and view.pointer.canary):
+        protected |= {canary.generation} if canary is not None else set()
     if view.pointer is not None:
         protected |= {view.pointer.generation, view.pointer.previous}
     stored = {each for each in releases.store.names("generations") if GENERATION.fullmatch(each)}
@@ -50,8 +56,10 @@ def sweepable(
 
 
 def _held(releases: ReleaseLog) -> Collection[str | None]:
-    replicas = releases.control.replicas(releases.clock())
-    return {each for replica in replicas for each in (*replica.holds, replica.serving)}
+    replicas = releases.control.replicas()
+    return {
+        each for replica in replicas for each in (*replica.holds, *replica.ready, replica.serving)
+    }
 
 
 def _is_abandoned(releases: ReleaseLog, view: View, generation: str, after_s: float) -> bool:
@@ -80,19 +88,41 @@ def retire(
     *,
     attempt: str,
     abandon_after_s: float = ABANDON_AFTER_S,
+    governor: Governor | None = None,
 ) -> int:
     """Remove a generation's pages, then its files; Redis keys removed. Safe to repeat after a crash.
 
     Marked and written down first: from then on no rollback can land on what is being removed.
     """
     _mark_retired(releases, generation, attempt=attempt, abandon_after_s=abandon_after_s)
-    removed = 0
-    if releases.store.read(generation_path(generation, "manifest.json")) is not None:
-        removed = unlink_pages(
-            releases.control.client, keys, read_manifest(releases.store, generation)
-        )
+    manifest = _manifest(releases, generation)
+    if manifest is None:
+        removed = unlink_recorded(releases, keys, generation, all_releases(releases.store))
+    else:
+        removed = unlink_pages(releases.control.client, keys, manifest, governor=governor)
     releases.store.delete(generation_path(generation))
     return removed
+
+
+def unlink_recorded(
+    releases: ReleaseLog, keys: Keyspace, generation: str, history: Sequence[Release]
+) -> int:
+    """Remove the pages that its retirement wrote down, whoever brought them back since; keys removed."""
+    pages = next(
+        (each.pages for each in history if each.generation == generation and each.pages), {}
+    )
+    names = (keys.page(generation, table, page) for table in pages for page in range(pages[table]))
+    removed, client = 0, releases.control.client
+    while batch := list(islice(names, RETIRE_BATCH)):
+        removed += int(client.unlink(*batch))
+    return removed + int(client.unlink(keys.loaded(generation)))
+
+
+def _manifest(releases: ReleaseLog, generation: str) -> Manifest | None:
+    try:
+        return read_manifest(releases.store, generation)
+    except UnknownGeneration:
+        return None
 
 
 def _mark_retired(
@@ -128,7 +158,9 @@ def _mark_retired(
     if abandoned:
         demand("abandon", generation, state)
         releases.record("abandon", generation, attempt=attempt, reason="never finished")
-    releases.record("retire", generation, attempt=attempt)
+    manifest = _manifest(releases, generation)
+    pages = {table.name: table.pages for table in manifest.tables.values()} if manifest else None
+    releases.record("retire", generation, attempt=attempt, pages=pages)
 
 
 def _demand_unneeded(releases: ReleaseLog, generation: str, ledger: Ledger) -> None:
@@ -139,14 +171,21 @@ def _demand_unneeded(releases: ReleaseLog, generation: str, ledger: Ledger) -> N
 
 
 def drop_old_rows(releases: ReleaseLog, *, overlay_ttl_s: float) -> int:
-    """Forget retired generations once the last overlay of them must have expired; rows dropped."""
-    now = releases.clock()
+    """Forget retired generations once the last overlay of them must have expired; rows dropped.
+
+    The longest life that a replica gives its overlays counts where it is longer than `overlay_ttl_s`.
+    """
+    told = [replica.overlay_ttl_s or 0.0 for replica in releases.control.replicas()]
+    longest_s, now = max([overlay_ttl_s, *told]), releases.clock()
     rows = releases.control.rows()
     old = [
         each
         for each, row in rows.items()
-        if row.state is State.RETIRED and now - row.at > overlay_ttl_s
+        if row.state is State.RETIRED and now - row.at > longest_s
     ]
+    history = all_releases(releases.store) if old else []
     for generation in old:
+        # A Redis restored from an older snapshot may have pages again that were removed long ago.
+        unlink_recorded(releases, releases.control.keys, generation, history)
         releases.control.drop_row(generation)
     return len(old)

@@ -54,13 +54,21 @@ class Clock:
         return self.now
 
 
+class TimedControl(Control):
+    """Redis' own clock is the test's."""
+
+    def __init__(self, client: "redis.Redis", keys: Keyspace, clock: Clock) -> None:
+        super().__init__(client, keys)
+        self.time = clock  # type: ignore[method-assign]
+
+
 class World:
     """A store with tiny generations and the releases over them."""
 
     def __init__(self, store: ArtefactStore, client: "redis.Redis", keys: Keyspace) -> None:
         self.store, self.client, self.keys, self.clock = store, client, keys, Clock()
-        self.control = Control(client, keys)
-        self.releases = Releases(store, self.control, self.clock)
+        self.control = TimedControl(client, keys, self.clock)
+        self.releases = Releases(store, self.control)
         self.numbers = itertools.count()
 
     def attempt(self) -> str:
@@ -373,7 +381,7 @@ def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monk
     world.publish(A, B, C)
     world.clock.now += 100
 
-    def crash(*_arguments):
+    def crash(*_arguments, **_options):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
