@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cache.items import ItemTable
 from cache.manifest import Manifest
-from precompute.config import GateThresholds
+from precompute.config import GateThresholds, GovernorConfig
 from precompute.control import Control
 from precompute.erasure import NOBODY, Erased
 from precompute.evidence import Evidence
@@ -18,7 +18,8 @@ class Candidate:
     """A loaded generation with what its gates may look at; `live` is None for the first one ever.
 
     `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
-    may hold, `erased` what this night left out because it had to. `evidence` is gathered once for all gates.
+    may hold, `erased` what this night left out because it had to, `governor` how reading pages
+    back spares readers (None: not at all). `evidence` is gathered once for all gates.
     """
 
     manifest: Manifest
@@ -31,6 +32,7 @@ class Candidate:
     live_root: Path | None = None
     pages_bytes: int | None = None
     erased: Erased = NOBODY
+    governor: GovernorConfig | None = None
     given: Evidence | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

@@ -1,9 +1,12 @@
 """Gates on Redis: what it may evict, what it holds, and whether everything fits beside everything."""
 
+from contextlib import nullcontext
 from typing import Any, Final
 
 from cache.manifest import Manifest
 from precompute.candidate import Candidate
+from precompute.governor import open_governor
+from precompute.headroom import unevictable_bytes
 from precompute.load import BadPage, parts_of, verify_part
 from precompute.verdict import Verdict, at_most
 
@@ -30,15 +33,12 @@ def redis_headroom(candidate: Candidate) -> Verdict:
             threshold,
             "Redis states neither maxmemory nor its host's memory",
         )
-    keyspace: Any = candidate.control.client.info("keyspace")
-    expiring = any(each["expires"] for each in keyspace.values())
-    if (
-        expiring
-        and candidate.pages_bytes is not None
-        and info.get("maxmemory_policy", "").startswith("volatile-")
-    ):
-        # Overlays make way for pages: what stays is Redis' own overhead and the pages of every generation.
-        used = min(used, int(info.get("used_memory_overhead", used)) + candidate.pages_bytes)
+    if candidate.pages_bytes is not None:
+        used = unevictable_bytes(
+            candidate.control,
+            pages_bytes=candidate.pages_bytes,
+            record_bytes=max(each.layout.size_bytes for each in candidate.manifest.tables.values()),
+        )
     what = (
         "maxmemory" if int(info.get("maxmemory", 0)) else "its host's memory (maxmemory is not set)"
     )
@@ -56,14 +56,17 @@ def pages_in_redis(candidate: Candidate) -> Verdict:
     """Every page, read back from Redis, has its checksum."""
     client, keys, manifest = candidate.control.client, candidate.control.keys, candidate.manifest
     pages, bad = 0, []
-    for part in parts_of(manifest):
-        # Every part is read, also after a bad one: one more `load` must repair them all.
-        try:
-            pages += verify_part(
-                client, keys, manifest, candidate.root, part, chunk_bytes=READ_CHUNK_BYTES
-            )
-        except BadPage as error:
-            bad.append(error.message)
+    pacing = candidate.governor and open_governor(candidate.governor, candidate.control)
+    with pacing or nullcontext() as governor:
+        for part in parts_of(manifest):
+            # Every part is read, also after a bad one: one more `load` must repair them all.
+            try:
+                pages += verify_part(
+                    client, keys, manifest, candidate.root, part,
+                    chunk_bytes=READ_CHUNK_BYTES, governor=governor,
+                )  # fmt: skip
+            except BadPage as error:
+                bad.append(error.message)
     return Verdict(
         "pages_in_redis",
         not bad,

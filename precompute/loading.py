@@ -5,9 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from cache.artefacts import generation_path
-from cache.errors import (
-    Refused,
-)
 from cache.manifest import (
     Manifest,
 )
@@ -19,12 +16,12 @@ from precompute.build import (
 )
 from precompute.config import NightConfig
 from precompute.control import Control
-from precompute.load import load_part, parts_of, total_bytes
+from precompute.governor import open_governor
+from precompute.headroom import demand_redis
+from precompute.load import load_part, loaded_pages, parts_of, total_bytes
 from precompute.registry import open_releases
 from precompute.sealing import seal
 from precompute.states import State, demand
-
-HEADROOM = 0.95
 
 
 def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
@@ -40,7 +37,7 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
         if state not in (State.LIVE, State.SUPERSEDED):
             demand("load", made.generation, state)
             control.check_policy()
-            _check_headroom(made, control, size_bytes)
+            _demand_room(made, manifest, control)
             if state is None:
                 releases.note(made.generation, State.BEGUN)
         done = 0
@@ -50,14 +47,15 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
             done += more
             progress("load pages", done, size_bytes)
 
-        for part in parts_of(manifest):
-            if not load_part(
-                control.client, keys, manifest, made.root, part,
-                chunk_bytes=config.load_chunk_bytes, progress=advance,
-            ):  # fmt: skip
-                advance(part.pages.file.size_bytes)
-            else:
-                loaded += part.pages.file.size_bytes
+        with open_governor(config.governor, control) as governor:
+            for part in parts_of(manifest):
+                if not load_part(
+                    control.client, keys, manifest, made.root, part,
+                    chunk_bytes=config.load_chunk_bytes, progress=advance, governor=governor,
+                ):  # fmt: skip
+                    advance(part.pages.file.size_bytes)
+                else:
+                    loaded += part.pages.file.size_bytes
         if state in (None, State.BEGUN):
             releases.note(made.generation, State.LOADED)
     seconds = time.perf_counter() - started
@@ -69,26 +67,19 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
     }
 
 
-def _check_headroom(made: Build, control: Control, size_bytes: int) -> None:
-    info: Any = control.client.info("memory")
-    limit, used = int(info.get("maxmemory", 0)), int(info["used_memory"])
-    marked: Any = control.client.hlen(control.keys.loaded(made.generation))
-    if not limit or marked:
-        return
-    keyspace: Any = control.client.info("keyspace")
-    expiring = any(each["expires"] for each in keyspace.values())
-    if expiring and control.check_policy().startswith("volatile-"):
-        # Overlays make way for pages: what stays is Redis' own overhead and the pages of every generation.
-        overhead = int(info.get("used_memory_overhead", used))
-        used = min(used, overhead + _pages_bytes(made, control))
-    if used + size_bytes > HEADROOM * limit:
-        raise Refused(
-            f"loading {made.generation} needs {size_bytes:,} bytes beside {used:,} in use, more than "
-            f"{HEADROOM:.0%} of Redis' maxmemory {limit:,}; raise it or retire generations",
-            rule="redis_headroom",
-            value=used + size_bytes,
-            threshold=int(HEADROOM * limit),
-        )
+def _demand_room(made: Build, manifest: Manifest, control: Control) -> None:
+    marks: Any = control.client.hgetall(control.keys.loaded(made.generation))
+    todo_bytes = 0
+    for part in parts_of(manifest):
+        if marks.get(part.name.encode()) != part.mark:
+            done = loaded_pages(control.client, control.keys, manifest, part)
+            todo_bytes += sum(part.size_of(page) for page in range(done, part.pages.pages))
+    if todo_bytes:
+        demand_redis(
+            control, made.generation, todo_bytes,
+            pages_bytes=_pages_bytes(made, control),
+            record_bytes=max(table.layout.size_bytes for table in manifest.tables.values()),
+        )  # fmt: skip
 
 
 def _pages_bytes(made: Build, control: Control) -> int:

@@ -127,7 +127,7 @@ def _candidate(
     candidate = Candidate(
         manifest, made.root, ItemTable.open(made.root, manifest), releases.control, before,
         made.config.gates, made.config.history_limit, live_root, _pages_bytes(made, releases),
-        erased_from(made),
+        erased_from(made), made.config.governor,
     )  # fmt: skip
     return candidate, live is not None and before is None
 

@@ -22,7 +22,7 @@ from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused, Source
 from cache.items import ItemTable
 from cache.manifest import Manifest, Producer
 from cache.releases import all_releases
-from precompute import beginning, loading, pipeline, sources
+from precompute import beginning, pipeline, sources
 from precompute import skew as skew_gate
 from precompute.build import Build
 from precompute.bundle import Bundle
@@ -30,6 +30,7 @@ from precompute.config import GateThresholds, TableConfig
 from precompute.control import Control, connect
 from precompute.gate_models import int8_agreement
 from precompute.gates import Candidate, Verdict, run_gates
+from precompute.headroom import REDIS_USED_MAX
 from precompute.release import Releases
 from precompute.states import State
 from precompute.training import train_reference
@@ -283,13 +284,17 @@ def pages_of(client, config, generation, table):
     return sorted(client.scan_iter(pattern), key=lambda key: int(key.rsplit(b":", 1)[1]))
 
 
-def test_p6_publish_reads_records_back_before_the_pointer_moves(config):
-    """PITFALLS P6: success is what a reader can read back."""
+def test_p6_publish_reads_records_back_before_the_pointer_moves(config, monkeypatch):
+    """PITFALLS P6: success is what a reader can read back, even after pages of a wrong length were loaded again."""
     first = publish_night(config, UNTIL)
     build = {"generation": build_verified(config, NEXT)}
-    with connect(config.redis_url, 5.0) as client:
-        for page in pages_of(client, config, build["generation"], "user_topk"):
-            client.set(page, b"cut off")
+
+    def cut_off(*_arguments, **_options):
+        with connect(config.redis_url, 5.0) as client:
+            for page in pages_of(client, config, build["generation"], "user_topk"):
+                client.set(page, b"cut off")
+
+    monkeypatch.setattr("precompute.release.load_missing", cut_off)
     with pytest.raises(CorruptArtefact, match="read back"):
         pipeline.publish(config, build, attempt="test")
     assert live(config) == first
@@ -433,7 +438,7 @@ def test_overlays_make_way_for_pages(config, own_redis):
                 name = f"larder:1:{config.namespace}:w:old:user_topk:{number}"
                 pipe.set(name, b"x" * 700, ex=3600)
             pipe.execute()
-        assert client.info("memory")["used_memory"] > loading.HEADROOM * limit
+        assert client.info("memory")["used_memory"] > REDIS_USED_MAX * limit
     assert publish_night(config, UNTIL) == live(config)
 
 
