@@ -1,0 +1,49 @@
+"""Several service processes over one night, as replicas behind a balancer would be."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import redis
+
+from infra.demo.service import Service
+from precompute.config import NightConfig
+from precompute.control import Control, Replica
+from tests.integration.nights import environment
+from tests.polling import until
+
+
+@contextmanager
+def fleet(
+    config: NightConfig, folder: Path, *, count: int = 3, **more: str
+) -> Iterator[list[Service]]:
+    """All started, all beating."""
+    folder.mkdir(parents=True, exist_ok=True)
+    services = [
+        Service(folder / f"service-{number}.log", environment(config, **more))
+        for number in range(count)
+    ]
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(count) as pool:
+            for started in [pool.submit(each.__enter__) for each in services]:
+                started.result()
+        for each in services:
+            stack.push(each)
+        with control_of(config) as control:
+            assert until(lambda: len(control.replicas()) >= count)
+        yield services
+
+
+@contextmanager
+def control_of(config: NightConfig) -> Iterator[Control]:
+    """The control keys, read by a client of the test's own."""
+    assert config.redis_url is not None
+    with redis.Redis.from_url(config.redis_url, protocol=3) as client:
+        yield Control(client, config.keyspace())
+
+
+def beating(config: NightConfig) -> list[Replica]:
+    """The last heartbeats of those that live."""
+    with control_of(config) as control:
+        return control.replicas()
