@@ -1,0 +1,210 @@
+"""Generations to be judged: one whole night, copied and spoilt in one way, its checksums made to fit again."""
+
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow.parquet as pq
+import xxhash
+from numpy.typing import NDArray
+
+from cache.artefacts import describe, read_manifest
+from cache.errors import Refused
+from cache.manifest import Manifest, Table
+from infra.demo.synthetic import World, synthesize
+from precompute import pipeline
+from precompute.config import NightConfig, parse_time
+from precompute.control import Control, Row, connect
+from precompute.load import unlink_pages
+from precompute.states import State
+from precompute.training import train_reference
+from tests.integration.nights import UNTIL, prepare, publish_night, write_clicks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spoilt:
+    """A copy of the candidate's folder; what is written through it is described anew by `seal`."""
+
+    config: NightConfig
+    root: Path
+    generation: str
+    other: Path
+    live_root: Path
+    data: dict[str, Any]
+
+    @property
+    def manifest(self) -> Manifest:
+        """As the night sealed it."""
+        return Manifest.from_bytes((self.root / "manifest.json").read_bytes())
+
+    def table(self, name: str) -> Table:
+        """One table."""
+        return self.manifest.tables[name]
+
+    def records(self, name: str, part: int) -> NDArray[Any]:
+        """A copy of a part's records."""
+        table = self.table(name)
+        return np.fromfile(self.root / table.parts[part].file.path, table.layout.dtype)
+
+    def put(self, name: str, part: int, records: NDArray[Any]) -> None:
+        """A part's records written back, with page checksums that fit."""
+        table = self.table(name)
+        entry, raw = table.parts[part], records.tobytes()
+        (self.root / entry.file.path).write_bytes(raw)
+        sums = [
+            xxhash.xxh3_64_intdigest(raw[start : start + table.page_bytes])
+            for start in range(0, len(raw), table.page_bytes)
+        ]
+        np.array(sums, "<u8").tofile(self.root / entry.sums.path)
+        counted = self.data["tables"][name]["parts"]
+        counted[part] |= {"count": len(records), "pages": len(sums)}
+        first = 0
+        for each in counted:
+            each["first_page"] = first
+            first += each["pages"]
+
+    def change(self, name: str, edit: Callable[[NDArray[Any]], NDArray[Any] | None]) -> None:
+        """Every part of a table, edited in place or replaced."""
+        for part in range(len(self.table(name).parts)):
+            records = self.records(name, part)
+            found = edit(records)
+            self.put(name, part, records if found is None else found)
+
+    def array(self, path: str, dtype: str) -> NDArray[Any]:
+        """A copy of a plain file."""
+        return np.fromfile(self.root / path, dtype)
+
+    def write(self, path: str, data: NDArray[Any] | bytes) -> None:
+        """Replace a plain file."""
+        (self.root / path).write_bytes(data if isinstance(data, bytes) else data.tobytes())
+
+    def take(self, path: str, source: str | None = None) -> None:
+        """A file of another night's generation in place of ours."""
+        shutil.copyfile(self.other / (source or path), self.root / path)
+
+    def seal(self) -> None:
+        """Sizes and checksums of all files as they are now."""
+        write = orjson.dumps(_described(self.root, self.data), option=orjson.OPT_INDENT_2)
+        (self.root / "manifest.json").write_bytes(write)
+
+
+def _described(root: Path, data: Any) -> Any:
+    if isinstance(data, dict):
+        if data.keys() == {"path", "size_bytes", "sha256"}:
+            found = describe(root, data["path"])
+            return {"path": found.path, "size_bytes": found.size_bytes, "sha256": found.sha256}
+        return {key: _described(root, value) for key, value in data.items()}
+    return [_described(root, each) for each in data] if isinstance(data, list) else data
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bench:
+    """A live generation, its whole successor kept aside, and a generation of another world."""
+
+    config: NightConfig
+    generation: str
+    kept: Path
+    other: Path
+    live: str
+
+    def judge(
+        self,
+        spoil: Callable[[Spoilt], None] = lambda _spoilt: None,
+        *,
+        reseal: bool = True,
+        in_redis: Callable[[Any, Manifest], None] = lambda _client, _manifest: None,
+    ) -> dict[str, dict[str, Any]]:
+        """Copy, spoil, seal, load, spoil in Redis, verify: every verdict by rule."""
+        store = self.config.store()
+        root, live_root = (
+            store.local(f"generations/{each}") for each in (self.generation, self.live)
+        )
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(self.kept, root)
+        data = orjson.loads((root / "manifest.json").read_bytes())
+        spoilt = Spoilt(self.config, root, self.generation, self.other, live_root, data)
+        spoil(spoilt)
+        if reseal:
+            spoilt.seal()
+        return judged(self.config, self.generation, in_redis)
+
+
+def judged(
+    config: NightConfig,
+    generation: str,
+    in_redis: Callable[[Any, Manifest], None] = lambda _client, _manifest: None,
+) -> dict[str, dict[str, Any]]:
+    """Load what was built as if for the first time, and verify it; every verdict by rule."""
+    with connect(config.redis_url, 5.0) as client:
+        control, manifest = (
+            Control(client, config.keyspace()),
+            read_manifest(config.store(), generation),
+        )
+        unlink_pages(client, config.keyspace(), manifest)
+        control.set_row(generation, Row(State.BEGUN, time.time()))
+        pipeline.load(config, {"generation": generation})
+        in_redis(client, manifest)
+    with suppress(Refused):
+        pipeline.verify(config, {"generation": generation})
+    found = read_manifest(config.store(), generation).gates
+    return {str(each["rule"]): dict(each) for each in found}
+
+
+def failed(verdicts: dict[str, dict[str, Any]]) -> set[str]:
+    """Rules that refused."""
+    return {rule for rule, each in verdicts.items() if not each["passed"]}
+
+
+def build(config: NightConfig, cut: str) -> str:
+    """Everything of a night up to its models, not loaded yet; the generation, sealed."""
+    made = pipeline.begin(config, data_until=cut, run_after=None)
+    pipeline.embed_items(config, made)
+    scored = [pipeline.score_shard(config, made, shard) for shard in made["shards"]]
+    pipeline.assemble(config, made, scored)
+    pipeline.build_index(config, made)
+    pipeline.quantize(config, made)
+    pipeline.load(config, made)
+    return str(made["generation"])
+
+
+def cut_at(config: NightConfig, share: float) -> str:
+    """The moment before which this share of all interactions lies."""
+    times = np.sort(np.asarray(_clicks(config)["timestamp"].cast("int64")))
+    moment = int(times[min(len(times) - 1, int(share * len(times)))]) // 1_000_000
+    return f"{np.datetime64(moment, 's')}Z"
+
+
+def _clicks(config: NightConfig) -> Any:
+    return pq.read_table(config.path("interactions.parquet"))
+
+
+def retrain(config: NightConfig, *, seed: int, until: str) -> None:
+    """Another bundle in place of the first."""
+    reference = replace(config.reference, seed=seed)
+    train_reference(replace(config, reference=reference), data_until=until)
+
+
+def make_bench(folder: Path, redis_url: str, *, seed: int, users: int, items: int) -> Bench:
+    """A published night, its successor, and a night of the same shapes whose users clicked at random."""
+    config = prepare(folder / "ours", redis_url, seed=seed, users=users, items=items)
+    live = publish_night(config, cut_at(config, 0.85))
+    generation = build(config, cut_at(config, 0.9))
+    kept = folder / "kept"
+    shutil.copytree(config.store().local(f"generations/{generation}"), kept)
+    theirs = replace(config, base=str(folder / "theirs"), namespace=f"{config.namespace}-theirs")
+    clicks = synthesize(World(users=users, items=items, seed=seed))
+    # Within what is trained on and within the rest: as many items are known as in ours.
+    items_of, until = clicks.item_rows.copy(), int(parse_time(UNTIL).timestamp() * 1_000_000)
+    for rows in (np.flatnonzero(clicks.times < until), np.flatnonzero(clicks.times >= until)):
+        items_of[rows] = items_of[np.random.default_rng(seed).permutation(rows)]
+    (folder / "theirs").mkdir()
+    write_clicks(folder / "theirs", replace(clicks, item_rows=items_of))
+    train_reference(theirs, data_until=UNTIL)
+    other = build(theirs, cut_at(theirs, 0.9))
+    return Bench(config, generation, kept, theirs.store().local(f"generations/{other}"), live)
