@@ -23,6 +23,7 @@ from precompute.build import (
 from precompute.config import NightConfig
 from precompute.control import Control, Replica, connect
 from precompute.erasing import settle
+from precompute.governor import open_governor
 from precompute.leftovers import sweep_leftovers
 from precompute.registry import open_releases
 from precompute.restore import restore as restore_redis
@@ -132,15 +133,17 @@ def retire(config: NightConfig, *, attempt: str = "shell", progress: Progress = 
             abandon_after_s=config.abandon_after_s,
         )
         removed = 0
-        for number, generation in enumerate(found):
-            removed += retire_generation(
-                releases,
-                config.keyspace(),
-                generation,
-                attempt=attempt,
-                abandon_after_s=config.abandon_after_s,
-            )
-            progress("retire", number + 1, len(found))
+        with open_governor(config.governor, releases.control) as governor:
+            for number, generation in enumerate(found):
+                removed += retire_generation(
+                    releases,
+                    config.keyspace(),
+                    generation,
+                    attempt=attempt,
+                    abandon_after_s=config.abandon_after_s,
+                    governor=governor,
+                )
+                progress("retire", number + 1, len(found))
         releases.control.forget_dead_replicas(releases.clock())
         rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s)
         leftovers = sweep_leftovers(config, releases)
@@ -151,13 +154,18 @@ def retire(config: NightConfig, *, attempt: str = "shell", progress: Progress = 
 
 
 def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str) -> Step:
-    """Make an earlier generation live again (the previous one unless named)."""
+    """Make an earlier generation live again (the previous one unless named), then repair damaged pages of it.
+
+    Waits for no replica and reads no page before the move.
+    """
     with open_releases(config) as releases:
         moved = releases.roll_back(to=to, reason=reason, attempt=attempt)
-    pointer = moved.pointer
+        pointer = moved.pointer
+        with open_governor(config.governor, releases.control) as governor:
+            mended = releases.mend(pointer.generation, governor=governor)
     return {
         "generation": pointer.generation, "epoch": pointer.epoch, "previous": pointer.previous,
-        "changed": moved.changed,
+        "changed": moved.changed, "mended": mended,
     }  # fmt: skip
 
 
@@ -170,13 +178,17 @@ def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress =
         done += more
         progress("restore pages", done, 0)
 
-    with open_releases(config) as releases:
+    with (
+        open_releases(config) as releases,
+        open_governor(config.governor, releases.control) as governor,
+    ):
         pointer, loaded, size_bytes = restore_redis(
             releases,
             config.keyspace(),
             attempt=attempt,
             chunk_bytes=config.load_chunk_bytes,
             progress=advance,
+            governor=governor,
         )
     return {
         "generation": pointer.generation, "epoch": pointer.epoch, "loaded": loaded, "bytes": size_bytes,

@@ -9,9 +9,10 @@ from cache.artefacts import generation_path, read_manifest
 from cache.errors import ConfigError, Conflict, UnknownGeneration
 from cache.releases import Action, Canary, Pointer, Release, done_path
 from precompute.control import Row
+from precompute.governor import Governor
 from precompute.load import unlink_pages
 from precompute.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, View, standing
-from precompute.reload import load_missing, reload
+from precompute.reload import load_missing, repair
 from precompute.states import ALLOWED, LEAVES, State, demand, newest_superseded
 
 
@@ -58,7 +59,11 @@ class Releases(ReleaseLog):
         return None
 
     def roll_back(self, *, to: str | None, reason: str, attempt: str) -> Moved:
-        """Make an earlier generation live again; the one rolled back can never return without re-verification."""
+        """Make an earlier generation live again; the one rolled back can never return without re-verification.
+
+        Before the move only the existence and the length of its pages are looked at, so readers see it within a second
+        however large it is; `mend` is to be called after it.
+        """
         view = self.view()
         if (done := _earlier(view.history, "roll_back", attempt, to)) is not None:
             return Moved(done, changed=False)
@@ -70,7 +75,7 @@ class Releases(ReleaseLog):
         bad = view.ledger.live
         with _files_of(target):
             self.check_manifest(target, view.history)
-            reload(self.control, self.control.keys, self.store, target)
+            load_missing(self.control, self.control.keys, self.store, target)
         view = self.view()
         if view.ledger.live != bad:
             raise Conflict(
@@ -79,6 +84,15 @@ class Releases(ReleaseLog):
         if (live := self._demand_roll_back(target, view)) is not None:
             return Moved(live, changed=False)
         return self._move("roll_back", target, view, attempt=attempt, reason=reason)
+
+    def mend(self, generation: str, *, governor: Governor | None = None) -> list[str]:
+        """Read the pages of the live generation back and repair what is damaged; the keys of the pages repaired.
+
+        Does nothing for a generation that is not live by now.
+        """
+        if (pointer := self.control.pointer()) is None or pointer.generation != generation:
+            return []
+        return repair(self.control, self.control.keys, self.store, generation, governor=governor)
 
     def _demand_roll_back(self, target: str, view: View) -> Pointer | None:
         if view.pointer is not None and view.pointer.generation == target:

@@ -506,13 +506,29 @@ def test_a_roll_back_after_a_restore_lands_on_loaded_pages_only(world):
     assert pages_of(world, A) == set(page_keys(world.keys, manifest))
 
 
-def test_a_roll_back_repairs_a_damaged_page_first(world):
+def test_a_roll_back_moves_first_and_repairs_damaged_pages_after(world):
     world.publish(A, B)
     page = min(pages_of(world, A))
     sound = world.client.get(page)
     world.client.setrange(page, 7, b"x")
     world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
-    assert world.live().generation == A and world.client.get(page) == sound
+    assert world.live().generation == A
+    assert world.releases.mend(A) == [page] and world.client.get(page) == sound
+    assert world.releases.mend(A) == [] == world.releases.mend(B)
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut short"])
+def test_a_roll_back_loads_what_is_missing_before_it_moves(world, monkeypatch, damage):
+    world.publish(A, B)
+    page = max(pages_of(world, A))
+    sound = world.client.get(page)
+    world.client.delete(page)
+    if damage == "cut short":
+        world.client.set(page, sound[:-1])
+    monkeypatch.setattr(Control, "move", lambda *_arguments, **_options: pytest.fail("moved"))
+    with pytest.raises(pytest.fail.Exception, match="moved"):
+        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    assert world.client.get(page) == sound
 
 
 def test_publishing_streams_what_is_missing_and_only_that(world, monkeypatch):
