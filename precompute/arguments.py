@@ -7,6 +7,7 @@ from precompute import commands as run_by
 from precompute.canary import command as canary
 from precompute.commands import Command
 from precompute.erase_command import erase
+from precompute.override import command as override
 from precompute.own_redis import load_again, nothing, verify_again
 
 
@@ -77,6 +78,16 @@ def parser_of_commands() -> argparse.ArgumentParser:
         add(name, run, text, generation=True).set_defaults(redis="none")
     add("load", run_by.load, "stream the pages into Redis", generation=True)
     add("verify", run_by.verify, "run the gates", generation=True).set_defaults(prepare=load_again)
+    command = add(
+        "override",
+        override,
+        "let a refused generation pass one rule, with a reason",
+        generation=True,
+    )
+    command.add_argument("--rule", required=True, help="the rule, as the refusal names it")
+    command.add_argument(
+        "--reason", required=True, help="kept in the release record and the manifest"
+    )
     command = add("publish", run_by.publish, "make a verified generation live", generation=True)
     command.add_argument("--attempt")
     command.set_defaults(prepare=verify_again)

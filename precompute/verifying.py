@@ -41,9 +41,7 @@ def verify(
             return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
         demand("verify", made.generation, state)
         found = _judged(made, manifest, releases, ledger.live, progress)
-        verdicts = overridden(
-            found, (getattr(ledger, "overrides", None) or {}).get(made.generation, {})
-        )
+        verdicts = overridden(found, ledger.overrides.get(made.generation, {}))
         # It may have gone live, or have been retired, while the gates ran: its manifest is then as released.
         demand("verify", made.generation, releases.state(made.generation))
         manifest = replace(
@@ -85,9 +83,10 @@ def _judged(
     if not verdicts[0].passed:
         return verdicts
     opened: list[Candidate] = []
+    pages_bytes = _pages_bytes(made, releases)
 
     def opens() -> Verdict:
-        candidate, missing = _candidate(made, manifest, releases, live)
+        candidate, missing = _candidate(made, manifest, releases, live, pages_bytes)
         opened.append(candidate)
         note = "the manifest of the live generation cannot be read" if missing else ""
         return Verdict(LIVE_FILES, not missing, live, "readable", note)
@@ -103,7 +102,7 @@ def _judged(
 
 
 def _candidate(
-    made: Build, manifest: Manifest, releases: Releases, live: str | None
+    made: Build, manifest: Manifest, releases: Releases, live: str | None, pages_bytes: int
 ) -> tuple[Candidate, bool]:
     """The candidate, and whether a live generation there should be cannot be compared with."""
     # What is missing of the night's own notes is missed by the gates that look at it.
@@ -126,7 +125,7 @@ def _candidate(
             live_root = made.store.local(generation_path(before.generation))
     candidate = Candidate(
         manifest, made.root, ItemTable.open(made.root, manifest), releases.control, before,
-        made.config.gates, made.config.history_limit, live_root, _pages_bytes(made, releases),
+        made.config.gates, made.config.history_limit, live_root, pages_bytes,
         erased_from(made), made.config.governor,
     )  # fmt: skip
     return candidate, live is not None and before is None
