@@ -106,6 +106,7 @@ def staged(
     *,
     attempt: str,
     progress: Progress = quiet,
+    lease_s: float = LEASE_S,
     timer: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Readiness]:
@@ -125,7 +126,7 @@ def staged(
             if not total and not flip.replicas_min:
                 break
             if timer() >= renew_at:
-                other = stage.set(generation, attempt)
+                other = stage.set(generation, attempt, lease_s=lease_s)
                 renew_at = timer() + RENEW_S
             is_over = timer() - began >= flip.wait_s
             if other is None and readiness.is_enough(flip, is_over=is_over):
