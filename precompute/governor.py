@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 STEP_S = 0.25
 CALIBRATE_S = 20.0
+SETTLE_S = 0.1
+"""What was sent last is worked off, and probes begin, before idling is measured."""
+
 STALE_S = 5.0
 BURST_S = 0.0005
 """What may be sent at once to make up for a sleep that took too long: half a millisecond of the rate."""
@@ -128,12 +131,17 @@ class Governor:
     def _calibrate(self) -> None:
         """Stop, and see what readers feel when nothing is done."""
         self._watch.round_trips()
-        until = self._timer() + self._config.idle_s
-        while (left_s := until - self._timer()) > 0:
-            self._nap(min(left_s, NAP_S))
+        self._pause(SETTLE_S)
+        self._watch.round_trips()
+        self._pause(self._config.idle_s)
         look = self._watch.look()
         self.throttle.calibrate(self._watch.round_trips(), look.replicas_ms if look else {})
         self._calibrated_at = self._due = self._timer()
+
+    def _pause(self, seconds: float) -> None:
+        until = self._timer() + seconds
+        while (left_s := until - self._timer()) > 0:
+            self._nap(min(left_s, NAP_S))
 
     def _who(self) -> tuple[bool, bool]:
         """(whether to hold back, whether there are readers)."""

@@ -22,9 +22,15 @@ AIM = 0.6
 JUDGED = 1_000
 JUDGED_MIN = 50
 START_FLOORS = 4.0
-GROWTH = 1.5
-STEP_MIB_S = 16.0
+START_GROWTH = 1.3
+STEP = 0.05
+"""The additive step, as a share of the rate at the last decrease: a fixed number would be a leap for a slow Redis."""
+
 BACK_OFF = 0.7
+CLEAN_STEPS = 16
+CLEAN_GROWTH = 1.1
+"""After so many steps without objection the world has changed, so the rate grows by a factor again."""
+
 USED_MIN = 0.7
 BUSY_MAX = 0.9
 REPLICA_FACTOR = 1.5
@@ -69,7 +75,9 @@ class Throttle:
         self._lag_bytes_max = lag_bytes_max
         self._replicas_idle_ms: dict[str, float] = {}
         self._judged: deque[float] = deque(maxlen=JUDGED)
-        self._slow_start = True
+        self._growth = START_GROWTH
+        self._step = 0.0
+        self._clean = 0
 
     def calibrate(
         self, round_trips: Sequence[float], replicas_ms: Mapping[str, float] | None = None
@@ -93,12 +101,14 @@ class Throttle:
         self._judged.extend(signals.round_trips)
         self.reason = self._objection(signals, readers)
         if self.reason:
+            self._step, self._growth, self._clean = STEP * self.rate, 1.0, 0
             self.rate = max(self.floor, self.rate * BACK_OFF)
-            self._slow_start = False
             self._judged.clear()
         elif self._is_used(signals) and not (readers and len(self._judged) < JUDGED_MIN):
-            grown = self.rate * GROWTH if self._slow_start else self.rate + STEP_MIB_S * MIB
-            self.rate = min(self.ceiling, grown)
+            self._clean += 1
+            if self._clean == CLEAN_STEPS:
+                self._growth = max(self._growth, CLEAN_GROWTH)
+            self.rate = min(self.ceiling, max(self.rate * self._growth, self.rate + self._step))
         return self.rate
 
     def _objection(self, signals: Signals, readers: bool) -> str:

@@ -1,0 +1,287 @@
+"""The governor against a simulated Redis: latency is a function of rate, time moves only when work or sleep does."""
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.errors import ConfigError
+from precompute.governor import CALIBRATE_S, STEP_S, Governor
+from precompute.sections import GovernorConfig
+from precompute.throttle import JUDGED_MIN, MIB, Signals, Throttle, p99
+from precompute.watch import Look
+
+PIECE = 256 * 1024
+PROBE_S = 0.002
+SMOOTHED_S = 0.02
+IDLE_S = 100e-6
+
+
+@dataclass
+class Plant:
+    """A Redis whose readers slow down with the rate of the work, and which can do no more than `most`.
+
+    A round trip is 100 us with some noise; above `knee` bytes/s readers get slower in proportion.
+    """
+
+    knee: float = 200 * MIB
+    most: float = 2_000 * MIB
+    seed: int = 0
+    now: float = 0.0
+    readers: bool = True
+    silent: bool = False
+    blind: bool = False
+    followers: int = 0
+    lag_bytes: int = 0
+    closed: bool = False
+    slept_s: float = 0.0
+    felt_rate: float = 0.0
+    trips: list[float] = field(default_factory=list)
+    probed_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+
+    def timer(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s += seconds
+        self._pass(seconds)
+
+    def work(self, governor: Governor, seconds: float) -> float:
+        """Send pieces for that long; bytes per second."""
+        began, done = self.now, 0
+        while self.now - began < seconds:
+            governor.pace(PIECE)
+            self.felt_rate += PIECE / SMOOTHED_S
+            done += PIECE
+            self._pass(PIECE / self.most)
+        return done / (self.now - began)
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+        while self.probed_at < self.now:
+            self.probed_at += PROBE_S
+            self.felt_rate *= math.exp(-PROBE_S / SMOOTHED_S)
+            slower = max(1.0, self.felt_rate / self.knee)
+            if not self.silent:
+                self.trips.append(IDLE_S * slower * self.rng.uniform(0.9, 1.1))
+
+    def look(self) -> Look | None:
+        if self.blind:
+            return None
+        return Look(self.now, {}, int(self.readers), 0.0, 0.0, self.followers, self.lag_bytes)
+
+    def round_trips(self) -> list[float]:
+        found, self.trips = self.trips, []
+        return found
+
+    def own_reads(self, count: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    def felt(self, governor: Governor, seconds: float) -> float:
+        """p99 of readers while work goes on for that long."""
+        before = len(self.trips)
+        seen: list[float] = []
+        until = self.now + seconds
+        kept = self.round_trips
+        self.round_trips = lambda: seen.extend(found := kept()) or found  # type: ignore[method-assign,func-returns-value]
+        while self.now < until:
+            self.work(governor, min(0.1, until - self.now))
+        seen += self.trips[min(before, len(self.trips)) :]
+        self.round_trips = kept  # type: ignore[method-assign]
+        return p99(seen)
+
+
+def governed(plant: Plant, **settings: object) -> Governor:
+    return Governor(
+        GovernorConfig(**{"piece_bytes": PIECE, **settings}),  # type: ignore[arg-type]
+        plant,
+        timer=plant.timer,
+        sleep=plant.sleep,
+    )
+
+
+def test_without_readers_nothing_waits_and_pages_go_whole():
+    plant = Plant(readers=False)
+    governor = governed(plant)
+
+    rate = plant.work(governor, 5.0)
+
+    assert plant.slept_s == 0 and governor.piece_bytes is None
+    assert rate == pytest.approx(plant.most, rel=0.01)
+
+
+@settings(max_examples=15, deadline=None)
+@given(knee=st.integers(60, 600), seed=st.integers(0, 2**31))
+def test_with_readers_their_p99_stays_within_the_factor_and_the_rate_near_what_that_allows(
+    knee, seed
+):
+    plant = Plant(knee=knee * MIB, seed=seed)
+    governor = governed(plant)
+    plant.work(governor, 10.0)
+
+    felt = plant.felt(governor, 10.0)
+    rate = plant.work(governor, 5.0)
+
+    assert felt <= 1.25 * 1.1 * IDLE_S
+    assert rate > 0.5 * plant.knee
+
+
+def test_it_never_presses_for_long():
+    """Slow start may pass the limit; within two steps the rate is below what hurt."""
+    plant = Plant(knee=100 * MIB)
+    governor = governed(plant)
+    worst_s, above_since = 0.0, None
+    while plant.now < 30:
+        rate = plant.work(governor, 0.05)
+        if rate > 1.5 * plant.knee:
+            above_since = plant.now if above_since is None else above_since
+            worst_s = max(worst_s, plant.now - above_since)
+        else:
+            above_since = None
+
+    assert worst_s <= 3 * STEP_S
+
+
+def test_when_readers_slow_down_it_falls_and_when_they_recover_it_rises_again():
+    plant = Plant(knee=400 * MIB)
+    governor = governed(plant)
+    before = plant.work(governor, 8.0)
+
+    plant.knee = 60 * MIB
+    plant.work(governor, 6.0)
+    during = plant.work(governor, 4.0)
+    plant.knee = 400 * MIB
+    plant.work(governor, 10.0)
+    after = plant.work(governor, 4.0)
+
+    assert during < 100 * MIB < 0.5 * before
+    assert after > 0.7 * before
+
+
+def test_readers_that_come_are_noticed_and_those_that_leave_forgotten():
+    plant = Plant(readers=False, knee=100 * MIB)
+    governor = governed(plant)
+    plant.work(governor, 2.0)
+
+    plant.readers = True
+    plant.work(governor, 8.0)
+    slowed = plant.work(governor, 2.0)
+    plant.readers = False
+    plant.work(governor, 2 * STEP_S)
+    alone = plant.work(governor, 2.0)
+
+    assert slowed < 200 * MIB and governor.piece_bytes is None
+    assert alone == pytest.approx(plant.most, rel=0.01)
+
+
+def test_a_probe_that_brings_nothing_means_the_floor_not_a_stop():
+    plant = Plant(silent=True)
+    governor = governed(plant, floor_mib_s=16.0)
+    plant.work(governor, 8.0)
+
+    assert plant.work(governor, 4.0) == pytest.approx(16 * MIB, rel=0.2)
+
+
+def test_a_redis_that_tells_nothing_is_taken_to_have_readers():
+    plant = Plant(blind=True, silent=True)
+    governor = governed(plant, floor_mib_s=16.0)
+    plant.work(governor, 8.0)
+
+    assert governor.readers and plant.work(governor, 4.0) == pytest.approx(16 * MIB, rel=0.2)
+
+
+def test_pauses_to_see_what_idle_is_are_short_and_rare():
+    plant = Plant()
+    governor = governed(plant, idle_s=0.5)
+    plant.work(governor, 10.0)
+    pauses, was = 0, plant.now
+    while plant.now < 90:
+        plant.work(governor, 0.01)
+        pauses += plant.now - was > 0.4
+        was = plant.now
+
+    assert 2 <= pauses <= 80 / CALIBRATE_S + 1
+
+
+def test_replicas_of_redis_that_fall_behind_slow_even_a_load_without_readers():
+    plant = Plant(readers=False, followers=1)
+    governor = governed(plant, replica_lag_mib=32.0)
+    fast = plant.work(governor, 10.0)
+
+    plant.lag_bytes = int(64 * MIB)
+    plant.work(governor, 10.0)
+
+    assert plant.work(governor, 4.0) == pytest.approx(16 * MIB, rel=0.2) and fast > 100 * MIB
+
+
+def test_a_ceiling_holds_with_and_without_readers():
+    for readers in (True, False):
+        plant = Plant(readers=readers, knee=1_000 * MIB)
+        governor = governed(plant, ceiling_mib_s=50.0)
+        plant.work(governor, 3.0)
+        assert plant.work(governor, 3.0) <= 52 * MIB
+
+
+def test_never_is_an_open_loop_and_always_asks_nobody():
+    plant = Plant(readers=True)
+    assert plant.work(governed(plant, readers="never"), 2.0) == pytest.approx(plant.most, rel=0.01)
+    plant = Plant(readers=False)
+    governor = governed(plant, readers="always")
+    plant.work(governor, 1.0)
+    assert governor.readers and governor.piece_bytes == PIECE
+
+
+def test_a_replicas_own_p99_counts_when_it_is_clearly_above_what_it_was():
+    throttle = Throttle(p99_factor=1.25, floor=MIB, ceiling=0, lag_bytes_max=MIB)
+    throttle.calibrate([IDLE_S] * JUDGED_MIN, {"a": 1.0})
+    rate = throttle.rate
+
+    throttle.step(Signals([IDLE_S] * JUDGED_MIN, {"a": 1.2}, 0, 0, 10**9, 0.1), readers=True)
+    assert throttle.rate > rate
+    rate = throttle.rate
+    throttle.step(Signals([IDLE_S] * JUDGED_MIN, {"a": 3.0}, 0, 0, 10**9, 0.1), readers=True)
+    assert throttle.rate < rate and throttle.reason == "p99 of a"
+
+
+def test_one_late_reply_of_many_moves_nothing():
+    throttle = Throttle(p99_factor=1.25, floor=MIB, ceiling=0, lag_bytes_max=MIB)
+    throttle.calibrate([IDLE_S] * 100)
+    rate = throttle.rate
+
+    throttle.step(Signals([*[IDLE_S] * 99, 1.0], {}, 0, 0, 10**9, 0.1), readers=True)
+    assert throttle.rate > rate
+    throttle.step(Signals([math.inf] * 100, {}, 0, 0, 10**9, 0.1), readers=True)
+    assert throttle.reason == "probe p99"
+
+
+def test_a_rate_that_is_not_reached_does_not_grow():
+    throttle = Throttle(p99_factor=1.25, floor=MIB, ceiling=0, lag_bytes_max=MIB)
+    throttle.calibrate([IDLE_S] * 100)
+    rate = throttle.rate
+
+    throttle.step(Signals([IDLE_S] * 100, {}, 0, 0, int(rate / 10), 1.0), readers=True)
+
+    assert throttle.rate == rate
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"p99_factor": 1.0}, {"readers": "maybe"}, {"floor_mib_s": 0.0}, {"piece_bytes": 100},
+        {"ceiling_mib_s": 1.0}, {"ceiling_mib_s": -1.0}, {"probe_ms": 0.0}, {"idle_s": 0.0},
+        {"replica_lag_mib": 0.0}, {"yield_cpu": "yes"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        GovernorConfig(**wrong)
