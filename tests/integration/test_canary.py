@@ -1,0 +1,204 @@
+"""A canary over three real replicas: whole requests of a stable share, compared, then published or abandoned."""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import orjson
+import pytest
+
+from cache.errors import ConfigError, Conflict, Refused
+from cache.split import Split
+from infra.demo.http import get, post
+from infra.demo.service import Service
+from precompute import canary, pipeline
+from precompute.build import cut_of
+from precompute.config import NightConfig
+from precompute.sections import CanaryConfig
+from precompute.states import State
+from tests.integration.fleet import beating, control_of, fleet
+from tests.integration.nights import build_night, build_verified, histories, publish
+from tests.polling import until
+
+PERCENT = 30.0
+KEYS = [f"key-{number}" for number in range(120)]
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, redis_url: str
+) -> Iterator[tuple[NightConfig, list[Service]]]:
+    folder = tmp_path_factory.mktemp("canary")
+    config = replace(
+        build_night(folder / "night", redis_url, users=200, items=60),
+        canary=CanaryConfig(wait_s=1.0, requests_min=20, source_shift_max=0.5, score_psi_max=2.0),
+    )
+    with fleet(config, folder / "logs") as services:
+        yield config, services
+
+
+def verified(config: NightConfig) -> str:
+    """A generation newer than what is live."""
+    cut = datetime.fromtimestamp(cut_of(live_of(config)), UTC) + timedelta(minutes=30)
+    return build_verified(config, cut.isoformat())
+
+
+def live_of(config: NightConfig) -> str:
+    with control_of(config) as control:
+        pointer = control.pointer()
+    assert pointer is not None
+    return pointer.generation
+
+
+def follow(config: NightConfig) -> None:
+    """Waits until every replica is where the pointer is."""
+    with control_of(config) as control:
+        pointer = control.pointer()
+    assert pointer is not None
+    assert until(lambda: {each.epoch for each in beating(config)} == {pointer.epoch})
+
+
+async def ask(
+    service: Service, entities: list[Any], status: int = 200, **options: Any
+) -> list[dict[str, Any]]:
+    body = orjson.dumps({"entities": entities, "k": 5, **options})
+    found, raw = await post(service.url, "/v1/lookup/user_topk", body)
+    assert found == status, raw
+    answers: list[dict[str, Any]] = orjson.loads(raw).get("answers", [])
+    return answers
+
+
+async def generations(service: Service, users: list[str]) -> dict[str, str]:
+    """What answers each key; several entities each, so that a torn request would show."""
+    found = {}
+    for key in KEYS:
+        answers = await ask(service, users, canary_key=key)
+        (found[key],) = {each["generation"] for each in answers}
+    return found
+
+
+def start(config: NightConfig, generation: str, percent: float = PERCENT) -> None:
+    canary.start(config, generation, percent=percent, attempt=f"start-{generation}-{percent}")
+    follow(config)
+
+
+async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_abandoned(
+    served: tuple[NightConfig, list[Service]],
+) -> None:
+    config, services = served
+    live, tried = live_of(config), await asyncio.to_thread(verified, config)
+    users = sorted(histories(config))[:3]
+
+    await asyncio.to_thread(start, config, tried)
+    seen = [await generations(service, users) for service in services]
+
+    # Stable over replicas, and exactly the keys that the split names.
+    split = Split.of(tried, PERCENT)
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] == {key: tried if split.takes(key.encode()) else live for key in KEYS}
+    share = PERCENT / 100
+    taken = Counter(seen[0].values())[tried]
+    bound = 5 * math.sqrt(len(KEYS) * share * (1 - share))
+    assert abs(taken - share * len(KEYS)) < bound
+    # By default the user decides; several users have no key; a pin wins; the header counts too.
+    user = next(each for each in sorted(histories(config)) if split.takes(each.encode()))
+    assert (await ask(services[0], [user]))[0]["generation"] == tried
+    assert {each["generation"] for each in await ask(services[0], [user, users[0]])} == {live}
+    assert (await ask(services[0], [user], generation=live))[0]["generation"] == live
+    assert (await ask(services[0], users, generation=tried))[0]["generation"] == tried
+    # Feedback finds its arm.
+    told = {"event": "click", "generation": tried, "count": 3}
+    assert await post(services[0].url, "/v1/feedback", orjson.dumps(told)) == (
+        200, b'{"arm":"canary"}',
+    )  # fmt: skip
+    status = canary.status(config)
+    assert status["holding"] == 3 and set(status["requests"]) == {"live", "canary"}
+    _, text = await get(services[0].url, "/metrics")
+    assert b'larder_canary_requests_total{arm="canary"}' in text
+
+    await asyncio.to_thread(canary.abandon, config, reason="a test", attempt="abandon")
+    await asyncio.to_thread(follow, config)
+
+    assert set((await generations(services[1], users)).values()) == {live}
+    assert await ask(services[1], users, 409, generation=tried) == []
+    assert until(lambda: all(tried not in each.holds for each in beating(config)))
+    with control_of(config) as control:
+        assert control.rows()[tried].state is State.ABANDONED
+    with pytest.raises(Conflict):
+        publish(config, tried)
+
+
+async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_is_not(
+    served: tuple[NightConfig, list[Service]],
+) -> None:
+    config, services = served
+    tried = await asyncio.to_thread(verified, config)
+    users = sorted(histories(config))[:3]
+    await asyncio.to_thread(start, config, tried, 50.0)
+    for service in services:
+        await generations(service, users)
+
+    def counted() -> bool:
+        return bool(min(canary.status(config)["requests"].values()) > 100)
+
+    assert await asyncio.to_thread(until, counted)
+    assert await asyncio.to_thread(until, lambda: canary.is_over(config, tried))
+    print(canary.status(config))
+
+    found = await asyncio.to_thread(canary.conclude, config, tried, attempt="conclude")
+    await asyncio.to_thread(follow, config)
+
+    assert found["published"] and live_of(config) == tried
+    # A retry finds its own work.
+    assert canary.conclude(config, tried, attempt="conclude")["published"]
+    assert canary.is_over(config, tried)
+    unasked = await asyncio.to_thread(verified, config)
+    await asyncio.to_thread(start, config, unasked)
+    with pytest.raises(Refused, match="at least 20 are needed"):
+        await asyncio.to_thread(canary.conclude, config, unasked, attempt="conclude-2")
+    assert live_of(config) == tried
+    with control_of(config) as control:
+        pointer = control.pointer()
+        assert pointer is not None and pointer.canary is None
+
+
+async def test_what_may_not_be_published_is_not_tried_out_either(
+    served: tuple[NightConfig, list[Service]],
+) -> None:
+    config, _ = served
+    live = live_of(config)
+
+    with pytest.raises(Conflict, match="no canary is running"):
+        canary.status(config)
+    with pytest.raises(Conflict):
+        canary.start(config, live, attempt="live")
+    with pytest.raises(Conflict, match="no generation is verified"):
+        canary.start(config, None, attempt="none")
+    with pytest.raises(ConfigError, match="percent"):
+        canary.start(config, live, percent=0.0, attempt="nothing")
+
+
+async def test_a_publish_ends_a_canary_and_a_rollback_does_too(
+    served: tuple[NightConfig, list[Service]],
+) -> None:
+    config, services = served
+    first, tried = live_of(config), await asyncio.to_thread(verified, config)
+    users = sorted(histories(config))[:3]
+    await asyncio.to_thread(start, config, tried, 100.0)
+    assert set((await generations(services[0], users)).values()) == {tried}
+
+    await asyncio.to_thread(canary.publish, config, attempt="publish")
+    await asyncio.to_thread(follow, config)
+    assert (await ask(services[0], users))[0]["generation"] == tried
+    newer = await asyncio.to_thread(verified, config)
+    await asyncio.to_thread(start, config, newer, 100.0)
+    await asyncio.to_thread(
+        pipeline.roll_back, config, to=None, reason="a test", attempt="roll-back"
+    )
+    await asyncio.to_thread(follow, config)
+
+    assert set((await generations(services[2], users)).values()) == {first}
