@@ -1,0 +1,366 @@
+"""Ninety days of nights in seconds: the real release code over a real Redis, with hosts whose clocks disagree.
+
+Nothing sleeps. Events (a step of a run, a look of a reader, a lost Redis) wait in a heap under the time at which they
+happen; the clock is the time of the one that is being handled.
+"""
+
+import hashlib
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import redis
+
+from cache.artefacts import ArtefactStore, generation_path, read_manifest
+from cache.errors import Conflict, LarderError
+from cache.keys import Keyspace
+from cache.manifest import Manifest
+from cache.releases import Pointer, all_releases
+from cache.schedule import Schedule
+from precompute.control import Control
+from precompute.release import Releases
+from precompute.reload import reload
+from precompute.restore import restore
+from precompute.states import State, demand
+from precompute.sweep import drop_old_rows, retire, sweepable
+from serving.verdict import judge
+from tests.integration.test_release import World
+
+MINUTE, HOUR, DAY = 60.0, 3_600.0, 86_400.0
+KEEP, GRACE_S, ABANDON_S, OVERLAY_S = 2, 3 * HOUR, DAY, DAY
+SKEW_S = 2 * MINUTE
+WALL = (2, 30)
+"""Skipped once and repeated once a year, in Berlin and (at half past one or two) in New York."""
+
+Event = Callable[[], None]
+
+
+def local_tick(day: datetime, zone: ZoneInfo, wall: tuple[int, int] = WALL) -> float:
+    """When a daily cron is due on a day: a skipped time as much later, a repeated one the second time."""
+    naive = datetime(day.year, day.month, day.day, *wall)  # noqa: DTZ001  wall times have no zone
+    late = naive.replace(tzinfo=zone, fold=1)
+    back = late.astimezone(UTC).astimezone(zone).replace(tzinfo=None)
+    is_skipped = back != naive
+    return (naive.replace(tzinfo=zone, fold=0) if is_skipped else late).timestamp()
+
+
+@dataclass
+class Run:
+    """One run of the DAG: its name never changes, its inputs may when it is cleared."""
+
+    name: str
+    cut: float
+    inputs: int
+    host: int
+
+
+@dataclass
+class Reader:
+    """A replica that only follows; `skew_s` is how wrong its clock is."""
+
+    skew_s: float
+    seen: Pointer | None = None
+    verdict: str = "vanished"
+
+
+class QuickStore(ArtefactStore):
+    """Reads each release record once: they never change, and ninety days of steps read them all again and again."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._known: dict[str, bytes] = {}
+
+    def read(self, path: str) -> bytes | None:
+        """A file's bytes, None when there is none."""
+        if not path.startswith("releases/"):
+            return super().read(path)
+        if path not in self._known and (raw := super().read(path)) is not None:
+            self._known[path] = raw
+        return self._known.get(path)
+
+
+class TinyWorld(World):
+    """Generations of `World` that say what they are made of and when."""
+
+    made_at: float = 0.0
+
+    def make(self, generation: str, records: int = 20) -> Manifest:
+        """The same few pages, with a cut and a time of creation by the maker's clock."""
+        cut = datetime.strptime(generation[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+        made = replace(
+            super().make(generation, records),
+            data_until=int(cut.timestamp()), created_at=int(self.made_at),
+        )  # fmt: skip
+        self.store.write(generation_path(generation, "manifest.json"), made.to_bytes())
+        return made
+
+
+class Simulation:
+    """Everything that happens, and what is true about it."""
+
+    def __init__(
+        self, seed: int, store: ArtefactStore, client: "redis.Redis", keys: Keyspace, *,
+        zone: str, first_day: str, days: int = 90,
+    ) -> None:  # fmt: skip
+        self.rng, self.now = random.Random(seed), 0.0
+        self.store, self.client, self.keys = store, client, keys
+        self.world = TinyWorld(store, client, keys)
+        self.control = Control(client, keys)
+        self.schedule = Schedule(f"{WALL[1]} {WALL[0]} * * *", zone, GRACE_S)
+        first = datetime.fromisoformat(first_day)
+        self.ticks = [local_tick(first + timedelta(n), ZoneInfo(zone)) for n in range(-3, days + 3)]
+        self.start, self.end = self.ticks[3], self.ticks[3 + days]
+        self.hosts = [self._host(self.rng.uniform(-SKEW_S, SKEW_S)) for _ in range(3)]
+        self.readers = [Reader(self.rng.uniform(-SKEW_S, SKEW_S)) for _ in range(3)]
+        self.created: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
+        self.snapshot: dict[bytes, bytes] = {}
+        self._events: list[tuple[float, int, Event]] = []
+        self._numbers = itertools.count()
+
+    def _host(self, skew_s: float) -> Releases:
+        return Releases(self.store, Control(self.client, self.keys), lambda: self.now + skew_s)
+
+    def count(self, what: str) -> None:
+        """One more of these."""
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def at(self, when: float, event: Event) -> None:
+        """Let something happen."""
+        heapq.heappush(self._events, (when, next(self._numbers), event))
+
+    def run(self) -> None:
+        """All of it, in order of time."""
+        self._plan()
+        while self._events:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+            for reader in self.readers:  # they look every second, so between any two events
+                self._follow(reader)
+
+    def _plan(self) -> None:
+        rng = self.rng
+        down = {
+            rng.randrange(len(self.ticks)) + more
+            for _ in range(3)
+            for more in range(rng.randint(1, 4))
+        }
+        for number, tick in enumerate(self.ticks[3:-3], 3):
+            if number in down:
+                self.count("night that never ran")
+                continue
+            run = Run(f"scheduled-{tick:.0f}", tick, 0, rng.randrange(3))
+            late = rng.choice([0.0, 0.0, 0.0, 20 * MINUTE, 5 * HOUR, 30 * HOUR])
+            self._schedule(run, tick + late)
+            if rng.random() < 0.15:
+                self.at(tick + rng.uniform(4 * HOUR, 3 * DAY), lambda run=run: self._clear(run))  # type: ignore[misc]
+            if rng.random() < 0.1:
+                old = self.ticks[number - rng.randint(1, 3)] - rng.choice([0, 6 * HOUR])
+                backfill = Run(f"backfill-{tick:.0f}", old, 1, rng.randrange(3))
+                self._schedule(backfill, tick + rng.uniform(0, 20 * HOUR))
+            if rng.random() < 0.08:
+                self.at(tick + rng.uniform(8 * HOUR, 20 * HOUR), self._roll_back)
+            if rng.random() < 0.06:
+                self.at(tick + rng.uniform(0, DAY), self._lose_redis)
+            if rng.random() < 0.3:
+                self.at(tick + rng.uniform(0, DAY), self._keep_snapshot)
+            if rng.random() < 0.04:
+                self.at(tick + rng.uniform(0, DAY), self._old_redis)
+            for reader in self.readers:
+                for _ in range(3):
+                    when = self._clear_of_edges(tick + rng.uniform(0, DAY))
+                    self.at(when, lambda reader=reader: self.compare_with_truth(reader))  # type: ignore[misc]
+
+    def _clear_of_edges(self, when: float) -> float:
+        """Where clocks that differ could honestly disagree about what is due, a little later."""
+        edges = [*self.ticks, *(tick + GRACE_S for tick in self.ticks)]
+        near = next((each for each in edges if abs(when - each) < 10 * MINUTE), None)
+        return when if near is None else near + 11 * MINUTE
+
+    def _schedule(self, run: Run, when: float) -> None:
+        """Begin to retire, minutes apart; steps are retried, by the same host or another."""
+        rng, when = self.rng, self._clear_of_edges(when + MINUTE)
+        generation: list[str] = []
+        steps: list[Callable[[Run, list[str]], None]] = [
+            self._begin, self._load, self._verify, self._publish, self._retire,
+        ]  # fmt: skip
+        for step in steps:
+            for _ in range(rng.choice([1, 1, 1, 2, 3])):
+                self.at(when, lambda step=step: self._take(step, run, generation))  # type: ignore[misc]
+                when += rng.uniform(1, 8 * MINUTE)
+            when += rng.choice([MINUTE, MINUTE, MINUTE, 10 * MINUTE, 26 * HOUR])
+
+    def _take(
+        self, step: Callable[[Run, list[str]], None], run: Run, generation: list[str]
+    ) -> None:
+        if self.rng.random() < 0.2:
+            run.host = self.rng.randrange(3)
+        try:
+            step(run, generation)
+        except Conflict as error:
+            self.count("refused as a conflict")
+            if "restore" in error.message:
+                self.at(self.now + self.rng.uniform(MINUTE, 3 * HOUR), self._restore)
+        self.check()
+
+    def _clear(self, run: Run) -> None:
+        self.count("cleared run")
+        if self.rng.random() < 0.5:
+            self.count("late data")
+            run.inputs += 1
+        self._schedule(run, self.now)
+
+    def _begin(self, run: Run, generation: list[str]) -> None:
+        releases = self.hosts[run.host]
+        digest = hashlib.sha256(f"{run.cut}-{run.inputs}".encode()).hexdigest()[:12]
+        name = f"{datetime.fromtimestamp(run.cut, UTC):%Y%m%dT%H%M%SZ}-{digest}"
+        generation[:] = [name]
+        state = releases.state(name)
+        if state is State.LIVE:
+            return
+        demand("begin", name, state)
+        if state is None:
+            releases.note(name, State.BEGUN)
+
+    def _load(self, run: Run, generation: list[str]) -> None:
+        releases, (name,) = self.hosts[run.host], generation
+        state = releases.state(name)
+        if state in (State.LIVE, State.SUPERSEDED):
+            return
+        demand("load", name, state)
+        if state is None:
+            releases.note(name, State.BEGUN)
+        if self.store.read(generation_path(name, "manifest.json")) is None:
+            self.world.made_at = releases.clock()
+            self.world.make(name)
+            self.created[name] = self.now
+        reload(releases.control, self.keys, self.store, name)
+        if state in (None, State.BEGUN):
+            releases.note(name, State.LOADED)
+
+    def _verify(self, run: Run, generation: list[str]) -> None:
+        releases, (name,) = self.hosts[run.host], generation
+        state = releases.state(name)
+        if state in (State.LIVE, State.SUPERSEDED):
+            return
+        demand("verify", name, state)
+        if int(name[-4:], 16) % 12 == 0:
+            self.count("refused by a gate")
+            releases.refuse(name, reason="the dice say so", attempt=run.name)
+        else:
+            releases.mark_verified(name, attempt=run.name)
+
+    def _publish(self, run: Run, generation: list[str]) -> None:
+        moved = self.hosts[run.host].publish(generation[0], attempt=run.name)
+        self.count("publish" if moved.changed else "publish found done")
+
+    def _retire(self, run: Run, _generation: list[str]) -> None:
+        releases = self.hosts[run.host]
+        found = sweepable(releases, keep=KEEP, grace_s=MINUTE, abandon_after_s=ABANDON_S)
+        for each in found:
+            retire(releases, self.keys, each, attempt=run.name, abandon_after_s=ABANDON_S)
+            self.count("retired")
+        drop_old_rows(releases, overlay_ttl_s=OVERLAY_S)
+
+    def _roll_back(self) -> None:
+        name = f"roll-back-{self.now:.0f}"
+        try:
+            self.hosts[0].roll_back(to=None, reason="the dice say so", attempt=name)
+            self.count("roll back")
+        except Conflict:
+            self.count("refused as a conflict")
+
+    def _restore(self) -> None:
+        try:
+            restore(
+                self.hosts[0], self.keys, attempt=f"restore-{self.now:.0f}", chunk_bytes=1 << 20
+            )
+            self.count("restore")
+        except Conflict:
+            self.count("refused as a conflict")
+
+    def _keys(self) -> list[bytes]:
+        found: list[bytes] = []
+        for pattern in (
+            f"larder:1:{self.keys.namespace}:*",
+            f"larder:1:{{{self.keys.namespace}}}:*",
+        ):
+            found += self.client.scan_iter(pattern, count=1000)
+        return found
+
+    def _lose_redis(self) -> None:
+        self.count("Redis lost")
+        if names := self._keys():
+            self.client.delete(*names)
+        self.at(self.now + self.rng.uniform(MINUTE, 12 * HOUR), self._restore)
+
+    def _keep_snapshot(self) -> None:
+        names: list[bytes] = self._keys()
+        dumped: Any = [self.client.dump(name) for name in names]
+        self.snapshot = {n: raw for n, raw in zip(names, dumped, strict=True) if raw is not None}
+
+    def _old_redis(self) -> None:
+        if not self.snapshot:
+            return
+        self.count("Redis of an older day")
+        self.client.delete(*self._keys() or [b"nothing"])
+        for name, raw in self.snapshot.items():
+            self.client.restore(name, 0, raw)
+        self.at(self.now + self.rng.uniform(MINUTE, 12 * HOUR), self._restore)
+
+    def _follow(self, reader: Reader) -> None:
+        pointer = self.control.pointer()
+        verdict, before = judge(pointer, reader.seen), reader.seen
+        reader.verdict = verdict
+        self.count(f"reader: {verdict}")
+        if verdict == "newer" and pointer is not None:
+            assert before is None or pointer.epoch > before.epoch
+            if before is not None and pointer.generation[:16] < before.generation[:16]:
+                self._explained(pointer)
+            reader.seen = pointer
+        assert verdict != "conflicting"
+
+    def _explained(self, pointer: Pointer) -> None:
+        """Older data after newer: only because somebody rolled back since."""
+        back = [
+            each for each in all_releases(self.store) if each.done and each.action == "roll_back"
+        ]
+        assert any(each.epoch <= pointer.epoch for each in back), pointer
+
+    def compare_with_truth(self, reader: Reader) -> None:
+        """Whether a generation is missing, as the reader says by its clock and as it is."""
+        created_at = None
+        if reader.seen is not None:
+            try:
+                created_at = float(read_manifest(self.store, reader.seen.generation).created_at)
+            except LarderError:
+                assert reader.verdict not in ("same", "newer"), "what is live has lost its files"
+                created_at = self.created[reader.seen.generation]
+        due = max(tick for tick in self.ticks if tick + GRACE_S <= self.now)
+        live = None if reader.seen is None else self.created[reader.seen.generation]
+        truth = live is None or live < due
+        said = self.schedule.is_missing(self.now + reader.skew_s, created_at)
+        self.count("missing" if truth else "not missing")
+        assert said == truth, (self.now, due, live, created_at)
+
+    def check(self) -> None:
+        """What must hold after every step: no leak, and no key of a generation that nobody knows."""
+        pointer = self.control.pointer()
+        if pointer is not None:
+            assert pointer.epoch <= max(each.epoch for each in all_releases(self.store))
+        begun = {name for name, at in self.created.items() if self.now - at < 5 * DAY}
+        stored = set(self.store.names("generations"))
+        assert len(stored) <= len(begun) + KEEP + 2, stored
+
+    def published(self) -> list[str]:
+        """Generations in the order in which they were published."""
+        return [
+            each.generation
+            for each in all_releases(self.store)
+            if each.action == "publish" and each.done
+        ]
