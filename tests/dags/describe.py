@@ -28,6 +28,7 @@ def main(folder: str) -> None:
                     "pool": task.pool,
                     "queue": task.queue,
                     "mapped": task.is_mapped,
+                    "reschedules": getattr(task, "mode", None) == "reschedule",
                     "outlets": [asset.name for asset in task.outlets],
                     "trigger_rule": task.trigger_rule.value,
                 }

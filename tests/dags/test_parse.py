@@ -47,7 +47,7 @@ def night(parsed: Any) -> Any:
 
 def test_every_file_parses(parsed: Any) -> None:
     assert parsed["errors"] == {}
-    assert set(parsed["dags"]) == {"nightly_precompute", "roll_back", "train_reference"}
+    assert set(parsed["dags"]) == {"canary", "nightly_precompute", "roll_back", "train_reference"}
 
 
 def test_parsing_imports_nothing_heavy(parsed: Any) -> None:
@@ -98,6 +98,16 @@ def test_a_rollback_is_started_by_hand_and_names_its_generation(parsed: Any) -> 
 
     assert roll_back["schedule"] == "NullTimetable"
     assert "generation" in roll_back["params"]
+
+
+def test_a_canary_waits_without_a_worker_and_is_judged_only_after_that(parsed: Any) -> None:
+    canary = parsed["dags"]["canary"]
+
+    assert canary["schedule"] == "NullTimetable" and canary["max_active_runs"] == 1
+    assert {"generation", "percent"} <= set(canary["params"])
+    assert canary["tasks"]["wait"]["reschedules"]
+    assert set(canary["tasks"]["conclude"]["upstream"]) == {"start", "wait"}
+    assert canary["tasks"]["conclude"]["trigger_rule"] == "all_success"
 
 
 def test_each_dag_carries_its_operators_page(parsed: Any) -> None:

@@ -1,0 +1,101 @@
+"""Try a verified generation on a share of the requests, then publish or abandon it by what was measured.
+
+What it does: start ▶ wait ▶ conclude. Readers whose canary key falls into the share are answered
+from the new generation, whole requests at a time; all others from the live one. After `wait_s` of
+the section [canary] both arms are compared: requests answered, mix of sources, top scores and, if
+`feedback_event` names one, what callers reported to POST /v1/feedback.
+
+When to run it: by hand or from another DAG, on a generation that is verified and not yet published,
+such as one built by the single steps `python -m precompute begin` to `verify`, or one whose night was
+stopped before `publish`. `generation` may stay empty for the newest verified one, `percent` for the
+one of the settings.
+
+Reading a run: `conclude` green means that the generation is live for everybody. `conclude` red means
+that it was abandoned: the log names each measure, its value and its limit, readers have the live
+generation only, and there is no retry, since the same numbers would say the same. `wait` looks once a
+minute and holds no worker in between; it ends early when somebody published, rolled back or abandoned.
+
+To end a canary by hand: `python -m precompute canary abandon --reason ...`. It needs LARDER_CONFIG,
+LARDER_ARTIFACTS and REDIS_URL where tasks run.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+from airflow.sdk import (
+    ExceptionRetryPolicy,
+    Param,
+    RetryAction,
+    RetryRule,
+    dag,
+    get_current_context,
+    task,
+)
+
+from cache.errors import ConfigError, Conflict, Refused
+
+FINAL = RetryRule(
+    exception=[ConfigError, Conflict, Refused],
+    action=RetryAction.FAIL,
+    reason="the same question would be answered the same",
+)
+LONGEST = timedelta(days=2)
+"""The most that `wait_s` may come to; a canary left running longer than this is a red task."""
+
+
+@dag(
+    schedule=None,
+    catchup=False,
+    max_active_runs=1,
+    params={
+        "generation": Param(None, type=["null", "string"], title="Generation to try"),
+        "percent": Param(
+            None, type=["null", "number"], exclusiveMinimum=0, maximum=100, title="Percent"
+        ),
+    },
+    default_args={
+        "retries": 2,
+        "retry_delay": timedelta(seconds=10),
+        "retry_policy": ExceptionRetryPolicy(rules=[FINAL]),
+        "execution_timeout": timedelta(minutes=15),
+    },
+    doc_md=__doc__,
+    tags=["larder"],
+)
+def canary() -> None:
+    @task(multiple_outputs=False)
+    def start() -> dict[str, Any]:
+        """Wait until replicas hold it ready, then give it its share; a retry finds its own start."""
+        from precompute import canary as steps
+        from precompute.config import night_config
+
+        context = get_current_context()
+        return steps.start(
+            night_config(),
+            context["params"]["generation"],
+            percent=context["params"]["percent"],
+            attempt=context["run_id"],
+        )
+
+    @task.sensor(mode="reschedule", poke_interval=60, timeout=LONGEST.total_seconds())
+    def wait(started: dict[str, Any]) -> bool:
+        """Look whether the canary has run long enough, or was ended."""
+        from precompute import canary as steps
+        from precompute.config import night_config
+
+        return steps.is_over(night_config(), started["generation"])
+
+    @task(multiple_outputs=False)
+    def conclude(started: dict[str, Any]) -> dict[str, Any]:
+        """Compare both arms; publish, or abandon and fail."""
+        from precompute import canary as steps
+        from precompute.config import night_config
+
+        attempt = get_current_context()["run_id"]
+        return steps.conclude(night_config(), started["generation"], attempt=attempt)
+
+    started = start()
+    wait(started) >> conclude(started)
+
+
+canary()
