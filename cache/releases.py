@@ -1,8 +1,8 @@
 """Release records: the write-once history of what was published, rolled back, refused or pinned."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, Self
 
 import orjson
@@ -30,7 +30,8 @@ class Release:
 
     Of a canary: `generation` is the one tried out, `percent` its share, `abandoned` how it ended. Of an override:
     `rule` is the gate's name. Of a retirement: `pages`, table -> how many, so that pages which an older snapshot of
-    Redis brings back can be removed when the manifest is long gone.
+    Redis brings back can be removed when the manifest is long gone. Of an intent: `expected`, the epoch of the pointer
+    that it is to replace.
     """
 
     epoch: int
@@ -47,6 +48,7 @@ class Release:
     rule: str = ""
     abandoned: bool = False
     pages: Mapping[str, int] | None = None
+    expected: int | None = None
 
     def to_bytes(self) -> bytes:
         """JSON without `done`, which is the existence of a second file."""
@@ -112,15 +114,23 @@ def done_path(epoch: int) -> str:
     return f"releases/{epoch}.done"
 
 
-def all_releases(store: ArtefactStore) -> list[Release]:
-    """Every record, oldest first."""
+def all_releases(
+    store: ArtefactStore, known: MutableMapping[int, Release] | None = None
+) -> list[Release]:
+    """Every record, oldest first. What is `known` by epoch is not read again: a record never changes."""
     names = set(store.names("releases"))
     epochs = sorted(int(found[1]) for name in names if (found := _INTENT.fullmatch(name)))
     records = []
+    known = {} if known is None else known
     for epoch in epochs:
-        raw = store.read(intent_path(epoch))
-        if raw is not None:
-            records.append(Release.from_bytes(raw, done=f"{epoch}.done" in names))
+        done = f"{epoch}.done" in names
+        if (record := known.get(epoch)) is None:
+            raw = store.read(intent_path(epoch))
+            if raw is None:
+                continue
+            record = Release.from_bytes(raw, done=done)
+        known[epoch] = record if record.done == done else replace(record, done=done)
+        records.append(known[epoch])
     return records
 
 

@@ -128,7 +128,7 @@ class Releases(ReleaseLog):
             attempt=attempt,
             reason=reason,
             previous=previous,
-            after=view.epoch,
+            expected=view.epoch,
         )
         to = Pointer(generation, release.epoch, previous, attempt, published_at=now)
         try:
@@ -177,7 +177,7 @@ class Releases(ReleaseLog):
             attempt=attempt,
             previous=live.previous,
             percent=percent,
-            after=view.epoch,
+            expected=view.epoch,
         )
         to = replace(
             live, epoch=release.epoch, attempt=attempt,
@@ -218,7 +218,7 @@ class Releases(ReleaseLog):
             reason=reason,
             previous=live.previous,
             abandoned=abandon,
-            after=view.epoch,
+            expected=view.epoch,
         )
         rows = {generation: Row(State.ABANDONED, release.at, reason)} if abandon else {}
         to = replace(live, epoch=release.epoch, attempt=attempt, canary=None)

@@ -79,6 +79,11 @@ class ReleaseLog:
         self.store = store
         self.control = control
         self.clock = clock or control.time
+        self._known: dict[int, Release] = {}
+
+    def history(self) -> list[Release]:
+        """Every record, oldest first, whether its move is settled or not."""
+        return all_releases(self.store, self._known)
 
     def ledger(self) -> Ledger:
         """The settled history."""
@@ -89,7 +94,7 @@ class ReleaseLog:
 
         No pointer is replaced before its own intent is completed (`demand_agreement`), so none is ever forgotten.
         """
-        releases = all_releases(self.store)
+        releases = self.history()
         open_ones = [each for each in releases if not each.done and each.action in POINTED]
         pointer = self.control.pointer() if open_ones else None
         if pointer is None:
@@ -97,7 +102,7 @@ class ReleaseLog:
         for release in open_ones:
             if release.epoch == pointer.epoch and release.attempt == pointer.attempt:
                 self.store.write_once(done_path(release.epoch), b"")
-                return all_releases(self.store)
+                return self.history()
         return releases
 
     def view(self) -> View:
@@ -127,20 +132,21 @@ class ReleaseLog:
         rule: str = "",
         abandoned: bool = False,
         pages: Mapping[str, int] | None = None,
-        after: int = 0,
+        expected: int | None = None,
     ) -> Release:
-        """Write one entry under the next epoch, which is greater than every earlier one and than `after`."""
+        """Write one entry under the next epoch, which is greater than every earlier one and than the `expected`."""
         digest = self._manifest_digest(generation)
         for _ in range(EPOCH_TRIES):
-            newest = max((release.epoch for release in all_releases(self.store)), default=0)
-            epoch = max(newest + 1, after + 1, int(self.clock() * 1000))
+            newest = max((release.epoch for release in self.history()), default=0)
+            now = self.clock()
+            epoch = max(newest + 1, (expected or 0) + 1, int(now * 1000))
             release = Release(
                 epoch=epoch,
                 action=action,
                 generation=generation,
                 previous=previous,
                 attempt=attempt,
-                at=self.clock(),
+                at=now,
                 reason=reason,
                 manifest_sha256=digest,
                 expires_at=expires_at,
@@ -148,6 +154,7 @@ class ReleaseLog:
                 rule=rule,
                 abandoned=abandoned,
                 pages=pages,
+                expected=expected,
             )
             if self.store.write_once(intent_path(epoch), release.to_bytes()):
                 return release

@@ -31,6 +31,8 @@ def restore(
     for _ in range(LOOK_TRIES):
         view = releases.view()
         ledger = view.ledger
+        if _finish_roll_back(releases, view):
+            continue
         if ledger.live is None:
             raise Conflict("nothing was ever published here, so there is nothing to restore")
         if view.epoch > ledger.live_epoch:
@@ -72,6 +74,21 @@ def restore(
     )
 
 
+def _finish_roll_back(releases: ReleaseLog, view: View) -> bool:
+    """Take a roll back for done that may have moved the pointer before its writer died and Redis forgot it.
+
+    Nobody can tell any more; what must not happen is that readers meet the bad generation again.
+    """
+    ledger = view.ledger
+    for release in reversed(view.history):
+        if release.action == "roll_back" and not release.done:
+            is_last = release.expected == ledger.live_epoch and release.epoch > ledger.live_epoch
+            if is_last and ledger.state(release.generation) is State.SUPERSEDED:
+                releases.store.write_once(done_path(release.epoch), b"")
+                return True
+    return False
+
+
 def _rows(releases: ReleaseLog, view: View) -> dict[str, Row]:
     """What releases prove, and every unfinished night of which files exist: its loader may be at work."""
     now, ledger = releases.clock(), view.ledger
@@ -109,7 +126,7 @@ def _point(releases: ReleaseLog, view: View, present: list[str], *, attempt: str
         attempt=attempt,
         reason="Redis was lost",
         previous=previous,
-        after=view.epoch,
+        expected=view.epoch,
     )
     to = Pointer(live, release.epoch, previous, attempt, published_at=releases.clock())
     rows = {live: Row(State.LIVE, releases.clock())}

@@ -43,7 +43,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[State | None, State]]] = {
     "load": _all_to(State.LOADED, None, State.BEGUN)
     | _stays(State.LOADED, State.VERIFIED, *_REJECTED),
     "verify": _all_to(State.VERIFIED, State.LOADED, State.VERIFIED, *_REJECTED),
-    "refuse": _all_to(State.REFUSED, *UNFINISHED, *_REJECTED, State.SUPERSEDED),
+    "refuse": _all_to(State.REFUSED, *UNFINISHED, *_REJECTED),
     "override": _stays(*UNFINISHED, *_REJECTED),
     "publish": {State.VERIFIED: State.LIVE},
     "roll_back": {State.SUPERSEDED: State.LIVE},

@@ -7,7 +7,7 @@ from cache.artefacts import generation_path, read_manifest
 from cache.errors import Conflict, UnknownGeneration
 from cache.keys import Keyspace
 from cache.manifest import GENERATION, Manifest
-from cache.releases import Release, all_releases
+from cache.releases import Release
 from precompute.control import Row
 from precompute.governor import Governor
 from precompute.load import RETIRE_BATCH, unlink_pages
@@ -97,7 +97,7 @@ def retire(
     _mark_retired(releases, generation, attempt=attempt, abandon_after_s=abandon_after_s)
     manifest = _manifest(releases, generation)
     if manifest is None:
-        removed = unlink_recorded(releases, keys, generation, all_releases(releases.store))
+        removed = unlink_recorded(releases, keys, generation, releases.history())
     else:
         removed = unlink_pages(releases.control.client, keys, manifest, governor=governor)
     releases.store.delete(generation_path(generation))
@@ -183,7 +183,7 @@ def drop_old_rows(releases: ReleaseLog, *, overlay_ttl_s: float) -> int:
         for each, row in rows.items()
         if row.state is State.RETIRED and now - row.at > longest_s
     ]
-    history = all_releases(releases.store) if old else []
+    history = releases.history() if old else []
     for generation in old:
         # A Redis restored from an older snapshot may have pages again that were removed long ago.
         unlink_recorded(releases, releases.control.keys, generation, history)
