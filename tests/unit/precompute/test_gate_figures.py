@@ -1,0 +1,175 @@
+"""The figures that gates compare: shifts, cosines, lists recomputed, faults counted."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import xxhash
+from numpy.typing import NDArray
+
+from cache.keys import fingerprints
+from cache.manifest import Artefact, Producer, Table, TablePart
+from cache.records import NO_ITEM, Layout, encode_topk
+from cache.tower import Histories
+from precompute.gate_exact import _compare, _rows_equal
+from precompute.gate_host import memory_available_bytes
+from precompute.gate_live import psi
+from precompute.gate_models import row_cosines
+from precompute.scan import Scan, depth_of, numbers_of, scan_table
+from precompute.user_sample import sampled_shards
+
+ITEMS, K, CUT = 50, 10, 1_769_904_000
+
+
+def test_the_psi_of_a_sample_with_its_like_is_small_and_of_a_shift_large() -> None:
+    rng = np.random.default_rng(1)
+    before = rng.standard_normal(20_000)
+
+    assert psi(rng.standard_normal(20_000), before) < 0.01
+    assert psi(rng.standard_normal(20_000) + 1, before) > 0.25
+    assert psi(before * 50, before) > 1
+    assert np.isnan(psi(np.empty(0), before))
+
+
+def test_a_constant_baseline_still_notices_a_shift() -> None:
+    assert psi(np.full(1000, 2.0), np.full(1000, 1.0)) > 1
+    assert psi(np.full(1000, 1.0), np.full(1000, 1.0)) == pytest.approx(0)
+
+
+def test_cosines_of_zero_rows_agree_only_with_zero() -> None:
+    ours = np.array([[1.0, 0], [0, 0], [0, 0], [2, 2]])
+    theirs = np.array([[2.0, 0], [0, 0], [1, 0], [-1, -1]])
+
+    assert row_cosines(ours, theirs).tolist() == pytest.approx([1, 1, 0, -1])
+
+
+def test_small_catalogues_are_compared_less_deep() -> None:
+    assert [depth_of(100, items) for items in (4, 80, 41_000)] == [1, 10, 20]
+    assert depth_of(5, 41_000) == 5
+
+
+def test_many_shards_are_sampled_over_the_whole_range() -> None:
+    few, many = (SimpleNamespace(parts=range(count)) for count in (3, 1024))
+    assert sampled_shards(cast(Any, few)) == [0, 1, 2]
+    chosen = sampled_shards(cast(Any, many))
+    assert len(chosen) == 16 and chosen[0] == 0 and chosen[-1] == 960
+
+
+def test_a_host_that_does_not_say_what_is_available_counts_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
+    assert memory_available_bytes(tmp_path / "meminfo") == 7 * 1024
+    assert memory_available_bytes(tmp_path / "none") > 1 << 20
+
+
+def world() -> tuple[NDArray[np.float64], NDArray[np.float32], Histories]:
+    rng = np.random.default_rng(2)
+    users = rng.standard_normal((6, 8))
+    items = rng.standard_normal((ITEMS, 8)).astype(np.float32)
+    return users, items, Histories.of([rng.choice(ITEMS, 5, replace=False) for _ in users])
+
+
+def lists_of(
+    users: NDArray[np.float64], items: NDArray[np.float32], seen: Histories, metric: str
+) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
+    scores = users @ items.T.astype(np.float64)
+    if metric == "cosine":
+        scores /= np.linalg.norm(users, axis=1, keepdims=True) * np.linalg.norm(items, axis=1)
+    for row in range(len(users)):
+        scores[row, seen.indices[seen.indptr[row] : seen.indptr[row + 1]]] = -np.inf
+    order = np.argsort(-scores, axis=1)[:, :K]
+    return order.astype(np.uint32), np.take_along_axis(scores, order, axis=1)
+
+
+@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
+def test_lists_recomputed_in_float64_are_told_from_lists_that_are_off(metric: str) -> None:
+    users, items, seen = world()
+    ordinals, scores = lists_of(users, items, seen, metric)
+    counts = np.full(len(users), K)
+
+    def right(found: NDArray[np.uint32], said: NDArray[np.float64], each: Any = counts) -> Any:
+        layout = Layout("topk", K, "f4")
+        return _compare(users, items, seen, found, each, said, layout, metric).tolist()
+
+    assert right(ordinals, scores) == [True] * 6
+    for spoil in (
+        (ordinals + 1) % ITEMS, np.roll(ordinals, 1, axis=0), ordinals[:, ::-1],
+        np.where(np.arange(K) == K - 1, 7, ordinals),
+    ):  # fmt: skip
+        assert not all(right(spoil.astype(np.uint32), scores))
+    assert not any(right(ordinals, scores * 1.5))
+    shorter = counts.copy()
+    shorter[2] = K - 1
+    assert right(ordinals, scores, shorter) == [True, True, False, True, True, True]
+
+
+def test_rows_are_compared_with_their_largest_number() -> None:
+    expected = np.array([[1.0, 1e-9], [0, 0], [1, 1]])
+    found = np.array([[1.0, 2e-9], [0, 0], [1, 1.01]])
+    assert _rows_equal(expected, found, 1e-3).tolist() == [True, True, False]
+
+
+def scanned(folder: Path, edit: Any = None, *, sums: bool = True, cut: bool = False) -> Scan:
+    """One part of 40 lists in pages of 8, spoilt by `edit`."""
+    layout = Layout("topk", K, "f2")
+    rng = np.random.default_rng(4)
+    items = np.array([rng.choice(ITEMS, K, replace=False) for _ in range(40)], np.uint32)
+    scores = -np.sort(-rng.random((40, K)).astype(np.float32), axis=1) - np.float32(0.3)
+    marks = fingerprints([f"user-{row}".encode() for row in range(40)])
+    records = encode_topk(layout, marks, items, scores, CUT)
+    if edit is not None:
+        edit(records)
+    size, raw = 8 * layout.size_bytes, records.tobytes()
+    (folder / "p.pages").write_bytes(raw[:-3] if cut else raw)
+    found = [
+        xxhash.xxh3_64_intdigest(raw[start : start + size]) for start in range(0, len(raw), size)
+    ]
+    np.array(found if sums else found[::-1], "<u8").tofile(folder / "p.sums")
+    file, checks = (Artefact(f"p.{kind}", 0, "") for kind in ("pages", "sums"))
+    parts = (TablePart(0, 5, 40, file, checks),)
+    table = Table("user_topk", "user", Producer("topk"), layout, 8, parts)
+    manifest = SimpleNamespace(items=SimpleNamespace(count=ITEMS), data_until=CUT)
+    return scan_table(folder, cast(Any, manifest), table)
+
+
+def test_whole_records_have_no_fault(tmp_path: Path) -> None:
+    scan = scanned(tmp_path)
+    assert not scan.faults and scan.records == 40 and scan.counts[K] == 40
+    assert scan.slots.sum() == 40 * scan.depth
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind", "count"),
+    [
+        (lambda records: records["numbers"].__setitem__((3, 1), np.nan), "finite", 1),
+        (lambda records: records["numbers"].__setitem__((3, 9), -np.inf), "finite", 1),
+        (lambda records: records["items"].__setitem__((slice(2), 4), ITEMS), "ordinals", 2),
+        (lambda records: records["items"].__setitem__((7, 4), NO_ITEM), "slots", 1),
+        (lambda records: records["count"].__setitem__(5, K - 2), "slots", 1),
+        (lambda records: records["count"].__setitem__(5, K + 1), "headers", 1),
+        (lambda records: records["items"].__setitem__((9, 1), records["items"][9, 0]), "twice", 1),
+        (lambda records: records["numbers"].__setitem__(6, records["numbers"][6, ::-1]), "order", 1),
+        (lambda records: records["scored_at"].__setitem__(8, CUT - 1), "headers", 1),
+        (lambda records: records["flags"].__setitem__(8, 0), "headers", 1),
+        (lambda records: records["flags"].__setitem__(8, 0x11), "headers", 1),
+    ],
+)  # fmt: skip
+def test_every_fault_of_a_record_is_counted(
+    tmp_path: Path, edit: Any, kind: str, count: int
+) -> None:
+    scan = scanned(tmp_path, edit)
+    assert scan.faults[kind] == count and "p.pages" in scan.seen[kind]
+
+
+def test_a_cut_off_file_and_exchanged_checksums_are_faults(tmp_path: Path) -> None:
+    assert scanned(tmp_path, cut=True).faults["pages"] == 1
+    assert scanned(tmp_path, sums=False).faults["sums"] == 4  # the one in the middle is its own
+
+
+def test_numbers_are_read_as_a_reader_reads_them(tmp_path: Path) -> None:
+    layout = Layout("topk", 2, "f2")
+    marks = np.array([1], np.uint64)
+    items, scores = np.array([[3, 4]], np.uint32), np.array([[1e-12, 3e-13]], np.float32)
+    found = numbers_of(layout, encode_topk(layout, marks, items, scores, 0))
+    assert found[0].tolist() == pytest.approx([1e-12, 3e-13], rel=1e-3)
