@@ -77,7 +77,7 @@ class GateThresholds:
     skew_overlap: float = 0.9
     skew_cosine: float = 0.95
     exact: float = 0.995
-    top_items: float = 0.5
+    top_items: float = 0.8
     single_item: float = 0.5
     distinct_lists: float = 0.05
     score_psi: float = 0.25
