@@ -1,0 +1,121 @@
+"""Erasures: records that nobody slips through, what a night leaves out, and what counts as still holding it."""
+
+import uuid
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pytest
+
+from cache.artefacts import ArtefactStore
+from cache.errors import CorruptArtefact, InvalidInput
+from precompute.control import Row
+from precompute.erasure import (
+    NOBODY,
+    Erased,
+    Erasure,
+    all_erasures,
+    mark_done,
+    mark_forgotten,
+    request,
+)
+from precompute.holders import holders
+from precompute.sources import Interactions
+from precompute.states import State
+
+G1, G2, G3 = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2, 3))
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ArtefactStore(f"memory://larder-{uuid.uuid4().hex}", tmp_path)
+
+
+def batch(*pairs: tuple[str, str]) -> Interactions:
+    users, items = ([pair[side] for pair in pairs] for side in (0, 1))
+    return Interactions(pa.array(users), pa.array(items), np.arange(len(pairs), dtype=np.int64))
+
+
+def test_a_request_is_written_once_and_read_back_whole(store):
+    first = request(store, b"u1", "user", at=5.0)
+    item = request(store, b"u1", "item", at=6.0, was_blocked=True)
+
+    assert request(store, b"u1", "user", at=7.0) == first
+    assert all_erasures(store) == [first, item]
+    mark_done(store, first, at=8.0)
+    mark_done(store, first, at=9.0)
+    mark_forgotten(store, item, at=10.0, reason="a mistake")
+    done, forgotten = all_erasures(store)
+    assert (done.done_at, done.is_in_force, done.is_pending) == (8.0, True, False)
+    assert (forgotten.reason, forgotten.is_in_force) == ("a mistake", False)
+    assert request(store, b"u1", "item", at=11.0).number == 3
+
+
+def test_forgetting_needs_a_reason(store):
+    with pytest.raises(InvalidInput, match="--reason"):
+        mark_forgotten(store, request(store, b"u1", "user", at=5.0), at=6.0, reason=" ")
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"{}", b'{"number": 2, "entity": "u", "kind": "user", "at": 1}']
+)
+def test_a_damaged_record_stops_the_night_instead_of_letting_somebody_slip_through(store, raw):
+    store.write("erasures/000000000001.json", raw)
+
+    with pytest.raises(CorruptArtefact):
+        all_erasures(store)
+
+
+def test_a_night_leaves_out_erased_users_and_whatever_was_done_with_erased_items(store):
+    erased = Erased(frozenset({b"u1"}), frozenset({b"i9"}))
+
+    kept = erased.leave_out(batch(("u1", "i1"), ("u2", "i9"), ("u2", "i1"), ("i9", "u1")))
+
+    assert kept.users.to_pylist() == ["u2", "i9"] and kept.items.to_pylist() == ["i1", "u1"]
+    assert kept.times.tolist() == [2, 3]
+    assert erased.keeps_users(pa.array(["u1", "u2"])).to_pylist() == [False, True]
+    everything = batch(("u1", "i9"))
+    assert NOBODY.leave_out(everything) is everything
+
+
+def test_another_set_of_erasures_is_another_input_and_none_changes_no_name():
+    users = Erased(frozenset({b"a", b"b"}))
+
+    assert NOBODY.digest("d") == "d"
+    assert users.digest("d") == Erased(frozenset({b"b", b"a"}), numbers=(7,)).digest("d")
+    digests = {
+        each.digest("d")
+        for each in (users, Erased(frozenset({b"ab"})), Erased(items=frozenset({b"a", b"b"})))
+    }
+    assert len(digests) == 3
+
+
+def test_forgotten_ones_are_not_left_out_and_done_ones_are():
+    erasures = [
+        Erasure(1, "a", "user", 0.0, done_at=1.0),
+        Erasure(2, "b", "user", 0.0, forgotten_at=1.0),
+        Erasure(3, "c", "item", 0.0),
+    ]
+
+    assert Erased.of(erasures) == Erased(frozenset({b"a"}), frozenset({b"c"}), (1, 3))
+
+
+def test_what_cannot_be_told_counts_as_holding_the_entity(store, tmp_path):
+    """Being made, damaged, or without the files to look into; but not one that says it left the entity out."""
+    erasure = request(store, b"u1", "user", at=5.0)
+    begun = {"user_seed": 0, "item_seed": 0, "bounds": [0, 1]}
+    store.write(f"generations/{G1}/work/begin.json", orjson.dumps({**begun, "erased": [1]}))
+    store.write(f"generations/{G2}/work/begin.json", orjson.dumps(begun))
+    store.write(f"generations/{G3}/manifest.json", b"damaged")
+    making, copied = f"20260104T000000Z-{'0' * 12}", f"20260105T000000Z-{'0' * 12}"
+    store.local(f"generations/{copied}").mkdir(parents=True)
+    rows = {
+        making: Row(State.BEGUN, 0.0),
+        f"20260106T000000Z-{'0' * 12}": Row(State.RETIRED, 0.0),
+    }
+
+    (held,) = holders(store, [erasure], rows).values()
+
+    assert [(each.generation, each.is_copy) for each in held] == [
+        (G2, False), (G3, False), (making, False), (copied, True),
+    ]  # fmt: skip
