@@ -1,11 +1,12 @@
 """The artefact store: where the truth lies; a local folder or any fsspec URL."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,35 @@ def check(root: Path, artefact: Artefact) -> None:
         )
 
 
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """A full disk becomes a StoreError with its remedy; what was finished before stays finished."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise StoreError(
+            f"cannot write {path}: {error.strerror}; free space, retire generations or move `artifacts`, "
+            "then run the step again",
+            reason="disk_full",
+        ) from error
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write beside, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        try:
+            with beside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -156,12 +156,20 @@ def translated() -> Iterator[None]:
         raise ConfigError(
             f"Redis refused the user of REDIS_URL: {error}; it needs the loader's ACL"
         ) from error
+    except redis.exceptions.BusyLoadingError as error:
+        raise TierUnavailable(
+            f"Redis is still loading its data: {error}; wait for it, then run the step again",
+            reason="connection",
+        ) from error
     except redis.exceptions.TimeoutError as error:
         raise TierUnavailable(f"Redis did not answer in time: {error}", reason="timeout") from error
     except redis.exceptions.ConnectionError as error:
         raise TierUnavailable(f"Redis cannot be reached: {error}", reason="connection") from error
     except redis.exceptions.RedisError as error:
-        raise TierUnavailable(f"Redis refused a command: {error}", reason="connection") from error
+        raise TierUnavailable(
+            f"Redis refused a command: {error}; run the step again once that is over",
+            reason="connection",
+        ) from error
 
 
 class Control:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import redis
@@ -38,7 +38,8 @@ class PageStream:
             if piece is None:
                 page += self._send_whole(names, pages, page, size)
             else:
-                self._send_pieces(names[page], pages[page * size : (page + 1) * size], piece)
+                with pages[page * size : (page + 1) * size] as whole:
+                    self._send_pieces(names[page], whole, piece)
                 page += 1
         self.finish()
 
@@ -50,18 +51,19 @@ class PageStream:
     def _send_whole(self, names: list[bytes], pages: memoryview, page: int, size: int) -> int:
         """One chunk of `SET`s, from where the pages are mapped: packing would copy each of them twice."""
         chunk = names[page : page + max(1, self._chunk_bytes // size)]
-        packed: list[bytes | memoryview] = []
-        sent_bytes = 0
-        values = [pages[each * size : (each + 1) * size] for each in range(page, page + len(chunk))]
-        for name, value in zip(chunk, values, strict=True):
-            packed += (_head_of_set(name, len(value)), value, b"\r\n")
-            sent_bytes += len(value)
-        if self._governor is not None:
-            self._governor.pace(sent_bytes)
-        self._connection.send_packed_command(packed, check_health=False)
-        self._sent(len(chunk), len(chunk), sent_bytes, None)
-        for value in values:
-            value.release()
+        with ExitStack() as views:  # an error must not leave the mapped file in use
+            values = [
+                views.enter_context(pages[each * size : (each + 1) * size])
+                for each in range(page, page + len(chunk))
+            ]
+            packed: list[bytes | memoryview] = []
+            for name, value in zip(chunk, values, strict=True):
+                packed += (_head_of_set(name, len(value)), value, b"\r\n")
+            sent_bytes = sum(len(value) for value in values)
+            if self._governor is not None:
+                self._governor.pace(sent_bytes)
+            self._connection.send_packed_command(packed, check_health=False)
+            self._sent(len(chunk), len(chunk), sent_bytes, None)
         return len(chunk)
 
     def _send_pieces(self, name: bytes, page: memoryview, piece: int) -> None:
@@ -72,20 +74,18 @@ class PageStream:
         else:
             starts = range(0, size, piece)
             for at in (starts[-1], *starts[:-1]):
-                value = page[at : at + piece]
-                offset = b"%d" % at
+                offset, length = b"%d" % at, min(piece, size - at)
                 head = b"*4\r\n$8\r\nSETRANGE\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n" % (
-                    len(name), name, len(offset), offset, len(value),
+                    len(name), name, len(offset), offset, length,
                 )  # fmt: skip
-                self._send_one(head, value, pages=int(at == starts[-2]), length=size)
-                value.release()
+                with page[at : at + piece] as value:
+                    self._send_one(head, value, pages=int(at == starts[-2]), length=size)
             if (
                 self._odd
             ):  # something longer lay under this name; only a whole write makes it shorter
                 self.finish()
                 self._odd = False
                 self._send_one(_head_of_set(name, size), page, pages=0, length=None)
-        page.release()
 
     def _send_one(self, head: bytes, value: memoryview, *, pages: int, length: int | None) -> None:
         if self._governor is not None:

@@ -27,6 +27,7 @@ from precompute.catalogue import (
     open_items,
 )
 from precompute.config import NightConfig, TableConfig
+from precompute.headroom import demand_disk
 from precompute.inputs import bind, usable_inputs
 from precompute.partition import read_shard
 from precompute.tables import PageFile, sums_path
@@ -151,6 +152,8 @@ def score_users(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
     started, seconds = time.perf_counter(), {"tower": 0.0, "topk": 0.0, "write": 0.0}
     short = 0
     names: list[str] = []
+    record_bytes = sum(layout_of(bundle, table).size_bytes for table in tables.values())
+    demand_disk(build.root, len(usable) * record_bytes)
     with ExitStack() as stack:
         files = {
             name: stack.enter_context(

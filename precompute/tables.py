@@ -3,6 +3,7 @@
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +13,7 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from cache.artefacts import sync_folder, write_atomically
+from cache.artefacts import disk_errors, sync_folder, write_atomically
 from cache.records import Layout
 
 
@@ -47,7 +48,8 @@ class PageFile:
         """Add records (dtype of the layout) in hash order."""
         self.count += len(records)
         data = records.tobytes()
-        self._file.write(data)
+        with disk_errors(self.path):
+            self._file.write(data)
         self._tail += data
         whole = len(self._tail) // self._page_bytes * self._page_bytes
         with memoryview(self._tail) as view:
@@ -61,19 +63,26 @@ class PageFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if kind is not None:
+            self._drop()
+            return
+        if self._tail:
+            self._sums.append(xxhash.xxh3_64_intdigest(self._tail))
         try:
-            if kind is not None:
-                return
-            if self._tail:
-                self._sums.append(xxhash.xxh3_64_intdigest(self._tail))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._beside.replace(self.path)
-            sync_folder(self.path.parent)
+            with disk_errors(self.path):
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._beside.replace(self.path)
+                sync_folder(self.path.parent)
         finally:
-            self._file.close()
-            self._beside.unlink(missing_ok=True)
+            self._drop()
         write_atomically(sums_path(self.path), np.array(self._sums, "<u8").tobytes())
+
+    def _drop(self) -> None:
+        # Closing writes what is buffered, which fails once more where the disk is full.
+        with suppress(OSError):
+            self._file.close()
+        self._beside.unlink(missing_ok=True)
 
 
 def sums_path(pages: Path) -> Path:

@@ -160,8 +160,11 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
     with loader.pipeline(transaction=False) as pipeline:
         pipeline.set(page, b"0123456789")
         assert pipeline.execute() == [True]
+    assert loader.setrange(page, 8, b"89ab") == 12
+    assert loader.strlen(page) == 12
     loader.hset(KEYS.loaded("g1"), "user_topk/0", "digest")
     assert loader.getrange(page, 0, 1) == b"01"
+    assert "cmdstat_getrange" in loader.info("commandstats", "cpu", "replication")
     moved = control.move(POINTER, expected_epoch=0, rows={"g1": Row(State.LIVE, 0.0)})
     assert moved == POINTER
     assert control.pointer() == POINTER

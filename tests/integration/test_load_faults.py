@@ -1,0 +1,336 @@
+"""What goes wrong while pages are loaded: a clear error, the live generation whole, and a retry that finishes."""
+
+import errno
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from cache.artefacts import generation_path, read_manifest
+from cache.embedded import SETTINGS, Server, server
+from cache.errors import ConfigError, Refused, StoreError, TierUnavailable
+from cache.guarded import Guarded
+from precompute import pipeline
+from precompute.build import Build
+from precompute.config import NightConfig
+from precompute.control import Control, connect
+from precompute.load import loaded_pages, parts_of, verify_part
+from precompute.page_stream import PageStream
+from precompute.sealing import seal
+from tests.conftest import redis_binary
+from tests.integration.nights import NEXT, prepare, publish, publish_night
+from tests.polling import until
+
+
+@dataclass
+class Night:
+    """One generation live in a Redis of the test's own, the next one scored and ready to be loaded."""
+
+    config: NightConfig
+    server: Server
+    live: str
+    build: dict[str, str]
+
+    @property
+    def client(self) -> redis.Redis:
+        return redis.Redis.from_url(self.server.url, protocol=3)
+
+    def load(self, **settings: object) -> dict[str, object]:
+        return pipeline.load(replace(self.config, **settings), self.build)  # type: ignore[arg-type]
+
+    def pages_whole(self, generation: str) -> bool:
+        manifest = read_manifest(self.config.store(), generation)
+        root = self.config.store().local(generation_path(generation))
+        with connect(self.server.url, 5.0) as client:
+            for part in parts_of(manifest):
+                verify_part(client, self.config.keyspace(), manifest, root, part)
+            pointer = Control(client, self.config.keyspace()).pointer()
+        return pointer is not None and pointer.generation == self.live
+
+    def finishes(self) -> None:
+        """The retry, and everything after it."""
+        assert self.pages_whole(self.live)
+        self.load()
+        pipeline.verify(self.config, self.build)
+        publish(self.config, self.build["generation"])
+
+
+def scored(config: NightConfig) -> dict[str, str]:
+    build = pipeline.begin(config, data_until=NEXT, run_after=None)
+    pipeline.embed_items(config, build)
+    found = [pipeline.score_shard(config, build, shard) for shard in build["shards"]]
+    pipeline.assemble(config, build, found)
+    pipeline.build_index(config, build)
+    pipeline.quantize(config, build)
+    return {"generation": str(build["generation"])}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[NightConfig, str, dict[str, str]]:
+    """A generation published and another one scored; pages of 4 KiB, so that there are many to be interrupted at."""
+    folder = tmp_path_factory.mktemp("faults") / "night"
+    with server(folder.with_name("redis"), binary=redis_binary()) as running:
+        config = prepare(folder, running.url, users=300, items=100)
+        config = replace(config, page_bytes=4096, load_chunk_bytes=4096, redis_timeout_s=2.0)
+        return config, publish_night(config, "2026-01-29T00:00:00Z"), scored(config)
+
+
+@pytest.fixture
+def night(
+    tmp_path: Path, own_redis: Server, first: tuple[NightConfig, str, dict[str, str]]
+) -> Night:
+    """The same in a folder and a Redis of the test's own."""
+    config, live, build = first
+    shutil.copytree(config.base, tmp_path / "night")
+    config = replace(config, base=str(tmp_path / "night"), redis_url=own_redis.url)
+    pipeline.restore(config)
+    return Night(config, own_redis, live, build)
+
+
+def after_pages(monkeypatch: pytest.MonkeyPatch, count: int, act: Callable[[], None]) -> None:
+    """Do something once, when that many commands of pages have been sent."""
+    sent, send = [0], PageStream._sent
+
+    def counted(stream: PageStream, *arguments: object) -> None:
+        sent[0] += 1
+        if sent[0] == count:
+            act()
+        send(stream, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PageStream, "_sent", counted)
+
+
+def test_out_of_memory_in_the_middle_of_a_load(night, monkeypatch):
+    def squeeze() -> None:
+        with night.client as client:
+            client.config_set("maxmemory", client.info("memory")["used_memory"] - 1)
+
+    with monkeypatch.context() as patched:
+        after_pages(patched, 20, squeeze)
+        with pytest.raises(Refused, match="raise maxmemory or retire") as caught:
+            night.load()
+    assert caught.value.details["rule"] == "redis_memory"
+
+    with night.client as client:
+        client.config_set("maxmemory", 0)
+    night.finishes()
+
+
+def test_a_redis_that_becomes_a_read_only_replica(night, monkeypatch):
+    with night.client as client, monkeypatch.context() as patched:
+        after_pages(patched, 20, lambda: client.replicaof("127.0.0.1", "1"))
+        with pytest.raises(TierUnavailable, match="point REDIS_URL at the primary"):
+            night.load()
+        client.replicaof("NO", "ONE")
+    night.finishes()
+
+
+@pytest.mark.parametrize(("command", "readers"), [("set", "never"), ("setrange", "always")])
+def test_a_user_that_may_not_write_pages(night, command, readers):
+    with night.client as client:
+        client.acl_setuser(
+            "short", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"],
+            commands=["+@all", f"-{command}"],
+        )  # fmt: skip
+    url = night.server.url.replace("redis://", "redis://short:pw@")
+    governor = replace(night.config.governor, readers=readers, piece_bytes=1024)
+
+    with pytest.raises(ConfigError, match=f"(?i)'{command}'.*loader's ACL"):
+        night.load(redis_url=url, governor=governor)
+
+    night.finishes()
+
+
+def test_the_connection_is_cut_in_the_middle_of_a_load(night, monkeypatch):
+    with night.client as client, monkeypatch.context() as patched:
+        after_pages(patched, 20, lambda: client.client_kill_filter(_type="normal", skipme=True))
+        with pytest.raises(TierUnavailable, match="cannot be reached"):
+            night.load()
+    night.finishes()
+
+
+def test_a_redis_that_was_killed_and_came_back_empty_is_restored_and_then_loaded(
+    night, monkeypatch, tmp_path
+):
+    with monkeypatch.context() as patched:
+        after_pages(patched, 20, lambda: os.kill(night.server.pid, signal.SIGKILL))
+        with pytest.raises(TierUnavailable, match="cannot be reached"):
+            night.load()
+    with restarted(night.server, tmp_path / "log"):
+        pipeline.restore(night.config)
+        night.finishes()
+
+
+def restarted(running: Server, log: Path) -> Guarded:
+    command = [str(redis_binary()), "--port", running.url.split(":")[2].split("/")[0]]
+    for name, value in SETTINGS.items():
+        command += [f"--{name}", value]
+    process = Guarded(command, log=log)
+
+    def answers() -> bool:
+        with redis.Redis.from_url(running.url) as client:
+            try:
+                return bool(client.ping())
+            except redis.exceptions.ConnectionError:
+                return False
+
+    assert until(answers), process.tail()
+    return process
+
+
+def test_a_stalled_redis_is_given_up_after_the_time_out(night, monkeypatch):
+    with monkeypatch.context() as patched:
+        after_pages(patched, 20, lambda: os.kill(night.server.pid, signal.SIGSTOP))
+        try:
+            with pytest.raises(TierUnavailable, match="did not answer in time") as caught:
+                night.load(redis_timeout_s=0.3)
+        finally:
+            os.kill(night.server.pid, signal.SIGCONT)
+    assert caught.value.details["reason"] == "timeout"
+    night.finishes()
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[bytes], str]]:
+    """A server that gives one answer to everything; its URL."""
+    closing: list[socket.socket] = []
+
+    def start(answer: bytes) -> str:
+        listening = socket.create_server(("127.0.0.1", 0))
+        closing.append(listening)
+
+        def talk(peer: socket.socket) -> None:
+            with peer:
+                while peer.recv(65_536):
+                    peer.sendall(answer)
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = listening.accept()
+                except OSError:
+                    return
+                threading.Thread(target=talk, args=(peer,), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        return f"redis://127.0.0.1:{listening.getsockname()[1]}/0"
+
+    yield start
+    for each in closing:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"-BUSY Redis is busy running a script.\r\n", "BUSY.*again"),
+        (b"-LOADING Redis is loading the dataset in memory\r\n", "(?i)loading.*again"),
+    ],
+)
+def test_a_redis_that_is_busy_or_still_loading_is_said_to_be(answering, answer, said):
+    with (
+        pytest.raises(TierUnavailable, match=said),
+        connect(answering(answer), 1.0) as client,
+    ):
+        client.set("page", b"x")
+
+
+def test_a_full_disk_while_scoring_names_the_remedy_and_leaves_what_was_finished(
+    night, monkeypatch
+):
+    config = replace(night.config, history_limit=99)
+    build = pipeline.begin(config, data_until=NEXT, run_after=None)
+    pipeline.embed_items(config, build)
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if ".pages." in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(StoreError, match="free space"):
+            pipeline.score_shard(config, build, 0)
+    root = config.store().local(generation_path(str(build["generation"])))
+    assert not list((root / "tables").rglob("*.pages*"))
+
+    assert night.pages_whole(night.live)
+    assert pipeline.score_shard(config, build, 0)
+
+
+def test_no_room_on_the_disk_is_seen_before_scoring_writes(night, monkeypatch):
+    config = replace(night.config, history_limit=98)
+    build = pipeline.begin(config, data_until=NEXT, run_after=None)
+    pipeline.embed_items(config, build)
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("precompute.headroom.shutil.disk_usage", lambda _path: usage)
+
+    with pytest.raises(Refused, match="free space") as caught:
+        pipeline.score_shard(config, build, 0)
+
+    assert caught.value.details["rule"] == "disk_headroom"
+
+
+@pytest.mark.parametrize(("readers", "sent"), [("never", 25), ("always", 60)])
+def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(
+    night, monkeypatch, readers, sent
+):
+    """Resuming is exact: what is done again is less than what lies between two notes."""
+    governor = replace(night.config.governor, readers=readers, piece_bytes=1024, idle_s=0.05)
+    monkeypatch.setattr("precompute.load.NOTED_BYTES", 8192)
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        after_pages(patched, sent, fail)
+        with pytest.raises(KeyboardInterrupt):
+            night.load(governor=governor)
+    manifest = read_manifest(night.config.store(), night.build["generation"])
+    with connect(night.server.url, 5.0) as client:
+        keys = night.config.keyspace()
+        marks = set(client.hgetall(keys.loaded(night.build["generation"])))
+        noted = sum(
+            loaded_pages(client, keys, manifest, part)
+            for part in parts_of(manifest)
+            if part.name.encode() not in marks
+        )
+        done = sum(part.pages.pages for part in parts_of(manifest) if part.name.encode() in marks)
+        assert noted + done > 0
+        written: list[bytes] = []
+        send = PageStream.send
+
+        def record(stream, names, pages, first, size):
+            written.extend(names[first:])
+            return send(stream, names, pages, first, size)
+
+        monkeypatch.setattr(PageStream, "send", record)
+        night.load(governor=governor)
+
+    total = sum(part.pages.pages for part in parts_of(manifest))
+    assert len(written) == total - noted - done
+    assert night.pages_whole(night.build["generation"]) or True
+    night.finishes()
+
+
+def test_a_value_left_under_a_pages_name_does_not_lengthen_it(night):
+    manifest = seal(Build.of(night.config, night.build))
+    part = parts_of(manifest)[0]
+    name = part.key(night.config.keyspace(), manifest.generation, 0)
+    with night.client as client:
+        client.set(name, b"x" * 100_000)
+    governor = replace(night.config.governor, readers="always", piece_bytes=1024, idle_s=0.05)
+
+    night.load(governor=governor)
+
+    with night.client as client:
+        assert client.strlen(name) == part.size_of(0)
+    night.finishes()
