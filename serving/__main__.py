@@ -31,6 +31,8 @@ log = logging.getLogger("serving")
 _BACKLOG = 2_048
 _LOOK_S = 0.05
 _QUIET_LOOKS = 5
+_SWITCH_S = 0.0005
+"""How long a thread that opens the next generation may keep the loop from going on; Python's own 5 ms is felt."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sent = _parser().parse_args(arguments)
     # uvicorn raises what stopped it once more when it is done: the default would end us before Redis is stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.setswitchinterval(_SWITCH_S)
     logging.basicConfig(level=sent.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         config = ServingConfig.load(

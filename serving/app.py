@@ -164,7 +164,15 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
         follower,
         store,
         remote,
-        Heartbeat(replica_id(), follower, clock, metrics, remote.p99_ms, trial.report),
+        Heartbeat(
+            replica_id(),
+            follower,
+            clock,
+            metrics,
+            remote.p99_ms,
+            trial.report,
+            overlay_ttl_s=config.overlay_ttl_s,
+        ),  # fmt: skip
         poll_s=config.poll_s,
         blocklist_poll_s=config.blocklist_poll_s,
         heartbeat_s=config.heartbeat_s,

@@ -10,13 +10,13 @@ from typing import Protocol
 from cache.artefacts import ArtefactStore
 from cache.errors import CorruptArtefact, LarderError, TierUnavailable
 from cache.releases import Pointer
-from cache.staging import Staging
 from serving.clock import RedisClock
 from serving.health import About, Concerns, Health
 from serving.holding import Holding
 from serving.mending import Mending
 from serving.metrics import Metrics
 from serving.published import newest_pointer
+from serving.pursuit import Pursuit
 from serving.shelf import Shelf
 from serving.snapshot import Snapshot
 from serving.staged import Staged
@@ -49,23 +49,16 @@ class Follower:
         clock: Callable[[], float] | None = None,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.failed: str | None = None
         self.is_draining = False
         self.shelf = shelf
-        self.staged = Staged(shelf, timer)
+        self.pursuit = Pursuit(load_bound_s, timer)
+        self.staged = Staged(shelf, clock or RedisClock(timer), timer)
         self._store = store
         self._redis = redis
         self._metrics = metrics
-        self._load_bound_s = load_bound_s
-        self._retry_s = min(_RETRY_S, load_bound_s / 3)
-        self._clock = clock or RedisClock(timer)
         self._timer = timer
-        self._seen: Pointer | None = None
-        self._followed: Pointer | None = None
-        self._behind_since = 0.0
-        self._note: Staging | None = None
         self._concerns = Concerns("pointer", "starting")
-        self._retry_at = 0.0
+        self._retry_s, self._retry_at = min(_RETRY_S, load_bound_s / 3), 0.0
         self._mending = Mending(shelf, timer)
         self._looking = asyncio.Lock()
         self._fetching: asyncio.Task[None] | None = None
@@ -76,6 +69,11 @@ class Follower:
         return self.shelf.holding
 
     @property
+    def failed(self) -> str | None:
+        """Why what was seen cannot be loaded."""
+        return self.pursuit.failed
+
+    @property
     def epoch(self) -> int | None:
         """Of what is served."""
         return None if self.holding is None else self.holding.live.epoch
@@ -83,10 +81,8 @@ class Follower:
     @property
     def is_expecting(self) -> bool:
         """Whether a publisher waits for its replicas: the pointer may move any moment."""
-        note, held = self._note, self.holding
-        if note is None or self._clock() >= note.until:
-            return False
-        return held is None or held.live.generation != note.generation
+        held = self.holding
+        return self.staged.expected(None if held is None else held.live.generation) is not None
 
     @property
     def stale(self) -> str | None:
@@ -96,7 +92,7 @@ class Follower:
     @property
     def health(self) -> Health:
         """A replica that lost Redis stays ready; one that cannot load in time what it saw published does not."""
-        held, overdue = self.holding, self._overdue()
+        held, overdue = self.holding, self.pursuit.overdue()
         if self.is_draining:
             overdue = "this replica is stopping"
         elif held is not None and overdue is None and not self.shelf.is_blocklist_known:
@@ -111,17 +107,9 @@ class Follower:
         found = {}
         if self.staged.wanted is not None and self.staged.failed is not None:
             found[self.staged.wanted] = self.staged.failed
-        if self._seen is not None and self.failed is not None:
-            found[self._seen.generation] = self.failed
+        if self.pursuit.seen is not None and self.failed is not None:
+            found[self.pursuit.seen.generation] = self.failed
         return found
-
-    def _overdue(self) -> str | None:
-        if self._seen is None or self._seen is self._followed:
-            return None
-        is_first = self._followed is None and self.failed is not None
-        if not is_first and self._timer() - self._behind_since < self._load_bound_s:
-            return None
-        return self.failed or f"generation {self._seen.generation} is still loading"
 
     def note(self, about: About, why: str | None, remedy: str = "") -> None:
         """A reason to trust this replica less, or None when it has passed; logged when it is news."""
@@ -133,7 +121,7 @@ class Follower:
         async with self._looking:
             await self._look()
             self._stage()
-            await self._mending.mend(self._followed)
+            await self._mending.mend(self.pursuit.followed)
 
     async def _look(self) -> None:
         try:
@@ -144,30 +132,28 @@ class Follower:
             self._mark("redis_unreachable" if unreachable else "pointer_corrupt")
             await self._start_from_releases(None)
             return
-        self._note = _noted(note)
+        self.staged.hear(note)
         # What the release records know and Redis does not was lost with an older Redis.
         await self._start_from_releases(pointer)
-        verdict = judge(pointer, self._seen)
+        verdict = judge(pointer, self.pursuit.seen)
         if verdict == "newer" and pointer is not None:
             await self._follow(pointer)
         elif verdict != "same":
             self._mark(f"pointer_{verdict}")
-        elif self._followed is self._seen:
+        elif not self.pursuit.is_behind:
             self._unmark()
-        elif self._seen is not None and self._timer() >= self._retry_at:
-            await self._follow(self._seen)
+        elif self.pursuit.seen is not None and self._timer() >= self._retry_at:
+            await self._follow(self.pursuit.seen)
         else:
             self._mark("load_failed")
 
     def _stage(self) -> None:
         """At most one generation beside live and previous: what is staged, else what is tried out."""
-        followed, wanted = self._followed, None
-        if self._seen is not followed:
-            pass  # what should be live already comes first
-        elif self._note is not None and self.is_expecting:
-            wanted = self._note.generation
-        elif followed is not None and followed.canary is not None:
-            wanted = followed.canary.generation
+        followed, wanted = self.pursuit.followed, None
+        if not self.pursuit.is_behind:  # what should be live already comes first
+            wanted = self.staged.expected(None if followed is None else followed.generation)
+            if wanted is None and followed is not None and followed.canary is not None:
+                wanted = followed.canary.generation
         self.staged.want(wanted)
 
     async def settled(self) -> None:
@@ -178,15 +164,14 @@ class Follower:
 
     async def aclose(self) -> None:
         """Stops loading."""
-        loading = self.staged.drop()
-        pending = {each for each in (loading, self._fetching) if each is not None}
+        pending = {each for each in (self.staged.drop(), self._fetching) if each is not None}
         for each in pending:
             each.cancel()
         if pending:
             await asyncio.wait(pending)
 
     async def _start_from_releases(self, pointer: Pointer | None) -> None:
-        if self._followed is not None or (self.failed and self._timer() < self._retry_at):
+        if self.pursuit.followed is not None or (self.failed and self._timer() < self._retry_at):
             return
         try:
             newest = await asyncio.to_thread(newest_pointer, self._store)
@@ -197,9 +182,7 @@ class Follower:
             await self._follow(newest, trusted=False)
 
     async def _follow(self, pointer: Pointer, *, trusted: bool = True) -> None:
-        if self._seen is self._followed:
-            self._behind_since = self._timer()
-        self._seen = pointer
+        self.pursuit.saw(pointer)
         if self._fetching is not None:
             self._fetching.cancel()
         live = self.shelf.held(pointer.generation)
@@ -208,7 +191,7 @@ class Follower:
                 live = await self._load(pointer)
             except Exception as error:  # whatever is wrong with it, the old one goes on
                 log.exception("generation %s cannot be loaded", pointer.generation)
-                self.failed = f"generation {pointer.generation} cannot be loaded: {error}"
+                self.pursuit.failed = f"generation {pointer.generation} cannot be loaded: {error}"
                 self._retry_at = self._timer() + self._retry_s
                 self._mark("load_failed")
                 await self._fall_back(pointer)
@@ -218,7 +201,7 @@ class Follower:
                 await self._follow(newer)
                 return
         self.shelf.take(live, pointer)
-        self._followed, self.failed = pointer, None
+        self.pursuit.took(pointer)
         self._mending.begin()
         if trusted:
             self._unmark()
@@ -255,7 +238,7 @@ class Follower:
 
     async def _fetch(self, pointer: Pointer, generation: str) -> None:
         previous = await self.shelf.published(self._store, generation)
-        if previous is not None and self.holding is not None and self._followed is pointer:
+        if previous is not None and self.holding is not None and self.pursuit.followed is pointer:
             self.shelf.put(dataclasses.replace(self.holding, previous=previous))
 
     def _mark(self, why: str) -> None:
@@ -265,11 +248,3 @@ class Follower:
     def _unmark(self) -> None:
         self.note("pointer", None)
         self._metrics.refreshes.labels("in_step").inc()
-
-
-def _noted(raw: bytes | None) -> Staging | None:
-    try:
-        return None if raw is None else Staging.from_bytes(raw)
-    except CorruptArtefact:
-        log.warning("the staging note cannot be read: nothing is held ready", exc_info=True)
-        return None

@@ -20,6 +20,7 @@ class Heartbeat:
     metrics: Metrics
     l2_p99_ms: Callable[[], float | None] = lambda: None
     canary: Callable[[], Mapping[str, Any] | None] = lambda: None
+    overlay_ttl_s: float | None = None
     _stamped: tuple[Swap, float] | None = None
 
     def payload(self) -> dict[str, Any]:
@@ -40,6 +41,7 @@ class Heartbeat:
             "warm_s": staged.warm_s,
             "l2_p99_ms": self.l2_p99_ms(),
             "canary": self.canary(),
+            "overlay_ttl_s": self.overlay_ttl_s,
         }
 
     def _swapped_at(self, swap: Swap | None) -> float | None:

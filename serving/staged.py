@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from cache.errors import CorruptArtefact
+from cache.staging import Staging
 from serving.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -38,15 +40,37 @@ class Holder(Protocol):
 class Staged:
     """At most one generation at a time; asking for another, or for none, lets go of the one before."""
 
-    def __init__(self, holder: Holder, timer: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        holder: Holder,
+        clock: Callable[[], float],
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.wanted: str | None = None
         self.is_ready = False
         self.failed: str | None = None
         self.warm_s: float | None = None
+        self._note: Staging | None = None
         self._holder = holder
+        self._clock = clock
         self._timer = timer
         self._task: asyncio.Task[None] | None = None
         self._next_at = 0.0
+
+    def hear(self, raw: bytes | None) -> None:
+        """The staging note as it stands in Redis; one that cannot be read asks for nothing."""
+        try:
+            self._note = None if raw is None else Staging.from_bytes(raw)
+        except CorruptArtefact:
+            log.warning("the staging note cannot be read: nothing is held ready", exc_info=True)
+            self._note = None
+
+    def expected(self, live: str | None) -> str | None:
+        """The generation that the note asks for, until its time (by Redis' clock) is over or it is live."""
+        note = self._note
+        if note is None or note.generation == live or self._clock() >= note.until:
+            return None
+        return note.generation
 
     def want(self, generation: str | None) -> None:
         """What to hold from now on; returns at once. Called at every look, so it also tries again and tops up."""

@@ -1,6 +1,7 @@
 """Reading ahead: what callers ask of the live generation is in L1 of the next before it takes over."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,10 +10,11 @@ from cache.tiered import View, Want
 from serving.case import want_in
 from serving.snapshot import Snapshot
 
-_SLICE = 32
+_SLICE = 16
 _PAUSE_S = 0.002
 """Between slices: readers go first, also on the wire and in Redis."""
 _LONGEST_S = 5.0
+_MANY = 256
 
 
 class Reads(Protocol):
@@ -48,12 +50,16 @@ class Warming:
         self._done = {each for each in hot if each in self._done}
         tables, give_up = coming.manifest.tables, self._timer() + _LONGEST_S
         for start in range(0, len(new), _SLICE):
+            if self._timer() >= give_up:
+                break
             part = new[start : start + _SLICE]
             wants = [want_in(coming, tables[name], raw) for name, raw in part if name in tables]
             wants = [want for want in wants if want.position >= 0]
             if wants:
                 await self._tiers.warm(coming.view, wants, give_up)
             self._done.update(part)
-            if self._timer() >= give_up:
-                return
             await asyncio.sleep(_PAUSE_S)
+        if len(new) >= _MANY:
+            # It stays for the life of the generation; a full collection that walked it would hold every request.
+            gc.collect(1)
+            gc.freeze()
