@@ -24,6 +24,12 @@ from precompute.user_sample import UserSample, sample_users
 ITEM_STRATUM = 64
 
 
+def few(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """At most `count` of the rows, evenly spread."""
+    picked = np.linspace(0, len(rows) - 1, min(count, len(rows)))
+    return rows[np.unique(picked.astype(np.int64))]
+
+
 class Evidence:
     """Lazily gathered facts of one candidate; what cannot be gathered raises in every gate that wants it."""
 

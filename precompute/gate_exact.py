@@ -23,7 +23,7 @@ STEP: Final = {"f2": 2.0**-10, "f4": 2.0**-22, "i1": 1 / 127}
 """Of a stored number, relative to the record's largest."""
 
 ITEMS_AT_ONCE: Final = 8_192
-USERS_AT_ONCE: Final = 128
+ROWS_AT_ONCE: Final = 512
 
 Floats = NDArray[np.float64]
 
@@ -135,8 +135,8 @@ def _right_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
         excluded = Histories.of([[row] for row in positions.tolist()])
     records = evidence.records_of(table, positions)
     right = np.zeros(len(positions), np.bool_)
-    for start in range(0, len(positions), USERS_AT_ONCE):
-        some = np.arange(start, min(start + USERS_AT_ONCE, len(positions)))
+    for start in range(0, len(positions), ROWS_AT_ONCE):
+        some = np.arange(start, min(start + ROWS_AT_ONCE, len(positions)))
         right[some] = _compare(
             vectors[some].astype(np.float64), candidate.items.vectors, excluded.take(some),
             records["items"][some], records["count"][some].astype(np.int64),
@@ -176,7 +176,9 @@ def _compare(
         stored[rows, slots] = scores[rows, items[rows, slots].astype(np.int64) - start]
         gone = (excluded.indices >= start) & (excluded.indices < start + len(part))
         scores[row_of[gone], excluded.indices[gone] - start] = -np.inf
-        both = np.concatenate([best, scores], axis=1)
+        if scores.shape[1] > width:
+            scores.partition(scores.shape[1] - width, axis=1)
+        both = np.concatenate([best, scores[:, -width:]], axis=1)
         best = np.partition(both, both.shape[1] - width, axis=1)[:, -width:]
     best = -np.sort(-best, axis=1)
     possible = (best > -np.inf).sum(axis=1)

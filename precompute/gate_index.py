@@ -7,15 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.manifest import Index
-from cache.ranking import best, pack, unpack
 from cache.search import Searcher
 from precompute.candidate import Candidate
+from precompute.evidence import few
 from precompute.index import unit
 from precompute.verdict import Verdict, at_least, not_measured, worst_of
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
 QUERIES_AT_ONCE: Final = 16
+QUERIES: Final = 32
+"""Of a stratum."""
+
 DISTANCE_ERROR: Final = 1e-3
 """Relative: vectors are stored in full, so only the order of a float32 sum may differ."""
 
@@ -75,20 +78,23 @@ def index_vectors(candidate: Candidate) -> Verdict:
 def _strata(candidate: Candidate, entity: str) -> dict[str, NDArray[np.float32]]:
     evidence = candidate.evidence
     if entity == "item":
-        return {name: candidate.items.vectors[rows] for name, rows in evidence.item_strata.items()}
+        return {
+            name: candidate.items.vectors[few(rows, QUERIES)]
+            for name, rows in evidence.item_strata.items()
+        }
     vectors, rows = evidence.user_vectors
     found = {}
     for name, members in evidence.users.rows.items():
         chosen = np.flatnonzero(np.isin(rows, members))
         if len(chosen):
-            found[name] = vectors[chosen]
+            found[name] = vectors[few(chosen, QUERIES)]
     return found
 
 
 def _recall(
     candidate: Candidate, searcher: Searcher, queries: NDArray[np.float32], width: int
 ) -> float:
-    stored = candidate.items.vectors
+    stored = np.asarray(candidate.items.vectors)
     if searcher.metric == "cosine":
         stored, queries = unit(stored), unit(queries)
     wanted = min(width, len(stored))
@@ -96,9 +102,8 @@ def _recall(
     shares = []
     for start in range(0, len(queries), QUERIES_AT_ONCE):
         part = queries[start : start + QUERIES_AT_ONCE]
-        scores = (part @ np.asarray(stored).T).astype(np.float32)
-        keys = best(pack(scores, np.broadcast_to(np.arange(len(stored)), scores.shape)), wanted)
-        exact = unpack(keys, wanted)[0].astype(np.int64)
+        scores = part @ stored.T
+        exact = np.argpartition(-scores, wanted - 1, axis=1)[:, :wanted]
         found = searcher.search(part, count)
         shares += [np.isin(ours, theirs).mean() for ours, theirs in zip(exact, found, strict=True)]
     return float(np.mean(shares))
@@ -106,7 +111,7 @@ def _recall(
 
 def _distance_error(candidate: Candidate, index: Index) -> float:
     """The largest difference between answered and computed, relative to the lengths of query and longest vector."""
-    rows = candidate.evidence.item_rows
+    rows = few(candidate.evidence.item_rows, QUERIES)
     # One answer each: an index that stores vectors returns the product with what it stores.
     stored = candidate.items.vectors
     queries = np.ascontiguousarray(stored[rows], np.float32)

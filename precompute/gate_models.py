@@ -1,5 +1,7 @@
 """Gates on the models: the bundle that was pinned, its vocabulary, its dimension, and its int8 forms."""
 
+from typing import Final
+
 import numpy as np
 import orjson
 from numpy.typing import NDArray
@@ -11,7 +13,11 @@ from precompute.agreement import list_overlaps
 from precompute.bundle import BundleModel
 from precompute.candidate import Candidate
 from precompute.catalogue import needs_index
+from precompute.evidence import few
 from precompute.verdict import Verdict, at_least, none_of, not_measured, worst_of
+
+LISTS: Final = 200
+"""Sampled users whose lists are compared."""
 
 
 def bundle(candidate: Candidate) -> Verdict:
@@ -214,6 +220,8 @@ def _lists(candidate: Candidate, model: BundleModel, entry: Model) -> float:
     if not len(exact):
         return float("nan")
     seen: Histories = candidate.evidence.seen.take(rows)
+    some = few(np.arange(len(exact)), LISTS)
+    exact, approximate, seen = exact[some], approximate[some], seen.take(some)
     found = list_overlaps(
         exact, approximate, candidate.items.vectors, candidate.evidence.bundle.metric, seen
     )

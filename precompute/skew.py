@@ -12,6 +12,7 @@ from cache.records import decode
 from cache.tower import TowerSpec
 from precompute.candidate import Candidate
 from precompute.catalogue import ITEM_FEATURES, item_features
+from precompute.evidence import few
 from precompute.gate_models import row_cosines
 from precompute.partition import ShardInput
 from precompute.verdict import Verdict, at_least, not_measured, worst_of
@@ -77,7 +78,7 @@ def _asked(
     evidence, items = candidate.evidence, candidate.items
     spec = TowerSpec.from_json(candidate.manifest.models[str(table.producer.model)].spec)
     if table.entity == "item":
-        positions = _some(evidence.item_rows)
+        positions = few(evidence.item_rows, SKEW_SAMPLE)
         columns = item_features(candidate.root / ITEM_FEATURES, spec) if spec.features else {}
         sources = [
             LiveInput(
@@ -92,7 +93,7 @@ def _asked(
         raws = [items.raw_id(row) for row in positions.tolist()]
     else:
         users = evidence.users.users
-        rows = _some(np.arange(len(users.ids)))
+        rows = few(np.arange(len(users.ids)), SKEW_SAMPLE)
         positions, raws = evidence.users.positions[rows], [users.ids[row] for row in rows.tolist()]
         sources = [
             LiveInput(
@@ -113,11 +114,6 @@ def _asked(
 def _sent(users: ShardInput, column: str, row: int) -> FeatureValue:
     """A user's feature as a caller would send it."""
     return _plain(users.features[column][row].as_py())
-
-
-def _some(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    picked = np.linspace(0, len(rows) - 1, min(SKEW_SAMPLE, len(rows)))
-    return rows[np.unique(picked.astype(np.int64))]
 
 
 def _plain(value: Any) -> FeatureValue:

@@ -11,7 +11,7 @@ from cache.errors import LarderError, Refused
 from cache.items import ItemTable
 from cache.manifest import Manifest
 from precompute import catalogue, holdout
-from precompute.build import Build, Progress, Step, erased_from, fetch_partition, open_bundle, quiet
+from precompute.build import Build, Progress, Step, erased_from, fetch_partition, quiet
 from precompute.candidate import Candidate
 from precompute.config import NightConfig
 from precompute.gates import GATES, INTEGRITY, LIVE_FILES, overridden, run_gates, run_within
@@ -113,7 +113,8 @@ def _candidate(
         with suppress(LarderError):
             made.fetch(name)
     with suppress(LarderError):
-        open_bundle(made)
+        for name in made.need("begin")["bundle_files"]:
+            made.fetch(f"bundle/{name}")
     before = None if live is None else _read_manifest(made, live)
     live_root = None
     if before is not None:
