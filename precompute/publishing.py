@@ -6,9 +6,7 @@ from typing import Any
 
 from cache.artefacts import fetch_checked
 from cache.directory import Directory
-from cache.errors import (
-    CorruptArtefact,
-)
+from cache.errors import Conflict, CorruptArtefact
 from cache.manifest import (
     Manifest,
     Table,
@@ -132,24 +130,29 @@ def retire(config: NightConfig, *, attempt: str = "shell", progress: Progress = 
             grace_s=config.superseded_grace_s,
             abandon_after_s=config.abandon_after_s,
         )
-        removed = 0
+        removed, spared = 0, []
         with open_governor(config.governor, releases.control) as governor:
             for number, generation in enumerate(found):
-                removed += retire_generation(
-                    releases,
-                    config.keyspace(),
-                    generation,
-                    attempt=attempt,
-                    abandon_after_s=config.abandon_after_s,
-                    governor=governor,
-                )
+                try:
+                    removed += retire_generation(
+                        releases,
+                        config.keyspace(),
+                        generation,
+                        attempt=attempt,
+                        grace_s=config.superseded_grace_s,
+                        abandon_after_s=config.abandon_after_s,
+                        governor=governor,
+                    )
+                except Conflict:  # pinned, held or live again since it was looked at: another time
+                    spared.append(generation)
                 progress("retire", number + 1, len(found))
         releases.control.forget_dead_replicas(releases.clock())
         rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s)
         leftovers = sweep_leftovers(config, releases)
         pending = sum(each.word == "pending" for each in settle(config, releases))
     return {
-        "retired": found, "keys": removed, "rows": rows, "leftovers": leftovers, "erasures_pending": pending,
+        "retired": [each for each in found if each not in spared], "spared": spared, "keys": removed,
+        "rows": rows, "leftovers": leftovers, "erasures_pending": pending,
     }  # fmt: skip
 
 

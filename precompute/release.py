@@ -144,6 +144,8 @@ class Releases(ReleaseLog):
     ) -> Moved:
         """Compare-and-set the pointer to what an intent says, then write down that it is done."""
         allowed = ALLOWED[action] if live else (State.LIVE,)
+        # Much may have passed since the intent: what is superseded is superseded now.
+        rows = {each: replace(row, at=self.clock()) for each, row in rows.items()}
         moved = self.control.move(to, expected_epoch=view.epoch, rows=rows, allowed=allowed)
         if moved is None:
             raise Conflict(

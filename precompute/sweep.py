@@ -1,5 +1,6 @@
 """The sweep: which generations nobody needs, and how they are retired."""
 
+import math
 from collections.abc import Collection, Sequence
 from itertools import islice
 
@@ -47,12 +48,21 @@ def sweepable(
     for generation in sorted(stored | known):
         if generation in protected or ledger.is_pinned(generation, now):
             continue
-        if now - left_at.get(generation, 0.0) < grace_s:
+        if _left_s_ago(releases, generation, view) < grace_s:
             continue
         state = standing(generation, ledger, view.rows.get(generation))
         if state in ALLOWED["retire"] or _is_abandoned(releases, view, generation, abandon_after_s):
             found.append(generation)
     return found
+
+
+def _left_s_ago(releases: ReleaseLog, generation: str, view: View) -> float:
+    """Since when nothing points at it; infinite for what was never live."""
+    left_at = view.ledger.superseded_at.get(generation)
+    if left_at is None:
+        return math.inf
+    row = view.rows.get(generation)  # written when the pointer moved, the record before that
+    return releases.clock() - max(left_at, left_at if row is None else row.at)
 
 
 def _held(releases: ReleaseLog) -> Collection[str | None]:
@@ -87,6 +97,7 @@ def retire(
     generation: str,
     *,
     attempt: str,
+    grace_s: float = 0.0,
     abandon_after_s: float = ABANDON_AFTER_S,
     governor: Governor | None = None,
 ) -> int:
@@ -94,7 +105,9 @@ def retire(
 
     Marked and written down first: from then on no rollback can land on what is being removed.
     """
-    _mark_retired(releases, generation, attempt=attempt, abandon_after_s=abandon_after_s)
+    _mark_retired(
+        releases, generation, attempt=attempt, grace_s=grace_s, abandon_after_s=abandon_after_s
+    )
     manifest = _manifest(releases, generation)
     if manifest is None:
         removed = unlink_recorded(releases, keys, generation, releases.history())
@@ -126,7 +139,7 @@ def _manifest(releases: ReleaseLog, generation: str) -> Manifest | None:
 
 
 def _mark_retired(
-    releases: ReleaseLog, generation: str, *, attempt: str, abandon_after_s: float
+    releases: ReleaseLog, generation: str, *, attempt: str, grace_s: float, abandon_after_s: float
 ) -> None:
     for _ in range(LOOK_TRIES):
         view = releases.view()
@@ -139,6 +152,13 @@ def _mark_retired(
         recorded = fold(view.history).state(generation)
         if recorded is not State.RETIRED:
             _demand_unneeded(releases, generation, view.ledger)
+            if (
+                _left_s_ago(releases, generation, view) < grace_s
+            ):  # live again since `sweepable` looked
+                raise Conflict(
+                    f"cannot retire {generation}: readers may have left it less than {grace_s:g} s ago",
+                    generation=generation,
+                )
         rows = {generation: Row(State.RETIRED, releases.clock())}
         if releases.control.mark(rows, expected_epoch=view.epoch, unless="previous"):
             break

@@ -1,0 +1,250 @@
+"""A Redis and an artefact store in memory, for tests that need millions of steps; every call may be watched."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import redis
+
+from cache.artefacts import ArtefactStore
+from cache.keys import Keyspace
+from precompute import control
+
+Watch = Callable[[str, str], None]
+"""(command or method, its first key or path): called before it takes effect."""
+
+
+def unwatched(_what: str, _name: str) -> None:
+    """A `Watch` that looks away."""
+
+
+class MemoryStore(ArtefactStore):
+    """Small files in a dictionary."""
+
+    def __init__(self, watch: Watch = unwatched) -> None:
+        super().__init__("/nowhere")
+        self.files: dict[str, bytes] = {}
+        self.watch = watch
+        self._folders: dict[str, list[str]] = {}
+
+    def read(self, path: str) -> bytes | None:
+        """A file's bytes."""
+        self.watch("read", path)
+        return self.files.get(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Replace a file."""
+        self.watch("write", path)
+        self.files[path] = data
+        self._folders.clear()
+
+    def write_once(self, path: str, data: bytes) -> bool:
+        """Create a file."""
+        self.watch("write_once", path)
+        if path in self.files:
+            return False
+        self.files[path] = data
+        self._folders.clear()
+        return True
+
+    def names(self, path: str) -> list[str]:
+        """Children of a folder."""
+        self.watch("names", path)
+        if (found := self._folders.get(path)) is None:
+            start = f"{path}/"
+            inside = {
+                each[len(start) :].split("/", 1)[0] for each in self.files if each.startswith(start)
+            }
+            found = self._folders[path] = sorted(inside)
+        return found
+
+    def delete(self, path: str) -> None:
+        """Remove a file or a folder."""
+        self.watch("delete", path)
+        start = f"{path}/"
+        self.files = {
+            each: data
+            for each, data in self.files.items()
+            if each != path and not each.startswith(start)
+        }
+        self._folders.clear()
+
+    def local(self, path: str) -> Path:
+        """No such place."""
+        return Path("/nowhere", path)
+
+
+class MemoryRedis:
+    """The commands that `Control` sends, and its two scripts; held to a real Redis by a contract test.
+
+    `moved` is told of each pointer written by a script, `rows` of each registry row. With `loses_reply` set, the next
+    script takes effect, but its caller sees a broken connection.
+    """
+
+    def __init__(self, keys: Keyspace, now: Callable[[], float], watch: Watch = unwatched) -> None:
+        self.keys, self.now, self.watch = keys, now, watch
+        self.data: dict[str, Any] = {}
+        self.loses_reply = False
+        self.moved: Callable[[bytes | None, bytes], None] = lambda _before, _after: None
+        self.rowed: Callable[[str, dict[str, Any]], None] = lambda _generation, _row: None
+
+    def time(self) -> tuple[int, int]:
+        """Seconds and microseconds."""
+        self.watch("time", "")
+        now = self.now()
+        return int(now), int(1e6 * (now % 1))
+
+    def get(self, name: str) -> bytes | None:
+        """A string."""
+        self.watch("get", name)
+        found: bytes | None = self.data.get(name)
+        return found
+
+    def set(self, name: str, value: bytes | str) -> None:
+        """A string; the pointer is a script's to write."""
+        self.watch("set", name)
+        if name == self.keys.live:
+            raise AssertionError("the pointer was written without comparing")
+        self.data[name] = _bytes(value)
+
+    def strlen(self, name: str) -> int:
+        """Length of a string."""
+        self.watch("strlen", name)
+        return len(self.data.get(name, b""))
+
+    def unlink(self, *names: str) -> int:
+        """Remove keys."""
+        self.watch("unlink", names[0])
+        return sum(self.data.pop(name, None) is not None for name in names)
+
+    def hget(self, name: str, field: str) -> bytes | None:
+        """A field of a hash."""
+        self.watch("hget", name)
+        found: bytes | None = self.data.get(name, {}).get(field.encode())
+        return found
+
+    def hgetall(self, name: str) -> dict[bytes, bytes]:
+        """A whole hash."""
+        self.watch("hgetall", name)
+        return dict(self.data.get(name, {}))
+
+    def hset(self, name: str, field: str, value: bytes | str) -> None:
+        """Set a field."""
+        self.watch("hset", name)
+        self._hset(name, field.encode(), _bytes(value))
+
+    def hdel(self, name: str, *fields: str) -> None:
+        """Remove fields, and with the last one the hash."""
+        self.watch("hdel", name)
+        found = self.data.get(name, {})
+        for field in fields:
+            found.pop(field.encode(), None)
+        if not found:
+            self.data.pop(name, None)
+
+    def zadd(self, name: str, members: dict[bytes, float]) -> None:
+        """Add members with scores."""
+        self.data.setdefault(name, {}).update(members)
+
+    def zrem(self, name: str, member: bytes) -> None:
+        """Remove a member."""
+        self.data.get(name, {}).pop(member, None)
+
+    def zrangebyscore(
+        self, name: str, low: float, _high: str, *, withscores: bool
+    ) -> list[tuple[bytes, float]]:
+        """Members from a score on, by score."""
+        self.watch("zrangebyscore", name)
+        found = [(each, score) for each, score in self.data.get(name, {}).items() if score >= low]
+        return sorted(found, key=lambda each: each[1])
+
+    def zremrangebyscore(self, name: str, _low: str, high: float) -> int:
+        """Remove members up to a score."""
+        self.watch("zremrangebyscore", name)
+        found = self.data.get(name, {})
+        gone = [each for each, score in found.items() if score <= high]
+        for each in gone:
+            del found[each]
+        return len(gone)
+
+    def publish(self, _channel: str, _message: str) -> int:
+        """Nobody listens."""
+        return 0
+
+    def config_get(self, name: str) -> dict[str, str]:
+        """As Larder wants it."""
+        return {name: "volatile-lru"}
+
+    def eval(self, script: str, count: int, *arguments: Any) -> Any:
+        """One of the two scripts of `control`."""
+        self.watch("eval", script)
+        argv = [_bytes(each) for each in arguments[count:]]
+        reply = self._move(argv) if script == control._MOVE else self._mark(argv)
+        if self.loses_reply:
+            self.loses_reply = False
+            raise redis.exceptions.ConnectionError("the reply was lost")
+        return reply
+
+    def _move(self, argv: list[bytes]) -> list[Any]:
+        expected, raw, states = argv[:3]
+        to, found = orjson.loads(raw), self.data.get(self.keys.live)
+        if found is not None:
+            pointer = orjson.loads(found)
+            if str(pointer["epoch"]).encode() != expected:
+                is_own = all(pointer[each] == to[each] for each in ("attempt", "generation"))
+                is_same = _canary(pointer) == _canary(to)
+                if is_own and is_same and pointer["epoch"] > int(expected):
+                    return [1, found]
+                return [0, found]
+        elif expected != b"0":
+            return [0, b""]
+        state = self._state(to["generation"])
+        if state == "retired" or (states and f" {state} " not in states.decode()):
+            return [2, state.encode(), to["generation"].encode()]
+        if (canary := to.get("canary")) is not None:
+            tried = self._state(canary["generation"])
+            if tried != "verified":
+                return [2, tried.encode(), canary["generation"].encode()]
+        if to["previous"] is not None and self._state(to["previous"]) == "retired":
+            return [0, found or b""]
+        self.moved(found, raw)
+        self.data[self.keys.live] = raw
+        for field, value in zip(argv[3::2], argv[4::2], strict=True):
+            self._hset(self.keys.generations, field, value)
+        return [1, raw]
+
+    def _mark(self, argv: list[bytes]) -> int:
+        found = self.data.get(self.keys.live)
+        pointer = None if found is None else orjson.loads(found)
+        if (b"0" if pointer is None else str(pointer["epoch"]).encode()) != argv[0]:
+            return 0
+        rows = list(zip(argv[2::2], argv[3::2], strict=True))
+        if pointer is not None and argv[1]:
+            named = {pointer["generation"], (pointer.get("canary") or {}).get("generation")}
+            named |= {pointer["previous"]} if argv[1] == b"previous" else set()
+            if any(field.decode() in named for field, _ in rows):
+                return 2
+        for field, value in rows:
+            is_final = self._state(field.decode()) == "retired"
+            if not is_final or orjson.loads(value)["state"] == "retired":
+                self._hset(self.keys.generations, field, value)
+        return 1
+
+    def _state(self, generation: str) -> str:
+        row = self.data.get(self.keys.generations, {}).get(generation.encode())
+        return "unknown" if row is None else str(orjson.loads(row)["state"])
+
+    def _hset(self, name: str, field: bytes, value: bytes) -> None:
+        if name == self.keys.generations:
+            self.rowed(field.decode(), orjson.loads(value))
+        self.data.setdefault(name, {})[field] = value
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def _canary(pointer: dict[str, Any]) -> tuple[str, float] | None:
+    canary = pointer.get("canary")
+    return None if canary is None else (canary["generation"], canary["percent"])
