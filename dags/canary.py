@@ -32,10 +32,10 @@ from airflow.sdk import (
     task,
 )
 
-from cache.errors import ConfigError, Conflict, Refused
+from cache.errors import ConfigError, Refused
 
 FINAL = RetryRule(
-    exception=[ConfigError, Conflict, Refused],
+    exception=[ConfigError, Refused],
     action=RetryAction.FAIL,
     reason="the same question would be answered the same",
 )

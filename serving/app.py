@@ -172,7 +172,7 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
             remote.p99_ms,
             trial.report,
             overlay_ttl_s=config.overlay_ttl_s,
-        ),  # fmt: skip
+        ),
         poll_s=config.poll_s,
         blocklist_poll_s=config.blocklist_poll_s,
         heartbeat_s=config.heartbeat_s,

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qsl
@@ -61,20 +61,29 @@ def query_options(query: bytes, limits: Limits) -> Options:
     )
 
 
-def with_deadline_header(options: Options, header: str | None, limits: Limits) -> Options:
+def with_deadline_header(options: Options, header: str, limits: Limits) -> Options:
     """The same options under the header X-Deadline-Ms; the tighter of the two counts."""
-    if header is None:
-        return options
     sent = _deadline(_number(header, "x-deadline-ms"), "x-deadline-ms", limits)
     return replace(options, deadline_s=min(options.deadline_s, sent))
 
 
-def with_canary_header(options: Options, header: str | None) -> Options:
+def with_headers(
+    options: Options, headers: Iterable[tuple[bytes, bytes]], limits: Limits
+) -> Options:
+    """The same options under the request's headers as they came (names in lower case), looked through once."""
+    for name, value in headers:
+        if name == b"x-deadline-ms":
+            options = with_deadline_header(options, value.decode("latin-1"), limits)
+        elif name == b"x-larder-canary-key":
+            options = with_canary_header(options, value)
+    return options
+
+
+def with_canary_header(options: Options, header: bytes) -> Options:
     """The same options under the header X-Larder-Canary-Key; what the body or the query says counts first."""
-    if header is None or options.canary_key is not None:
+    if options.canary_key is not None:
         return options
-    # Starlette reads headers as latin-1: encoded back, these are the bytes that were sent.
-    sent = header.encode("latin-1").decode(errors="replace")
+    sent = header.decode(errors="replace")
     return replace(options, canary_key=_key(sent, "x-larder-canary-key"))
 
 

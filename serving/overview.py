@@ -2,17 +2,21 @@
 
 from typing import Any
 
+from cache.releases import Canary
 from serving.health import Health
 from serving.holding import Holding
 from serving.snapshot import Snapshot
 
 
-def overview(holding: Holding, health: Health) -> dict[str, Any]:
-    """The body of GET /v1/generations."""
-    previous = holding.previous
+def overview(holding: Holding, health: Health, canary: Canary | None) -> dict[str, Any]:
+    """The body of GET /v1/generations; `next` is held ready, for a publish or as the canary."""
+    previous, next_ = holding.previous, holding.next
     return {
         "live": _snapshot(holding.live),
         "previous": None if previous is None else _snapshot(previous),
+        "next": None if next_ is None else _snapshot(next_),
+        "canary": canary
+        and {"generation": canary.generation, "percent": canary.percent, "since": canary.since},
         "blocklist": {
             "version": holding.live.blocklist.version,
             "items": len(holding.live.blocklist.items),

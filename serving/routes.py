@@ -23,7 +23,7 @@ from serving.http import as_json, read_body, refused
 from serving.ladder import Ladder
 from serving.metrics import CONTENT_TYPE, Metrics
 from serving.nights import Nights
-from serving.options import with_canary_header, with_deadline_header
+from serving.options import with_headers
 from serving.overview import overview
 from serving.parse import feedback_body, lookup_body, lookup_url, score_body
 from serving.problem import Problem, from_input
@@ -106,7 +106,8 @@ def routes(service: Service) -> APIRouter:
         return {"arm": service.trial.feedback(service.holding(), *told)}
 
     async def generations(_request: Request, _started: float) -> object:
-        return overview(service.holding(), service.follower.health)
+        shelf = service.follower.shelf
+        return overview(service.holding(), service.follower.health, shelf.canary)
 
     async def healthz(_request: Request) -> Response:
         return as_json(200, {"status": "ok"})
@@ -174,8 +175,7 @@ async def _answers(service: Service, request: Request, ask: Ask, started: float)
 
 
 def _with_headers(service: Service, request: Request, options: Options) -> Options:
-    options = with_deadline_header(options, request.headers.get("x-deadline-ms"), service.limits)
-    return with_canary_header(options, request.headers.get("x-larder-canary-key"))
+    return with_headers(options, request.scope["headers"], service.limits)
 
 
 def _marked(service: Service, answers: list[Answer]) -> list[Answer]:

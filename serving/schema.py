@@ -162,6 +162,15 @@ GENERATIONS: Json = _object(
     {
         "live": _HELD,
         "previous": {"oneOf": [_HELD, {"type": "null"}]},
+        "next": {"oneOf": [_HELD, {"type": "null"}], "description": "Held ready beside them"},
+        "canary": {
+            "type": ["object", "null"],
+            "properties": {
+                "generation": {"type": "string"},
+                "percent": {"type": "number"},
+                "since": {"type": "number", "description": "Unix seconds"},
+            },
+        },
         "blocklist": _object(
             {name: {"type": "integer"} for name in ("version", "items", "entities")}
         ),
@@ -169,7 +178,7 @@ GENERATIONS: Json = _object(
         "stale": _TEXT,
         "degraded": _TEXT,
     },
-    ("live", "previous", "blocklist", "ready"),
+    ("live", "previous", "next", "canary", "blocklist", "ready"),
 )
 HEALTH: Json = _object(
     {

@@ -11,7 +11,7 @@ from cache.split import Split
 from serving.ask import Limits, Options
 from serving.fields import read_id
 from serving.holding import Holding
-from serving.options import query_options, with_canary_header
+from serving.options import query_options, with_canary_header, with_headers
 from serving.parse import feedback_body, lookup_body
 from serving.problem import Problem
 from serving.trial import Trial
@@ -156,11 +156,13 @@ def test_another_canary_is_counted_from_nothing() -> None:
 def test_the_key_comes_from_body_query_or_header_in_that_order() -> None:
     limits: Limits = LIMITS
     body = lookup_body(b'{"entities": ["u1"], "canary_key": 7}', "user_topk", limits).options
-    assert body.canary_key == b"7" and with_canary_header(body, "h").canary_key == b"7"
+    assert body.canary_key == b"7" and with_canary_header(body, b"h").canary_key == b"7"
     assert query_options(b"canary_key=a%20b", limits).canary_key == b"a b"
-    header = "schlüssel".encode().decode("latin-1")  # as Starlette reads it
-    assert with_canary_header(options(), header).canary_key == read_id("schlüssel", "x")
-    assert with_canary_header(options(), None).canary_key is None
+    header = (b"x-larder-canary-key", "schlüssel".encode())
+    headers = [(b"accept", b"*/*"), header, (b"x-deadline-ms", b"200")]
+    found = with_headers(options(), headers, limits)
+    assert found.canary_key == read_id("schlüssel", "x") and found.deadline_s == 0.2
+    assert with_headers(options(), [], limits) == options()
     with pytest.raises(Problem):
         lookup_body(b'{"entities": ["u1"], "canary_key": ""}', "user_topk", limits)
 
