@@ -138,6 +138,7 @@ def run_night(
         lambda: pipeline.warm(config, build),
         lambda found: (
             f"{found['replicas'] - len(found['waiting'])} of {found['replicas']} replicas follow"
+            + ("" if found["skew_ms"] is None else f", {found['skew_ms']:.0f} ms apart")
             if found["replicas"]
             else "no replica is listening"
         ),
