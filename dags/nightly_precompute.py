@@ -63,7 +63,7 @@ FINAL = RetryRule(
     params={"data_until": Param(None, type=["null", "string"], format="date-time")},
     default_args={
         "retries": 2,
-        "retry_delay": timedelta(seconds=10),
+        "retry_delay": timedelta(seconds=float(os.environ.get("LARDER_RETRY_DELAY_S", "10"))),
         "retry_policy": ExceptionRetryPolicy(rules=[FINAL]),
         "execution_timeout": timedelta(hours=1),
     },

@@ -1,0 +1,129 @@
+"""kill -9 of running Airflow tasks and of the workers beside them: Airflow notices, tries again, and the night ends as
+if nothing had happened, with readers who saw nothing of it.
+"""
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cache.embedded import Server
+from precompute import pipeline
+from tests.dags.place import (
+    CONFIG,
+    RUN_S,
+    Place,
+    airflow_over,
+    now,
+    states,
+    write_interactions,
+)
+from tests.dags.task_processes import How, task_processes
+from tests.integration.killing import run
+from tests.integration.killing_ground import night
+from tests.integration.wholeness import assert_whole, moves, whole
+from tests.polling import until
+
+NIGHT = "nightly_precompute"
+KILLS, PER_RUN = 10, 6
+HOWS: tuple[How, ...] = ("task", "worker", "both")
+ALWAYS = ("load", "verify", "publish", "retire")
+
+# A worker that was killed is silent for so long until its task is tried again.
+NOTICED = {
+    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "5",
+    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "1",
+    "LARDER_RETRY_DELAY_S": "1",
+}
+SMALL_PAGES = "page_bytes = 4096\nload_chunk_bytes = 4096\nkeep = 1\nsuperseded_grace_s = 0\n"
+
+Task = tuple[str, int]
+"""Task id and map index."""
+
+
+def disturbed_run(
+    place: Place, cut: str, deaths: Mapping[Task, tuple[How, float]], told: Counter[str]
+) -> str:
+    """One night with these tasks killed at their first try, so many seconds after they were seen; its run id."""
+    run_id = place.airflow.trigger(NIGHT, {"data_until": cut})
+    give_up, looked_at = time.monotonic() + RUN_S, 0.0
+    left, due, names = dict(deaths), dict[str, float](), dict[str, Task]()
+    while time.monotonic() < give_up:
+        if time.monotonic() - looked_at > 0.3:
+            report, looked_at = place.airflow.report(NIGHT, run_id), time.monotonic()
+            names = {each.instance_id: (each.task_id, each.map_index) for each in report.tasks}
+            if report.state in ("success", "failed"):
+                break
+        for found in task_processes(place.airflow.session):
+            task = names.get(found.instance_id)
+            if task not in left:
+                continue
+            how, after_s = left[task]
+            if time.monotonic() >= due.setdefault(found.instance_id, time.monotonic() + after_s):
+                print(f"{task} killed by {how} after {after_s:.3f} s", flush=True)
+                del left[task]
+                found.kill(how)
+                told[task[0]] += 1
+        time.sleep(0.01)
+    assert states(place.airflow.wait(NIGHT, run_id, RUN_S)) == {"success"}
+    # A task whose worker was killed may still be at work.
+    assert until(lambda: not task_processes(place.airflow.session), 30.0)
+    return run_id
+
+
+def differences(place: Place) -> list[str]:
+    """What is not as in the twin, once nothing is left to retire but what the service still holds."""
+    for config in (place.config, place.twin):
+        pipeline.retire(config)
+    return whole(place.config).differences(whole(place.twin))
+
+
+@pytest.mark.storm
+def test_killed_tasks_are_tried_again_and_the_night_ends_as_if_undisturbed(
+    tmp_path: Path, own_redis: Server
+) -> None:
+    seed = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"seed {seed} (LARDER_SEED repeats it)")
+    moments, killed = random.Random(seed), Counter[str]()
+    source = tmp_path / "interactions.csv"
+    write_interactions(source, seed=7)
+    config = SMALL_PAGES + CONFIG
+    with airflow_over(tmp_path, own_redis, config=config, settings=NOTICED) as place:
+        # given: one night that nobody disturbed, in two places, and callers of the first
+        first = place.first_night()
+        lasted = {(each.task_id, each.map_index): each.duration_s for each in first.tasks}
+        run(partial(night, place.twin, place.live.generation[:16], "twin"))
+        with place.watched() as watch:
+            for turn in range(KILLS):
+                if killed.total() >= KILLS and set(killed) >= set(ALWAYS):
+                    break
+                # when: tasks of the next one are killed at random moments of the time that they take
+                until_ = now()
+                write_interactions(source, seed=7, more=20 * (turn + 1))
+                undisturbed = run(partial(night, place.twin, until_, f"twin-{turn}"))
+                assert undisturbed is not None
+                generation = undisturbed.result["generation"]
+                place.expect(watch, place.twin, generation)
+                others = sorted(set(lasted) - {(each, -1) for each in ALWAYS})
+                chosen = [
+                    *moments.sample(others, PER_RUN - len(ALWAYS)),
+                    *((each, -1) for each in ALWAYS),
+                ]
+                deaths = {
+                    each: (moments.choice(HOWS), moments.uniform(0.0, lasted[each]))
+                    for each in chosen
+                }
+                disturbed_run(place, until_, deaths, killed)
+
+                # then: it is published and whole, and nothing distinguishes it from its twin
+                watch.beat()
+                assert place.live.generation == generation
+                assert until(lambda: not differences(place), 15.0), differences(place)
+                watch.check_order([*moves(place.config), assert_whole(place.config)])
+    print(f"killed {dict(killed)}, answers {watch.answers}, {dict(watch.sources)}")
+    assert killed.total() >= KILLS
