@@ -1,0 +1,299 @@
+"""Loading while somebody reads: the reader's p99 with the governor, without it, and with no load at all.
+
+Redis has one core, a reader and the loader share another (with two cores there is no third). The reader asks for one
+616-byte record at a time, 2,000 times a second, over a plain socket; each round it reads alone, under a governed load,
+under one that runs flat out, and alone again, and all its round trips of a kind are pooled. Loads write generation
+after generation and remove the last but one, as nights do. A governed load is watched once its slow start is over; its
+rate stands beside flat out (no reader, no governor) and beside pipelines of 1,000 `SET`. `--sweep` prints rate and p99
+over page and piece sizes instead.
+"""
+
+import multiprocessing
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import redis
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from cache.manifest import Manifest
+from cache.releases import Pointer
+from precompute.config import NightConfig
+from precompute.control import Control
+from precompute.governor import open_governor
+from precompute.load import load_part, unlink_pages
+from tests.bench.bulk_load import AT_ONCE, GENERATION, KEYS, LAYOUT, Case, make_case
+from tests.bench.harness import Ratio, Report, parse
+from tests.bench.place import own_server, pin, unpin
+
+KIB = 1024
+READS_S = 2_000.0
+WARM_S = {"closed": 3.0, "open": 0.3, "idle": 0.1}
+READER_CORE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A reader's round trips in seconds, and what was loaded meanwhile in bytes per second."""
+
+    round_trips: NDArray[np.float64]
+    rate: float
+
+
+def read(url: str, size: int, pages: int, seconds: float, answer: Connection) -> None:
+    """The reader: (time, round trip) of each read."""
+    pin(0, READER_CORE)
+    place = urlsplit(url)
+    rng = np.random.default_rng(0)
+    records = size // LAYOUT.size_bytes
+    asked = []
+    for _ in range(1_000):
+        name = KEYS.page(GENERATION, "user_topk", int(rng.integers(pages))).encode()
+        at = int(rng.integers(records)) * LAYOUT.size_bytes
+        first, last = b"%d" % at, b"%d" % (at + LAYOUT.size_bytes - 1)
+        asked.append(
+            b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n"
+            % (len(name), name, len(first), first, len(last), last)
+        )
+    due = len(b"$%d\r\n\r\n" % LAYOUT.size_bytes) + LAYOUT.size_bytes
+    found: list[tuple[float, float]] = []
+    with socket.create_connection((str(place.hostname), int(place.port or 0))) as wire:
+        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        began = time.perf_counter()
+        next_at = began
+        while (now := time.perf_counter()) < began + seconds:
+            if now < next_at:
+                time.sleep(next_at - now)
+            next_at = max(next_at + 1 / READS_S, time.perf_counter() - 5 / READS_S)
+            sent = time.perf_counter()
+            wire.sendall(asked[len(found) % len(asked)])
+            got = 0
+            while got < due:
+                got += len(wire.recv(due))
+            found.append((sent, time.perf_counter() - sent))
+    answer.send(np.array(found))
+
+
+def load(
+    url: str, case: Case, config: NightConfig, governed: bool, seconds: float, answer: Connection
+) -> None:
+    """The loader: (time, bytes so far) as Redis confirms them."""
+    pin(0, READER_CORE)
+    steps: list[tuple[float, float]] = [(time.perf_counter(), 0.0)]
+    with redis.Redis.from_url(url, protocol=3) as client:
+        control = Control(client, KEYS)
+        until = time.perf_counter() + seconds
+
+        def advance(size_bytes: int) -> None:
+            steps.append((time.perf_counter(), steps[-1][1] + size_bytes))
+            if steps[-1][0] > until:
+                raise TimeoutError
+
+        opened = open_governor(config.governor, control) if governed else nullcontext()
+        with opened as governor:
+            manifests: list[Manifest] = []
+            try:
+                while True:
+                    name = f"20270101T000000Z-{len(manifests):012x}"
+                    manifests.append(replace(case.manifest, generation=name))
+                    load_part(
+                        client, KEYS, manifests[-1], case.root, case.part,
+                        chunk_bytes=config.load_chunk_bytes, progress=advance, governor=governor,
+                    )  # fmt: skip
+                    if len(manifests) > 1:
+                        unlink_pages(client, KEYS, manifests[-2], governor=governor)
+            except TimeoutError:
+                answer.send(np.array(steps))
+            for manifest in manifests[-2:]:
+                unlink_pages(client, KEYS, manifest, governor=governor)
+
+
+@contextmanager
+def process(run: Any, *arguments: Any) -> Iterator[Connection]:
+    """A process that answers once."""
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    running = context.Process(target=run, args=(*arguments, there))
+    running.start()
+    try:
+        yield here
+        running.join(30.0)
+    finally:
+        if running.is_alive():
+            running.kill()
+
+
+def watch(url: str, case: Case, config: NightConfig, how: str, seconds: float) -> Watched:
+    """One stretch of reading, loaded as `how` says."""
+    size, pages = case.part.table.page_bytes, case.part.pages.pages - 1
+    starting_s = (
+        0.0 if how == "idle" else 1.5
+    )  # the loader begins after the reader, imports included
+    whole = starting_s + WARM_S[how] + seconds
+    with process(read, url, size, pages, whole) as reader:
+        if how == "idle":
+            found = reader.recv()
+            taken = found[found[:, 0] > found[-1, 0] - seconds]
+            return Watched(taken[:, 1], 0.0)
+        with process(load, url, case, config, how == "closed", WARM_S[how] + seconds) as loader:
+            steps, found = loader.recv(), reader.recv()
+    began, ended = steps[0, 0] + WARM_S[how], min(steps[-1, 0], found[-1, 0])
+    inside = (found[:, 0] >= began) & (found[:, 0] < ended)
+    bytes_then = np.interp([began, ended], steps[:, 0], steps[:, 1])
+    rate = (bytes_then[1] - bytes_then[0]) / max(1e-9, ended - began)
+    return Watched(found[inside, 1], float(rate))
+
+
+def flat_out(url: str, case: Case, config: NightConfig, seconds: float) -> float:
+    """Bytes per second of the same loads with nobody there."""
+    with process(load, url, case, config, False, seconds) as loader:
+        steps = loader.recv()
+    return float(steps[-1, 1] / (steps[-1, 0] - steps[0, 0]))
+
+
+def set_pipeline(client: "redis.Redis", case: Case, count: int) -> float:
+    """Bytes per second of one `SET` per record, keys and values ready."""
+    pipeline = client.pipeline(transaction=False)
+    began = time.perf_counter()
+    for at in range(0, count, AT_ONCE):
+        chosen = slice(at, at + AT_ONCE)
+        for name, record in zip(case.names[chosen], case.records[chosen], strict=True):
+            pipeline.set(name, record)
+        pipeline.execute()
+    spent_s = time.perf_counter() - began
+    for at in range(0, count, AT_ONCE):
+        client.unlink(*case.names[at : at + AT_ONCE])
+    return count * LAYOUT.size_bytes / spent_s
+
+
+def p99(stretches: list[Watched]) -> float:
+    """Of all round trips together."""
+    return float(np.percentile(np.concatenate([each.round_trips for each in stretches]), 99))
+
+
+def publish_live(client: "redis.Redis", case: Case, config: NightConfig) -> None:
+    """What the reader reads, where probes look for it."""
+    client.flushall(asynchronous=False)
+    load_part(
+        client, KEYS, case.manifest, case.root, case.part, chunk_bytes=config.load_chunk_bytes
+    )
+    client.set(KEYS.live, Pointer(GENERATION, 1, None, "bench", 0.0).to_bytes())
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "", [each for each in sys.argv[1:] if each != "--sweep"])
+    config = NightConfig()
+    count = 60_000 if options.quick else 200_000
+    seconds = 1.5 if options.quick else 5.0
+    report = Report("load", ("redis", "hiredis"))
+    with own_server(0) as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        report.figures["placement"] = (
+            f"redis on {pin(server.pid, 0)}, reader and loader on {pin(0, READER_CORE)}"
+        )
+        with redis.Redis.from_url(server.url, protocol=3) as client:
+            if "--sweep" in sys.argv:
+                sweep(server.url, client, Path(folder), config, count, seconds)
+                return
+            case = make_case(Path(folder), count, config)
+            report.figures["page bytes"] = case.part.table.page_bytes
+            report.figures["piece bytes"] = config.governor.piece_bytes
+            publish_live(client, case, config)
+            measure(report, server.url, client, case, config, options.rounds, seconds)
+        unpin()
+    report.show(options)
+
+
+def measure(
+    report: Report,
+    url: str,
+    client: "redis.Redis",
+    case: Case,
+    config: NightConfig,
+    rounds: int,
+    seconds: float,
+) -> None:
+    """Alternating rounds; every other one runs backwards."""
+    seen: dict[str, list[Watched]] = {"before": [], "closed": [], "open": [], "after": []}
+    flat: list[float] = []
+    single: list[float] = []
+    for number in range(rounds):
+        seen["before"].append(watch(url, case, config, "idle", seconds))
+        for how in ("closed", "open") if number % 2 else ("open", "closed"):
+            seen[how].append(watch(url, case, config, how, seconds))
+        seen["after"].append(watch(url, case, config, "idle", seconds))
+        flat.append(flat_out(url, case, config, seconds / 2))
+        single.append(set_pipeline(client, case, len(case.names)))
+    idle = p99(seen["before"] + seen["after"])
+    aa = p99(seen["after"]) / p99(seen["before"])
+    for how in ("closed", "open"):
+        found = p99(seen[how])
+        report.ratios[f"p99_{how}_loop_vs_idle"] = Ratio(
+            found / idle, aa, rounds, found * 1e6, idle * 1e6, 0.25
+        )
+    rate = statistics.median(each.rate for each in seen["closed"])
+    for name, base in (("flat_out", flat), ("set_pipeline", single)):
+        middle = statistics.median(base)
+        report.ratios[f"rate_vs_{name}"] = Ratio(
+            rate / middle, aa, rounds, rate / 1e6, middle / 1e6, 0.25
+        )
+    for how, stretches in seen.items():
+        report.figures[f"reads, {how}"] = sum(len(each.round_trips) for each in stretches)
+        trips = np.concatenate([each.round_trips for each in stretches])
+        report.figures[f"p50 / p99 / p99.9 us, {how}"] = " / ".join(
+            f"{value * 1e6:.0f}" for value in np.percentile(trips, [50, 99, 99.9])
+        )
+    report.figures["loaded beside a reader, MB/s"] = round(rate / 1e6, 1)
+    report.figures["loaded beside a reader, open loop, MB/s"] = round(
+        statistics.median(each.rate for each in seen["open"]) / 1e6, 1
+    )
+    report.figures["p99 means"] = "microseconds in the ratios' columns; rates are MB/s"
+
+
+def sweep(
+    url: str,
+    client: "redis.Redis",
+    folder: Path,
+    config: NightConfig,
+    count: int,
+    seconds: float,
+) -> None:
+    """Rate and the reader's p99 against idle, over page and piece sizes."""
+    table = Table(
+        "page KiB", "piece KiB", "MB/s beside a reader", "p99 us", "idle p99 us", "ratio", "flat out MB/s",
+        title="load --sweep",
+    )  # fmt: skip
+    for page in (32, 64, 128, 256, 1024):
+        chosen = replace(config, page_bytes=page * KIB)
+        root = folder / str(page)
+        root.mkdir()
+        case = make_case(root, count, chosen)
+        publish_live(client, case, chosen)
+        flat = flat_out(url, case, chosen, seconds)
+        for piece in (16, 32, 64, 256):
+            if piece > page:
+                continue
+            governed = replace(chosen, governor=replace(config.governor, piece_bytes=piece * KIB))
+            idle = watch(url, case, governed, "idle", seconds)
+            closed = watch(url, case, governed, "closed", seconds)
+            table.add_row(
+                str(page), str(piece), f"{closed.rate / 1e6:.0f}", f"{p99([closed]) * 1e6:.0f}",
+                f"{p99([idle]) * 1e6:.0f}", f"{p99([closed]) / p99([idle]):.2f}", f"{flat / 1e6:.0f}",
+            )  # fmt: skip
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
