@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from cache.items import ItemTable
 from cache.manifest import Manifest
@@ -45,9 +46,7 @@ class Candidate:
     @property
     def evidence(self) -> Evidence:
         """What several gates look at."""
-        if self.given is None:
-            raise AssertionError
-        return self.given
+        return cast(Evidence, self.given)
 
     @property
     def baseline(self) -> str | None:

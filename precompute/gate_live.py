@@ -36,7 +36,6 @@ def single_item(candidate: Candidate) -> Verdict:
     shares = {}
     for table in lists_of(candidate.manifest):
         scan = candidate.evidence.scans[table.name]
-        # With one slot a list, a favourite of all holds them all; with more it holds one of each list.
         shares[table.name] = float(scan.slots.max(initial=0) / max(1, scan.slots.sum()))
     return _highest("single_item", shares, candidate.thresholds.single_item)
 
@@ -47,9 +46,11 @@ def distinct_lists(candidate: Candidate) -> Verdict:
     for table in lists_of(candidate.manifest):
         positions = _spread(candidate)
         ours = _distinct(candidate.evidence.records_of(table, positions))
-        floor, note = thresholds.distinct_lists, table.name
+        # There cannot be more single favourites than items.
+        possible = min(1.0, candidate.items.count / max(1, len(positions)))
+        floor, note = thresholds.distinct_lists * possible, table.name
         before = matching_table(candidate, table)
-        if before is not None:
+        if before is not None and len(candidate.evidence.users_in_live[1]):
             theirs = _distinct(
                 read_live(candidate, before, candidate.evidence.users_in_live[1]).records
             )
@@ -104,10 +105,11 @@ def list_jaccard(candidate: Candidate) -> Verdict:
     }
     if candidate.live is None:
         return not_measured(rule, threshold, FIRST)
+    if not len(candidate.evidence.users_in_live[0]):
+        note = "the live generation knows none of the sampled users: have ids changed their form?"
+        return Verdict(rule, False, 0.0, threshold, note, candidate.baseline)
     if not found:
-        return not_measured(
-            rule, threshold, "the live generation has no such list of the same users"
-        )
+        return not_measured(rule, threshold, "the live generation has no such table of lists")
     worst = min(found, key=lambda name: found[name])
     return at_least(rule, found[worst], threshold, _noted(candidate, worst), candidate.baseline)
 
@@ -196,11 +198,8 @@ def _slots(records: NDArray[Any], depth: int) -> NDArray[np.int64]:
 
 
 def _spread(candidate: Candidate) -> NDArray[np.int64]:
-    return (
-        candidate.evidence.users_in_live[0]
-        if candidate.live
-        else candidate.evidence.users.positions
-    )
+    both = candidate.evidence.users_in_live[0]
+    return both if len(both) else candidate.evidence.users.positions
 
 
 def _distinct(records: NDArray[Any]) -> float:

@@ -20,12 +20,11 @@ CHUNK_BYTES: Final = 16 << 20
 class Scan:
     """What was found in one table; `faults` counts by kind, `seen` tells where each kind was seen first.
 
-    For lists: `slots` int64[items] counts how often an item holds one of the first `depth` slots, `empty` the lists
-    without an item, `counts` int64[K + 1] the lists by length.
+    For lists: `slots` int64[items] counts how often an item is in one, `empty` the lists without an item, `counts`
+    int64[K + 1] the lists by length.
     """
 
     table: Table
-    depth: int
     slots: NDArray[np.int64]
     counts: NDArray[np.int64]
     records: int = 0
@@ -57,7 +56,6 @@ def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
     items = manifest.items.count
     scan = Scan(
         table,
-        depth_of(table.layout.width, items),
         np.zeros(items, np.int64),
         np.zeros(table.layout.width + 1, np.int64),
     )
@@ -145,5 +143,5 @@ def _records(records: NDArray[Any], manifest: Manifest, where: str, scan: Scan) 
     scan.note("order", rising.any(axis=1), where)
     scan.empty += int((counts == 0).sum())
     scan.counts += np.bincount(counts.clip(0, layout.width), minlength=layout.width + 1)
-    top = items[:, : scan.depth][used[:, : scan.depth]]
-    scan.slots += np.bincount(top[top < len(scan.slots)], minlength=len(scan.slots))
+    known = items[used]
+    scan.slots += np.bincount(known[known < len(scan.slots)], minlength=len(scan.slots))

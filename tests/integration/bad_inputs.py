@@ -134,6 +134,16 @@ def clicks_on_other_items(config: NightConfig, folder: Path) -> NightConfig:
     return with_clicks(config, folder, lambda table: relabelled(table, "item", 4))
 
 
+def user_ids_in_another_form(config: NightConfig, folder: Path) -> NightConfig:
+    """As a reader does that takes "007" for a number."""
+
+    def edit(table: Any) -> Any:
+        users = pa.array([f"{each}.0" for each in table["user"].to_pylist()], pa.string())
+        return table.set_column(table.column_names.index("user"), "user", users)
+
+    return with_clicks(config, folder, edit)
+
+
 def half_the_source(config: NightConfig, folder: Path) -> NightConfig:
     def edit(table: Any) -> Any:
         users = np.asarray(table["user"].combine_chunks().dictionary_encode().indices)
@@ -156,7 +166,8 @@ BAD_INPUTS: Mapping[str, tuple[Change, str]] = {
         (bundle_vocabulary_shuffled, "vocabulary"), (retrained_and_shuffled, "list_jaccard"),
         (untrained, "list_jaccard"), (collapsed, "list_jaccard"), (on_another_scale, "score_psi"),
         (histories_exchanged, "list_jaccard"), (clicks_on_other_items, "list_jaccard"),
-        (half_the_source, "coverage_of_live"), (half_the_catalogue, "items_of_live"),
+        (user_ids_in_another_form, "list_jaccard"), (half_the_source, "coverage_of_live"),
+        (half_the_catalogue, "items_of_live"),
     )
 }  # fmt: skip
 """Name -> (change, the rule that must name it)."""

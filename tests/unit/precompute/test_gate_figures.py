@@ -136,7 +136,7 @@ def scanned(folder: Path, edit: Any = None, *, sums: bool = True, cut: bool = Fa
 def test_whole_records_have_no_fault(tmp_path: Path) -> None:
     scan = scanned(tmp_path)
     assert not scan.faults and scan.records == 40 and scan.counts[K] == 40
-    assert scan.slots.sum() == 40 * scan.depth
+    assert scan.slots.sum() == 40 * K
 
 
 @pytest.mark.parametrize(
