@@ -20,13 +20,18 @@ LEASE_S = 60.0
 RENEW_S = 1.0
 POLL_S = 0.05
 
-# One publisher at a time; the note of a dead one is nobody's once its time is over.
+# One publisher at a time; the note of a dead one is nobody's once its time is over, or once what it asked for is in
+# the pointer: its publisher died between the move and taking the note away.
 _STAGE = """#!lua flags=allow-oom
 local found = redis.call('GET', KEYS[1])
 if found then
   local note = cjson.decode(found)
+  local live = redis.call('GET', KEYS[3])
+  local pointer = live and cjson.decode(live) or {}
+  local tried = type(pointer.canary) == 'table' and pointer.canary.generation
   local mine = note.attempt == ARGV[1] or note.generation == ARGV[2]
-  if not mine and note['until'] > tonumber(ARGV[3]) then return found end
+  local moved = note.generation == pointer.generation or note.generation == tried
+  if not mine and not moved and note['until'] > tonumber(ARGV[3]) then return found end
 end
 redis.call('SET', KEYS[1], ARGV[4])
 if not found or cjson.decode(found).generation ~= ARGV[2] then redis.call('PUBLISH', KEYS[2], 'next') end
@@ -82,8 +87,9 @@ class Stage:
         note = Staging(generation, attempt, now + lease_s)
         keys = self._control.keys
         found: Any = self._control.client.eval(
-            _STAGE, 2, keys.next, keys.channel, attempt, generation, str(now), note.to_bytes()
-        )
+            _STAGE, 3, keys.next, keys.channel, keys.live,
+            attempt, generation, str(now), note.to_bytes(),
+        )  # fmt: skip
         return None if found is None else Staging.from_bytes(found)
 
     def clear(self, attempt: str) -> None:

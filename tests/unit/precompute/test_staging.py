@@ -1,0 +1,44 @@
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from cache.keys import Keyspace
+from cache.releases import Canary, Pointer
+from precompute.control import Control
+from precompute.staging import Stage
+
+ONE, TWO = "20260131T000000Z-aaaaaaaaaaaa", "20260201T000000Z-bbbbbbbbbbbb"
+
+
+@pytest.fixture
+def control(redis_url: str, keyspace: Keyspace) -> Iterator[Control]:
+    with redis.Redis.from_url(redis_url, protocol=3) as client:
+        yield Control(client, keyspace)
+
+
+def test_one_publisher_at_a_time_is_told_who_is_in_the_way(control: Control) -> None:
+    stage = Stage(control)
+
+    assert stage.set(ONE, "first") is None
+    assert stage.set(ONE, "a retry under another name") is None
+    found = stage.set(TWO, "second")
+
+    assert found is not None and found.generation == ONE
+
+
+@pytest.mark.parametrize("canary", [None, Canary(TWO, 5.0, 0.0)])
+def test_the_note_of_a_publisher_that_died_after_its_move_is_in_nobodys_way(
+    control: Control, canary: Canary | None
+) -> None:
+    # given: the pointer moved, the note was not taken away
+    stage = Stage(control)
+    staged, other = (ONE, TWO) if canary is None else (TWO, "20260202T000000Z-cccccccccccc")
+    assert stage.set(staged, "dead") is None
+    pointer = Pointer(ONE, 1, None, "dead", published_at=0.0, canary=canary)
+    control.client.set(control.keys.live, pointer.to_bytes())
+
+    # when, then
+    assert stage.set(other, "next") is None
+    note = stage.get()
+    assert note is not None and note.generation == other
