@@ -1,0 +1,44 @@
+"""Verifying on a host that built nothing, and against a live generation of which this host has no file."""
+
+import shutil
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cache.artefacts import read_manifest
+from cache.errors import Refused
+from precompute import pipeline
+from tests.integration.corpus import build
+from tests.integration.nights import NEXT, UNTIL, prepare, publish_night
+
+
+def test_another_host_compares_with_the_live_generation_from_the_store(
+    tmp_path: Path, redis_url: str
+) -> None:
+    config = prepare(tmp_path, redis_url, users=150, items=60)
+    config = replace(config, artifacts=f"memory://verify-{uuid.uuid4().hex}")
+    live = publish_night(config, UNTIL)
+    generation = build(config, NEXT)
+    shutil.rmtree(tmp_path / "state")
+
+    elsewhere = replace(config, state="another-host")
+    pipeline.verify(elsewhere, {"generation": generation})
+
+    verdicts = read_manifest(config.store(), generation).gates
+    compared = {gate["rule"] for gate in verdicts if gate.get("baseline") == live}
+    assert {"list_jaccard", "score_psi", "coverage_of_live", "stale_lists"} <= compared
+    assert all(gate["passed"] for gate in verdicts)
+
+
+def test_a_live_generation_whose_files_are_gone_is_missed_by_the_gates_that_need_them(
+    tmp_path: Path, redis_url: str
+) -> None:
+    config = prepare(tmp_path, redis_url, users=150, items=60)
+    live = publish_night(config, UNTIL)
+    generation = build(config, NEXT)
+    (config.store().local(f"generations/{live}") / "items/ids.bin").unlink()
+
+    with pytest.raises(Refused, match="list_jaccard"):
+        pipeline.verify(config, {"generation": generation})
