@@ -1,0 +1,201 @@
+"""Pages in pieces, read back and mended, and the watch over readers, on a real Redis."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from cache.artefacts import ArtefactStore, generation_path
+from cache.errors import CorruptArtefact
+from cache.keys import Keyspace
+from cache.manifest import Manifest
+from cache.releases import Pointer
+from precompute.control import Control, connect
+from precompute.governor import Governor, open_governor
+from precompute.load import load_part, page_keys, parts_of, unlink_pages, verify_part
+from precompute.priority import GiveWay
+from precompute.readback import lengths
+from precompute.reload import load_missing, repair
+from precompute.sections import GovernorConfig
+from precompute.watch import FOREIGN_READS_S, Watcher
+from tests.integration.test_release import A, World
+from tests.polling import until
+
+ALWAYS = GovernorConfig(readers="always", floor_mib_s=512.0, idle_s=0.05)
+
+
+class Small(Governor):
+    """Pieces of 100 bytes, for pages of 320."""
+
+    @property
+    def piece_bytes(self) -> int:
+        return 100
+
+
+@pytest.fixture
+def world(tmp_path: Path, redis_url: str, keyspace: Keyspace) -> Iterator[World]:
+    with connect(redis_url, 5.0) as client:
+        yield World(ArtefactStore(str(tmp_path)), client, keyspace)
+
+
+@pytest.fixture
+def small(world: World) -> Iterator[Governor]:
+    governor = Small(ALWAYS, Watcher(world.control, probe_ms=2.0))
+    yield governor
+    governor.close()
+
+
+def loaded(world: World, governor: Governor | None) -> tuple[Manifest, Path]:
+    manifest = world.make(A, 57)
+    root = world.store.local(generation_path(A))
+    for part in parts_of(manifest):
+        assert load_part(world.client, world.keys, manifest, root, part, governor=governor)
+    return manifest, root
+
+
+def values(world: World, manifest: Manifest) -> list[object]:
+    return [world.client.get(name) for name in page_keys(world.keys, manifest)]
+
+
+def calls(world: World, name: str) -> int:
+    found = world.client.info("commandstats").get(f"cmdstat_{name}", {"calls": 0})
+    return int(found["calls"])
+
+
+def test_pages_in_pieces_are_byte_for_byte_the_pages_sent_whole(world, small):
+    manifest, _ = loaded(world, None)
+    whole = values(world, manifest)
+    world.client.delete(*page_keys(world.keys, manifest), world.keys.loaded(A))
+    before = calls(world, "setrange")
+
+    _, root = loaded(world, small)
+
+    assert values(world, manifest) == whole
+    assert calls(world, "setrange") - before == 2 * (5 * 4 + 3)
+    for part in parts_of(manifest):
+        assert verify_part(world.client, world.keys, manifest, root, part, governor=small) == 6
+        assert dict(lengths(world.client, world.keys, manifest, part)) == {
+            page: part.size_of(page) for page in range(6)
+        }
+
+
+@pytest.mark.parametrize("damage", ["bytes", "missing", "shorter", "longer"])
+def test_a_damaged_page_is_found_in_pieces_and_mended_where_it_lies(world, small, damage):
+    manifest, root = loaded(world, small)
+    sound = values(world, manifest)
+    part = parts_of(manifest)[1]
+    name = part.key(world.keys, A, 2)
+    match damage:
+        case "bytes":
+            world.client.setrange(name, 110, b"?")
+        case "missing":
+            world.client.delete(name)
+        case "shorter":
+            world.client.set(name, b"x" * 50)
+        case _:
+            world.client.append(name, b"x")
+    deleted = calls(world, "del") + calls(world, "unlink")
+    with pytest.raises(CorruptArtefact, match="load again"):
+        verify_part(world.client, world.keys, manifest, root, part, governor=small)
+
+    assert repair(world.control, world.keys, world.store, A, governor=small) == [name]
+
+    assert values(world, manifest) == sound
+    assert calls(world, "del") + calls(world, "unlink") == deleted
+    assert repair(world.control, world.keys, world.store, A) == []
+    assert load_missing(world.control, world.keys, world.store, A) == 0
+
+
+def test_a_page_that_is_only_shorter_is_noticed_without_reading_it(world):
+    manifest, _ = loaded(world, None)
+    part = parts_of(manifest)[0]
+    world.client.set(part.key(world.keys, A, 3), b"short")
+    before = calls(world, "getrange") + calls(world, "get")
+
+    assert load_missing(world.control, world.keys, world.store, A) == 1
+
+    # Only the part that was streamed again is read back.
+    assert calls(world, "getrange") + calls(world, "get") - before <= 6 + 3
+
+
+def test_retiring_beside_readers_unlinks_a_page_at_a_time(world, small):
+    manifest, _ = loaded(world, small)
+    before = calls(world, "unlink")
+
+    assert unlink_pages(world.client, world.keys, manifest, governor=small) == 13
+
+    assert calls(world, "unlink") - before == 13 and world.pages() == set()
+
+
+def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspace):
+    with connect(own_redis.url, 5.0) as client:
+        control = Control(client, keyspace)
+        client.set(keyspace.live, Pointer(A, 1, None, "test", 0.0).to_bytes())
+        watch = Watcher(control, probe_ms=1.0)
+        try:
+            assert until(lambda: (look := watch.look()) is not None and look.foreign_s is not None)
+            look = watch.look()
+            assert look is not None and look.replicas == 0
+            assert (look.foreign_s or 0.0) <= FOREIGN_READS_S
+            found: list[float] = []
+            assert until(lambda: found.extend(watch.round_trips()) or len(found) > 50)  # type: ignore[func-returns-value]
+            assert all(0 < each < 5 for each in found)
+
+            beat = b'{"replica":"r1","serving":null,"holds":[],"l2_p99_ms":0.4}'
+            client.zadd(keyspace.replicas, {beat: control.time() + 60})
+            assert until(
+                lambda: (look := watch.look()) is not None and look.replicas_ms == {"r1": 0.4}
+            )
+
+            def noticed() -> bool:
+                for _ in range(50):
+                    client.get("anything")
+                look = watch.look()
+                return look is not None and (look.foreign_s or 0.0) > FOREIGN_READS_S
+
+            assert until(noticed)
+        finally:
+            watch.close()
+        names = [each["name"] for each in client.client_list()]
+        assert len(names) == 1
+
+
+def test_a_watch_that_cannot_connect_says_so_by_round_trips_that_never_end(world):
+    unreachable = redis.Redis(port=1, socket_timeout=0.2)
+    watch = Watcher(Control(unreachable, world.keys), probe_ms=1.0)
+    governor = Governor(GovernorConfig(floor_mib_s=1024.0, idle_s=0.05), watch)
+    try:
+        manifest, _ = loaded(world, governor)
+
+        assert None not in values(world, manifest)
+        assert watch.look() is None
+        found: list[float] = []
+        assert until(lambda: found.extend(watch.round_trips()) or math.inf in found)  # type: ignore[func-returns-value]
+    finally:
+        governor.close()
+
+
+def test_an_idle_redis_is_loaded_without_waiting(own_redis, keyspace):
+    with (
+        connect(own_redis.url, 5.0) as client,
+        open_governor(GovernorConfig(), Control(client, keyspace)) as governor,
+    ):
+
+        def flat_out() -> bool:
+            governor.pace(1)
+            return governor.piece_bytes is None
+
+        assert until(flat_out)
+        slept_s = governor.slept_s
+        for _ in range(1_000):
+            governor.pace(1 << 20)
+        assert governor.slept_s == slept_s
+
+
+def test_giving_way_ends_where_it_began():
+    way = GiveWay()
+    gives = way(True)
+
+    assert way(True) == gives and way(False) is False and way(False) is False
