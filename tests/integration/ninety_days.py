@@ -143,6 +143,13 @@ class Simulation:
             for reader in self.readers:  # they look every second, so between any two events
                 self._follow(reader)
 
+    def rest(self) -> None:
+        """Two quiet days with a retire after each: what a restore brought back, for its overlays' sake, may go now."""
+        self._restore()
+        for _ in range(2):
+            self.now += OVERLAY_S + HOUR
+            self._retire(Run(f"rest-{self.now:.0f}", self.now, 0, 0), [])
+
     def _plan(self) -> None:
         rng = self.rng
         down = {
@@ -165,6 +172,8 @@ class Simulation:
                 self._schedule(backfill, tick + rng.uniform(0, 20 * HOUR))
             if rng.random() < 0.08:
                 self.at(tick + rng.uniform(8 * HOUR, 20 * HOUR), self._roll_back)
+            if rng.random() < 0.2:
+                self.at(tick + rng.uniform(0, DAY), self._publish_by_hand)
             if rng.random() < 0.06:
                 self.at(tick + rng.uniform(0, DAY), self._lose_redis)
             if rng.random() < 0.3:
@@ -268,11 +277,25 @@ class Simulation:
         drop_old_rows(releases, overlay_ttl_s=OVERLAY_S)
 
     def _roll_back(self) -> None:
-        name = f"roll-back-{self.now:.0f}"
+        name, left = f"roll-back-{self.now:.0f}", self.control.pointer()
         try:
             self.hosts[0].roll_back(to=None, reason="the dice say so", attempt=name)
             self.count("roll back")
+            if left is not None and self.rng.random() < 0.5:
+                self.at(self.now + 10 * MINUTE, lambda: self._publish_by_hand(left.generation))
         except Conflict:
+            self.count("refused as a conflict")
+
+    def _publish_by_hand(self, generation: str | None = None) -> None:
+        """Somebody tries a recent generation, whatever became of it; only a verified one may go live."""
+        found = sorted(name for name, at in self.created.items() if self.now - at < 4 * DAY)
+        found = found if generation is None else [generation]
+        if not found:
+            return
+        try:
+            self.hosts[1].publish(self.rng.choice(found), attempt=f"by-hand-{self.now:.0f}")
+            self.count("publish by hand")
+        except LarderError:
             self.count("refused as a conflict")
 
     def _restore(self) -> None:

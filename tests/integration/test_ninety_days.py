@@ -43,6 +43,7 @@ def live_through(
         season.run()
         print(dict(sorted(season.counts.items())))
         check_history(season)
+        season.rest()
         check_leaks(season)
     return season
 
@@ -74,7 +75,7 @@ def check_leaks(season: Simulation) -> None:
     }
     rows = set(season.control.rows())
     assert pages <= rows, "pages of a generation that the registry does not know"
-    recent = {name for name, at in season.created.items() if season.now - at < 6 * 86_400}
+    recent = {name for name, at in season.created.items() if season.now - at < 8 * 86_400}
     stored = set(season.store.names("generations"))
     assert len(stored - recent) <= KEEP + 2, stored
     assert len(rows - recent) <= KEEP + 6, rows
