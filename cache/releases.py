@@ -1,8 +1,9 @@
 """Release records: the write-once history of what was published, rolled back, refused or pinned."""
 
+import hashlib
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Self
 
 import orjson
@@ -52,9 +53,8 @@ class Release:
 
     def to_bytes(self) -> bytes:
         """JSON without `done`, which is the existence of a second file."""
-        fields = asdict(self)
-        del fields["done"]
-        return orjson.dumps(fields, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "done"}
+        return orjson.dumps(kept, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, done: bool) -> Self:
@@ -87,7 +87,7 @@ class Pointer:
 
     def to_bytes(self) -> bytes:
         """JSON as stored in Redis."""
-        return orjson.dumps(asdict(self))
+        return orjson.dumps(self)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
@@ -102,6 +102,14 @@ class Pointer:
         except (orjson.JSONDecodeError, TypeError) as error:
             raise CorruptArtefact(f"not a pointer: {error}") from error
         return pointer
+
+
+def manifest_digest(raw: bytes) -> str:
+    """SHA-256 of what a manifest says of its generation: all but verdicts and timings, which verifying writes anew."""
+    kept = {
+        name: value for name, value in orjson.loads(raw).items() if name not in ("gates", "timings")
+    }
+    return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def intent_path(epoch: int) -> str:
@@ -145,7 +153,7 @@ def newest_move(releases: Sequence[Release]) -> Release | None:
 
 
 def released_manifest(releases: Sequence[Release], generation: str) -> str:
-    """SHA-256 of the manifest as last published or verified again; empty when no record carries one."""
+    """Digest of the manifest as last published or verified again; empty when no record carries one."""
     return next(
         (
             each.manifest_sha256

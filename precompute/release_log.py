@@ -8,6 +8,7 @@ the pointer: it carries the attempt and the epoch.
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cache.artefacts import ArtefactStore, generation_path
 from cache.errors import Conflict, CorruptArtefact, UnknownGeneration
@@ -19,10 +20,11 @@ from cache.releases import (
     all_releases,
     done_path,
     intent_path,
+    manifest_digest,
     released_manifest,
 )
 from precompute.control import Control, Row
-from precompute.states import Ledger, State, fold
+from precompute.states import TRANSITIONS, Ledger, State, fold
 
 EPOCH_TRIES = 100
 NOTE_TRIES = 10
@@ -135,7 +137,8 @@ class ReleaseLog:
         expected: int | None = None,
     ) -> Release:
         """Write one entry under the next epoch, which is greater than every earlier one and than the `expected`."""
-        digest = self._manifest_digest(generation)
+        raw = self._manifest(generation)
+        digest = "" if raw is None else manifest_digest(raw)
         for _ in range(EPOCH_TRIES):
             newest = max((release.epoch for release in self.history()), default=0)
             now = self.clock()
@@ -162,17 +165,26 @@ class ReleaseLog:
             f"{EPOCH_TRIES} other releases were being written at the same time; try again"
         )
 
-    def note(self, generation: str, state: State) -> None:
-        """Write a step of the night into the registry; Conflict when the generation was retired meanwhile."""
+    def note(self, generation: str, state: Literal[State.BEGUN, State.LOADED]) -> None:
+        """Write a step of the night into the registry; Conflict when the generation was retired meanwhile.
+
+        One that is further by now, or was judged, stays what it is.
+        """
+        steps = TRANSITIONS["begin" if state is State.BEGUN else "load"]
         for _ in range(NOTE_TRIES):
             view = self.view()
-            epoch = view.pointer.epoch if view.pointer else 0
-            if self.control.mark({generation: Row(state, self.clock())}, expected_epoch=epoch):
+            found = standing(generation, view.ledger, view.rows.get(generation))
+            if found is State.RETIRED:
+                raise Conflict(
+                    f"{generation} was retired while it was being made", generation=generation
+                )
+            rows = {generation: Row(steps.get(found, state), self.clock())}
+            if found in (State.LIVE, State.SUPERSEDED):
+                return
+            if self.control.mark(rows, expected_epoch=view.epoch, unless="live"):
                 row = self.control.rows().get(generation)
                 if row is not None and row.state is State.RETIRED:
-                    raise Conflict(
-                        f"{generation} was retired while it was being made", generation=generation
-                    )
+                    continue
                 return
         raise Conflict(
             f"the pointer moved {NOTE_TRIES} times while {generation} was being noted; try again"
@@ -180,22 +192,22 @@ class ReleaseLog:
 
     def check_manifest(self, generation: str, history: list[Release]) -> None:
         """Raises CorruptArtefact when the manifest is not the one that was released, UnknownGeneration if gone."""
-        found = self._manifest_digest(generation)
-        if not found:
+        raw = self._manifest(generation)
+        if raw is None:
             raise UnknownGeneration(
                 f"generation {generation} has no manifest in {self.store.url}",
                 generation=generation,
             )
-        released = released_manifest(history, generation)
-        if released and found != released:
+        released, found = released_manifest(history, generation), manifest_digest(raw)
+        # Records of earlier versions hold the digest of the whole file.
+        if released and released not in (found, hashlib.sha256(raw).hexdigest()):
             raise CorruptArtefact(
-                f"the manifest of {generation} has SHA-256 {found}, its release record says {released}",
+                f"the manifest of {generation} has the digest {found}, its release record says {released}",
                 generation=generation,
             )
 
-    def _manifest_digest(self, generation: str) -> str:
-        raw = self.store.read(generation_path(generation, "manifest.json"))
-        return "" if raw is None else hashlib.sha256(raw).hexdigest()
+    def _manifest(self, generation: str) -> bytes | None:
+        return self.store.read(generation_path(generation, "manifest.json"))
 
 
 def _without_retired(ledger: Ledger, rows: dict[str, Row]) -> Ledger:

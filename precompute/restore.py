@@ -77,9 +77,12 @@ def restore(
 def _finish_roll_back(releases: ReleaseLog, view: View) -> bool:
     """Take a roll back for done that may have moved the pointer before its writer died and Redis forgot it.
 
-    Nobody can tell any more; what must not happen is that readers meet the bad generation again.
+    Nobody can tell any more; what must not happen is that readers meet the bad generation again. While the pointer is
+    there, it tells: then the roll back never happened.
     """
     ledger = view.ledger
+    if view.epoch == ledger.live_epoch:
+        return False
     for release in reversed(view.history):
         if release.action == "roll_back" and not release.done:
             is_last = release.expected == ledger.live_epoch and release.epoch > ledger.live_epoch

@@ -1,0 +1,151 @@
+"""Mistakes planted into the release code, each of which a random life must find."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from precompute import release, release_log, restore, states, sweep
+from precompute.release_log import ReleaseLog
+from precompute.states import Ledger, State
+from tests.memory import MemoryRedis
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _previous_may_be_bad(patch: pytest.MonkeyPatch) -> None:
+    real = states.newest_superseded
+
+    def newest(found: Any, left_at: Any, **options: Any) -> str | None:
+        bad = {State.ROLLED_BACK: State.SUPERSEDED}
+        return real(
+            {each: bad.get(state, state) for each, state in found.items()}, left_at, **options
+        )
+
+    for owner in (states, release):
+        patch.setattr(owner, "newest_superseded", newest)
+
+
+def _epoch_follows_the_clock(patch: pytest.MonkeyPatch) -> None:
+    real = ReleaseLog.record
+
+    def record(
+        self: ReleaseLog, *arguments: Any, expected: int | None = None, **options: Any
+    ) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self, "history", list)
+            return real(self, *arguments, **options)
+
+    patch.setattr(ReleaseLog, "record", record)
+
+
+def _pointer_is_not_compared(patch: pytest.MonkeyPatch) -> None:
+    real = MemoryRedis._move
+
+    def move(self: MemoryRedis, argv: list[bytes]) -> Any:
+        found = self.data.get(self.keys.live)
+        epoch = release_log.Pointer.from_bytes(found).epoch if found else 0
+        return real(self, [str(epoch).encode(), *argv[1:]])
+
+    patch.setattr(MemoryRedis, "_move", move)
+
+
+def _intents_count_as_done(patch: pytest.MonkeyPatch) -> None:
+    real = states.fold
+
+    def fold(releases: Any) -> Ledger:
+        return real([replace(each, done=True) for each in releases])
+
+    for owner in (release_log, sweep):
+        patch.setattr(owner, "fold", fold)
+
+
+def _pins_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "is_pinned", lambda *_arguments: False)
+
+
+def _holders_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sweep, "_held", lambda _releases: set())
+
+
+def _rows_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    real = MemoryRedis._move
+    patch.setattr(MemoryRedis, "_move", lambda self, argv: real(self, [*argv[:2], b"", *argv[3:]]))
+
+
+def _an_attempt_is_recognised_however_old(patch: pytest.MonkeyPatch) -> None:
+    real = MemoryRedis._move
+
+    def move(self: MemoryRedis, argv: list[bytes]) -> Any:
+        found, to = self.data.get(self.keys.live), release_log.Pointer.from_bytes(argv[1])
+        if found is not None:
+            pointer = release_log.Pointer.from_bytes(found)
+            if (pointer.attempt, pointer.generation) == (to.attempt, to.generation):
+                return [1, found]
+        return real(self, argv)
+
+    patch.setattr(MemoryRedis, "_move", move)
+
+
+def _retries_publish_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(release, "_earlier", lambda *_arguments: None)
+    patch.setitem(states.TRANSITIONS, "publish", dict.fromkeys([*State], State.LIVE))
+    patch.setitem(states.ALLOWED, "publish", frozenset(State))
+
+
+def _moves_are_not_settled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReleaseLog, "settle", ReleaseLog.history)
+
+
+def _rolled_back_is_superseded(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(states.LEAVES, "roll_back", State.SUPERSEDED)
+
+
+def _a_roll_back_may_be_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(restore, "_finish_roll_back", lambda *_arguments: False)
+
+
+def _old_pages_come_back(patch: pytest.MonkeyPatch) -> None:
+    for owner in (sweep, restore):
+        patch.setattr(owner, "unlink_recorded", lambda *_arguments: 0)
+
+
+def _just_left_is_long_ago(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sweep, "_left_s_ago", lambda *_arguments: float("inf"))
+
+
+def _older_data_is_published(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(release, "_demand_newer", lambda *_arguments: None)
+
+
+def _refused_is_published(patch: pytest.MonkeyPatch) -> None:
+    allowed = frozenset({State.VERIFIED, State.REFUSED})
+    patch.setitem(states.TRANSITIONS, "publish", dict.fromkeys(allowed, State.LIVE))
+    patch.setitem(states.ALLOWED, "publish", allowed)
+
+
+def _canaries_are_not_protected(patch: pytest.MonkeyPatch) -> None:
+    real = MemoryRedis._mark
+
+    def mark(self: MemoryRedis, argv: list[bytes]) -> int:
+        return real(self, [argv[0], b"", *argv[2:]])
+
+    patch.setattr(MemoryRedis, "_mark", mark)
+
+
+DEFECTS: dict[str, Plant] = {
+    name.removeprefix("_").replace("_", " "): plant
+    for name, plant in list(globals().items())
+    if name.startswith("_") and getattr(plant, "__module__", "") == __name__
+}
+"""What was planted -> how."""
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """While it lasts the release code makes this mistake."""
+    with pytest.MonkeyPatch.context() as patch:
+        DEFECTS[name](patch)
+        yield

@@ -1,0 +1,669 @@
+"""One random life of a namespace: operations interleaved at every step, killed, with Redis lost; all rules checked.
+
+The real release code runs over a store and a Redis in memory. Each operation is a greenlet that may be paused before
+any command or file, so publishers, operators and sweeps overlap in every order; one paused for ever was killed.
+"""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import greenlet
+import orjson
+import redis
+
+from cache.artefacts import ArtefactStore, generation_path
+from cache.errors import Conflict, LarderError, UnknownGeneration
+from cache.keys import Keyspace
+from cache.manifest import (
+    Artefact,
+    DirectoryPart,
+    EntitySet,
+    ItemFiles,
+    Manifest,
+    Producer,
+    Table,
+    TablePart,
+)
+from cache.records import Layout
+from cache.releases import Pointer, Release, all_releases, intent_path, newest_release
+from precompute import release as release_module
+from precompute import restore as restore_module
+from precompute import sweep as sweep_module
+from precompute.control import REPLICA_DEAD_S, Control
+from precompute.release import Releases
+from precompute.states import State, demand, fold
+from serving.verdict import as_pointer, judge
+from tests.memory import MemoryRedis, MemoryStore
+
+KEYS = Keyspace("life")
+START = 1_800_000_000.0
+GENERATIONS = tuple(
+    f"2026010{day}T000000Z-{variant * 12}" for day in range(1, 7) for variant in "ab"
+)
+LAST = f"20270101T000000Z-{'0' * 12}"
+PAGE = b"x" * 8
+GRACE_S = 60.0
+NOWHERE = Artefact("", 0, "")
+
+
+class Killed(BaseException):
+    """The process of an operation is gone."""
+
+
+class Broken(AssertionError):
+    """A rule did not hold; carries the seed and everything that happened."""
+
+
+@lru_cache(maxsize=1024)
+def manifest_of(generation: str, verdict: int) -> bytes:
+    """A manifest of one table with two pages; `verdict` tells verifications apart."""
+    nothing = TablePart(0, 2, 4, NOWHERE, NOWHERE)
+    table = Table("t", "user", Producer("none"), Layout("value", 4, "f4"), 2, (nothing,))
+    return Manifest(
+        namespace="life", generation=generation, data_until=0, created_at=int(START), bundle_digest="",
+        inputs_digest="", entity_sets={"user": EntitySet("user", 0, 0, (DirectoryPart(0, 0, NOWHERE),))},
+        items=ItemFiles(NOWHERE, NOWHERE, NOWHERE, NOWHERE, 0, 0), tables={"t": table}, models={}, indexes={},
+        defaults=NOWHERE, gates=({"rule": "any", "passed": True, "number": verdict},),
+    ).to_bytes()  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _parsed(raw: bytes) -> Manifest:
+    return Manifest.from_bytes(raw)
+
+
+def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
+    """As `cache.artefacts` does, each text parsed once."""
+    raw = store.read(generation_path(generation, "manifest.json"))
+    if raw is None:
+        raise UnknownGeneration(f"{generation} has no manifest", generation=generation)
+    return _parsed(raw)
+
+
+def page_names(generation: str) -> list[str]:
+    """The two pages."""
+    return [KEYS.page(generation, "t", page) for page in range(2)]
+
+
+def load_missing(
+    control: Control, _keys: Keyspace, store: ArtefactStore, generation: str, **_options: Any
+) -> int:
+    """Pages into Redis, one by one, and their mark."""
+    read_manifest(store, generation)
+    for name in page_names(generation):
+        if control.client.strlen(name) != len(PAGE):
+            control.client.set(name, PAGE)
+    control.client.hset(KEYS.loaded(generation), "t/0", "mark")
+    return 0
+
+
+@contextlib.contextmanager
+def modelled() -> Iterator[None]:
+    """While it lasts, pages are two short strings; everything else is what runs in production."""
+    names: list[tuple[Any, str, Any]] = [
+        (release_module, "load_missing", load_missing),
+        (release_module, "read_manifest", read_manifest),
+        (sweep_module, "read_manifest", read_manifest),
+        (restore_module, "reload", load_missing),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in names]
+    try:
+        for owner, name, model in names:
+            setattr(owner, name, model)
+        yield
+    finally:
+        for owner, name, real in before:
+            setattr(owner, name, real)
+
+
+@dataclass(eq=False, slots=True)
+class Actor:
+    """An operation under way; `age` is how many disasters there were when it began."""
+
+    name: str
+    pauses: float
+    age: int
+    step: int
+    about: str | None = None
+    running: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class Reader:
+    """A replica: follows only greater epochs, says each second what it holds unless cut off."""
+
+    name: str
+    seen: Pointer | None = None
+    holds: tuple[str, ...] = ()
+    payload: bytes | None = None
+    is_cut_off: bool = False
+    alive_since: int = 0
+
+
+class Life:
+    """See the module."""
+
+    def __init__(self, seed: int, *, steps: int = 60) -> None:
+        self.rng, self.seed, self.steps = random.Random(seed), seed, steps
+        self.now, self.step = START, 0
+        self.redis = MemoryRedis(KEYS, lambda: self.now, self._pause)
+        self.redis.moved, self.redis.rowed = self._moved, self._rowed
+        self.store = MemoryStore(self._pause)
+        self.actors: list[Actor] = []
+        self.current: Actor | None = None
+        self.readers = [Reader(f"r{number}") for number in range(3)]
+        self.told: list[str] = []
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
+        self.known: dict[int, Release] = {}
+        self.disasters = self.jumps = self.attempts = self.verdicts = 0
+        self.whole_since = 0
+        self.snapshot: tuple[dict[str, Any], set[str]] | None = None
+        self.passed: set[str] = set()
+        self.bad: set[str] = set()
+        self.retired: set[str] = set()
+        self.lived: set[str] = set()
+        self.published: dict[tuple[str, str, int, int], int] = {}
+        self.pins: dict[str, float | None] = {}
+        self.left_at: dict[str, tuple[float, int]] = {}
+        self.epoch_max = self.moves = 0
+
+    # -- the world
+
+    def releases(self) -> Releases:
+        """As a process of its own has it."""
+        control = Control(self.redis, KEYS)  # type: ignore[arg-type]
+        found = Releases(self.store, control)
+        found._known = self.known  # records never change, so parsing them once is enough
+        return found
+
+    def run(self) -> None:
+        """The whole life; raises Broken with all that happened."""
+        try:
+            with modelled():
+                for _ in range(self.rng.randrange(4)):
+                    generation = self.rng.choice(GENERATIONS)
+                    self._start("night", (generation, self._attempt(), True), pauses=0.0)
+                    self._start("publish", (generation, self._attempt()), pauses=0.0)
+                for step in range(1, self.steps + 1):
+                    self.step = step
+                    self._next()
+                    self._check()
+                self._end()
+        except (AssertionError, LarderError) as error:
+            told = "\n".join(self.told)
+            raise Broken(f"seed {self.seed}: {error}\n{told}") from error
+
+    def _next(self) -> None:
+        luck = self.rng.random()
+        if self.actors and luck < 0.5:
+            actor = self.rng.choice(self.actors)
+            if self.rng.random() < 0.1:
+                self._tell("kill", actor.name)
+                self.actors.remove(actor)
+                actor.running.throw(Killed)
+                if self.rng.random() < 0.1:
+                    self._happen("wipe")
+            else:
+                self._resume(actor)
+        elif luck < 0.62:
+            self._read(self.rng.choice(self.readers))
+        elif luck < 0.72:
+            self._happen()
+        elif len(self.actors) < 3:
+            self._ask()
+
+    def _tell(self, *what: Any) -> None:
+        self.told.append(f"{self.step} {' '.join(map(str, what))}")
+
+    def _attempt(self) -> str:
+        self.attempts += 1
+        return f"attempt-{self.attempts}"
+
+    # -- operations
+
+    def _ask(self) -> None:
+        rng, generation = self.rng, self.rng.choice(GENERATIONS)
+        known = sorted(self.passed) or [generation]
+        if not self._is_whole() and rng.random() < 0.4:
+            name, arguments = "restore", ("shell",)
+        elif self.asked and rng.random() < 0.2:
+            name, arguments = rng.choice(self.asked)
+        else:
+            name = rng.choices(
+                ["night", "begin", "load", "verify", "publish", "roll_back", "override", "clear", "canary",
+                 "end_canary", "pin", "unpin", "retire", "restore", "refuse"],
+                [5, 1, 1, 3, 9, 5, 1, 1, 3, 2, 1, 1, 4, 3, 1],
+            )[0]  # fmt: skip
+            chosen = rng.choice(known) if rng.random() < 0.8 else generation
+            if self.actors and rng.random() < 0.4:  # what another one is busy with
+                chosen = rng.choice(self.actors).about or chosen
+            attempt, good = self._attempt(), rng.random() < 0.75
+            arguments = {
+                "night": (generation, attempt, good), "begin": (generation,), "load": (chosen,),
+                "verify": (rng.choice(sorted(self.bad) or [chosen]), attempt, good), "publish": (chosen, attempt),
+                "roll_back": (chosen if rng.random() < 0.3 else None, attempt), "override": (chosen, attempt),
+                "clear": (chosen, attempt), "canary": (chosen, float(rng.randint(1, 3)), attempt),
+                "end_canary": (attempt, rng.random() < 0.5),
+                "pin": (chosen, rng.choice([None, self.now + 50, self.now + 5_000]), attempt),
+                "unpin": (chosen, attempt), "retire": (rng.randint(0, 2),), "refuse": (chosen, attempt),
+                "restore": (rng.choice(["shell", attempt]),),
+            }[name]  # fmt: skip
+            self.asked.append((name, arguments))
+        is_move = name in ("publish", "roll_back", "canary", "end_canary", "restore", "retire")
+        self._start(
+            name, arguments, pauses=rng.choice([0.0, 0.1, 0.2, 0.4] if is_move else [0.0, 0.0, 0.2])
+        )
+
+    def _start(self, name: str, arguments: tuple[Any, ...], *, pauses: float) -> None:
+        about = arguments[0] if arguments and arguments[0] in GENERATIONS else None
+        actor = Actor(f"{name}{arguments}", pauses, self.disasters, self.step, about)
+
+        def work() -> None:
+            try:
+                getattr(self, f"_do_{name}")(*arguments)
+            except (LarderError, redis.exceptions.RedisError) as error:
+                self._tell("  no:", actor.name, "--", str(error)[:150])
+            except Killed:
+                pass
+            else:
+                self._tell("  done:", actor.name)
+
+        actor.running = greenlet.greenlet(work)
+        self.actors.append(actor)
+        self._tell("start", actor.name)
+        self._resume(actor)
+
+    def _resume(self, actor: Actor) -> None:
+        self.current = actor
+        if self.rng.random() < 0.02:
+            self.redis.loses_reply = True
+        try:
+            actor.running.switch()
+        finally:
+            self.current, self.redis.loses_reply = None, False
+            if actor.running.dead and actor in self.actors:
+                self.actors.remove(actor)
+
+    def _pause(self, what: str, name: str) -> None:
+        actor = self.current
+        if what in ("unlink", "delete"):
+            self._check_removal(what, name)
+        if actor is not None and actor.pauses and self.rng.random() < actor.pauses:
+            self._tell("  pause:", actor.name, "before", what, name[:60].split("\n")[0])
+            actor.running.parent.switch()
+            self.current = actor
+            if what in ("unlink", "delete"):
+                self._check_removal(what, name)
+
+    def _do_begin(self, generation: str) -> None:
+        releases = self.releases()
+        state = releases.state(generation)
+        if state is State.LIVE:
+            return
+        demand("begin", generation, state)
+        assert generation not in self.retired, "a retired generation was begun again"
+        if state is None:
+            releases.note(generation, State.BEGUN)
+        path = generation_path(generation, "manifest.json")
+        if self.store.read(path) is None:
+            self.store.write(path, manifest_of(generation, 0))
+
+    def _do_load(self, generation: str) -> None:
+        releases = self.releases()
+        read_manifest(self.store, generation)
+        state = releases.state(generation)
+        if state not in (State.LIVE, State.SUPERSEDED):
+            demand("load", generation, state)
+            if state is None:
+                releases.note(generation, State.BEGUN)
+        load_missing(releases.control, KEYS, self.store, generation)
+        if state in (None, State.BEGUN):
+            releases.note(generation, State.LOADED)
+
+    def _do_verify(self, generation: str, attempt: str, good: bool) -> None:
+        releases = self.releases()
+        read_manifest(self.store, generation)
+        state = releases.state(generation)
+        if state in (State.LIVE, State.SUPERSEDED):
+            return
+        demand("verify", generation, state)
+        are_there = all(self.redis.strlen(name) for name in page_names(generation))
+        demand("verify", generation, releases.state(generation))
+        self.verdicts += 1
+        path = generation_path(generation, "manifest.json")
+        self.store.write(path, manifest_of(generation, self.verdicts))
+        if good and are_there:
+            releases.mark_verified(generation, attempt=attempt)
+        else:
+            releases.refuse(generation, reason="bad", attempt=attempt)
+
+    def _do_night(self, generation: str, attempt: str, good: bool) -> None:
+        self._do_begin(generation)
+        self._do_load(generation)
+        self._do_verify(generation, attempt, good)
+
+    def _do_publish(self, generation: str, attempt: str) -> None:
+        self.releases().publish(generation, attempt=attempt)
+
+    def _do_clear(self, generation: str, attempt: str) -> None:
+        self._do_verify(generation, attempt, True)
+        self.releases().publish(generation, attempt=attempt)
+
+    def _do_roll_back(self, to: str | None, attempt: str) -> None:
+        self.releases().roll_back(to=to, reason="bad", attempt=attempt)
+
+    def _do_refuse(self, generation: str, attempt: str) -> None:
+        self.releases().refuse(generation, reason="bad", attempt=attempt)
+
+    def _do_override(self, generation: str, attempt: str) -> None:
+        self.releases().override(generation, rule="any", reason="it is right", attempt=attempt)
+
+    def _do_canary(self, generation: str, percent: float, attempt: str) -> None:
+        self.releases().start_canary(generation, percent, attempt)
+
+    def _do_end_canary(self, attempt: str, abandon: bool) -> None:
+        self.releases().end_canary(attempt, "enough", abandon)
+
+    def _do_pin(self, generation: str, expires_at: float | None, attempt: str) -> None:
+        age = self.disasters
+        self.releases().pin(generation, reason="audit", expires_at=expires_at, attempt=attempt)
+        if age == self.disasters:
+            self.pins[generation] = expires_at
+
+    def _do_unpin(self, generation: str, attempt: str) -> None:
+        self.pins.pop(generation, None)
+        self.releases().unpin(generation, attempt=attempt)
+
+    def _do_retire(self, keep: int) -> None:
+        releases = self.releases()
+        for generation in sweep_module.sweepable(releases, keep=keep, grace_s=GRACE_S):
+            with contextlib.suppress(Conflict):
+                sweep_module.retire(releases, KEYS, generation, attempt="sweep", grace_s=GRACE_S)
+        sweep_module.drop_old_rows(releases, overlay_ttl_s=600.0)
+        releases.control.forget_dead_replicas()
+
+    def _do_restore(self, attempt: str) -> None:
+        age = self.disasters
+        restore_module.restore(self.releases(), KEYS, attempt=attempt, chunk_bytes=1)
+        if age == self.disasters and not any(each.age < age for each in self.actors):
+            self.whole_since = age
+
+    # -- what happens by itself
+
+    def _happen(self, what: str = "") -> None:
+        what = what or self.rng.choices(
+            ["later", "much later", "a day later", "clock back", "clock ahead", "cut off", "reconnect",
+             "restart", "wipe", "save", "load"], [6, 4, 1, 1, 1, 2, 3, 2, 1, 3, 2],
+        )[0]  # fmt: skip
+        self._tell("event", what)
+        reader = self.rng.choice(self.readers)
+        match what:
+            case "later":
+                self.now += self.rng.uniform(0, 2.5)
+            case "much later":
+                self.now += self.rng.uniform(4, 200)
+            case "a day later":
+                self.now += 90_000
+            case "clock back":
+                self.now -= self.rng.uniform(1, 90_000)
+                self.jumps += 1
+            case "clock ahead":
+                self.now += self.rng.uniform(1, 90_000)
+            case "cut off":
+                reader.is_cut_off = True
+            case "reconnect":
+                reader.is_cut_off = False
+            case "restart":
+                self._silence(reader)
+                self.readers[self.readers.index(reader)] = Reader(
+                    reader.name, alive_since=self.step
+                )
+            case "wipe":
+                self.redis.data.clear()
+                self.disasters += 1
+            case "save":
+                self.snapshot = _copied(self.redis.data), set(self.passed)
+            case "load" if self.snapshot is not None:
+                self._load_snapshot(*self.snapshot)
+        for each in self.readers:
+            if not each.is_cut_off and each.payload is not None:
+                self._beat(each)
+
+    def _load_snapshot(self, data: dict[str, Any], passed: set[str]) -> None:
+        self.redis.data = _copied(data)
+        self.disasters += 1
+        # What only the registry knew is as it was then; what was written down stays.
+        ledger = fold(all_releases_unwatched(self))
+        for generation in passed - self.passed:
+            if ledger.state(generation) in (None, State.VERIFIED, State.LIVE, State.SUPERSEDED):
+                self.passed.add(generation)
+                self.bad.discard(generation)
+
+    # -- readers
+
+    def _read(self, reader: Reader) -> None:
+        if reader.is_cut_off:
+            return
+        raw = self.redis.data.get(KEYS.live)
+        pointer = None if raw is None else Pointer.from_bytes(raw)
+        if reader.seen is None:
+            with self._unwatched():
+                newest = newest_release(self.store)
+            if newest is not None and (pointer is None or pointer.epoch < newest.epoch):
+                pointer = as_pointer(newest)
+        if pointer is not None and judge(pointer, reader.seen) == "newer":
+            assert reader.seen is None or pointer.epoch > reader.seen.epoch
+            for each in (pointer.generation, pointer.canary and pointer.canary.generation):
+                assert each not in self.retired, f"a reader was led to {each}, which is retired"
+            if self._is_whole():
+                assert pointer.generation not in self.bad, f"a reader was led to {pointer}"
+            held = (
+                pointer.generation, pointer.previous, pointer.canary and pointer.canary.generation,
+            )  # fmt: skip
+            reader.seen, reader.holds = pointer, tuple(each for each in held if each)
+            self._tell("read", reader.name, pointer.generation, pointer.epoch)
+        self._beat(reader)
+
+    def _beat(self, reader: Reader) -> None:
+        members = self.redis.data.setdefault(KEYS.replicas, {})
+        if members.get(reader.payload, -1.0) < self.now - REPLICA_DEAD_S:
+            reader.alive_since = self.step
+        self._silence(reader)
+        serving = None if reader.seen is None else reader.seen.generation
+        said = {"replica": reader.name, "serving": serving, "holds": list(reader.holds)}
+        reader.payload = orjson.dumps(said)
+        self.redis.zadd(KEYS.replicas, {reader.payload: self.now})
+
+    def _silence(self, reader: Reader) -> None:
+        if reader.payload is not None:
+            self.redis.zrem(KEYS.replicas, reader.payload)
+
+    # -- rules
+
+    def _is_whole(self) -> bool:
+        return self.whole_since == self.disasters
+
+    @contextlib.contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        current, self.current = self.current, None
+        try:
+            yield
+        finally:
+            self.current = current
+
+    def _moved(self, before: bytes | None, after: bytes) -> None:
+        """Told of each pointer that is written."""
+        to = Pointer.from_bytes(after)
+        was = None if before is None else Pointer.from_bytes(before)
+        raw = self.store.files.get(intent_path(to.epoch))
+        assert raw is not None, f"no record says why the pointer moves to {to}"
+        why = Release.from_bytes(raw, done=True)
+        self.moves += 1
+        self._tell("  moved:", why.action, to)
+        assert self.current is not None
+        is_calm = self.current.age == self.disasters
+        assert was is None or to.epoch > was.epoch, f"the epoch went from {was} to {to}"
+        assert to.epoch > self.epoch_max or not is_calm, "the epoch is not the greatest ever"
+        self.epoch_max = max(self.epoch_max, to.epoch)
+        generation = to.generation
+        assert generation not in self.retired, "a retired generation was made live"
+        assert generation_path(generation, "manifest.json") in self.store.files, "no files"
+        match why.action:
+            case "publish":
+                assert generation in self.passed, "published without having passed verification"
+                if was is not None and is_calm:
+                    assert generation[:16] >= was.generation[:16], "older data over newer"
+                verified = sum(
+                    each.action == "verify" and each.generation == generation
+                    for each in all_releases_unwatched(self)
+                )
+                key = (generation, to.attempt, verified, self.disasters)
+                assert key not in self.published, "one attempt published twice"
+                self.published[key] = to.epoch
+            case "roll_back":
+                assert generation in self.passed, "rolled back to what never passed"
+                assert generation not in self.bad, "rolled back to a bad generation"
+                if was is not None and was.generation != generation:
+                    self.passed.discard(was.generation)
+                    self.bad.add(was.generation)
+            case "restore":
+                for each, state in fold(all_releases_unwatched(self)).states.items():
+                    if state in (State.ROLLED_BACK, State.REFUSED, State.ABANDONED):
+                        self.passed.discard(each)
+                        self.bad.add(each)
+                assert generation not in self.bad, "restored a bad generation"
+                assert generation in self.lived or not is_calm, "restored what never was live"
+            case _:
+                assert was is not None and generation == was.generation, (
+                    "a canary made something live"
+                )
+        self.lived.add(generation)
+        if to.canary is not None:
+            assert to.canary.generation in self.passed, "a canary that never passed"
+        self._check_named(to)
+
+    def _check_named(self, pointer: Pointer) -> None:
+        previous, canary = pointer.previous, pointer.canary
+        if canary is not None:
+            assert canary.generation not in self.bad, "a bad generation is tried out"
+        if previous is not None:
+            assert previous not in self.bad, "previous is a bad generation"
+            assert previous not in self.retired, "previous is retired"
+            assert previous != pointer.generation, "previous is the live one"
+            assert canary is None or previous != canary.generation, "previous is the canary"
+
+    def _rowed(self, generation: str, row: dict[str, Any]) -> None:
+        """Told of each row that is written."""
+        state, is_told = State(row["state"]), row["reason"] != "restored"
+        if is_told and state is State.VERIFIED:
+            self.passed.add(generation)
+            self.bad.discard(generation)
+        elif is_told and state in (State.REFUSED, State.ABANDONED):
+            self.passed.discard(generation)
+            self.bad.add(generation)
+        elif is_told and state in (State.SUPERSEDED, State.ROLLED_BACK):
+            self.left_at[generation] = row["at"], self.disasters + self.jumps
+
+    def _check_removal(self, what: str, name: str) -> None:
+        actor = self.current
+        parts = name.split("/" if what == "delete" else ":")
+        at = 1 if what == "delete" else 4
+        if actor is None or len(parts) <= at or (what == "delete" and len(parts) != 2):
+            return
+        generation = parts[at]
+        if what == "delete":
+            self.retired.add(generation)
+        if actor.age != self.disasters:
+            return
+        raw = self.redis.data.get(KEYS.live)
+        if raw is not None and self._is_whole():
+            pointer = orjson.loads(raw)
+            named = {pointer["generation"], pointer["previous"]}
+            named |= {(pointer["canary"] or {}).get("generation")}
+            assert generation not in named, f"{what} of {generation}, which the pointer names"
+        members = self.redis.data.get(KEYS.replicas, {})
+        for each in self.readers:
+            is_alive = members.get(each.payload, 0.0) >= self.now - REPLICA_DEAD_S
+            if is_alive and each.alive_since < actor.step and self._is_whole() and not self.jumps:
+                assert generation not in each.holds, (
+                    f"{what} of {generation}, which {each.name} holds"
+                )
+        if what == "delete" and actor.name.startswith("retire") and not self.jumps:
+            expires_at = self.pins.get(generation, 0.0)
+            assert expires_at is not None and self.now >= expires_at, f"{generation} is pinned"
+        left_at, when = self.left_at.get(generation, (0.0, -1))
+        if actor.name.startswith("retire") and when == self.disasters + self.jumps:
+            assert self.now - left_at >= GRACE_S, f"{generation} was left just now"
+
+    def _check(self) -> None:
+        """After every step."""
+        data = self.redis.data
+        raw, rows = data.get(KEYS.live), data.get(KEYS.generations, {})
+        if not self._is_whole():
+            return
+        states = {field.decode(): _state_of(row) for field, row in rows.items()}
+        for key in data:
+            if ":g:" in key:
+                generation = key.split(":")[4]
+                assert generation in states, f"{key} belongs to nobody"
+        live = [each for each, state in states.items() if state == "live"]
+        assert len(live) <= 1, f"{live} are live"
+        if raw is not None:
+            pointer = Pointer.from_bytes(raw)
+            assert live == [pointer.generation], f"{live} are live, the pointer names {pointer}"
+            assert pointer.epoch == self.epoch_max, "the pointer went back"
+            assert pointer.generation not in self.bad, "a bad generation is live"
+            assert generation_path(pointer.generation, "manifest.json") in self.store.files
+            for name in page_names(pointer.generation):
+                assert name in data, f"{name} of the live generation is gone"
+            self._check_named(pointer)
+
+    def _end(self) -> None:
+        """Whatever happened: Redis can be restored, and the next night can be published."""
+        for actor in self.actors:
+            actor.running.throw(Killed)
+        self.actors.clear()
+        releases, self.step = self.releases(), self.step + 1
+        self.current = Actor("end", 0.0, self.disasters, self.step)
+        ledger = releases.ledger()
+        if ledger.live is not None:
+            restore_module.restore(releases, KEYS, attempt="shell", chunk_bytes=1)
+            self.whole_since = self.disasters
+        self._check()
+        self._do_night(LAST, "the last night", True)
+        releases.publish(LAST, attempt="the last night")
+        pointer = releases.control.pointer()
+        assert pointer is not None and pointer.generation == LAST
+        self._check()
+        ledger = releases.ledger()
+        assert (ledger.live, ledger.live_epoch) == (LAST, pointer.epoch)
+        assert set(states_of(ledger.states, State.LIVE)) == {LAST}
+        self.current = None
+        for reader in self.readers:
+            reader.is_cut_off = False
+            self._read(reader)
+            assert reader.seen is not None and reader.seen.generation == LAST
+
+
+@lru_cache(maxsize=4096)
+def _state_of(row: bytes) -> str:
+    return str(orjson.loads(row)["state"])
+
+
+def _copied(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+
+
+def states_of(states: Any, state: State) -> list[str]:
+    """Generations in a state."""
+    return [each for each, found in states.items() if found is state]
+
+
+def all_releases_unwatched(life: Life) -> list[Release]:
+    """The history, without a pause while it is read."""
+    with life._unwatched():
+        return all_releases(life.store, dict(life.known))
