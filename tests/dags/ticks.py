@@ -2,6 +2,7 @@
 
 import json
 import sys
+from datetime import UTC, datetime, timedelta
 
 import pendulum
 from airflow.timetables.trigger import CronTriggerTimetable
@@ -12,8 +13,8 @@ def main(question: str) -> None:
     found = []
     for cron, zone, first, days in json.loads(question):
         timetable = CronTriggerTimetable(cron, timezone=zone)
-        now = pendulum.parse(first, tz="UTC")
-        end, ticks = now.add(days=days), []
+        now = pendulum.instance(datetime.fromisoformat(first).replace(tzinfo=UTC))
+        end, ticks = now + timedelta(days=days), []
         while (now := timetable._get_next(now)) < end:
             ticks.append(now.timestamp())
         found.append(ticks)
