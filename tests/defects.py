@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cache.releases import Pointer
 from precompute import release, release_log, restore, states, sweep
 from precompute.release_log import ReleaseLog
 from precompute.states import Ledger, State
@@ -46,7 +47,7 @@ def _pointer_is_not_compared(patch: pytest.MonkeyPatch) -> None:
 
     def move(self: MemoryRedis, argv: list[bytes]) -> Any:
         found = self.data.get(self.keys.live)
-        epoch = release_log.Pointer.from_bytes(found).epoch if found else 0
+        epoch = Pointer.from_bytes(found).epoch if found else 0
         return real(self, [str(epoch).encode(), *argv[1:]])
 
     patch.setattr(MemoryRedis, "_move", move)
@@ -79,9 +80,9 @@ def _an_attempt_is_recognised_however_old(patch: pytest.MonkeyPatch) -> None:
     real = MemoryRedis._move
 
     def move(self: MemoryRedis, argv: list[bytes]) -> Any:
-        found, to = self.data.get(self.keys.live), release_log.Pointer.from_bytes(argv[1])
+        found, to = self.data.get(self.keys.live), Pointer.from_bytes(argv[1])
         if found is not None:
-            pointer = release_log.Pointer.from_bytes(found)
+            pointer = Pointer.from_bytes(found)
             if (pointer.attempt, pointer.generation) == (to.attempt, to.generation):
                 return [1, found]
         return real(self, argv)

@@ -228,6 +228,7 @@ class Life:
     def _ask(self) -> None:
         rng, generation = self.rng, self.rng.choice(GENERATIONS)
         known = sorted(self.passed) or [generation]
+        arguments: tuple[Any, ...]
         if not self._is_whole() and rng.random() < 0.4:
             name, arguments = "restore", ("shell",)
         elif self.asked and rng.random() < 0.2:

@@ -1,0 +1,98 @@
+"""The Redis in memory does what a real one does: random commands and scripts, same replies, same keys."""
+
+import random
+from typing import Any
+
+import pytest
+
+from cache.errors import Conflict
+from cache.keys import Keyspace
+from cache.releases import Canary, Pointer
+from precompute.control import Control, Row, connect
+from precompute.states import State
+from tests.memory import MemoryRedis
+
+NAMES = ("a", "b", "c", "d")
+
+
+def outcome(call: Any, control: Control) -> Any:
+    """A reply, or the words of a Conflict."""
+    try:
+        return call(control)
+    except Conflict as error:
+        return str(error), error.details
+
+
+def random_command(rng: random.Random, epochs: list[int]) -> tuple[str, Any]:
+    """One call of `Control`, as likely to succeed as not."""
+    name, other = rng.choice(NAMES), rng.choice([*NAMES, None])
+    expected = rng.choice([*epochs[-3:], 0])
+    rows = {
+        each: Row(rng.choice(list(State)), rng.uniform(0, 9), rng.choice(["", "why"]))
+        for each in rng.sample(NAMES, rng.randrange(3))
+    }
+    match rng.randrange(8):
+        case 0 | 1 | 2 | 3:
+            canary = Canary(rng.choice(NAMES), rng.choice([1.0, 2.5]), 1.0)
+            to = Pointer(
+                name, max(epochs[-1] + rng.choice([-1, 1, 1_800_000_000_000]), 1), other,
+                rng.choice("xyz"), 1.0, canary if rng.random() < 0.3 else None,
+            )  # fmt: skip
+            epochs.append(to.epoch)
+            allowed = rng.choice([(), (State.VERIFIED,), (State.LIVE, State.SUPERSEDED)])
+            return f"move {to} if {expected} {allowed} {rows}", lambda control: control.move(
+                to, expected_epoch=expected, rows=rows, allowed=allowed
+            )
+        case 4 | 5:
+            unless = rng.choice(["", "live", "previous"])
+            return f"mark {rows} if {expected} unless {unless}", lambda control: control.mark(
+                rows, expected_epoch=expected, unless=unless
+            )
+        case 6:
+            row = Row(rng.choice(list(State)), 1.0)
+            return f"set row {name} {row}", lambda control: control.set_row(name, row)
+        case _:
+            return f"drop row {name}", lambda control: control.drop_row(name)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_control_sees_the_same_in_both(redis_url: str, keyspace: Keyspace, seed: int) -> None:
+    rng, epochs = random.Random(seed), [1]
+    memory = MemoryRedis(keyspace, lambda: 0.0)
+    with connect(redis_url, 5.0) as client:
+        real, model = Control(client, keyspace), Control(memory, keyspace)  # type: ignore[arg-type]
+        for _ in range(100):
+            if rng.random() < 0.02:
+                client.delete(keyspace.live)
+                memory.data.pop(keyspace.live, None)
+            told, call = random_command(rng, epochs)
+            assert outcome(call, real) == outcome(call, model), told
+            assert real.pointer() == model.pointer() and real.rows() == model.rows(), told
+            assert client.get(keyspace.live) == memory.get(keyspace.live)
+
+
+def test_strings_hashes_and_replicas_are_the_same_in_both(
+    redis_url: str, keyspace: Keyspace
+) -> None:
+    memory = MemoryRedis(keyspace, lambda: 1_000.5)
+    with connect(redis_url, 5.0) as client:
+        said = []
+        for each in (client, memory):
+            redis: Any = each
+            page, marks = keyspace.page("a", "t", 0), keyspace.loaded("a")
+            redis.set(page, b"12345678")
+            redis.hset(marks, "t/0", "mark")
+            redis.hset(marks, "t/1", "mark")
+            redis.hdel(marks, "t/1")
+            for name, at in (("r1", 990.0), ("r2", 999.0), ("r1", 1_000.0)):
+                redis.zadd(keyspace.replicas, {b'{"replica":"%s"}' % name.encode(): at})
+            control = Control(redis, keyspace)
+            said.append([
+                redis.get(page), redis.strlen(page), redis.strlen("none"), redis.hgetall(marks),
+                redis.hget(marks, "t/0"), redis.hget(marks, "none"), control.replicas(1_000.5),
+                control.forget_dead_replicas(1_000.5, 1.5), control.replicas(1_000.5),
+                redis.unlink(page, marks, "none"), redis.get(page), redis.hgetall(marks),
+            ])  # fmt: skip
+        assert said[0] == said[1]
+    with pytest.raises(AssertionError, match="without comparing"):
+        memory.set(keyspace.live, b"{}")
