@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cache.errors import ConfigError, Conflict, Refused
-from cache.releases import Canary
+from cache.releases import Canary, Release
 from precompute.build import Progress, Step, quiet
 from precompute.commands import new_attempt
 from precompute.comparison import Comparison, Totals, decide
@@ -14,6 +14,7 @@ from precompute.config import NightConfig
 from precompute.control import Control, Replica
 from precompute.publishing import publish as publish_generation
 from precompute.registry import open_releases
+from precompute.release import Releases
 from precompute.staging import staged
 from precompute.states import State
 
@@ -107,9 +108,25 @@ def publish(config: NightConfig, *, attempt: str, progress: Progress = quiet) ->
 def abandon(config: NightConfig, *, reason: str, attempt: str) -> Step:
     """Every request is answered from the live generation again, and this one is never published."""
     with open_releases(config) as releases:
+        # Whoever was killed right after ending it asks again, and finds its own work.
+        if (ended := _ended_by(releases, attempt)) is not None:
+            return {"generation": ended.generation, "abandoned": ended.reason}
         generation = _running(releases.control).generation
         releases.end_canary(attempt, reason, abandon=True)
     return {"generation": generation, "abandoned": reason}
+
+
+def _ended_by(releases: Releases, attempt: str, generation: str | None = None) -> Release | None:
+    """The record of the canary that this very attempt abandoned."""
+    return next(
+        (
+            each
+            for each in reversed(releases.settle())
+            if each.action == "end_canary" and each.attempt == attempt and each.done
+            and each.abandoned and generation in (None, each.generation)
+        ),
+        None,
+    )  # fmt: skip
 
 
 def is_over(config: NightConfig, generation: str) -> bool:
@@ -128,6 +145,8 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
         pointer = releases.control.pointer()
         if pointer is not None and pointer.generation == generation:
             return {"generation": generation, "published": True}
+        if (ended := _ended_by(releases, attempt, generation)) is not None:
+            raise Refused(f"{generation} was abandoned: {ended.reason}", rule="canary")
         found = compare(releases.control.replicas(), _running(releases.control, generation))
         verdict, against = decide(found, config.canary)
         if verdict == "abandon":

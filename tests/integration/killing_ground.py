@@ -12,7 +12,7 @@ from typing import Any
 
 from cache.artefacts import read_manifest
 from cache.errors import Refused
-from precompute import pipeline
+from precompute import canary, pipeline
 from precompute.config import NightConfig
 from precompute.control import Control, connect
 from precompute.load import page_keys
@@ -54,12 +54,6 @@ def refused(config: NightConfig, generation: str, attempt: str) -> str:
     except Refused as error:
         return error.message
     raise AssertionError(f"{generation} has a damaged page and was not refused")
-
-
-def roll_back(config: NightConfig, attempt: str) -> str:
-    """Back to the previous generation; the one that is live now."""
-    moved = pipeline.roll_back(config, to=None, reason="a test says so", attempt=attempt)
-    return str(moved["generation"])
 
 
 def reports(config: NightConfig) -> Mapping[Path, int]:
@@ -111,7 +105,9 @@ class Ground:
             if not lost:
                 self.watch.check_order([*moves(self.config), assert_whole(self.config)])
             # A task that is retried keeps its run's name, a shell command gets another one.
-            attempt = attempt if self.moments.random() < 0.5 else self._attempt(name)
+            # Whoever abandons under another name is told that no canary runs.
+            if name != "abandon" and self.moments.random() < 0.5:
+                attempt = self._attempt(name)
         finished = reports(self.config)
         ended = run(work(self.config, attempt))
         assert ended is not None
@@ -132,7 +128,7 @@ class Ground:
             def follows() -> bool:
                 pointer, replicas = control.pointer(), control.replicas()
                 assert pointer is not None
-                allowed = {pointer.generation, pointer.previous}
+                allowed = {pointer.generation, pointer.previous, *self.watch.canaries}
                 return bool(replicas) and all(
                     each.serving == pointer.generation and allowed.issuperset(each.holds)
                     for each in replicas
@@ -146,10 +142,10 @@ class Ground:
         assert whole(self.config).differences(whole(self.twin)) == []
         self.watch.check_order([*moves(self.config), assert_whole(self.config)])
 
-    def publish(self, *, kills: int, damaged: bool = False) -> None:
-        """A night step by step; `damaged` breaks a page first, so that it is refused, loaded and verified again."""
+    def make(self, *, kills: int, damaged: bool = False) -> str:
+        """A verified generation, step by step; `damaged` breaks a page, so that it is refused and loaded once more."""
         cut = self.next_cut()
-        generation = self.step("build", lambda c, _: partial(build, c, cut), kills=1)
+        generation = str(self.step("build", lambda c, _: partial(build, c, cut), kills=1))
         made = {"generation": generation}
         load: Work = lambda c, _: partial(pipeline.load, c, made)  # noqa: E731
         self.step("load", load, kills=kills)
@@ -164,11 +160,36 @@ class Ground:
             "verify", lambda c, attempt: partial(pipeline.verify, c, made, attempt=attempt), kills=kills
         )  # fmt: skip
         self.compare()
+        return generation
+
+    def publish(self, generation: str, *, kills: int) -> None:
+        """Make it live, then remove what nobody needs any more."""
+        made = {"generation": generation}
         self.step(
             "publish", lambda c, attempt: partial(pipeline.publish, c, made, attempt=attempt), kills=kills
         )  # fmt: skip
         self.compare()
+        self.watch.canaries.discard(generation)
         self.retire(kills=kills)
+
+    def try_out(self, generation: str, *, kills: int) -> None:
+        """Let it answer half of the requests."""
+        self.watch.canaries.add(generation)
+        self.step(
+            "canary",
+            lambda c, attempt: partial(canary.start, c, generation, percent=50.0, attempt=attempt),
+            kills=kills,
+        )
+        self.compare()
+
+    def abandon(self, *, kills: int) -> None:
+        """End the canary; it is never published."""
+        self.step(
+            "abandon",
+            lambda c, attempt: partial(canary.abandon, c, reason="a test says so", attempt=attempt),
+            kills=kills,
+        )
+        self.compare()
 
     def retire(self, *, kills: int) -> None:
         """Remove what nobody needs; what the service still holds would be left alone."""
@@ -187,7 +208,15 @@ class Ground:
 
     def roll_back(self, *, kills: int) -> None:
         """Back by one; the generation left behind is retired."""
-        self.step("roll_back", lambda c, attempt: partial(roll_back, c, attempt), kills=kills)
+        to = whole(self.twin).previous
+        reason = "a test says so"
+        self.step(
+            "roll_back",
+            lambda c, attempt: partial(
+                pipeline.roll_back, c, to=to, reason=reason, attempt=attempt
+            ),
+            kills=kills,
+        )
         self.compare()
         self.retire(kills=kills)
 

@@ -130,6 +130,11 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
         assert control.rows()[tried].state is State.ABANDONED
     with pytest.raises(Conflict):
         publish(config, tried)
+    # A retry finds its own work; anybody else is told that there is none to abandon.
+    again = await asyncio.to_thread(canary.abandon, config, reason="a test", attempt="abandon")
+    assert again["generation"] == tried
+    with pytest.raises(Conflict, match="no canary"):
+        await asyncio.to_thread(canary.abandon, config, reason="a test", attempt="another")
 
 
 async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_is_not(
@@ -159,6 +164,8 @@ async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_i
     unasked = await asyncio.to_thread(verified, config)
     await asyncio.to_thread(start, config, unasked)
     with pytest.raises(Refused, match="at least 20 are needed"):
+        await asyncio.to_thread(canary.conclude, config, unasked, attempt="conclude-2")
+    with pytest.raises(Refused, match="was abandoned"):
         await asyncio.to_thread(canary.conclude, config, unasked, attempt="conclude-2")
     assert live_of(config) == tried
     with control_of(config) as control:

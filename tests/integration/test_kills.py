@@ -22,7 +22,7 @@ from tests.integration.watching import Watch
 from tests.integration.wholeness import moves
 
 USERS, ITEMS = 300, 100
-KILLS, AT_LEAST = 210, 8
+KILLS, AT_LEAST = 210, 5
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def ground(tmp_path: Path, own_redis: Server) -> Iterator[Ground]:
 
 
 def test_a_killed_night_publish_roll_back_and_restore_end_as_if_undisturbed(ground: Ground) -> None:
-    ground.publish(kills=1)
+    ground.publish(ground.make(kills=1), kills=1)
     ground.restore("everything", kills=1)
     ground.roll_back(kills=1)
     ground.whole_night(kills=1)
@@ -72,14 +72,20 @@ def test_a_killed_night_publish_roll_back_and_restore_end_as_if_undisturbed(grou
 @pytest.mark.storm
 def test_two_hundred_kills_leave_no_trace_and_no_reader_notices_one(ground: Ground) -> None:
     for turn in itertools.count():
-        ground.publish(kills=2, damaged=turn % 2 == 0)
+        made = ground.make(kills=2, damaged=turn % 2 == 0)
+        if turn % 2:
+            ground.try_out(made, kills=2)
+        ground.publish(made, kills=2)
         ground.restore(LOSSES[turn % len(LOSSES)], kills=2)
         if turn % 3 == 2:
             ground.roll_back(kills=2)
+            ground.try_out(ground.make(kills=0), kills=1)
+            ground.abandon(kills=2)
         ground.whole_night(kills=2)
         if ground.killed.total() >= KILLS and min(ground.killed.values()) >= AT_LEAST:
             break
 
     assert set(ground.killed) == {
         "build", "load", "refuse", "verify", "publish", "retire", "restore", "roll_back", "night",
+        "canary", "abandon",
     }  # fmt: skip

@@ -22,6 +22,7 @@ class Whole:
 
     live: str | None
     previous: str | None
+    canary: tuple[str, float] | None
     states: Mapping[str, State | None]
     registry: Mapping[str, State]
     files: Mapping[str, str]
@@ -31,7 +32,7 @@ class Whole:
         """One line per thing that is not the same, none if all is."""
         found = [
             f"{name}: {getattr(self, name)} here, {getattr(other, name)} there"
-            for name in ("live", "previous", "states", "registry")
+            for name in ("live", "previous", "canary", "states", "registry")
             if getattr(self, name) != getattr(other, name)
         ]
         for what in ("files", "pages"):
@@ -63,9 +64,11 @@ def whole(config: NightConfig) -> Whole:
         for name in names:
             pipeline.hgetall(name) if name.endswith(b":loaded") else pipeline.get(name)
         found = dict(zip((each.decode() for each in names), pipeline.execute(), strict=True))
+        canary = view.pointer.canary if view.pointer else None
         return Whole(
             live=view.pointer.generation if view.pointer else None,
             previous=view.pointer.previous if view.pointer else None,
+            canary=(canary.generation, canary.percent) if canary else None,
             states={each: releases.state(each, view.ledger) for each in view.ledger.states or {}},
             registry={each: row.state for each, row in view.rows.items()},
             files=files,
