@@ -1,0 +1,45 @@
+"""A canary through a real Airflow: nobody was asked, so it is abandoned, red."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cache.embedded import Server
+from infra.demo.airflow import AirflowFailed
+from precompute.states import State
+from tests.dags.place import CONFIG, RUN_S, Place, airflow_over, now, write_interactions
+from tests.integration.nights import build_verified
+
+CANARY = """
+[canary]
+wait_s = 1.0
+percent = 10.0
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, own_redis: Server) -> Iterator[Place]:
+    write_interactions(tmp_path / "interactions.csv", seed=7)
+    with airflow_over(tmp_path, own_redis, config=CONFIG + CANARY) as place:
+        yield place
+
+
+@pytest.mark.slow
+def test_a_canary_without_answers_is_abandoned_at_its_first_try_and_the_live_one_goes_on(
+    place: Place,
+) -> None:
+    place.first_night()
+    before = place.live
+    tried = build_verified(place.config, now())
+
+    run_id = place.airflow.trigger("canary", {})
+    with pytest.raises(AirflowFailed, match="canary answered 0 requests"):
+        place.airflow.wait("canary", run_id, RUN_S)
+
+    tasks = {task.task_id: task for task in place.airflow.report("canary", run_id).tasks}
+    assert (tasks["start"].state, tasks["wait"].state) == ("success", "success")
+    assert (tasks["conclude"].state, tasks["conclude"].try_number) == ("failed", 1)
+    assert place.live.generation == before.generation and place.live.canary is None
+    assert place.live.epoch > before.epoch
+    assert place.control.rows()[tried].state is State.ABANDONED
