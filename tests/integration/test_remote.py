@@ -605,3 +605,17 @@ def test_the_same_on_the_event_loop_of_production(redis_url: str, loaded: Keyspa
             await remote.aclose()
 
     assert uvloop.run(run()) == [[record_of(0, n)] * 9 for n in range(RECORDS)]
+
+
+async def test_what_the_slowest_round_trips_of_the_last_seconds_took_is_known(
+    remote: RemoteTier, client: redis.Redis
+) -> None:
+    client.set(remote.keyspace.page("g1", "user_topk", 0), b"0123456789")
+    assert remote.p99_ms() is None
+
+    for _ in range(20):
+        await remote.read([PageRead("g1", "user_topk", 0, 2, 3)])
+
+    found = remote.p99_ms()
+    assert found is not None and 0 < found < 5_000
+    assert remote.p99_ms(within_s=-1.0) is None  # nothing is younger than that
