@@ -10,6 +10,8 @@ from cache.manifest import Table
 from precompute.candidate import Candidate
 from precompute.holdout import read_holdout
 from precompute.live_lists import matching_table, read_live
+from precompute.partition import shard_of
+from precompute.user_sample import sampled_shards, seen_by
 from precompute.verdict import Verdict, at_least, not_measured
 
 PAIRS_MIN: Final = 200
@@ -19,7 +21,7 @@ PAIRS_MIN: Final = 200
 def heldout_recall(candidate: Candidate) -> Verdict:
     """Share of sampled users' newer choices that their lists hold, against the live generation's lists.
 
-    Choices known to both generations and in neither history: the same question to both. Without interactions newer
+    Choices that are new to the user: the same question to both generations. Without interactions newer
     than the cut there is nothing to measure.
     """
     thresholds = candidate.thresholds
@@ -73,17 +75,28 @@ def _one(candidate: Candidate, table: Table, held: Any) -> Verdict:
 def _choices(
     candidate: Candidate, held: dict[str, list[str]]
 ) -> tuple[list[bytes], NDArray[np.int64], list[NDArray[np.int64]]]:
-    """Users with a record, their positions, and the ordinals of their newer choices."""
-    directory = candidate.evidence.directories["user"]
-    raws = [name.encode() for name in held]
-    positions = directory.find_many(hash_ids(raws, directory.seed))
+    """Users with a record, their positions, and the ordinals of their newer choices, less what they had before."""
+    directory, entities = (
+        candidate.evidence.directories["user"],
+        candidate.manifest.entity_sets["user"],
+    )
+    hashes = hash_ids([name.encode() for name in held], directory.seed)
+    positions, shards = directory.find_many(hashes), shard_of(hashes, len(entities.parts))
+    every = list(held)
     users, places, choices = [], [], []
-    for raw, position, items in zip(raws, positions.tolist(), held.values(), strict=True):
-        ordinals = np.asarray(candidate.items.ordinals_of([each.encode() for each in items]))
-        if position >= 0 and (ordinals >= 0).any():
-            users.append(raw)
-            places.append(position)
-            choices.append(ordinals[ordinals >= 0])
+    for shard in sampled_shards(entities):
+        rows = np.flatnonzero((shards == shard) & (positions >= 0)).tolist()
+        names = [every[row] for row in rows]
+        seen = seen_by(candidate.root / "work/partition", shard, names)
+        for row, name in zip(rows, names, strict=True):
+            ordinals = np.asarray(
+                candidate.items.ordinals_of([each.encode() for each in held[name]])
+            )
+            fresh = [each for each in ordinals.tolist() if each >= 0 and (name, each) not in seen]
+            if fresh:
+                users.append(name.encode())
+                places.append(positions[row])
+                choices.append(np.array(fresh, np.int64))
     return users, np.array(places, np.int64), choices
 
 

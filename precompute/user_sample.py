@@ -1,6 +1,6 @@
 """A stratified sample of the users of a generation, with what the night knew of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,8 +26,9 @@ PER_STRATUM: Final = 80
 class UserSample:
     """Users with a record: longest histories (head), shortest, newest, most recently active, and any.
 
-    `rows` names each stratum's rows of `users`; `positions` are theirs in the directory, `last` the time of their
-    latest interaction (microseconds since 1970). `with_record` counts the users of the shards that were read.
+    `rows` names each stratum's rows of `users`; `positions` are theirs in the directory, `last` the time at which they
+    last chose an item for the first time (microseconds since 1970). `with_record` counts the users of the shards that
+    were read.
     """
 
     users: ShardInput
@@ -53,6 +54,14 @@ def read_ids(folder: Path, shard: int) -> list[bytes]:
     ]
     chunks = [chunk for column in columns for chunk in column.chunks]
     return [text.encode() for text in pc.unique(pa.chunked_array(chunks, pa.string())).to_pylist()]
+
+
+def seen_by(folder: Path, shard: int, users: Sequence[str]) -> set[tuple[str, int]]:
+    """(user, ordinal) of all that these users chose before the cut."""
+    rows = _read(folder / f"{shard:04d}.rows")
+    found = rows.filter(pc.is_in(rows.column("user"), value_set=pa.array(users, pa.string())))
+    pairs = zip(found.column("user").to_pylist(), found.column("ordinal").to_pylist(), strict=True)
+    return set(pairs)
 
 
 def sample_users(
@@ -108,9 +117,9 @@ def _shard(
     }
     chosen = {name: known[order[:per_stratum]] for name, order in orders.items()}
     picked = np.unique(np.concatenate(list(chosen.values())))
-    users = _inputs(rows, features, texts, picked, raws, hashes, history_limit)
+    users, chose = _inputs(rows, features, texts, picked, raws, hashes, history_limit)
     strata = {name: np.searchsorted(picked, np.sort(each)) for name, each in chosen.items()}
-    return UserSample(users, positions[picked], last[picked], strata, len(raws), len(known))
+    return UserSample(users, positions[picked], chose, strata, len(raws), len(known))
 
 
 def _inputs(
@@ -121,22 +130,33 @@ def _inputs(
     raws: list[bytes],
     hashes: NDArray[np.uint64],
     history_limit: int,
-) -> ShardInput:
-    """What `read_shard` says of these users, found another way: row by row, the later occurrence wins."""
+) -> tuple[ShardInput, NDArray[np.int64]]:
+    """What `read_shard` says of these users, found another way: row by row, the later occurrence wins.
+
+    And when each of them last chose an item that was new to them: a repeat changes no list.
+    """
     wanted = texts.take(pa.array(picked))
     found = rows.filter(pc.is_in(rows.column("user"), value_set=wanted))
     whose = np.asarray(pc.index_in(found.column("user").combine_chunks(), wanted))
     ordinals = np.asarray(found.column("ordinal"))
-    order = np.argsort(np.asarray(found.column("time")), kind="stable")
+    times = np.asarray(found.column("time"))
+    order = np.argsort(times, kind="stable")
+    chose = np.zeros(len(picked), np.int64)
     seen: list[dict[int, None]] = [{} for _ in range(len(picked))]
-    for user, ordinal in zip(whose[order].tolist(), ordinals[order].tolist(), strict=True):
-        if ordinal >= 0:
-            seen[user].pop(ordinal, None)
-            seen[user][ordinal] = None
+    for user, ordinal, time in zip(
+        whose[order].tolist(), ordinals[order].tolist(), times[order].tolist(), strict=True
+    ):
+        if ordinal < 0:
+            continue
+        if ordinal in seen[user]:
+            del seen[user][ordinal]
+        else:
+            chose[user] = time
+        seen[user][ordinal] = None
     kept = [list(each)[-history_limit:] for each in seen]
     by_user = features.column("user").combine_chunks()
     at = pc.index_in(wanted, by_user)
-    return ShardInput(
+    inputs = ShardInput(
         ids=[raws[row] for row in picked.tolist()],
         hashes=hashes[picked],
         indptr=np.cumsum([0, *(len(each) for each in kept)]),
@@ -146,6 +166,7 @@ def _inputs(
             for name in features.column_names[1:]
         },
     )
+    return inputs, chose
 
 
 def _joined(parts: list[ShardInput]) -> ShardInput:
