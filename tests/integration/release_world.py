@@ -1,0 +1,159 @@
+"""A world of tiny generations: files on disk, pages in a real Redis, a clock that moves only when told."""
+
+import hashlib
+import itertools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from cache.artefacts import ArtefactStore, describe, generation_path, write_atomically
+from cache.keys import Keyspace
+from cache.manifest import (
+    Artefact,
+    DirectoryPart,
+    EntitySet,
+    ItemFiles,
+    Manifest,
+    Producer,
+    Table,
+    TablePart,
+)
+from cache.records import Layout, encode_values
+from cache.releases import Pointer
+from precompute.control import Control, Row
+from precompute.release import Releases
+from precompute.reload import reload
+from precompute.states import State
+
+if TYPE_CHECKING:
+    import redis
+
+A, B, C, D = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2, 3, 4))
+LAYOUT = Layout("value", 4, "f4")
+
+
+class Clock:
+    """Unix seconds that move only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedControl(Control):
+    """Redis' own clock is the test's."""
+
+    def __init__(self, client: "redis.Redis", keys: Keyspace, clock: Clock) -> None:
+        super().__init__(client, keys)
+        self.time = clock  # type: ignore[method-assign]
+
+
+class World:
+    """A store with tiny generations and the releases over them."""
+
+    def __init__(self, store: ArtefactStore, client: "redis.Redis", keys: Keyspace) -> None:
+        self.store, self.client, self.keys, self.clock = store, client, keys, Clock()
+        self.control = TimedControl(client, keys, self.clock)
+        self.releases = Releases(store, self.control)
+        self.numbers = itertools.count()
+
+    def attempt(self) -> str:
+        """A name that no other attempt has."""
+        return f"attempt-{next(self.numbers)}"
+
+    def make(self, generation: str, records: int = 50) -> Manifest:
+        """A generation of one value table in two parts, pages of 10 records."""
+        root = self.store.local(generation_path(generation))
+        seed = int(hashlib.sha256(generation.encode()).hexdigest()[:8], 16)
+        rng = np.random.default_rng(seed)
+        parts, page = [], 0
+        for number in range(2):
+            name = f"tables/score/{number:04d}"
+            marks = rng.integers(0, 2**63, records, dtype=np.uint64)
+            data = encode_values(LAYOUT, marks, rng.random((records, 4), np.float32), 0).tobytes()
+            write_atomically(root / f"{name}.pages", data)
+            size = 10 * LAYOUT.size_bytes
+            sums = [
+                xxhash.xxh3_64_intdigest(data[at : at + size]) for at in range(0, len(data), size)
+            ]
+            write_atomically(root / f"{name}.sums", np.array(sums, "<u8").tobytes())
+            files = (describe(root, f"{name}.pages"), describe(root, f"{name}.sums"))
+            parts.append(TablePart(page, len(sums), records, *files))
+            page += len(sums)
+        nothing = Artefact("", 0, "")
+        manifest = Manifest(
+            namespace=self.keys.namespace,
+            generation=generation,
+            data_until=0,
+            created_at=0,
+            bundle_digest="",
+            inputs_digest="",
+            entity_sets={"user": EntitySet("user", 0, 0, (DirectoryPart(0, 0, nothing),))},
+            items=ItemFiles(nothing, nothing, nothing, nothing, 0, 0),
+            tables={"score": Table("score", "user", Producer("none"), LAYOUT, 10, tuple(parts))},
+            models={},
+            indexes={},
+            defaults=nothing,
+        )
+        self.store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
+        return manifest
+
+    def load(self, generation: str) -> Manifest:
+        """Rows first, then pages, as the pipeline does."""
+        manifest = self.make(generation)
+        self.control.set_row(generation, Row(State.BEGUN, self.clock()))
+        reload(self.control, self.keys, self.store, generation, chunk_bytes=1000)
+        self.control.set_row(generation, Row(State.VERIFIED, self.clock()))
+        return manifest
+
+    def publish(self, *generations: str) -> None:
+        """Load and publish each, a day apart."""
+        for generation in generations:
+            self.load(generation)
+            self.clock.now += 86_400
+            self.releases.publish(generation, attempt=self.attempt())
+
+    def live(self) -> Pointer:
+        """What readers follow."""
+        pointer = self.control.pointer()
+        assert pointer is not None
+        return pointer
+
+    def pages(self) -> set[str]:
+        """All page keys in Redis (a test may scan)."""
+        pattern = f"larder:1:{self.keys.namespace}:g:*"
+        return {
+            key.decode() for key in self.client.scan_iter(pattern) if not key.endswith(b":loaded")
+        }
+
+
+def meanwhile(monkeypatch, owner, name, what):
+    """Run `what` once, just after (or, for Control.move, just before) the next call of `owner.name`."""
+    real, first = getattr(owner, name), [True]
+
+    def call(*arguments, **options):
+        before = name == "move"
+        if before and first and first.pop():
+            what()
+        answer = real(*arguments, **options)
+        if not before and first and first.pop():
+            what()
+        return answer
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def lose_redis(world):
+    for key in world.client.scan_iter(f"larder:1:*{world.keys.namespace}*"):
+        world.client.delete(key)
+
+
+def pages_of(world, generation):
+    return {key for key in world.pages() if key.split(":")[4] == generation}
+
+
+def keep_intents(write_once, die):
+    return lambda path, data: die() if path.endswith(".done") else write_once(path, data)

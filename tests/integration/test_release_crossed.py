@@ -1,0 +1,186 @@
+"""What happens between the look and the move of an operation never leads astray."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from cache.artefacts import (
+    ArtefactStore,
+)
+from cache.errors import Conflict
+from cache.releases import (
+    all_releases,
+    done_path,
+)
+from precompute import release, sweep
+from precompute import restore as restoring
+from precompute.control import Control, connect
+from precompute.restore import restore
+from precompute.states import State
+from precompute.sweep import retire
+from tests.integration.release_world import (
+    A,
+    B,
+    C,
+    World,
+    keep_intents,
+    lose_redis,
+    meanwhile,
+    pages_of,
+)
+
+
+@pytest.fixture
+def world(tmp_path, redis_url, keyspace) -> Iterator[World]:
+    with connect(redis_url, 5.0) as client:
+        yield World(ArtefactStore(str(tmp_path)), client, keyspace)
+
+
+def test_a_restore_never_undoes_a_roll_back_made_while_it_streams(world, monkeypatch):
+    world.publish(A, B)
+
+    def roll_back():
+        world.releases.roll_back(to=None, reason="bad", attempt="operator")
+
+    meanwhile(monkeypatch, restoring, "reload", roll_back)
+    pointer, loaded, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+
+    assert pointer == world.live() and pointer.generation == A and loaded == [A]
+    assert world.control.rows()[B].state is State.ROLLED_BACK
+    assert world.releases.ledger().state(B) is State.ROLLED_BACK
+
+
+def test_two_restores_at_once_end_with_one_pointer(world, monkeypatch):
+    world.publish(A, B)
+    lose_redis(world)
+
+    def again():
+        restore(world.releases, world.keys, attempt="other", chunk_bytes=1000)
+
+    meanwhile(monkeypatch, restoring, "reload", again)
+    pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    assert pointer == world.live() and pointer.attempt == "other"
+
+
+def test_older_data_is_not_published_over_newer_by_a_publisher_that_looked_earlier(
+    world, monkeypatch
+):
+    world.publish(A)
+    world.load(B)
+    world.load(C)
+
+    def other():
+        world.releases.publish(C, attempt="other")
+
+    meanwhile(monkeypatch, release, "load_missing", other)
+    with pytest.raises(Conflict, match="older than"):
+        world.releases.publish(B, attempt=world.attempt())
+    assert world.live().generation == C and world.control.rows()[C].state is State.LIVE
+
+
+def test_a_roll_back_never_lands_on_a_generation_retired_meanwhile(world, monkeypatch):
+    world.publish(A, B, C)
+
+    def other():
+        retire(world.releases, world.keys, A, attempt="sweep")
+        world.client.set(world.keys.page(A, "score", 3), b"streamed by the roll back meanwhile")
+
+    meanwhile(monkeypatch, Control, "move", other)
+    with pytest.raises(Conflict, match="retired by now"):
+        world.releases.roll_back(to=A, reason="bad", attempt=world.attempt())
+    assert world.live().generation == C and not pages_of(world, A)
+    assert world.releases.ledger().state(A) is State.RETIRED
+
+
+def test_a_publish_never_lands_on_a_generation_refused_meanwhile(world, monkeypatch):
+    world.publish(A)
+    world.load(B)
+
+    def other():
+        world.releases.refuse(B, reason="bad", attempt="gate")
+
+    meanwhile(monkeypatch, Control, "move", other)
+    with pytest.raises(Conflict, match="refused by now"):
+        world.releases.publish(B, attempt=world.attempt())
+    assert world.live().generation == A
+
+
+def test_a_generation_made_live_meanwhile_is_not_retired(world, monkeypatch):
+    world.publish(A, B, C)
+
+    def other():
+        world.releases.roll_back(to=A, reason="bad", attempt="operator")
+
+    meanwhile(monkeypatch, sweep, "_demand_unneeded", other)
+    with pytest.raises(Conflict):
+        retire(world.releases, world.keys, A, attempt="sweep")
+    assert world.live().generation == A and len(pages_of(world, A)) == 10
+    assert world.control.rows()[A].state is State.LIVE
+
+
+@pytest.mark.parametrize("when", ["before the mark", "after the mark"])
+def test_a_pin_or_a_reader_that_comes_late_still_stops_a_retirement(world, monkeypatch, when):
+    world.publish(A, B, C)
+
+    def pin():
+        world.releases.record("pin", A, attempt="auditor", reason="audit")
+
+    if when == "before the mark":
+        pin()
+    else:
+        meanwhile(monkeypatch, Control, "mark", pin)
+    with pytest.raises(Conflict, match="pinned"):
+        retire(world.releases, world.keys, A, attempt="sweep")
+    world.releases.unpin(A, attempt="auditor")
+    beat = b'{"replica":"r1","serving":"%s","holds":[]}' % A.encode()
+    world.client.zadd(world.keys.replicas, {beat: world.clock()})
+    with pytest.raises(Conflict, match="holds it"):
+        retire(world.releases, world.keys, A, attempt="sweep")
+    assert len(pages_of(world, A)) == 10 and world.releases.state(A) is State.SUPERSEDED
+
+
+def test_a_move_overtaken_before_it_was_written_down_as_done_is_not_forgotten(world, monkeypatch):
+    """A publisher dies right after its move; the next one settles that before it moves on."""
+    world.publish(A)
+    world.load(B)
+
+    def die(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
+        with pytest.raises(KeyboardInterrupt):
+            world.releases.publish(B, attempt="dies")
+    died = world.live()
+    assert died.generation == B and world.store.read(done_path(died.epoch)) is None
+
+    world.publish(C)
+
+    assert world.store.read(done_path(died.epoch)) is not None
+    ledger = world.releases.ledger()
+    assert (ledger.live, ledger.previous, ledger.state(B)) == (C, B, State.SUPERSEDED)
+    assert world.live().previous == B
+
+
+def test_a_mover_that_looked_before_anothers_move_never_replaces_it(world, monkeypatch):
+    """Nobody can overtake a move whose intent is still open: the look and the compare-and-set share one epoch."""
+    world.publish(A)
+    world.load(B)
+    world.load(C)
+
+    def other():
+        def die(*_arguments, **_options):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
+            with pytest.raises(KeyboardInterrupt):
+                world.releases.publish(B, attempt="dies")
+
+    meanwhile(monkeypatch, Control, "move", other)
+    with pytest.raises(Conflict, match="another publisher"):
+        world.releases.publish(C, attempt="late")
+    assert world.live().generation == B
+    world.releases.publish(C, attempt="late")
+    moves = [(each.generation, each.done) for each in all_releases(world.store)]
+    assert moves == [(A, True), (C, False), (B, True), (C, True)]

@@ -1,0 +1,123 @@
+"""Redis lost, emptied or taken back to an older snapshot: restored from the release records."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from cache.artefacts import (
+    ArtefactStore,
+    generation_path,
+    read_manifest,
+)
+from cache.errors import Conflict, CorruptArtefact
+from cache.releases import (
+    Pointer,
+    all_releases,
+    manifest_digest,
+)
+from precompute.control import connect
+from precompute.load import page_keys
+from precompute.restore import restore
+from precompute.states import State
+from tests.integration.release_world import A, B, C, World, lose_redis, pages_of
+
+
+@pytest.fixture
+def world(tmp_path, redis_url, keyspace) -> Iterator[World]:
+    with connect(redis_url, 5.0) as client:
+        yield World(ArtefactStore(str(tmp_path)), client, keyspace)
+
+
+def test_redis_lost_is_restored_under_a_new_epoch(world):
+    world.publish(A, B)
+    before, pages = world.live(), world.pages()
+    for key in world.client.scan_iter(f"larder:1:*{world.keys.namespace}*"):
+        world.client.delete(key)
+
+    pointer, loaded, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+
+    assert (pointer.generation, pointer.previous) == (before.generation, before.previous)
+    assert pointer.epoch > before.epoch and loaded == [B, A]
+    assert world.pages() == pages
+    assert (
+        world.control.rows()[B].state is State.LIVE
+        and world.control.rows()[A].state is State.SUPERSEDED
+    )
+    again, _, _ = restore(world.releases, world.keys, attempt="restore-2", chunk_bytes=1000)
+    assert again == pointer
+
+
+def test_p22_a_pointer_from_an_older_snapshot_is_not_trusted(world):
+    """PITFALLS P22: Redis restored from an old snapshot must not take readers or publishers back."""
+    world.publish(A)
+    old = world.client.get(world.keys.live)
+    world.publish(B)
+    world.client.set(world.keys.live, old)
+    world.load(C)
+    with pytest.raises(Conflict, match="older pointer"):
+        world.releases.publish(C, attempt=world.attempt())
+    pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    assert pointer.generation == B and pointer.epoch > Pointer.from_bytes(old).epoch
+
+
+def test_publishing_into_an_emptied_redis_is_refused_until_restored(world):
+    world.publish(A)
+    world.load(B)
+    world.client.delete(world.keys.live)
+    with pytest.raises(Conflict, match="restore"):
+        world.releases.publish(B, attempt=world.attempt())
+
+
+def test_a_restore_never_replaces_a_pointer_that_no_record_explains(world):
+    world.publish(A)
+    unknown = Pointer(B, world.live().epoch + 1, A, "elsewhere", 0.0)
+    assert world.control.move(unknown, expected_epoch=world.live().epoch, rows={})
+    with pytest.raises(Conflict, match="no release record explains"):
+        restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    world.load(C)
+    with pytest.raises(Conflict, match="no release record explains"):
+        world.releases.publish(C, attempt=world.attempt())
+    assert world.live() == unknown
+
+
+def test_a_roll_back_after_a_restore_lands_on_loaded_pages_only(world):
+    world.publish(A, B, C)
+    manifest = read_manifest(world.store, A)
+    lose_redis(world)
+    restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    assert not pages_of(world, A)
+
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    world.releases.roll_back(to=None, reason="bad too", attempt=world.attempt())
+
+    assert world.live().generation == A
+    assert pages_of(world, A) == set(page_keys(world.keys, manifest))
+
+
+def test_a_generation_verified_again_before_redis_was_lost_is_published_with_its_pages(world):
+    world.publish(A, B)
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    world.releases.mark_verified(B, attempt=world.attempt())
+    lose_redis(world)
+    restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    world.releases.publish(B, attempt=world.attempt())
+    assert world.live().generation == B and len(pages_of(world, B)) == 10
+
+
+def test_a_manifest_that_is_not_the_released_one_is_neither_restored_nor_rolled_back_to(world):
+    world.publish(A, B)
+    path = generation_path(A, "manifest.json")
+    released = world.store.read(path)
+    assert all_releases(world.store)[0].manifest_sha256 == manifest_digest(released)
+    other = released.replace(b'"inputs_digest": ""', b'"inputs_digest": "x"')
+    assert other != released
+    world.store.write(path, other)
+    with pytest.raises(CorruptArtefact, match="release record"):
+        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    _, loaded, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    assert loaded == [B]
+    world.store.write(path, released)
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    world.store.write(path, other)
+    with pytest.raises(CorruptArtefact, match="release record"):
+        restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)

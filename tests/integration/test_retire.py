@@ -1,0 +1,157 @@
+"""What nobody needs is found and removed, and nothing else."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from cache.artefacts import (
+    ArtefactStore,
+    generation_path,
+)
+from cache.errors import Conflict
+from cache.releases import (
+    Pointer,
+    all_releases,
+)
+from precompute.control import Row, connect
+from precompute.states import State
+from precompute.sweep import drop_old_rows, retire, sweepable
+from tests.integration.release_world import A, B, C, D, World, pages_of
+
+
+@pytest.fixture
+def world(tmp_path, redis_url, keyspace) -> Iterator[World]:
+    with connect(redis_url, 5.0) as client:
+        yield World(ArtefactStore(str(tmp_path)), client, keyspace)
+
+
+def test_p8_and_p9_retiring_removes_every_key_and_file_and_nothing_else(world):
+    """PITFALLS P8, P9: keys come from the manifest, in small batches; a swept generation leaves nothing."""
+    world.publish(A, B, C, D)
+    world.clock.now += 100
+    assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
+
+    for generation in (A, B):
+        retire(world.releases, world.keys, generation, attempt=world.attempt())
+
+    assert {key.split(":")[4] for key in world.pages()} == {C, D}
+    assert world.store.names("generations") == [C, D]
+    assert world.control.rows()[A].state is State.RETIRED
+    world.clock.now += 90_000
+    assert drop_old_rows(world.releases, overlay_ttl_s=86_400) == 2
+    assert set(world.control.rows()) == {C, D}
+
+
+def test_retire_spares_what_is_held_pinned_or_just_superseded(world):
+    world.publish(A, B, C, D)
+    assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
+    world.releases.pin(A, reason="audit", expires_at=None, attempt=world.attempt())
+    beat = b'{"replica":"r1","serving":"%s","holds":["%s"]}' % (D.encode(), B.encode())
+    world.client.zadd(world.keys.replicas, {beat: world.clock()})
+    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    world.clock.now += 4
+    assert sweepable(world.releases, keep=1, grace_s=60) == [B]
+    assert sweepable(world.releases, keep=0, grace_s=4 * 86_400) == []
+
+
+def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monkeypatch):
+    world.publish(A, B, C)
+    world.clock.now += 100
+
+    def crash(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("precompute.sweep.unlink_pages", crash)
+        with pytest.raises(KeyboardInterrupt):
+            retire(world.releases, world.keys, A, attempt=world.attempt())
+    with pytest.raises(Conflict, match="retired"):
+        world.releases.roll_back(to=A, reason="", attempt=world.attempt())
+    assert sweepable(world.releases, keep=5, grace_s=60) == [A]
+    retire(world.releases, world.keys, A, attempt=world.attempt())
+    assert world.store.names("generations") == [B, C]
+
+
+def test_rows_change_only_under_the_pointer_that_the_writer_saw(world):
+    world.publish(A, B, C)
+    world.control.set_row(A, Row(State.RETIRED, 0.0))
+    rows = {each: Row(State.REFUSED, 0.0) for each in (A, B)}
+    epoch = world.live().epoch
+
+    assert not world.control.mark(rows, expected_epoch=epoch - 1)
+    assert not world.control.mark(rows, expected_epoch=0)
+    with pytest.raises(Conflict):
+        world.control.mark(rows, expected_epoch=epoch, unless="previous")
+    with pytest.raises(Conflict):
+        world.control.mark({C: rows[A]}, expected_epoch=epoch, unless="live")
+    assert world.control.rows()[B].state is State.SUPERSEDED
+    assert world.control.mark(rows, expected_epoch=epoch, unless="live")
+    found = world.control.rows()
+    assert (found[A].state, found[B].state) == (State.RETIRED, State.REFUSED)
+
+
+def test_a_pointer_never_names_a_retired_generation_as_previous(world):
+    world.publish(A, B)
+    world.control.set_row(A, Row(State.RETIRED, 0.0))
+    epoch = world.live().epoch
+    to = Pointer(C, epoch + 1, A, "x", 0.0)
+    assert world.control.move(to, expected_epoch=epoch, rows={}) is None
+    world.publish(C)
+    assert world.live().previous == B
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    assert (world.live().generation, world.live().previous) == (B, None)
+
+
+def test_what_is_being_retired_cannot_be_pinned(world):
+    world.publish(A, B, C)
+    world.control.set_row(A, Row(State.RETIRED, world.clock()))
+    with pytest.raises(Conflict, match="being retired"):
+        world.releases.pin(A, reason="audit", expires_at=None, attempt=world.attempt())
+    assert not world.releases.ledger().is_pinned(A, world.clock())
+
+
+@pytest.mark.parametrize("state", [State.BEGUN, State.LOADED, State.VERIFIED])
+def test_an_unfinished_night_is_abandoned_and_removed_once_it_is_old_news(world, state):
+    """PITFALLS P9: nothing is left behind for ever."""
+    world.load(A)
+    world.control.set_row(A, Row(state, world.clock()))
+    world.load(D)
+    world.control.set_row(D, Row(state, world.clock()))
+    world.publish(B)
+    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    world.clock.now += 1
+    assert sweepable(world.releases, keep=1, grace_s=60, abandon_after_s=90_000) == []
+    assert sweepable(world.releases, keep=1, grace_s=60) == [A]
+
+    retire(world.releases, world.keys, A, attempt="sweep")
+
+    actions = [each.action for each in all_releases(world.store) if each.generation == A]
+    assert actions == ["abandon", "retire"]
+    assert world.store.names("generations") == [B, D] and not pages_of(world, A)
+    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    with pytest.raises(Conflict):
+        retire(world.releases, world.keys, D, attempt="sweep")
+
+
+def test_a_folder_that_no_row_knows_is_swept_by_its_age(world):
+    world.make(A)
+    unfinished = "20260101T000000Z-aaaaaaaaaaaa"
+    world.store.write(generation_path(unfinished, "items/ids.bin"), b"x")
+    world.store.write("generations/notes.txt", b"x")
+    world.publish(B)
+    assert sweepable(world.releases, keep=1, grace_s=60) == [A]
+    world.clock.now += 90_000
+    assert sweepable(world.releases, keep=1, grace_s=60) == [A, unfinished]
+    for generation in (A, unfinished):
+        retire(world.releases, world.keys, generation, attempt="sweep")
+    assert world.store.names("generations") == [B, "notes.txt"]
+
+
+def test_a_held_or_pinned_unfinished_night_stays(world):
+    world.load(A)
+    world.publish(B)
+    world.clock.now += 90_000
+    world.releases.pin(A, reason="audit", expires_at=None, attempt=world.attempt())
+    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    with pytest.raises(Conflict, match="pinned"):
+        retire(world.releases, world.keys, A, attempt="sweep")
