@@ -526,7 +526,7 @@ async def test_pointer_heartbeat_and_policy(remote: RemoteTier, client: redis.Re
 async def test_an_unreachable_redis_is_one_kind_of_error_for_control_commands_too() -> None:
     remote = RemoteTier(RemoteConfig("redis://127.0.0.1:1/0"), Keyspace("a"))
 
-    for ask in (remote.ping, remote.pointer, remote.eviction_policy):
+    for ask in (remote.ping, remote.watch, remote.time, remote.eviction_policy):
         with pytest.raises(TierUnavailable) as caught:
             await ask()
         assert caught.value.details["reason"] == "connection"
