@@ -198,6 +198,7 @@ with (
 """
 
 
+@pytest.mark.slow
 def test_a_publisher_killed_while_it_waits_leaves_nothing_behind(nights: Nights) -> None:
     generation, before = nights.verified(), nights.live
     config = nights.config
