@@ -24,8 +24,8 @@ from tests.dags.place import (
     write_interactions,
 )
 from tests.dags.task_processes import How, task_processes
+from tests.integration.killed_steps import night
 from tests.integration.killing import run
-from tests.integration.killing_ground import night
 from tests.integration.wholeness import assert_whole, moves, whole
 from tests.polling import until
 

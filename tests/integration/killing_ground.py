@@ -1,6 +1,7 @@
 """Where processes are killed at random points of every step of a night, and a twin place where none is."""
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -11,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from cache.artefacts import read_manifest
-from cache.errors import Refused
 from precompute import canary, pipeline
 from precompute.config import NightConfig
 from precompute.control import Control, connect
 from precompute.load import page_keys
-from precompute.night import run_night
+from tests.integration.killed_steps import build, night, refused
 from tests.integration.killing import run
 from tests.integration.nights import UNTIL, top_lists
 from tests.integration.watching import Watch
@@ -28,32 +28,6 @@ LOSSES = ("everything", "control keys", "an older snapshot", "some pages")
 
 Work = Callable[[NightConfig, str], Callable[[], Any]]
 """(where, attempt) -> what to run there, in a process of its own."""
-
-
-def night(config: NightConfig, cut: str, attempt: str) -> dict[str, str]:
-    """A whole night; its generation."""
-    lines = run_night(config, data_until=cut, run_after=None, attempt=attempt)
-    return {"generation": lines[0].what.split()[0]}
-
-
-def build(config: NightConfig, cut: str) -> str:
-    """Everything before the load; the generation."""
-    begun = pipeline.begin(config, data_until=cut, run_after=None)
-    pipeline.embed_items(config, begun)
-    scored = [pipeline.score_shard(config, begun, shard) for shard in begun["shards"]]
-    pipeline.assemble(config, begun, scored)
-    pipeline.build_index(config, begun)
-    pipeline.quantize(config, begun)
-    return str(begun["generation"])
-
-
-def refused(config: NightConfig, generation: str, attempt: str) -> str:
-    """A verification that finds something; what it says."""
-    try:
-        pipeline.verify(config, {"generation": generation}, attempt=attempt)
-    except Refused as error:
-        return error.message
-    raise AssertionError(f"{generation} has a damaged page and was not refused")
 
 
 def reports(config: NightConfig) -> Mapping[Path, int]:
@@ -233,6 +207,14 @@ class Ground:
                 lost=True,
             )
             self.compare()
+
+    def sweep(self) -> int:
+        """Remove what killed writers left unfinished, at once instead of after a day; how many files."""
+        store = self.config.store()
+        swept = store.sweep_unfinished(before=time.time() + 1.0)
+        assert list(store.local("").rglob("*.part")) == []
+        self.compare()
+        return swept
 
     def _lose(self, config: NightConfig, loss: str) -> None:
         keys, chosen = config.keyspace(), random.Random(len(self.killed))

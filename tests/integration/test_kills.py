@@ -15,8 +15,9 @@ import pytest
 
 from cache.embedded import Server
 from infra.demo.service import Service
+from tests.integration.killed_steps import night
 from tests.integration.killing import run
-from tests.integration.killing_ground import LOSSES, Ground, night
+from tests.integration.killing_ground import LOSSES, Ground
 from tests.integration.nights import UNTIL, environment, histories, prepare, top_lists
 from tests.integration.watching import Watch
 from tests.integration.wholeness import moves
@@ -85,6 +86,7 @@ def test_two_hundred_kills_leave_no_trace_and_no_reader_notices_one(ground: Grou
         if ground.killed.total() >= KILLS and min(ground.killed.values()) >= AT_LEAST:
             break
 
+    print(f"{ground.sweep()} unfinished files swept")
     assert set(ground.killed) == {
         "build", "load", "refuse", "verify", "publish", "retire", "restore", "roll_back", "night",
         "canary", "abandon",

@@ -54,8 +54,9 @@ def whole(config: NightConfig) -> Whole:
         root = store.local(f"generations/{generation}")
         for path in root.rglob("*"):
             name = path.relative_to(root).as_posix()
-            if name.startswith(COMPARED) and not path.name.startswith(".") and path.is_file():
-                files[f"{generation}/{name}"] = sha256_of(path)
+            if path.is_file() and not path.name.startswith("."):
+                is_compared = name.startswith(COMPARED)
+                files[f"{generation}/{name}"] = sha256_of(path) if is_compared else "there"
     with connect(config.redis_url, 5.0) as client:
         releases = Releases(store, Control(client, keys))
         view = releases.view()
