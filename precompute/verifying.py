@@ -18,6 +18,8 @@ from precompute.gates import GATES, INTEGRITY, LIVE_FILES, overridden, run_gates
 from precompute.load import total_bytes
 from precompute.registry import open_releases
 from precompute.release import Releases
+from precompute.replication import run_ids
+from precompute.replication import run_ids
 from precompute.sealing import seal
 from precompute.states import State, demand
 from precompute.user_sample import sampled_shards
@@ -40,6 +42,8 @@ def verify(
         if state in (State.LIVE, State.SUPERSEDED):
             return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
         demand("verify", made.generation, state)
+        # Before any page is read back: a node that starts while the gates run counts as changed.
+        nodes = run_ids(releases.control.client)
         found = _judged(made, manifest, releases, ledger.live, progress)
         verdicts = overridden(found, ledger.overrides.get(made.generation, {}))
         # It may have gone live, or have been retired, while the gates ran: its manifest is then as released.
@@ -57,6 +61,8 @@ def verify(
                 f"{made.generation} is refused, the live generation stays: {reasons}",
                 rule=failed[0].rule, value=failed[0].value, threshold=failed[0].threshold,
             )  # fmt: skip
+        made.report("verified", {"run_ids": nodes})
+        made.report("verified", {"run_ids": nodes})
         releases.mark_verified(made.generation, attempt=attempt)
     return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
 

@@ -10,6 +10,9 @@ import pytest
 from cache.artefacts import read_manifest
 from cache.errors import Refused
 from precompute import pipeline
+from precompute.build import Build
+from precompute.control import connect
+from precompute.replication import run_ids
 from tests.integration.corpus import build
 from tests.integration.nights import NEXT, UNTIL, prepare, publish_night
 
@@ -26,6 +29,10 @@ def test_another_host_compares_with_the_live_generation_from_the_store(
     elsewhere = replace(config, state="another-host")
     pipeline.verify(elsewhere, {"generation": generation})
 
+    with connect(config.redis_url, 5.0) as client:
+        now = run_ids(client)
+    kept = Build(elsewhere, elsewhere.store(), generation).read_report("verified")
+    assert kept is not None and kept["run_ids"] == now and now["primary"]
     verdicts = read_manifest(config.store(), generation).gates
     compared = {gate["rule"] for gate in verdicts if gate.get("baseline") == live}
     assert {"list_jaccard", "score_psi", "coverage_of_live", "stale_lists"} <= compared
