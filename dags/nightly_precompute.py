@@ -14,9 +14,10 @@ Without the pool, scoring tasks stay `scheduled` for ever and nothing says why. 
 CeleryExecutor, some worker must listen to the queue `gpu`; LocalExecutor ignores queues.
 
 Reading a run: `begin` green and the rest skipped means that this generation is live already.
-`verify` red means that a gate refused it: the log names the rule, the value and the threshold,
-readers still have the last generation, and a retry would find the same, so there is none. Any task
-may be cleared and run again: a generation's id comes from its inputs, so tasks find their own work.
+`verify` red means that a gate refused it: the log names the rule, the value, the threshold and,
+where a person may judge otherwise, the command `override` that lets it pass once `verify` is
+cleared; readers still have the last generation, and a retry would find the same, so there is none.
+Any task may be cleared and run again: a generation's id comes from its inputs, so tasks find their own work.
 
 To undo a publish: the DAG `roll_back`.
 """
