@@ -24,6 +24,7 @@ from precompute.erasing import settle
 from precompute.governor import open_governor
 from precompute.leftovers import sweep_leftovers
 from precompute.registry import open_releases
+from precompute.replication import confirm, run_ids
 from precompute.restore import restore as restore_redis
 from precompute.sealing import seal
 from precompute.staging import staged
@@ -39,7 +40,7 @@ def publish(
     """Wait until replicas hold it ready, move the pointer, read it back: success is what a reader can read.
 
     A record of every table is read back first. Raises Conflict, and nothing is published, when too few replicas
-    become ready within `flip.wait_s`.
+    become ready within `flip.wait_s`, or if replicas of Redis lag behind for that long.
     """
     made = Build.of(config, verified)
     manifest = seal(made)
@@ -52,9 +53,14 @@ def publish(
             # Before the pointer moves: afterwards it would be too late to find that nothing can be read.
             for table in manifest.tables.values():
                 _read_back(made, manifest, table, releases.control)
+            # Reading everything back, where a node has started since, takes too long for replicas to stand by.
+            report, wait_s = made.read_report("verified"), config.flip.wait_s
+            confirm(releases, made.generation, report, timeout_s=wait_s)
+            known = {"run_ids": run_ids(releases.control.client)}
             with staged(
                 releases.control, made.generation, config.flip, attempt=attempt, progress=progress
             ):
+                confirm(releases, made.generation, known, timeout_s=wait_s)
                 moved = releases.publish(made.generation, attempt=attempt)
         now = releases.control.pointer()
         if now is None or now.epoch < moved.pointer.epoch:

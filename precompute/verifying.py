@@ -19,7 +19,6 @@ from precompute.load import total_bytes
 from precompute.registry import open_releases
 from precompute.release import Releases
 from precompute.replication import run_ids
-from precompute.replication import run_ids
 from precompute.sealing import seal
 from precompute.states import State, demand
 from precompute.user_sample import sampled_shards
@@ -61,7 +60,6 @@ def verify(
                 f"{made.generation} is refused, the live generation stays: {reasons}",
                 rule=failed[0].rule, value=failed[0].value, threshold=failed[0].threshold,
             )  # fmt: skip
-        made.report("verified", {"run_ids": nodes})
         made.report("verified", {"run_ids": nodes})
         releases.mark_verified(made.generation, attempt=attempt)
     return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
