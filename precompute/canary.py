@@ -15,7 +15,7 @@ from precompute.control import Control, Replica
 from precompute.publishing import publish as publish_generation
 from precompute.registry import open_releases
 from precompute.release import Releases
-from precompute.staging import staged
+from precompute.staging import Stage, staged
 from precompute.states import State
 
 
@@ -44,6 +44,8 @@ def start(
                 raise Conflict(f"{chosen} is live already", generation=chosen)
             with staged(releases.control, chosen, config.flip, attempt=attempt, progress=progress):
                 releases.start_canary(chosen, share, attempt)
+        else:
+            Stage(releases.control).clear(attempt, chosen)
     return {"generation": chosen, "percent": share}
 
 

@@ -27,7 +27,7 @@ from precompute.registry import open_releases
 from precompute.replication import confirm, run_ids
 from precompute.restore import restore as restore_redis
 from precompute.sealing import seal
-from precompute.staging import staged
+from precompute.staging import Stage, staged
 from precompute.sweep import drop_old_rows, sweepable
 from precompute.sweep import retire as retire_generation
 
@@ -62,6 +62,9 @@ def publish(
             ):
                 confirm(releases, made.generation, known, timeout_s=wait_s)
                 moved = releases.publish(made.generation, attempt=attempt)
+        else:
+            # A publisher killed right after its move left its note: replicas would hold the generation on its behalf.
+            Stage(releases.control).clear(attempt, made.generation)
         now = releases.control.pointer()
         if now is None or now.epoch < moved.pointer.epoch:
             raise CorruptArtefact("the pointer that was written cannot be read back")

@@ -40,7 +40,8 @@ return false
 
 _UNSTAGE = """#!lua flags=allow-oom
 local found = redis.call('GET', KEYS[1])
-if found and cjson.decode(found).attempt == ARGV[1] then
+local note = found and cjson.decode(found)
+if note and (note.attempt == ARGV[1] or note.generation == ARGV[2]) then
   redis.call('DEL', KEYS[1])
   redis.call('PUBLISH', KEYS[2], 'next')
 end
@@ -92,10 +93,10 @@ class Stage:
         )  # fmt: skip
         return None if found is None else Staging.from_bytes(found)
 
-    def clear(self, attempt: str) -> None:
-        """Take one's own note away."""
+    def clear(self, attempt: str, generation: str = "") -> None:
+        """Take one's own note away, or whoever's about `generation`: what it asked for is done."""
         keys = self._control.keys
-        self._control.client.eval(_UNSTAGE, 2, keys.next, keys.channel, attempt)
+        self._control.client.eval(_UNSTAGE, 2, keys.next, keys.channel, attempt, generation)
 
     def get(self) -> Staging | None:
         """The note, if one is in force."""

@@ -42,3 +42,14 @@ def test_the_note_of_a_publisher_that_died_after_its_move_is_in_nobodys_way(
     assert stage.set(other, "next") is None
     note = stage.get()
     assert note is not None and note.generation == other
+
+
+def test_a_retry_takes_the_note_of_the_publisher_that_died_away(control: Control) -> None:
+    stage = Stage(control)
+    assert stage.set(ONE, "dead") is None
+
+    stage.clear("retry", TWO)
+    assert stage.get() is not None
+    stage.clear("retry", ONE)
+
+    assert stage.get() is None
