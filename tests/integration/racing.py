@@ -1,0 +1,156 @@
+"""One process of a race: random releases of a namespace over a real Redis, until it is told to stop."""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from cache.artefacts import ArtefactStore, generation_path
+from cache.errors import Conflict, LarderError
+from cache.keys import Keyspace
+from cache.releases import Pointer
+from precompute.control import Control
+from precompute.release import Releases
+from precompute.reload import reload
+from precompute.restore import restore
+from precompute.states import State, demand
+from precompute.sweep import drop_old_rows, retire, sweepable
+from serving.verdict import judge
+
+NIGHTS = tuple(
+    f"2026{month:02}{day:02}T000000Z-{'c' * 12}" for month in range(1, 4) for day in range(1, 28)
+)
+Make = Callable[[Releases, str], None]
+
+
+class Racer:
+    """Publishers, operators and sweeps in turn, chosen at random, each with its own connection."""
+
+    def __init__(self, url: str, folder: Path, keys: Keyspace, number: int, seed: int) -> None:
+        self.rng, self.number, self.keys = random.Random(f"{seed}/{number}"), number, keys
+        self.client = redis.Redis.from_url(url, protocol=3, socket_timeout=10.0)
+        self.releases = Releases(ArtefactStore(str(folder)), Control(self.client, keys))
+        self.counts: dict[str, int] = {}
+        self.attempts = 0
+
+    def race(self, stop: Any, make: Make) -> dict[str, int]:
+        """What was done how often, and what was not allowed."""
+        actions: tuple[tuple[Callable[[Make], None], int], ...] = (
+            (self._night, 6), (self._roll_back, 2), (self._retire, 2), (self._restore, 1), (self._pin, 1),
+            (self._canary, 2), (self._retry, 1),
+        )  # fmt: skip
+        weights = [weight for _, weight in actions]
+        while not stop.is_set():
+            act = self.rng.choices([each for each, _ in actions], weights)[0]
+            try:
+                act(make)
+            except (LarderError, redis.exceptions.RedisError) as error:
+                self._count(f"{act.__name__}: {type(error).__name__}")
+            else:
+                self._count(act.__name__)
+        self.client.close()
+        return self.counts
+
+    def _count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def _attempt(self) -> str:
+        self.attempts += 1
+        return f"racer-{self.number}-{self.attempts}"
+
+    def _newest(self) -> int:
+        pointer = self.releases.control.pointer()
+        return -1 if pointer is None else NIGHTS.index(pointer.generation)
+
+    def _night(self, make: Make) -> None:
+        newest = self._newest()
+        generation = NIGHTS[min(len(NIGHTS) - 1, max(0, newest + self.rng.randint(-2, 2)))]
+        self._prepare(generation, make)
+        self.releases.publish(generation, attempt=self._attempt())
+
+    def _prepare(self, generation: str, make: Make) -> None:
+        releases = self.releases
+        state = releases.state(generation)
+        if state in (State.LIVE, State.SUPERSEDED):
+            return
+        demand("begin", generation, state)
+        if state is None:
+            releases.note(generation, State.BEGUN)
+        if releases.store.read(generation_path(generation, "manifest.json")) is None:
+            make(releases, generation)
+        reload(releases.control, self.keys, releases.store, generation)
+        releases.note(generation, State.LOADED)
+        if self.rng.random() < 0.15:
+            releases.refuse(generation, reason="bad", attempt=self._attempt())
+            raise Conflict("refused")
+        releases.mark_verified(generation, attempt=self._attempt())
+
+    def _roll_back(self, _make: Make) -> None:
+        self.releases.roll_back(to=None, reason="bad", attempt=self._attempt())
+
+    def _retire(self, _make: Make) -> None:
+        for generation in sweepable(self.releases, keep=1, grace_s=0.5):
+            retire(self.releases, self.keys, generation, attempt=self._attempt(), grace_s=0.5)
+        drop_old_rows(self.releases, overlay_ttl_s=2.0)
+
+    def _restore(self, _make: Make) -> None:
+        restore(self.releases, self.keys, attempt=self._attempt(), chunk_bytes=1 << 16)
+
+    def _pin(self, _make: Make) -> None:
+        generation = NIGHTS[max(0, self._newest())]
+        self.releases.pin(
+            generation, reason="audit", expires_at=time.time() + 0.5, attempt=self._attempt()
+        )
+
+    def _canary(self, make: Make) -> None:
+        if self.releases.ledger().canary is not None:
+            self.releases.end_canary(self._attempt(), "enough", self.rng.random() < 0.3)
+            return
+        generation = NIGHTS[min(len(NIGHTS) - 1, self._newest() + 1)]
+        self._prepare(generation, make)
+        self.releases.start_canary(generation, 5.0, self._attempt())
+
+    def _retry(self, _make: Make) -> None:
+        pointer = self.releases.control.pointer()
+        if pointer is not None:
+            again = self.releases.publish(pointer.generation, attempt=pointer.attempt)
+            if again.changed:
+                raise AssertionError(f"{pointer} was published twice")
+
+
+def race(
+    url: str,
+    folder: Path,
+    keys: Keyspace,
+    number: int,
+    seed: int,
+    stop: Any,
+    make: Make,
+    ready: Any,
+) -> dict[str, int]:
+    """`Racer.race`, as a process runs it."""
+    racer = Racer(url, folder, keys, number, seed)
+    ready.wait(60)
+    return racer.race(stop, make)
+
+
+def follow(url: str, keys: Keyspace, stop: Any, ready: Any) -> list[tuple[str, int, str | None]]:
+    """What a reader followed: generation, epoch and previous, in the order in which it did."""
+    followed: list[tuple[str, int, str | None]] = []
+    seen: Pointer | None = None
+    with redis.Redis.from_url(url, protocol=3, socket_timeout=10.0) as client:
+        control = Control(client, keys)
+        ready.wait(60)
+        while not stop.is_set():
+            try:
+                pointer = control.pointer()
+            except redis.exceptions.RedisError:
+                continue
+            if pointer is not None and judge(pointer, seen) == "newer":
+                seen = pointer
+                followed.append((pointer.generation, pointer.epoch, pointer.previous))
+            time.sleep(0.001)
+    return followed

@@ -1,0 +1,160 @@
+"""Processes that publish, roll back, try out, pin, retire and restore at once, while Redis forgets: no rule breaks."""
+
+import itertools
+import multiprocessing
+import os
+import random
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from cache.artefacts import ArtefactStore, generation_path
+from cache.keys import Keyspace
+from cache.releases import MOVES
+from precompute.control import Control, connect
+from precompute.release import Releases
+from precompute.restore import restore
+from precompute.states import State, fold
+from precompute.sweep import sweepable
+from tests.integration.racing import Racer, follow, race
+from tests.integration.release_world import World, pages_of
+
+SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
+RACERS, READERS = 4, 2
+
+
+def make(releases: Releases, generation: str) -> None:
+    """Small files and their manifest."""
+    World(releases.store, releases.control.client, releases.control.keys).make(generation)
+
+
+def dumped(client: Any) -> dict[bytes, bytes]:
+    """Every key as Redis would save it."""
+    found = {key: client.dump(key) for key in client.keys("*")}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def take_back(client: Any, saved: dict[bytes, bytes]) -> None:
+    """Redis as it was then, in one step, as a server that loads an older file is."""
+    with client.pipeline(transaction=True) as pipeline:
+        pipeline.flushall()
+        for key, value in saved.items():
+            pipeline.restore(key, 0, value)
+        pipeline.execute()
+
+
+def race_for(
+    seconds: float, url: str, folder: Path, keys: Keyspace, disasters: int
+) -> tuple[Any, Any]:
+    """What racers did and what readers followed, while Redis is emptied or taken back between times."""
+    context = multiprocessing.get_context("spawn")
+    rng, saved = random.Random(SEED), {}
+    with (
+        context.Manager() as manager,
+        ProcessPoolExecutor(RACERS + READERS, mp_context=context) as pool,
+        redis.Redis.from_url(url) as client,
+    ):
+        stop, ready = manager.Event(), manager.Barrier(RACERS + READERS + 1)
+        racing = [
+            pool.submit(race, url, folder, keys, each, SEED, stop, make, ready)
+            for each in range(RACERS)
+        ]
+        reading = [pool.submit(follow, url, keys, stop, ready) for _ in range(READERS)]
+        try:
+            ready.wait(60)
+            for number in range(disasters):
+                time.sleep(seconds / (disasters + 1) / 2)
+                saved = dumped(client)
+                time.sleep(seconds / (disasters + 1) / 2)
+                take_back(client, {} if (number + rng.randrange(2)) % 2 else saved)
+            time.sleep(seconds / (disasters + 1))
+        finally:
+            stop.set()
+        return [each.result(60) for each in racing], [each.result(60) for each in reading]
+
+
+def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int) -> int:
+    """Raises AssertionError for any rule that broke; how many moves there were."""
+    store = ArtefactStore(str(folder))
+    for each in followed:
+        epochs = [epoch for _, epoch, _ in each]
+        assert epochs == sorted(set(epochs)), "a reader went backwards"
+    with connect(url, 10.0) as client:
+        releases = Releases(store, Control(client, keys))
+        if disasters:
+            restore(releases, keys, attempt="at the end", chunk_bytes=1 << 16)
+        view = releases.view()
+        view.demand_agreement()
+        history, ledger = view.history, view.ledger
+        assert list(ledger.states.values()).count(State.LIVE) == 1
+        assert view.pointer is not None and view.pointer.generation == ledger.live
+        assert view.pointer.previous in (None, ledger.previous)
+        assert ledger.previous is None or ledger.state(ledger.previous) is State.SUPERSEDED
+        _check_history(history)
+        _check_pages(client, keys, store, view)
+        # The next night finds nothing in its way.
+        racer = Racer(url, folder, keys, 99, SEED)
+        racer.rng.random = lambda: 1.0  # type: ignore[method-assign]
+        racer._prepare("20270101T000000Z-" + "d" * 12, make)
+        releases.publish("20270101T000000Z-" + "d" * 12, attempt="the last night")
+    return sum(each.action in MOVES and each.done for each in history)
+
+
+def _check_history(history: Any) -> None:
+    done = [each for each in history if each.done]
+    attempts = [(each.action, each.attempt) for each in done if each.action in MOVES]
+    assert len(attempts) == len(set(attempts)), "an attempt moved the pointer twice"
+    for number, release in enumerate(history):
+        before = fold(history[:number])
+        if not release.done or release.action not in MOVES:
+            continue
+        state = before.state(release.generation)
+        assert state not in (State.REFUSED, State.RETIRED, State.ABANDONED, State.ROLLED_BACK), (
+            f"{release} made live what is {state}"
+        )
+        if release.action == "roll_back":
+            assert state is State.SUPERSEDED, f"{release} landed on what is {state}"
+
+
+def _check_pages(client: Any, keys: Keyspace, store: ArtefactStore, view: Any) -> None:
+    found = {key.decode().split(":")[4] for key in client.keys(f"larder:1:{keys.namespace}:g:*")}
+    assert found <= set(view.rows), f"pages of {found - set(view.rows)} belong to nobody"
+    live = view.ledger.live
+    assert store.read(generation_path(live, "manifest.json")) is not None
+    assert len(pages_of(World(store, client, keys), live)) == 10
+    assert live not in sweepable(Releases(store, Control(client, keys)), keep=0, grace_s=0.0)
+
+
+def test_racing_processes_break_no_rule(redis_url: str, tmp_path: Path, keyspace: Keyspace) -> None:
+    racing, followed = race_for(4.0, redis_url, tmp_path, keyspace, disasters=0)
+    moves = check(redis_url, tmp_path, keyspace, followed, 0)
+    assert moves >= 5, racing
+
+
+def test_racing_processes_break_no_rule_while_redis_forgets(
+    own_redis: Any, tmp_path: Path, keyspace: Keyspace
+) -> None:
+    racing, followed = race_for(6.0, own_redis.url, tmp_path, keyspace, disasters=2)
+    assert check(own_redis.url, tmp_path, keyspace, followed, 2) >= 3, racing
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("disasters", [0, 40])
+def test_minutes_of_races_break_no_rule(
+    own_redis: Any,
+    tmp_path: Path,
+    keyspace: Keyspace,
+    disasters: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    racing, followed = race_for(120.0, own_redis.url, tmp_path, keyspace, disasters)
+    moves = check(own_redis.url, tmp_path, keyspace, followed, disasters)
+    counts: dict[str, int] = {}
+    for name, count in itertools.chain.from_iterable(each.items() for each in racing):
+        counts[name] = counts.get(name, 0) + count
+    with capsys.disabled():
+        print(f"seed {SEED}: {moves} moves of the pointer, {disasters} times forgotten, {counts}")
