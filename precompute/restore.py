@@ -3,7 +3,7 @@
 from cache.errors import Conflict, CorruptArtefact, UnknownGeneration
 from cache.keys import Keyspace
 from cache.manifest import GENERATION
-from cache.releases import Pointer, done_path
+from cache.releases import Pointer, Release, done_path
 from precompute.control import Row
 from precompute.governor import Governor
 from precompute.load import Progress
@@ -26,6 +26,8 @@ def restore(
 
     Returns the pointer, the generations loaded and their bytes. Raises Conflict when nothing was ever published.
     A publish or a roll back that comes in while pages stream is never undone: it starts over from what is live then.
+    Where a writer died so that nobody knows whether readers saw its move, they are led on under a new epoch; a roll
+    back that died so is carried out.
     """
     control = releases.control
     for _ in range(LOOK_TRIES):
@@ -64,7 +66,7 @@ def restore(
             ledger.states,
         ):
             continue
-        if view.pointer is not None and view.epoch == ledger.live_epoch:
+        if view.pointer is not None and view.epoch == ledger.live_epoch and not _in_doubt(view):
             return view.pointer, present, loaded_bytes
         moved = _point(releases, view, present, attempt=attempt)
         if moved is not None:
@@ -74,21 +76,23 @@ def restore(
     )
 
 
-def _finish_roll_back(releases: ReleaseLog, view: View) -> bool:
-    """Take a roll back for done that may have moved the pointer before its writer died and Redis forgot it.
+def _in_doubt(view: View) -> list[Release]:
+    """Intents that may have moved the pointer before their writer died and Redis forgot it: nobody can tell."""
+    known = view.ledger.live_epoch
+    return [
+        each
+        for each in view.history
+        if not each.done and each.expected == known and each.epoch > known
+    ]
 
-    Nobody can tell any more; what must not happen is that readers meet the bad generation again. While the pointer is
-    there, it tells: then the roll back never happened.
-    """
-    ledger = view.ledger
-    if view.epoch == ledger.live_epoch:
-        return False
-    for release in reversed(view.history):
-        if release.action == "roll_back" and not release.done:
-            is_last = release.expected == ledger.live_epoch and release.epoch > ledger.live_epoch
-            if is_last and ledger.state(release.generation) is State.SUPERSEDED:
-                releases.store.write_once(done_path(release.epoch), b"")
-                return True
+
+def _finish_roll_back(releases: ReleaseLog, view: View) -> bool:
+    """Take a roll back in doubt for done: what must not happen is that readers meet the bad generation again."""
+    for release in reversed(_in_doubt(view)):
+        is_sound = view.ledger.state(release.generation) is State.SUPERSEDED
+        if release.action == "roll_back" and is_sound:
+            releases.store.write_once(done_path(release.epoch), b"")
+            return True
     return False
 
 
@@ -100,6 +104,7 @@ def _rows(releases: ReleaseLog, view: View) -> dict[str, Row]:
     return rows | {
         each: Row(state, ledger.superseded_at.get(each, now), "restored")
         for each, state in ledger.states.items()
+        if each not in view.rows or view.rows[each].state is not state
     }
 
 
