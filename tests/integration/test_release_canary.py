@@ -1,0 +1,203 @@
+"""Canaries and overrides as releases: written down, compared and set, and never what makes anything live."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from cache.artefacts import ArtefactStore
+from cache.errors import ConfigError, Conflict
+from cache.releases import newest_release
+from precompute.control import Control, connect
+from precompute.restore import restore
+from precompute.states import State
+from precompute.sweep import retire, sweepable
+from tests.integration.release_world import A, B, C, World, keep_intents, lose_redis, meanwhile
+
+
+@pytest.fixture
+def world(tmp_path, redis_url, keyspace) -> Iterator[World]:
+    with connect(redis_url, 5.0) as client:
+        yield World(ArtefactStore(str(tmp_path)), client, keyspace)
+
+
+@pytest.fixture
+def tried(world: World) -> World:
+    """A and B were published, C is tried out on 5 %."""
+    world.publish(A, B)
+    world.load(C)
+    world.clock.now += 10
+    world.releases.start_canary(C, 5.0, "try")
+    return world
+
+
+def test_a_canary_is_in_the_pointer_under_a_new_epoch_and_makes_nothing_live(tried):
+    live, ledger = tried.live(), tried.releases.ledger()
+    assert (live.generation, live.previous) == (B, A) and live.canary is not None
+    assert (live.canary.generation, live.canary.percent) == (C, 5.0)
+    assert (ledger.live, ledger.live_epoch, ledger.canary) == (B, live.epoch, live.canary)
+    assert tried.releases.state(C) is State.VERIFIED and tried.control.rows()[C].state == "verified"
+    newest = newest_release(tried.store)
+    assert newest is not None and (newest.generation, newest.action) == (B, "publish")
+
+
+def test_a_repeated_start_changes_nothing_and_another_share_does(tried):
+    before = tried.live()
+    assert not tried.releases.start_canary(C, 5.0, "try").changed and tried.live() == before
+    assert not tried.releases.start_canary(C, 5.0, "other").changed and tried.live() == before
+    assert tried.releases.start_canary(C, 10.0, "try").changed
+    assert tried.live().canary.percent == 10.0 and tried.live().epoch > before.epoch
+
+
+@pytest.mark.parametrize("abandon", [False, True])
+def test_an_ended_canary_may_be_published_unless_it_was_abandoned(tried, abandon):
+    tried.releases.end_canary("end", "enough", abandon)
+    assert tried.live().canary is None and tried.live().generation == B
+    assert not tried.releases.start_canary(C, 5.0, "try").changed, "a late retry starts it again"
+    assert not tried.releases.end_canary("end").changed
+    if abandon:
+        assert tried.releases.state(C) is State.ABANDONED
+        with pytest.raises(Conflict, match="abandoned"):
+            tried.releases.publish(C, attempt="publish")
+        tried.releases.mark_verified(C, attempt="again")
+    tried.releases.publish(C, attempt="publish")
+    assert (tried.live().generation, tried.live().previous) == (C, B)
+
+
+@pytest.mark.parametrize("how", ["publish", "roll back", "restore"])
+def test_every_move_ends_a_canary(tried, how):
+    match how:
+        case "publish":
+            tried.releases.publish(C, attempt="publish")
+        case "roll back":
+            tried.releases.roll_back(to=None, reason="bad", attempt="operator")
+        case _:
+            lose_redis(tried)
+            restore(tried.releases, tried.keys, attempt="restore", chunk_bytes=1000)
+    assert tried.live().canary is None and tried.releases.ledger().canary is None
+    with pytest.raises(Conflict, match="no generation is being tried out"):
+        tried.releases.end_canary("end")
+
+
+def test_what_is_tried_out_is_neither_refused_nor_retired(tried):
+    with pytest.raises(Conflict, match="readers depend on it"):
+        tried.releases.refuse(C, reason="bad", attempt="gate")
+    tried.clock.now += 200_000
+    assert C not in sweepable(tried.releases, keep=0, grace_s=0, abandon_after_s=0)
+    with pytest.raises(Conflict):
+        retire(tried.releases, tried.keys, C, attempt="sweep", abandon_after_s=0)
+
+
+def test_only_one_verified_newer_generation_is_tried_out_beside_a_live_one(world):
+    world.load(A)
+    with pytest.raises(Conflict, match="nothing is live"):
+        world.releases.start_canary(A, 5.0, "try")
+    world.load(C)
+    world.publish(B)
+    with pytest.raises(Conflict, match="older than"):
+        world.releases.start_canary(A, 5.0, "try")
+    for percent in (0.0, -1.0, 101.0, float("nan")):
+        with pytest.raises(ConfigError, match="share"):
+            world.releases.start_canary(C, percent, "try")
+    world.releases.refuse(C, reason="bad", attempt="gate")
+    with pytest.raises(Conflict, match="refused"):
+        world.releases.start_canary(C, 5.0, "try")
+
+
+def test_a_canary_refused_between_look_and_move_is_not_tried_out(world, monkeypatch):
+    world.publish(A)
+    world.load(B)
+    meanwhile(
+        monkeypatch,
+        Control,
+        "move",
+        lambda: world.releases.refuse(B, reason="bad", attempt="gate"),
+    )
+    with pytest.raises(Conflict, match="tried out: it is refused"):
+        world.releases.start_canary(B, 5.0, "try")
+    assert world.live().canary is None
+
+
+def test_a_canary_whose_writer_died_after_the_move_is_settled(world, monkeypatch):
+    world.publish(A)
+    world.load(B)
+
+    def die(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
+        with pytest.raises(KeyboardInterrupt):
+            world.releases.start_canary(B, 5.0, "try")
+    assert world.releases.ledger().canary == world.live().canary is not None
+    assert not world.releases.start_canary(B, 5.0, "try").changed
+
+
+def test_an_override_is_kept_with_its_reason_until_its_generation_is_rolled_back(world):
+    world.publish(A)
+    world.load(B)
+    world.releases.refuse(B, reason="score_psi", attempt="gate")
+    world.releases.override(B, rule="score_psi", reason=" retrained ", attempt="operator")
+    assert world.releases.ledger().overrides == {B: {"score_psi": "retrained"}}
+    assert world.releases.state(B) is State.REFUSED, "only another verification lifts a refusal"
+    world.releases.mark_verified(B, attempt="again")
+    world.releases.publish(B, attempt="publish")
+    assert world.releases.ledger().overrides == {B: {"score_psi": "retrained"}}
+    world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    assert world.releases.ledger().overrides == {}
+
+
+@pytest.mark.parametrize("reason", ["", "  \n"])
+def test_an_override_demands_a_reason(world, reason):
+    world.load(A)
+    with pytest.raises(ConfigError, match="reason"):
+        world.releases.override(A, rule="score_psi", reason=reason, attempt="operator")
+
+
+def test_what_is_published_or_unknown_cannot_be_overridden(world):
+    world.publish(A, B)
+    for generation in (A, B, C):
+        with pytest.raises(Conflict, match="cannot override"):
+            world.releases.override(generation, rule="x", reason="y", attempt="operator")
+
+
+def test_a_note_that_comes_late_never_pulls_a_generation_back(world):
+    world.publish(A)
+    for state in (State.BEGUN, State.LOADED):
+        world.releases.note(A, state)
+    assert world.control.rows()[A].state is State.LIVE
+    world.load(B)
+    world.releases.note(B, State.LOADED)
+    assert world.control.rows()[B].state is State.VERIFIED
+
+
+def test_a_roll_back_that_died_before_redis_was_lost_is_carried_out_by_restore(world, monkeypatch):
+    world.publish(A, B)
+
+    def die(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
+        with pytest.raises(KeyboardInterrupt):
+            world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    seen = world.live()
+    lose_redis(world)
+
+    pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+
+    assert (pointer.generation, pointer.epoch > seen.epoch) == (A, True)
+    assert world.releases.state(B) is State.ROLLED_BACK
+
+
+def test_pages_that_an_older_snapshot_brings_back_go_with_their_row(world):
+    world.publish(A, B, C)
+    saved = {key: world.client.dump(key) for key in world.pages() if A in key}
+    world.clock.now += 100
+    retire(world.releases, world.keys, A, attempt="sweep")
+    for key, value in saved.items():
+        world.client.restore(key, 0, value)
+    row = world.control.rows()[A]
+    world.control.set_row(A, type(row)(State.SUPERSEDED, row.at))
+    assert sweepable(world.releases, keep=0, grace_s=60) == [A]
+    assert retire(world.releases, world.keys, A, attempt="sweep") == len(saved) > 0
+    assert not any(A in key for key in world.pages())
