@@ -163,12 +163,15 @@ def fold(releases: Sequence[Release]) -> Ledger:
             pinned.pop(generation, None)
         elif action == "override":
             overrides.setdefault(generation, {})[release.rule] = release.reason
+        elif action == "retire":
+            # A fact by now, whatever the records say: its files are going. What is live was made so before that.
+            if generation != live:
+                states[generation] = State.RETIRED
+                superseded_at.pop(generation, None)
         else:
             # A judgement that comes late changes nothing: what readers follow is decided by the pointer alone, what
             # is removed stays removed. Of what no record mentions yet, only the registry knew how far it was.
             known = states.get(generation, State.LOADED)
             if (state := TRANSITIONS[action].get(known)) is not None:
                 states[generation] = state
-            if state is State.RETIRED:
-                superseded_at.pop(generation, None)
     return Ledger(live, live_epoch, epoch, states, superseded_at, pinned, overrides, canary)

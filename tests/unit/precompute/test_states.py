@@ -1,14 +1,16 @@
 """The state machine: single rules, then random histories."""
 
 import itertools
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import Conflict
-from cache.releases import Release
-from precompute.states import ALLOWED, State, demand, fold
+from cache.releases import MOVES, Action, Canary, Release
+from precompute.states import ALLOWED, LEAVES, TRANSITIONS, State, demand, fold
 
 
 def release(epoch, action, generation, *, done=True, expires_at=None):
@@ -72,6 +74,36 @@ def test_no_judgement_that_comes_late_changes_what_is_live(action):
 def test_what_was_retired_stays_retired(action):
     history = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "retire", "a")]
     assert fold([*history, release(4, action, "a")]).state("a") is State.RETIRED
+
+
+def test_a_retirement_of_what_no_other_record_mentions_is_final():
+    """A refusal marks its row first; a sweep may retire it before the refusal itself is written down."""
+    history = [release(1, "retire", "a"), release(2, "refuse", "a")]
+    assert fold(history).state("a") is State.RETIRED
+
+
+def test_a_canary_moves_the_pointer_and_makes_nothing_live():
+    history = [release(1, "publish", "a"), replace(release(2, "canary", "b"), percent=5.0)]
+    ledger = fold(history)
+    assert (ledger.live, ledger.live_epoch, ledger.canary) == ("a", 2, Canary("b", 5.0, 2.0))
+    undone = fold([history[0], replace(history[1], done=False)])
+    assert (undone.live_epoch, undone.epoch, undone.canary) == (1, 2, None)
+    ended = fold([*history, replace(release(3, "end_canary", "b"), abandoned=True)])
+    assert (ended.live_epoch, ended.canary) == (3, None) and ended.state("b") is State.ABANDONED
+    assert fold([*history, release(3, "publish", "b")]).canary is None
+
+
+def test_every_action_of_a_record_is_in_the_table():
+    assert set(TRANSITIONS) | {"pin", "unpin"} == set(get_args(Action)) | {"begin", "load"}
+    assert set(LEAVES) == MOVES
+
+
+@pytest.mark.parametrize("state", [State.REFUSED, State.ROLLED_BACK, State.ABANDONED])
+def test_what_was_rejected_stays_so_however_often_it_is_made_until_it_is_verified(state):
+    for action in ("begin", "load", "override"):
+        assert TRANSITIONS[action].get(state) in (state, None)
+    assert TRANSITIONS["verify"][state] is State.VERIFIED
+    assert State.LIVE not in {table.get(state) for table in TRANSITIONS.values()}
 
 
 def test_verifying_a_superseded_generation_again_keeps_it_a_target_of_rollbacks():
