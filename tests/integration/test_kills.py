@@ -23,7 +23,7 @@ from tests.integration.watching import Watch
 from tests.integration.wholeness import moves
 
 USERS, ITEMS = 300, 100
-KILLS, AT_LEAST = 210, 5
+KILLS, AT_LEAST = 210, 4
 
 
 @pytest.fixture
@@ -74,11 +74,11 @@ def test_a_killed_night_publish_roll_back_and_restore_end_as_if_undisturbed(grou
 def test_two_hundred_kills_leave_no_trace_and_no_reader_notices_one(ground: Ground) -> None:
     for turn in itertools.count():
         made = ground.make(kills=2, damaged=turn % 2 == 0)
-        if turn % 2:
+        if turn % 3 == 1:
             ground.try_out(made, kills=2)
         ground.publish(made, kills=2)
         ground.restore(LOSSES[turn % len(LOSSES)], kills=2)
-        if turn % 3 == 2:
+        if turn % 2:
             ground.roll_back(kills=2)
             ground.try_out(ground.make(kills=0), kills=1)
             ground.abandon(kills=2)

@@ -15,7 +15,7 @@ from infra.demo.http import Connection
 from tests.polling import until
 
 BATCH, K = 8, 10
-PAUSE_S = 0.004
+PAUSE_S = 0.01
 STORED = frozenset({"l1", "l2"})
 SLOWEST_S = 5.0
 
