@@ -1,5 +1,7 @@
 """Restore: Redis lost what it held, the releases say what that was."""
 
+from dataclasses import replace
+
 from cache.errors import Conflict, CorruptArtefact, UnknownGeneration
 from cache.keys import Keyspace
 from cache.manifest import GENERATION
@@ -9,7 +11,7 @@ from precompute.governor import Governor
 from precompute.load import Progress
 from precompute.release_log import LOOK_TRIES, ReleaseLog, View
 from precompute.reload import reload
-from precompute.states import State
+from precompute.states import Ledger, State, fold
 from precompute.sweep import unlink_recorded
 
 
@@ -33,14 +35,14 @@ def restore(
     for _ in range(LOOK_TRIES):
         view = releases.view()
         ledger = view.ledger
-        if _finish_roll_back(releases, view):
-            continue
         if ledger.live is None:
             raise Conflict("nothing was ever published here, so there is nothing to restore")
         if view.epoch > ledger.live_epoch:
             view.demand_agreement()
         control.check_policy()
-        present = _restorable(releases, view)
+        doubt = _roll_back_in_doubt(view)
+        aim = ledger if doubt is None else fold([*view.history, replace(doubt, done=True)])
+        present = _restorable(releases, view, aim)
         # Rows first: no page may belong to a generation that the registry does not know.
         if not control.mark(_rows(releases, view), expected_epoch=view.epoch):
             continue
@@ -68,7 +70,7 @@ def restore(
             continue
         if view.pointer is not None and view.epoch == ledger.live_epoch and not _in_doubt(view):
             return view.pointer, present, loaded_bytes
-        moved = _point(releases, view, present, attempt=attempt)
+        moved = _point(releases, view, present, doubt, attempt=attempt)
         if moved is not None:
             return moved, present, loaded_bytes
     raise Conflict(
@@ -86,14 +88,13 @@ def _in_doubt(view: View) -> list[Release]:
     ]
 
 
-def _finish_roll_back(releases: ReleaseLog, view: View) -> bool:
-    """Take a roll back in doubt for done: what must not happen is that readers meet the bad generation again."""
+def _roll_back_in_doubt(view: View) -> Release | None:
+    """What must be carried out, because readers who followed it must not meet the bad generation again."""
     for release in reversed(_in_doubt(view)):
         is_sound = view.ledger.state(release.generation) is State.SUPERSEDED
         if release.action == "roll_back" and is_sound:
-            releases.store.write_once(done_path(release.epoch), b"")
-            return True
-    return False
+            return release
+    return None
 
 
 def _rows(releases: ReleaseLog, view: View) -> dict[str, Row]:
@@ -108,9 +109,9 @@ def _rows(releases: ReleaseLog, view: View) -> dict[str, Row]:
     }
 
 
-def _restorable(releases: ReleaseLog, view: View) -> list[str]:
+def _restorable(releases: ReleaseLog, view: View, aim: Ledger) -> list[str]:
     """The live generation, then the previous one if its files are what was released."""
-    live, previous = str(view.ledger.live), view.ledger.previous
+    live, previous = str(aim.live), aim.previous
     try:
         releases.check_manifest(live, view.history)
     except UnknownGeneration as error:
@@ -126,18 +127,22 @@ def _restorable(releases: ReleaseLog, view: View) -> list[str]:
     return [live, previous]
 
 
-def _point(releases: ReleaseLog, view: View, present: list[str], *, attempt: str) -> Pointer | None:
+def _point(
+    releases: ReleaseLog, view: View, present: list[str], doubt: Release | None, *, attempt: str
+) -> Pointer | None:
     live, previous = present[0], present[1] if len(present) > 1 else None
     release = releases.record(
-        "restore",
+        "restore" if doubt is None else "roll_back",
         live,
         attempt=attempt,
-        reason="Redis was lost",
+        reason="Redis was lost" if doubt is None else doubt.reason,
         previous=previous,
         expected=view.epoch,
     )
     to = Pointer(live, release.epoch, previous, attempt, published_at=releases.clock())
     rows = {live: Row(State.LIVE, releases.clock())}
+    if doubt is not None and view.ledger.live is not None:
+        rows[view.ledger.live] = Row(State.ROLLED_BACK, releases.clock(), doubt.reason)
     moved = releases.control.move(to, expected_epoch=view.epoch, rows=rows)
     if moved is not None:
         releases.store.write_once(done_path(moved.epoch), b"")

@@ -105,7 +105,7 @@ def _rolled_back_is_superseded(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_roll_back_may_be_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(restore, "_finish_roll_back", lambda *_arguments: False)
+    patch.setattr(restore, "_roll_back_in_doubt", lambda _view: None)
 
 
 def _old_pages_come_back(patch: pytest.MonkeyPatch) -> None:

@@ -615,9 +615,6 @@ class Life:
         assert len(live) <= 1, f"{live} are live"
         if raw is not None:
             pointer = Pointer.from_bytes(raw)
-            is_named = live == [pointer.generation]
-            if not is_named and fold(all_releases_unwatched(self)).live_epoch > pointer.epoch:
-                return  # a restore is carrying out what a writer left in doubt
             assert live == [pointer.generation], f"{live} are live, the pointer names {pointer}"
             assert pointer.epoch == self.epoch_max, "the pointer went back"
             assert pointer.generation not in self.bad, "a bad generation is live"
