@@ -576,6 +576,8 @@ class Life:
         if actor is None or len(parts) <= at or (what == "delete" and len(parts) != 2):
             return
         generation = parts[at]
+        if what == "unlink" and generation in self.retired:
+            return  # nothing is left of it, whoever comes back and says that it held it
         if what == "delete":
             self.retired.add(generation)
         if actor.age != self.disasters:
