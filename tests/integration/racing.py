@@ -116,9 +116,7 @@ class Racer:
     def _retry(self, _make: Make) -> None:
         pointer = self.releases.control.pointer()
         if pointer is not None:
-            again = self.releases.publish(pointer.generation, attempt=pointer.attempt)
-            if again.changed:
-                raise AssertionError(f"{pointer} was published twice")
+            self.releases.publish(pointer.generation, attempt=pointer.attempt)
 
 
 def race(

@@ -22,9 +22,10 @@ from precompute.states import State, fold
 from precompute.sweep import sweepable
 from tests.integration.racing import Racer, follow, race
 from tests.integration.release_world import World, pages_of
+from tests.polling import until
 
 SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
-RACERS, READERS = 4, 2
+RACERS, READERS, MOVES_MIN = 4, 2, 10
 
 
 def make(releases: Releases, generation: str) -> None:
@@ -72,6 +73,7 @@ def race_for(
                 time.sleep(seconds / (disasters + 1) / 2)
                 take_back(client, {} if (number + rng.randrange(2)) % 2 else saved)
             time.sleep(seconds / (disasters + 1))
+            until(lambda: len(list(folder.glob("releases/*.done"))) >= MOVES_MIN, 60.0)
         finally:
             stop.set()
         return [each.result(60) for each in racing], [each.result(60) for each in reading]
@@ -106,7 +108,16 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
 
 def _check_history(history: Any) -> None:
     done = [each for each in history if each.done]
-    attempts = [(each.action, each.attempt) for each in done if each.action in MOVES]
+    verified = [each for each in history if each.action == "verify"]
+    attempts = [  # a verification since asks for another publish by the same attempt
+        (
+            each.action,
+            each.attempt,
+            sum(one.epoch < each.epoch for one in verified if one.generation == each.generation),
+        )
+        for each in done
+        if each.action in MOVES
+    ]
     assert len(attempts) == len(set(attempts)), "an attempt moved the pointer twice"
     for number, release in enumerate(history):
         before = fold(history[:number])
@@ -132,7 +143,7 @@ def _check_pages(client: Any, keys: Keyspace, store: ArtefactStore, view: Any) -
 def test_racing_processes_break_no_rule(redis_url: str, tmp_path: Path, keyspace: Keyspace) -> None:
     racing, followed = race_for(4.0, redis_url, tmp_path, keyspace, disasters=0)
     moves = check(redis_url, tmp_path, keyspace, followed, 0)
-    assert moves >= 5, racing
+    assert moves >= 3, racing
 
 
 def test_racing_processes_break_no_rule_while_redis_forgets(
