@@ -7,7 +7,7 @@ from cache.errors import ConfigError, Conflict, UnknownGeneration
 from cache.releases import Action
 from precompute.control import Row
 from precompute.release_log import LOOK_TRIES, ReleaseLog, View, standing
-from precompute.states import State, demand
+from precompute.states import UNFINISHED, State, demand
 
 
 class Judgements(ReleaseLog):
@@ -48,6 +48,10 @@ class Judgements(ReleaseLog):
         # The row first: from here on no publisher that looked earlier can move the pointer to it.
         self._mark(generation, State.REFUSED, reason, action="refuse")
         self.record("refuse", generation, attempt=attempt, reason=reason)
+        # A Redis that lost the row meanwhile may have let such a publisher pass: say so, or write it again.
+        row = self.control.rows().get(generation)
+        if row is None or row.state in (*UNFINISHED, State.LIVE):
+            self._mark(generation, State.REFUSED, reason)
 
     def mark_verified(self, generation: str, *, attempt: str) -> None:
         """A passed verification; recorded as a release when it lifts an earlier refusal or rollback."""

@@ -199,6 +199,7 @@ def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress =
             config.keyspace(),
             attempt=attempt,
             chunk_bytes=config.load_chunk_bytes,
+            overlay_ttl_s=config.overlay_ttl_s,
             progress=advance,
             governor=governor,
         )

@@ -13,7 +13,7 @@ from precompute.judgements import Judgements
 from precompute.load import unlink_pages
 from precompute.release_log import CUT_CHARS, View, standing
 from precompute.reload import load_missing, repair
-from precompute.states import ALLOWED, LEAVES, State, demand, newest_superseded
+from precompute.states import ALLOWED, LEAVES, State, demand, fold, newest_superseded
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,7 @@ class Releases(Judgements):
         allowed = ALLOWED[action] if live else (State.LIVE,)
         # Much may have passed since the intent: what is superseded is superseded now.
         rows = {each: replace(row, at=self.clock()) for each, row in rows.items()}
+        self._demand_still(to, view, action)
         moved = self.control.move(to, expected_epoch=view.epoch, rows=rows, allowed=allowed)
         if moved is None:
             raise Conflict(
@@ -155,6 +156,19 @@ class Releases(Judgements):
             )
         self.store.write_once(done_path(moved.epoch), b"")
         return Moved(moved, changed=True)
+
+    def _demand_still(self, to: Pointer, view: View, action: Action) -> None:
+        """Raises Conflict when the history says otherwise by now: a Redis that lost its newest rows would not."""
+        history = self.history()
+        ledger = fold(history)
+        if ledger.live_epoch != view.ledger.live_epoch:
+            newest = next(each for each in history if each.epoch == ledger.live_epoch)
+            if newest.attempt == to.attempt:
+                return  # a repeat of this very move, which the pointer recognises
+            raise Conflict("another publisher moved the pointer meanwhile; try again")
+        if action != "end_canary":
+            about = to.canary.generation if to.canary is not None else to.generation
+            demand(action, about, standing(about, ledger, view.rows.get(about)))
 
     def start_canary(self, generation: str, percent: float, attempt: str) -> Moved:
         """Let a verified generation answer `percent` of the requests beside the live one; again: change its share.

@@ -114,7 +114,7 @@ class ReleaseLog:
             pointer = self.control.pointer()
             history, rows = self.settle(), self.control.rows()
             if self.control.pointer() == pointer:
-                return View(pointer, rows, history, _without_retired(fold(history), rows))
+                return View(pointer, rows, history, without_retired(fold(history), rows))
         raise Conflict("the pointer moved each time it was looked at; try again")
 
     def state(self, generation: str, ledger: Ledger | None = None) -> State | None:
@@ -210,8 +210,8 @@ class ReleaseLog:
         return self.store.read(generation_path(generation, "manifest.json"))
 
 
-def _without_retired(ledger: Ledger, rows: dict[str, Row]) -> Ledger:
-    # A retirement marks its row before it is written down; from then on nothing may land on it.
+def without_retired(ledger: Ledger, rows: Mapping[str, Row]) -> Ledger:
+    """A retirement marks its row before it is written down; from then on nothing may land on it."""
     gone = {each for each, row in rows.items() if row.state is State.RETIRED} - {ledger.live}
     states = {
         each: State.RETIRED if each in gone else state for each, state in ledger.states.items()

@@ -1,5 +1,6 @@
 """Restore: Redis lost what it held, the releases say what that was."""
 
+import math
 from dataclasses import replace
 
 from cache.errors import Conflict, CorruptArtefact, UnknownGeneration
@@ -9,10 +10,10 @@ from cache.releases import Pointer, Release, done_path
 from precompute.control import Row
 from precompute.governor import Governor
 from precompute.load import Progress
-from precompute.release_log import LOOK_TRIES, ReleaseLog, View
+from precompute.release_log import LOOK_TRIES, ReleaseLog, View, without_retired
 from precompute.reload import reload
 from precompute.states import Ledger, State, fold
-from precompute.sweep import unlink_recorded
+from precompute.sweep import overlays_live_s, unlink_recorded
 
 
 def restore(
@@ -21,6 +22,7 @@ def restore(
     *,
     attempt: str,
     chunk_bytes: int,
+    overlay_ttl_s: float = math.inf,
     progress: Progress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> tuple[Pointer, list[str], int]:
@@ -29,7 +31,7 @@ def restore(
     Returns the pointer, the generations loaded and their bytes. Raises Conflict when nothing was ever published.
     A publish or a roll back that comes in while pages stream is never undone: it starts over from what is live then.
     Where a writer died so that nobody knows whether readers saw its move, they are led on under a new epoch; a roll
-    back that died so is carried out.
+    back that died so is carried out. What was retired so long ago that no overlay of it can live gets no row.
     """
     control = releases.control
     for _ in range(LOOK_TRIES):
@@ -41,10 +43,13 @@ def restore(
             view.demand_agreement()
         control.check_policy()
         doubt = _roll_back_in_doubt(view)
-        aim = ledger if doubt is None else fold([*view.history, replace(doubt, done=True)])
+        aim = ledger
+        if doubt is not None:
+            carried_out = fold([*view.history, replace(doubt, done=True)])
+            aim = without_retired(carried_out, view.rows)
         present = _restorable(releases, view, aim)
         # Rows first: no page may belong to a generation that the registry does not know.
-        if not control.mark(_rows(releases, view), expected_epoch=view.epoch):
+        if not control.mark(_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch):
             continue
         for each in view.rows:  # an older snapshot brings pages back that were removed
             if ledger.state(each) is State.RETIRED:
@@ -97,15 +102,22 @@ def _roll_back_in_doubt(view: View) -> Release | None:
     return None
 
 
-def _rows(releases: ReleaseLog, view: View) -> dict[str, Row]:
+def _rows(releases: ReleaseLog, view: View, overlay_ttl_s: float) -> dict[str, Row]:
     """What releases prove, and every unfinished night of which files exist: its loader may be at work."""
     now, ledger = releases.clock(), view.ledger
+    longest_s = overlays_live_s(releases, overlay_ttl_s)
+    old = {
+        each.generation
+        for each in view.history
+        if each.action == "retire" and now - each.at > longest_s
+    }
     stored = {each for each in releases.store.names("generations") if GENERATION.fullmatch(each)}
     rows = {each: Row(State.BEGUN, now, "restored") for each in stored - set(view.rows)}
     return rows | {
         each: Row(state, ledger.superseded_at.get(each, now), "restored")
         for each, state in ledger.states.items()
-        if each not in view.rows or view.rows[each].state is not state
+        if (each not in view.rows and not (state is State.RETIRED and each in old))
+        or (each in view.rows and view.rows[each].state is not state)
     }
 
 

@@ -190,13 +190,15 @@ def _demand_unneeded(releases: ReleaseLog, generation: str, ledger: Ledger) -> N
         raise Conflict(f"cannot retire {generation}: a replica holds it", generation=generation)
 
 
-def drop_old_rows(releases: ReleaseLog, *, overlay_ttl_s: float) -> int:
-    """Forget retired generations once the last overlay of them must have expired; rows dropped.
-
-    The longest life that a replica gives its overlays counts where it is longer than `overlay_ttl_s`.
-    """
+def overlays_live_s(releases: ReleaseLog, overlay_ttl_s: float) -> float:
+    """How long an overlay may live, s: the longest that any replica gives its own, if more than configured."""
     told = [replica.overlay_ttl_s or 0.0 for replica in releases.control.replicas()]
-    longest_s, now = max([overlay_ttl_s, *told]), releases.clock()
+    return max([overlay_ttl_s, *told])
+
+
+def drop_old_rows(releases: ReleaseLog, *, overlay_ttl_s: float) -> int:
+    """Forget retired generations once the last overlay of them must have expired; rows dropped."""
+    longest_s, now = overlays_live_s(releases, overlay_ttl_s), releases.clock()
     rows = releases.control.rows()
     old = [
         each

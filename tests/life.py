@@ -47,6 +47,7 @@ GENERATIONS = tuple(
 LAST = f"20270101T000000Z-{'0' * 12}"
 PAGE = b"x" * 8
 GRACE_S = 60.0
+OVERLAY_TTL_S = 600.0
 NOWHERE = Artefact("", 0, "")
 
 
@@ -384,12 +385,14 @@ class Life:
         for generation in sweep_module.sweepable(releases, keep=keep, grace_s=GRACE_S):
             with contextlib.suppress(Conflict):
                 sweep_module.retire(releases, KEYS, generation, attempt="sweep", grace_s=GRACE_S)
-        sweep_module.drop_old_rows(releases, overlay_ttl_s=600.0)
+        sweep_module.drop_old_rows(releases, overlay_ttl_s=OVERLAY_TTL_S)
         releases.control.forget_dead_replicas()
 
     def _do_restore(self, attempt: str) -> None:
         age = self.disasters
-        restore_module.restore(self.releases(), KEYS, attempt=attempt, chunk_bytes=1)
+        restore_module.restore(
+            self.releases(), KEYS, attempt=attempt, chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
+        )
         if age == self.disasters and not any(each.age < age for each in self.actors):
             self.whole_since = age
 
@@ -515,7 +518,12 @@ class Life:
         assert generation_path(generation, "manifest.json") in self.store.files, "no files"
         match why.action:
             case "publish":
-                assert generation in self.passed, "published without having passed verification"
+                if generation not in self.passed:
+                    # A refusal that Redis lost, written down too late for this publisher to see it.
+                    is_late = not is_calm and not self._was_judged_bad(generation, before=to.epoch)
+                    assert is_late, "published without having passed verification"
+                    self.passed.add(generation)
+                    self.bad.discard(generation)
                 if was is not None and is_calm:
                     assert generation[:16] >= was.generation[:16], "older data over newer"
                 verified = sum(
@@ -546,6 +554,16 @@ class Life:
         if to.canary is not None:
             assert to.canary.generation in self.passed, "a canary that never passed"
         self._check_named(to)
+
+    def _was_judged_bad(self, generation: str, *, before: int) -> bool:
+        """By a record that was in the store before this intent."""
+        names = list(self.store.files)
+        earlier = set(names[: names.index(intent_path(before))])
+        records = [
+            each for each in all_releases_unwatched(self) if intent_path(each.epoch) in earlier
+        ]
+        judged = fold(records).state(generation)
+        return judged in (State.REFUSED, State.ROLLED_BACK, State.ABANDONED, State.RETIRED)
 
     def _check_named(self, pointer: Pointer) -> None:
         previous, canary = pointer.previous, pointer.canary
@@ -634,7 +652,9 @@ class Life:
         self.current = Actor("end", 0.0, self.disasters, self.step)
         ledger = releases.ledger()
         if ledger.live is not None:
-            restore_module.restore(releases, KEYS, attempt="shell", chunk_bytes=1)
+            restore_module.restore(
+                releases, KEYS, attempt="shell", chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
+            )
             self.whole_since = self.disasters
         self._check()
         self._do_night(LAST, "the last night", True)
