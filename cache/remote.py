@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import hiredis
 from redis.asyncio import ConnectionPool, Redis
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from cache.breaker import Breaker
@@ -24,6 +24,14 @@ PROTOCOL = 2
 
 _LANDINGS = 1_024
 """Round trips remembered: what the slowest of the last seconds took is told with every heartbeat."""
+
+# Allowed at full memory: a replica that cannot say that it lives looks dead, and what it holds would be retired. The
+# new payload before the old one goes: at no moment may what is held look as if it were not.
+_BEAT = """#!lua flags=allow-oom
+redis.call('ZADD', KEYS[1], ARGV[1], ARGV[2])
+if ARGV[3] and ARGV[3] ~= ARGV[2] then redis.call('ZREM', KEYS[1], ARGV[3]) end
+return 1
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +199,25 @@ class RemoteTier:
         return float(seconds) + float(microseconds) / 1e6
 
     async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
-        """Says what this replica holds: a member of the sorted set of replicas, scored `at` (Redis' time)."""
+        """Says what this replica holds: a member of the sorted set of replicas, scored `at` (Redis' time).
+
+        In place of its last payload, in one step, also while Redis is at maxmemory.
+        """
         before = self._payloads.get(replica_id)
-        await self._ask("ZADD", self.keyspace.replicas, at, payload)
+        old = () if before is None else (before,)
+        try:
+            await self._ask("EVAL", _BEAT, 1, self.keyspace.replicas, at, payload, *old)
+        except TierUnavailable as error:
+            if not isinstance(error.__cause__, NoPermissionError):
+                raise
+            # The user's rights are those of an earlier version: then as before, which needs free memory.
+            await self._ask("ZADD", self.keyspace.replicas, at, payload)
+            if before not in (None, payload):
+                await self._ask("ZREM", self.keyspace.replicas, before)
         self._payloads[replica_id] = payload
-        # After the new one, never before: at no moment may what is held look as if it were not.
-        if before not in (None, payload):
-            await self._ask("ZREM", self.keyspace.replicas, before)
 
     async def sign_off(self, replica_id: str) -> None:
-        """Takes a replica's last payload away."""
+        """Takes a replica's last payload away; Redis removes at maxmemory too."""
         if (payload := self._payloads.pop(replica_id, None)) is not None:
             await self._ask("ZREM", self.keyspace.replicas, payload)
 

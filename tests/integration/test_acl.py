@@ -105,7 +105,10 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     assert found.payload == b"payload"
     assert await remote.eviction_policy() == "volatile-lru"
     await remote.heartbeat("replica-1", b"{}", 1.0)
+    await remote.heartbeat("replica-1", b'{"holds":[]}', 2.0)
+    assert loader.zrangebyscore(KEYS.replicas, "-inf", "+inf") == [b'{"holds":[]}']
     await remote.sign_off("replica-1")
+    assert loader.zrangebyscore(KEYS.replicas, "-inf", "+inf") == []
     await remote.aclose()
 
 
@@ -149,6 +152,29 @@ def test_the_service_can_neither_move_the_pointer_nor_touch_a_page(
 ) -> None:
     with pytest.raises(redis.exceptions.NoPermissionError):
         reader.execute_command(*command)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        f"'SET', '{KEYS.live}', ''",
+        f"'DEL', '{KEYS.live}'",
+        f"'SET', '{KEYS.next}', ''",
+        f"'SET', '{KEYS.page('g1', 'user_topk', 0)}', 'x'",
+        f"'HSET', '{KEYS.generations}', 'g1', 'live'",
+        f"'UNLINK', '{KEYS.overlay('g1', 'user_topk', 'ab')}'",
+        f"'PUBLISH', '{KEYS.channel}', 'pointer'",
+        "'FLUSHALL'",
+    ],
+)
+def test_a_script_of_the_service_reaches_no_further_than_the_service(
+    reader: redis.Redis, loader: redis.Redis, call: str
+) -> None:
+    loader.set(KEYS.live, b"{}")
+    for keys in ((), (KEYS.replicas,), (KEYS.live,)):
+        with pytest.raises(redis.exceptions.ResponseError, match=r"(?i)permission|ACL|can't"):
+            reader.eval(f"return redis.call({call})", len(keys), *keys)
+    assert loader.get(KEYS.live) == b"{}"
 
 
 def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) -> None:

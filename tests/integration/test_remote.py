@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 
+import orjson
 import pytest
 import redis
 import uvloop
@@ -20,6 +21,7 @@ from cache.embedded import Server
 from cache.errors import TierUnavailable
 from cache.keys import Keyspace
 from cache.remote import RemoteConfig, RemoteTier
+from precompute.control import Control, connect
 from tests.conftest import redis_binary
 
 SIZE = 64
@@ -521,6 +523,42 @@ async def test_pointer_heartbeat_and_policy(remote: RemoteTier, client: redis.Re
     assert client.ttl(keyspace.replicas) == -1, "evictable if it could expire"
     await remote.sign_off("replica-1")
     assert client.zcard(keyspace.replicas) == 1
+
+
+async def test_a_replica_is_alive_at_full_memory(own_redis: Server) -> None:
+    keyspace = Keyspace("full")
+    remote = RemoteTier(RemoteConfig(own_redis.url), keyspace)
+    with connect(own_redis.url, 5.0) as client:
+        control = Control(client, keyspace)
+        client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            client.zadd(keyspace.replicas, {b"{}": 1.0})
+
+        for holds in (["a"], ["b"]):
+            payload = orjson.dumps({"replica": "replica-1", "holds": holds})
+            await remote.heartbeat("replica-1", payload, await remote.time())
+            (alive,) = control.replicas()
+            assert (alive.name, list(alive.holds)) == ("replica-1", holds)
+        assert client.zcard(keyspace.replicas) == 1
+        await remote.sign_off("replica-1")
+        assert control.replicas() == []
+    await remote.aclose()
+
+
+async def test_a_replica_with_the_rights_of_an_earlier_version_beats_all_the_same(
+    own_redis: Server,
+) -> None:
+    keyspace = Keyspace("a")
+    with redis.Redis.from_url(own_redis.url, protocol=2) as client:
+        client.execute_command(
+            "ACL", "SETUSER", "older", "on", ">x", "~larder:1:{a}:*", "+zadd", "+zrem", "+select"
+        )
+        place = own_redis.url.removeprefix("redis://")
+        remote = RemoteTier(RemoteConfig(f"redis://older:x@{place}"), keyspace)
+        for payload in (b"1", b"2"):
+            await remote.heartbeat("replica-1", payload, 1.0)
+        assert client.zrange(keyspace.replicas, 0, -1) == [b"2"]
+    await remote.aclose()
 
 
 async def test_an_unreachable_redis_is_one_kind_of_error_for_control_commands_too() -> None:
