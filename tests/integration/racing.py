@@ -1,8 +1,10 @@
 """One process of a race: random releases of a namespace over a real Redis, until it is told to stop."""
 
 import random
+import re
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,14 @@ from precompute.sweep import drop_old_rows, retire, sweepable
 from serving.verdict import judge
 
 NIGHTS = tuple(
-    f"2026{month:02}{day:02}T000000Z-{'c' * 12}" for month in range(1, 4) for day in range(1, 28)
+    f"2026{month:02}{day:02}T{hour:02}0000Z-{'c' * 12}"
+    for month in range(1, 13)
+    for day in range(1, 28)
+    for hour in range(24)
 )
+NEAR = 5
+"""How many nights around the live one are raced for."""
+_DIGITS = re.compile(r"\d[\w-]*")
 Make = Callable[[Releases, str], None]
 
 
@@ -48,7 +56,7 @@ class Racer:
             try:
                 act(make)
             except (LarderError, redis.exceptions.RedisError) as error:
-                self._count(f"{act.__name__}: {type(error).__name__}")
+                self._count(f"{act.__name__}: {_DIGITS.sub('#', str(error))[:70]}")
             else:
                 self._count(act.__name__)
         self.client.close()
@@ -65,9 +73,14 @@ class Racer:
         pointer = self.releases.control.pointer()
         return -1 if pointer is None else NIGHTS.index(pointer.generation)
 
+    def _near(self, first: int) -> list[str]:
+        """The next nights from one on; what was retired is never made again, so it is none of them."""
+        states = self.releases.view().ledger.states
+        left = (each for each in NIGHTS[max(0, first) :] if states.get(each) is not State.RETIRED)
+        return list(islice(left, NEAR))
+
     def _night(self, make: Make) -> None:
-        newest = self._newest()
-        generation = NIGHTS[min(len(NIGHTS) - 1, max(0, newest + self.rng.randint(-2, 2)))]
+        generation = self.rng.choice(self._near(self._newest() - 2))
         self._prepare(generation, make)
         self.releases.publish(generation, attempt=self._attempt())
 
@@ -109,7 +122,7 @@ class Racer:
         if self.releases.ledger().canary is not None:
             self.releases.end_canary(self._attempt(), "enough", self.rng.random() < 0.3)
             return
-        generation = NIGHTS[min(len(NIGHTS) - 1, self._newest() + 1)]
+        generation = self.rng.choice(self._near(self._newest() + 1))
         self._prepare(generation, make)
         self.releases.start_canary(generation, 5.0, self._attempt())
 
