@@ -29,10 +29,10 @@ _INTENT = re.compile(r"(0|[1-9][0-9]*)\.json")
 class Release:
     """One entry; `epoch` orders them all and only grows, `at` is Unix seconds.
 
-    Of a canary: `generation` is the one tried out, `percent` its share, `abandoned` how it ended. Of an override:
-    `rule` is the gate's name. Of a retirement: `pages`, table -> how many, so that pages which an older snapshot of
-    Redis brings back can be removed when the manifest is long gone. Of an intent: `expected`, the epoch of the pointer
-    that it is to replace.
+    Of a canary: `generation` is the one tried out, `percent` its share, `rule` the feedback event that decides,
+    `abandoned` how it ended. Of an override: `rule` is the gate's name. Of a retirement: `pages`, table -> how many, so
+    that pages which an older snapshot of Redis brings back can be removed when the manifest is long gone. Of an intent:
+    `expected`, the epoch of the pointer that it is to replace.
     """
 
     epoch: int
@@ -67,11 +67,15 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """A verified generation that answers `percent` of the requests, whole; since when, Unix seconds."""
+    """A verified generation that answers `percent` of the requests, whole; since when, Unix seconds.
+
+    `event`: the feedback that decides about it, which every replica counts under its own name.
+    """
 
     generation: str
     percent: float
     since: float
+    event: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 What it does: start ▶ wait ▶ conclude. Readers whose canary key falls into the share are answered
 from the new generation, whole requests at a time; all others from the live one. After `wait_s` of
 the section [canary] both arms are compared: requests answered, mix of sources, top scores and, if
-`feedback_event` names one, what callers reported to POST /v1/feedback.
+`feedback_event` names one, what callers reported to POST /v1/feedback. While too little was counted
+to tell, `wait` goes on, up to `wait_max_s`.
 
 When to run it: by hand or from another DAG, on a generation that is verified and not yet published,
 such as one built by the single steps `python -m precompute begin` to `verify`, or one whose night was
@@ -11,9 +12,11 @@ stopped before `publish`. `generation` may stay empty for the newest verified on
 one of the settings.
 
 Reading a run: `conclude` green means that the generation is live for everybody. `conclude` red means
-that it was abandoned: the log names each measure, its value and its limit, readers have the live
-generation only, and there is no retry, since the same numbers would say the same. `wait` looks once a
-minute and holds no worker in between; it ends early when somebody published, rolled back or abandoned.
+that it was abandoned (Refused): the log names each measure, its value and its limit, readers have the
+live generation only, and there is no retry, since the same numbers would say the same; or that nothing
+could be told (Conflict): the canary still runs, to be published or abandoned by hand, and clearing
+`conclude` compares once more. `wait` looks once a minute and holds no worker in between; it ends early
+when somebody published, rolled back or abandoned.
 
 To end a canary by hand: `python -m precompute canary abandon --reason ...`. It needs LARDER_CONFIG,
 LARDER_ARTIFACTS and REDIS_URL where tasks run.
@@ -40,7 +43,7 @@ FINAL = RetryRule(
     reason="the same question would be answered the same",
 )
 LONGEST = timedelta(days=2)
-"""The most that `wait_s` may come to; a canary left running longer than this is a red task."""
+"""The most that `wait_s` and `wait_max_s` may come to; a canary left running longer than this is a red task."""
 
 
 @dag(

@@ -102,7 +102,10 @@ def parser_of_commands() -> argparse.ArgumentParser:
         "generation", nargs="?", help="to start with (default: the newest that is verified)"
     )
     command.add_argument(
-        "--percent", type=float, help="share of the requests (default: percent of [canary])"
+        "--percent",
+        type=float,
+        help="share of the requests (default: that of the canary that runs, else percent of [canary]); a change of it "
+        "starts the counts anew",
     )
     command.add_argument("--reason", help="of abandon; kept in the release record")
     command.add_argument("--attempt")

@@ -12,6 +12,7 @@ from precompute.commands import new_attempt
 from precompute.comparison import Comparison, Totals, decide
 from precompute.config import NightConfig
 from precompute.control import Control, Replica
+from precompute.governor import open_governor
 from precompute.publishing import publish as publish_generation
 from precompute.registry import open_releases
 from precompute.release import Releases
@@ -29,24 +30,37 @@ def start(
 ) -> Step:
     """Once replicas hold it ready, let a verified generation (by default the newest) answer a share of the requests.
 
+    A canary that runs keeps its share unless another one is named, which starts its counts anew.
+
     Raises Conflict when there is none, when it may not be published either, or when replicas do not become ready.
     """
-    share = config.canary.percent if percent is None else percent
-    if not 0 < share <= 100:
-        raise ConfigError(f"percent is above 0 and at most 100, not {share:g}", field="percent")
-    with open_releases(config) as releases:
+    if percent is not None and not 0 < percent <= 100:
+        raise ConfigError(f"percent is above 0 and at most 100, not {percent:g}", field="percent")
+    with (
+        open_releases(config) as releases,
+        open_governor(config.governor, releases.control) as governor,
+    ):
         chosen = generation or _newest_verified(releases.control)
         running = releases.control.pointer()
         canary = None if running is None else running.canary
+        share, changes = config.canary.percent if percent is None else percent, None
+        if canary is not None and canary.generation == chosen:
+            share = canary.percent if percent is None else percent
+            changes = canary.percent if share != canary.percent else None
         if canary is None or (canary.generation, canary.percent) != (chosen, share):
             # What may not be published is not tried out either; pages that Redis has lost are streamed again.
-            if releases.prepare(chosen, attempt=attempt) is not None:
+            moved = releases.prepare(chosen, attempt=attempt, governor=governor)
+            if moved is not None:
                 raise Conflict(f"{chosen} is live already", generation=chosen)
             with staged(releases.control, chosen, config.flip, attempt=attempt, progress=progress):
-                releases.start_canary(chosen, share, attempt)
+                releases.start_canary(
+                    chosen, share, attempt,
+                    event=config.canary.feedback_event, governor=governor,
+                )  # fmt: skip
         else:
             Stage(releases.control).clear(attempt, chosen)
-    return {"generation": chosen, "percent": share}
+    restarted = f"the share was {changes:g} %, so counting starts anew" if changes else None
+    return {"generation": chosen, "percent": share, **({"note": restarted} if restarted else {})}
 
 
 def _newest_verified(control: Control) -> str:
@@ -132,17 +146,24 @@ def _ended_by(releases: Releases, attempt: str, generation: str | None = None) -
 
 
 def is_over(config: NightConfig, generation: str) -> bool:
-    """Whether the canary has run for `wait_s`, or does not run any more."""
+    """Whether the canary has run for `wait_s` and can be decided about, or `wait_max_s`, or does not run any more."""
     with open_releases(config) as releases:
         pointer = releases.control.pointer()
         canary = None if pointer is None else pointer.canary
         if canary is None or canary.generation != generation:
             return True
-        return releases.clock() - canary.since >= config.canary.wait_s
+        seconds, replicas = releases.clock() - canary.since, releases.control.replicas()
+    if seconds < config.canary.wait_s:
+        return False
+    decided = decide(compare(replicas, canary), config.canary)[0] != "undecided"
+    return decided or seconds >= config.canary.wait_max_s
 
 
 def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
-    """Publish the canary, or abandon it and raise Refused with everything that speaks against it."""
+    """Publish the canary, or abandon it and raise Refused with everything that speaks against it.
+
+    Raises Conflict, and leaves it running, while too little was counted to tell.
+    """
     with open_releases(config) as releases:
         pointer = releases.control.pointer()
         if pointer is not None and pointer.generation == generation:
@@ -151,6 +172,12 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
             raise Refused(f"{generation} was abandoned: {ended.reason}", rule="canary")
         found = compare(releases.control.replicas(), _running(releases.control, generation))
         verdict, against = decide(found, config.canary)
+        if verdict == "undecided":
+            raise Conflict(
+                f"{generation} goes on as a canary, for nothing decides about it yet: {'; '.join(against)}. Conclude "
+                "again later, or end it by `canary publish` or `canary abandon`",
+                **asdict(found),
+            )
         if verdict == "abandon":
             reason = "canary: " + "; ".join(against)
             releases.end_canary(attempt, reason, abandon=True)

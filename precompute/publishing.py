@@ -44,8 +44,11 @@ def publish(
     """
     made = Build.of(config, verified)
     manifest = seal(made)
-    with open_releases(config) as releases:
-        moved = releases.prepare(made.generation, attempt=attempt)
+    with (
+        open_releases(config) as releases,
+        open_governor(config.governor, releases.control) as governor,
+    ):
+        moved = releases.prepare(made.generation, attempt=attempt, governor=governor)
         if moved is None:
             for entities in manifest.entity_sets.values():
                 for part in entities.parts:
@@ -61,7 +64,7 @@ def publish(
                 releases.control, made.generation, config.flip, attempt=attempt, progress=progress
             ):
                 confirm(releases, made.generation, known, timeout_s=wait_s)
-                moved = releases.publish(made.generation, attempt=attempt)
+                moved = releases.publish(made.generation, attempt=attempt, governor=governor)
         else:
             # A publisher killed right after its move left its note: replicas would hold the generation on its behalf.
             Stage(releases.control).clear(attempt, made.generation)

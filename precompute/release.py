@@ -27,7 +27,9 @@ class Moved:
 class Releases(Judgements):
     """The release history of one namespace and the moves that add to it."""
 
-    def prepare(self, generation: str, *, attempt: str) -> Moved | None:
+    def prepare(
+        self, generation: str, *, attempt: str, governor: Governor | None = None
+    ) -> Moved | None:
         """Stream what Redis misses of a generation to be published; what happened if it was published already."""
         view = self.view()
         if (done := _earlier(view.history, "publish", attempt, generation)) is not None:
@@ -35,12 +37,13 @@ class Releases(Judgements):
         if (live := self._demand_publish(generation, view)) is not None:
             return Moved(live, changed=False)
         with _files_of(generation):
-            load_missing(self.control, self.control.keys, self.store, generation)
+            load_missing(self.control, self.control.keys, self.store, generation, governor=governor)
         return None
 
-    def publish(self, generation: str, *, attempt: str) -> Moved:
+    def publish(self, generation: str, *, attempt: str, governor: Governor | None = None) -> Moved:
         """Make a verified generation live; a repeat of the same publish changes nothing."""
-        if (moved := self.prepare(generation, attempt=attempt)) is not None:
+        moved = self.prepare(generation, attempt=attempt, governor=governor)
+        if moved is not None:
             return moved
         view = self.view()
         if (live := self._demand_publish(generation, view)) is not None:
@@ -170,7 +173,15 @@ class Releases(Judgements):
             about = to.canary.generation if to.canary is not None else to.generation
             demand(action, about, standing(about, ledger, view.rows.get(about)))
 
-    def start_canary(self, generation: str, percent: float, attempt: str) -> Moved:
+    def start_canary(
+        self,
+        generation: str,
+        percent: float,
+        attempt: str,
+        *,
+        event: str = "",
+        governor: Governor | None = None,
+    ) -> Moved:
         """Let a verified generation answer `percent` of the requests beside the live one; again: change its share.
 
         Raises Conflict when nothing is live, another canary runs, or the generation could not be published.
@@ -184,7 +195,7 @@ class Releases(Judgements):
         if view.ledger.canary is not None and view.ledger.canary.percent == percent:
             return Moved(live, changed=False)
         with _files_of(generation):
-            load_missing(self.control, self.control.keys, self.store, generation)
+            load_missing(self.control, self.control.keys, self.store, generation, governor=governor)
         view = self.view()
         live = self._demand_canary(generation, view)
         release = self.record(
@@ -193,11 +204,12 @@ class Releases(Judgements):
             attempt=attempt,
             previous=live.previous,
             percent=percent,
+            rule=event,
             expected=view.epoch,
         )
         to = replace(
             live, epoch=release.epoch, attempt=attempt,
-            canary=Canary(generation, percent, release.at),
+            canary=Canary(generation, percent, release.at, event),
         )  # fmt: skip
         return self._commit(to, view, {}, "canary", live=False)
 

@@ -172,23 +172,28 @@ class GovernorConfig:
 class CanaryConfig:
     """How a generation is tried out: `percent` of the requests for `wait_s`, then published or abandoned.
 
-    It is published if each arm answered `requests_min`, the mix of sources moved by at most `source_shift_max` (total
-    variation, 0 to 1), top scores by at most `score_psi_max`, and, where `feedback_event` names one, that event came
-    at least `feedback_ratio_min` times as often per request as under the live generation.
+    It is published if each arm answered `requests_min` for `keys_min` keys, and, each key counted once, the mix of
+    sources moved by at most `source_shift_max` (total variation, 0 to 1), top scores by at most `score_psi_max`, and,
+    where `feedback_event` names one, that event came at least `feedback_ratio_min` times as often per request as under
+    the live generation. What is above its limit by more than chance abandons it; where too little was counted to tell,
+    it goes on for up to `wait_max_s` and is then left running for a person to decide.
     """
 
     percent: float = 5.0
     wait_s: float = 3600.0
+    wait_max_s: float = 86_400.0
     requests_min: int = 1000
+    keys_min: int = 200
     source_shift_max: float = 0.05
-    score_psi_max: float = 0.25
+    score_psi_max: float = 0.1
     feedback_event: str = ""
     feedback_ratio_min: float = 0.9
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_above_zero(self, "percent", "wait_s")
+        check_above_zero(self, "percent", "wait_s", "wait_max_s")
         check_range(self, "percent", 0, 100)
         check_range(self, "requests_min", 1)
+        check_range(self, "keys_min", 1)
         for name in ("source_shift_max", "score_psi_max", "feedback_ratio_min"):
             check_range(self, name, 0)

@@ -151,7 +151,7 @@ def fold(releases: Sequence[Release]) -> Ledger:
             superseded_at.pop(generation, None)
             live, live_epoch, canary = generation, release.epoch, None
         elif action == "canary":
-            canary = Canary(generation, release.percent or 0.0, release.at)
+            canary = Canary(generation, release.percent or 0.0, release.at, release.rule)
             live_epoch = release.epoch
         elif action == "end_canary":
             canary, live_epoch = None, release.epoch

@@ -1,10 +1,17 @@
-"""What is counted of a canary and of the requests it is held against, in bounded space."""
+"""What is counted of a canary and of the requests it is held against, in bounded space.
+
+The split is over keys, so each key is counted once, by its first answer: a few busy ones would outweigh all others.
+Beyond `KEYS_MAX` keys a uniform sample of them is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On
+adaptive sampling", 1990): those whose hash ends in `level` zero bits, one more whenever there are too many.
+"""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import xxhash
 
 Arm = Literal["live", "canary"]
 ARMS: tuple[Arm, ...] = ("live", "canary")
@@ -15,7 +22,14 @@ _MIDDLE = _OCTAVES * _STEPS_PER_OCTAVE
 EVENTS_MAX = 16
 """Kinds of feedback that are told apart; what comes after them is `other`."""
 
+OTHER = "other"
+
+KEYS_MAX = 16_384
+"""Keys remembered per arm: some 3 MB."""
+
 _OWN = frozenset({"l1", "l2", "live"})
+_SEED = 0x6B657973
+"""Not the split's: within an arm the sample must not follow it."""
 
 
 def bucket(score: float) -> int:
@@ -27,42 +41,102 @@ def bucket(score: float) -> int:
     return step if score > 0 else -step
 
 
-@dataclass(slots=True, eq=False)
-class Counts:
-    """One arm, since its canary began."""
+class Part(NamedTuple):
+    """What a request takes part in: the arm that answers it, and the key that chose it."""
 
-    requests: int = 0
-    sources: Counter[str] = field(default_factory=Counter)
+    arm: Arm
+    key: bytes
+
+
+class _Seen(NamedTuple):
+    kind: str
+    top: float | None
+
+
+@dataclass(slots=True, eq=False)
+class Keys:
+    """A uniform sample of the keys of one arm, each with what its first answer was."""
+
+    limit: int = KEYS_MAX
+    level: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
     scores: Counter[int] = field(default_factory=Counter)
     score_sum: float = 0.0
-    feedback: Counter[str] = field(default_factory=Counter)
+    _seen: dict[int, _Seen] = field(default_factory=dict)
 
-    def answered(self, answers: Iterable[Mapping[str, Any]]) -> list[float]:
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def saw(self, key: bytes, kind: str, top: float | None) -> None:
+        """An answer to a key; only its first one counts."""
+        digest = xxhash.xxh3_64_intdigest(key, _SEED)
+        if digest in self._seen or digest & ((1 << self.level) - 1):
+            return
+        self._add(digest, _Seen(kind, top))
+        while len(self._seen) > self.limit:
+            self.level += 1
+            kept = [each for each in self._seen.items() if not each[0] & ((1 << self.level) - 1)]
+            self._seen, self.kinds, self.scores, self.score_sum = {}, Counter(), Counter(), 0.0
+            for digest, seen in kept:
+                self._add(digest, seen)
+
+    def _add(self, digest: int, seen: _Seen) -> None:
+        self._seen[digest] = seen
+        self.kinds[seen.kind] += 1
+        if seen.top is not None:
+            self.scores[bucket(seen.top)] += 1
+            self.score_sum += seen.top
+
+
+@dataclass(slots=True, eq=False)
+class Counts:
+    """One arm, since its canary began; feedback called `event` is always told apart."""
+
+    event: str = ""
+    requests: int = 0
+    feedback: Counter[str] = field(default_factory=Counter)
+    keys: Keys = field(default_factory=Keys)
+
+    def answered(self, key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:
         """One request more; the top scores of the lists that this very generation gave."""
         self.requests += 1
-        tops = []
-        for each in answers:
-            self.sources[each["source"]] += 1
-            scores = each.get("scores")
-            if scores is not None and len(scores) and each["source"] in _OWN:
-                tops.append(top := float(scores[0]))
-                self.scores[bucket(top)] += 1
-                self.score_sum += top
-        return tops
+        if answers:
+            self.keys.saw(key, _kind(answers[0]), _top(answers[0]))
+        return [top for each in answers if (top := _top(each)) is not None]
 
-    def heard(self, event: str, count: int) -> str:
-        """Feedback; what the event is counted as."""
-        if event not in self.feedback and len(self.feedback) >= EVENTS_MAX:
-            event = "other"
+    def heard(self, event: str, count: int) -> None:
+        """Feedback."""
+        others = len(self.feedback) - (self.event in self.feedback)
+        if event not in self.feedback and event != self.event and others >= EVENTS_MAX:
+            event = OTHER
         self.feedback[event] += count
-        return event
 
     def to_json(self) -> dict[str, Any]:
-        """What travels in the heartbeat; buckets as text, for JSON has no other keys."""
+        """What travels in the heartbeat; buckets as text, for JSON has no other keys.
+
+        `keys` is how many are kept, each of them standing for `weight` keys.
+        """
         return {
             "requests": self.requests,
-            "sources": dict(self.sources),
-            "scores": {str(each): count for each, count in sorted(self.scores.items())},
-            "score_sum": self.score_sum,
+            "keys": len(self.keys),
+            "weight": 1 << self.keys.level,
+            "kinds": dict(self.keys.kinds),
+            "scores": {str(each): count for each, count in sorted(self.keys.scores.items())},
+            "score_sum": self.keys.score_sum,
             "feedback": dict(self.feedback),
         }
+
+
+def _kind(answer: Mapping[str, Any]) -> str:
+    """Which way the answer came about. Whether memory or Redis held a record says nothing of its generation."""
+    source: str = answer["source"]
+    if source not in _OWN:
+        return source
+    return "live" if source == "live" or answer.get("producer") == "live" else "stored"
+
+
+def _top(answer: Mapping[str, Any]) -> float | None:
+    scores = answer.get("scores")
+    if scores is None or not len(scores) or answer["source"] not in _OWN:
+        return None
+    return float(scores[0])

@@ -94,10 +94,10 @@ def routes(service: Service) -> APIRouter:
         ask = ask.with_options(_with_headers(service, request, ask.options))
         live = service.holding()
         user = ask.user.of_table(vector_table(live.live).name)
-        holding, arm = service.trial.route(live, (user,), ask.options)
+        holding, part = service.trial.route(live, (user,), ask.options)
         answer = await rank_candidates(service.ladder, holding, ask, started)
         service.trial.count(
-            arm, [{"source": answer["source"]}]
+            part, [{"source": answer["source"]}]
         )  # its scores are of the caller's items
         return _marked(service, [answer])[0]
 
@@ -168,9 +168,9 @@ def routes(service: Service) -> APIRouter:
 async def _answers(service: Service, request: Request, ask: Ask, started: float) -> list[Answer]:
     ask = Ask(ask.entities, _with_headers(service, request, ask.options))
     service.metrics.stage("parse", service.timer() - started)
-    holding, arm = service.trial.route(service.holding(), ask.entities, ask.options)
+    holding, part = service.trial.route(service.holding(), ask.entities, ask.options)
     answers = await service.ladder.lookup(holding, ask, started)
-    service.trial.count(arm, answers)
+    service.trial.count(part, answers)
     return _marked(service, answers)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from cache.releases import Canary
 from serving.answer import Answer
-from serving.arms import ARMS, Arm, Counts
+from serving.arms import ARMS, EVENTS_MAX, OTHER, Arm, Counts, Part
 from serving.ask import Entity, Options
 from serving.holding import Holding
 from serving.metrics import Metrics
@@ -19,11 +19,12 @@ class Trial:
         self._metrics = metrics
         self._counted: Canary | None = None
         self._counts: dict[Arm, Counts] = {}
+        self._events: set[str] = set()
 
     def route(
         self, holding: Holding, entities: Sequence[Entity], options: Options
-    ) -> tuple[Holding, Arm | None]:
-        """What answers the whole request, and the arm that it counts for; None for neither of them."""
+    ) -> tuple[Holding, Part | None]:
+        """What answers the whole request, and what it takes part in; None for neither arm."""
         if (canary := self._canary()) is None:
             return holding, None
         if options.generation is not None:
@@ -35,17 +36,18 @@ class Trial:
             return self._aside(holding, "not_held")
         self._begin(canary)
         if holding.canary.takes(key):
-            return holding.tried(holding.next), "canary"
-        return holding, "live"
+            return holding.tried(holding.next), Part("canary", key)
+        return holding, Part("live", key)
 
-    def count(self, arm: Arm | None, answers: Sequence[Answer]) -> None:
+    def count(self, part: Part | None, answers: Sequence[Answer]) -> None:
         """A request of one arm has its answers."""
-        if arm is None or arm not in self._counts:
+        if part is None or part.arm not in self._counts:
             return
+        arm, key = part
         self._metrics.canary_requests.labels(arm).inc()
         for each in answers:
             self._metrics.canary_answers.labels(arm, each["source"]).inc()
-        for top in self._counts[arm].answered(answers):
+        for top in self._counts[arm].answered(key, answers):
             self._metrics.canary_top_score.labels(arm).observe(top)
 
     def feedback(
@@ -62,9 +64,18 @@ class Trial:
         else:
             arm = "canary" if key is not None and holding.canary.takes(key) else "live"
         if arm is not None:
-            counted_as = self._counts[arm].heard(event, count)
-            self._metrics.feedback.labels(arm, counted_as).inc(count)
+            self._counts[arm].heard(event, count)
+            self._metrics.feedback.labels(arm, self._label(event, canary)).inc(count)
         return arm
+
+    def _label(self, event: str, canary: Canary) -> str:
+        """The event, or `other` where this process has told enough of them apart over all canaries."""
+        # What decides is somebody's setting and no caller's choice, so it may always be one more.
+        if event not in self._events and (
+            len(self._events) < EVENTS_MAX or event == canary.event != ""
+        ):
+            self._events.add(event)
+        return event if event in self._events else OTHER
 
     def report(self) -> dict[str, Any] | None:
         """What the heartbeat carries while a canary runs."""
@@ -82,7 +93,7 @@ class Trial:
         if (
             canary != self._counted
         ):  # another one, or another share: what was counted is not comparable
-            self._counted, self._counts = canary, {arm: Counts() for arm in ARMS}
+            self._counted, self._counts = canary, {arm: Counts(canary.event) for arm in ARMS}
 
     def _aside(self, holding: Holding, why: str) -> tuple[Holding, None]:
         self._metrics.canary_requests.labels(why).inc()

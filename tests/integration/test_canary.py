@@ -35,7 +35,9 @@ def served(
     folder = tmp_path_factory.mktemp("canary")
     config = replace(
         build_night(folder / "night", redis_url, users=200, items=60),
-        canary=CanaryConfig(wait_s=1.0, requests_min=20, source_shift_max=0.5, score_psi_max=2.0),
+        canary=CanaryConfig(
+            wait_s=1.0, requests_min=20, keys_min=20, source_shift_max=0.5, score_psi_max=2.0
+        ),
     )
     with fleet(config, folder / "logs") as services:
         yield config, services
@@ -163,14 +165,38 @@ async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_i
     assert canary.is_over(config, tried)
     unasked = await asyncio.to_thread(verified, config)
     await asyncio.to_thread(start, config, unasked)
-    with pytest.raises(Refused, match="at least 20 are needed"):
+    with pytest.raises(Conflict, match="at least 20 are needed"):
         await asyncio.to_thread(canary.conclude, config, unasked, attempt="conclude-2")
-    with pytest.raises(Refused, match="was abandoned"):
-        await asyncio.to_thread(canary.conclude, config, unasked, attempt="conclude-2")
-    assert live_of(config) == tried
+    # Silence is no evidence: it goes on, and waiting for it ends some day.
+    assert not canary.is_over(config, unasked)
+    patience = replace(config, canary=replace(config.canary, wait_max_s=1.0))
+    assert await asyncio.to_thread(until, lambda: canary.is_over(patience, unasked))
     with control_of(config) as control:
         pointer = control.pointer()
-        assert pointer is not None and pointer.canary is None
+        assert pointer is not None and pointer.canary is not None
+        assert (pointer.generation, pointer.canary.generation) == (tried, unasked)
+    await asyncio.to_thread(canary.abandon, config, reason="a test", attempt="conclude-2")
+    with pytest.raises(Refused, match="was abandoned"):
+        await asyncio.to_thread(canary.conclude, config, unasked, attempt="conclude-2")
+
+
+async def test_starting_a_canary_that_runs_keeps_its_share_unless_another_is_named(
+    served: tuple[NightConfig, list[Service]],
+) -> None:
+    config, _ = served
+    tried = await asyncio.to_thread(verified, config)
+    await asyncio.to_thread(start, config, tried)
+
+    again = await asyncio.to_thread(canary.start, config, None, attempt="again")
+    other = await asyncio.to_thread(canary.start, config, tried, percent=10.0, attempt="other")
+
+    assert again == {"generation": tried, "percent": PERCENT}
+    assert other["percent"] == 10.0 and "counting starts anew" in other["note"]
+    with control_of(config) as control:
+        pointer = control.pointer()
+        assert pointer is not None and pointer.canary is not None
+        assert pointer.canary.percent == 10.0
+    await asyncio.to_thread(canary.abandon, config, reason="a test", attempt="enough")
 
 
 async def test_what_may_not_be_published_is_not_tried_out_either(

@@ -9,23 +9,40 @@ import pytest
 
 from precompute.comparison import Comparison, Totals, decide, psi, shift
 from precompute.sections import CanaryConfig
-from serving.arms import Counts, bucket
+from serving.arms import Counts, Keys, bucket
 
 SEED = 1_703
 LIMITS = CanaryConfig(requests_min=100, feedback_event="click")
 
 
-def arm(*, requests: int = 1_000, l2: int = 800, mean: float = 4.0, clicks: int = 100) -> Totals:
-    """As replicas count it: lists with log-normal top scores around `mean`."""
+def arm(
+    *,
+    requests: int = 4_000,
+    defaults: int = 80,
+    mean: float = 4.0,
+    clicks: int = 400,
+    keys: int = 2_000,
+) -> Totals:
+    """As one replica counts it: keys with log-normal top scores around `mean`, some answered by defaults."""
     rng = np.random.default_rng(SEED)
-    scores = mean * np.exp(rng.normal(0, 0.3, requests))
-    sources = {"l2": l2, "l1": requests - l2}
-    buckets = Counter(bucket(float(each)) for each in scores)
-    return Totals(requests, Counter(sources), buckets, float(scores.sum()), Counter(click=clicks))
+    scores = mean * np.exp(rng.normal(0, 0.3, keys - defaults))
+    return Totals.of(
+        [
+            {
+                "requests": requests,
+                "keys": keys,
+                "weight": 1,
+                "kinds": {"stored": keys - defaults, "default": defaults},
+                "scores": Counter(bucket(float(each)) for each in scores),
+                "score_sum": float(scores.sum()),
+                "feedback": {"click": clicks},
+            }
+        ]
+    )
 
 
 def test_a_canary_like_the_live_one_is_published() -> None:
-    found = Comparison.of(arm(), arm(requests=500, l2=395, mean=4.0, clicks=52))
+    found = Comparison.of(arm(), arm(requests=2_000, keys=1_000, defaults=43, clicks=208))
 
     verdict, against = decide(found, LIMITS)
 
@@ -36,12 +53,10 @@ def test_a_canary_like_the_live_one_is_published() -> None:
 @pytest.mark.parametrize(
     ("canary", "says"),
     [
-        (arm(requests=99, l2=79, clicks=10), "at least 100 are needed"),
-        (arm(l2=700), "source_shift 0.1000 is above 0.05"),
+        (arm(defaults=400), "source_shift 0.1600 is above 0.05"),
         (arm(mean=6.0), "score_psi"),
-        (arm(clicks=80), "click per request is 0.8000 of live's"),
-        (Totals(1_000, Counter(l2=800, l1=200)), "score_psi inf"),
-        (Totals(), "canary answered 0 requests"),
+        (arm(clicks=250), "click per request is 0.6250 of live's"),
+        (arm(defaults=2_000), "score_psi inf"),
     ],
 )
 def test_a_canary_that_differs_is_abandoned_and_the_reason_says_by_how_much(
@@ -52,17 +67,60 @@ def test_a_canary_that_differs_is_abandoned_and_the_reason_says_by_how_much(
     assert verdict == "abandon" and any(says in each for each in against)
 
 
+@pytest.mark.parametrize(
+    ("canary", "says"),
+    [
+        (arm(requests=99, clicks=10), "99 requests, at least 100 are needed"),
+        (arm(keys=150, defaults=6), "150 keys, at least 200 are needed"),
+        (arm(keys=250, defaults=25), "may be chance with so few keys"),
+        (arm(clicks=350), "it may be chance down to"),
+        (Totals(), "canary answered 0 requests"),
+        (arm(keys=20, defaults=20), "at least 200 are needed"),
+    ],
+)
+def test_what_was_counted_too_seldom_decides_nothing(canary: Totals, says: str) -> None:
+    verdict, against = decide(Comparison.of(arm(), canary), LIMITS)
+
+    assert verdict == "undecided" and any(says in each for each in against)
+
+
 def test_feedback_that_was_asked_for_and_never_came_is_no_consent() -> None:
     found = Comparison.of(arm(clicks=0), arm(clicks=0))
 
-    assert decide(found, LIMITS)[0] == "abandon"
+    assert decide(found, LIMITS)[0] == "undecided"
     assert decide(found, CanaryConfig(requests_min=100))[0] == "publish"
 
 
-def test_a_measure_that_is_not_a_number_speaks_against() -> None:
-    found = Comparison({"live": 1_000, "canary": 1_000}, math.nan, math.nan, {}, {})
+def test_a_measure_that_is_not_a_number_is_no_consent() -> None:
+    enough, chance = {"live": 1_000, "canary": 1_000}, {"source_shift": 0.01, "score_psi": 0.01}
+    found = Comparison(enough, enough, math.nan, math.nan, chance, {}, {}, {})
 
-    assert len(decide(found, CanaryConfig(requests_min=1))[1]) == 2
+    assert decide(found, CanaryConfig(requests_min=1))[0] == "undecided"
+
+
+def test_a_key_that_every_replica_counted_makes_nothing_more_certain() -> None:
+    rng = np.random.default_rng(SEED)
+    counts = [Counts() for _ in range(3)]
+    for number in range(300):
+        top = [float(rng.lognormal())]
+        for each in counts:
+            each.answered(b"key-%d" % number, [{"source": "l2", "scores": top}])
+
+    total = Totals.of(each.to_json() for each in counts)
+
+    assert total.certain == pytest.approx(300)
+
+
+def test_more_keys_than_are_kept_are_sampled_without_regard_to_how_busy_they_are() -> None:
+    keys, rng = Keys(limit=1_000), np.random.default_rng(SEED)
+    for number in rng.zipf(
+        1.3, 200_000
+    ).tolist():  # busy keys have low numbers, and scores to match
+        keys.saw(b"key-%d" % number, "stored", 1.0 if number < 10_000 else 2.0)
+
+    assert keys.level > 0 and 400 < len(keys) <= 1_000
+    assert keys.kinds == {"stored": len(keys)} and keys.scores.total() == len(keys)
+    assert keys.score_sum == keys.scores[bucket(1.0)] + 2.0 * keys.scores[bucket(2.0)]
 
 
 def test_the_mix_and_the_distribution_are_compared_by_share() -> None:
@@ -77,18 +135,17 @@ def test_the_mix_and_the_distribution_are_compared_by_share() -> None:
 
 def test_arms_of_several_replicas_add_up_after_a_trip_through_json() -> None:
     counts = Counts()
-    answers: list[dict[str, Any]] = [
-        {"source": "l2", "scores": np.array([3.5, 2.0], np.float32)},
-        {"source": "previous", "scores": [9.0]},
-        {"source": "default", "scores": []},
-    ]
-    counts.answered(answers)
+    list_: dict[str, Any] = {"source": "l2", "scores": np.array([3.5, 2.0], np.float32)}
+    counts.answered(b"a", [list_, {"source": "previous", "scores": [9.0]}])
+    counts.answered(b"a", [{"source": "default", "scores": []}])
+    counts.answered(b"b", [{"source": "l1", "producer": "live"}])
+    counts.answered(b"c", [{"source": "previous", "scores": [9.0]}])
     counts.heard("click", 3)
 
     total = Totals.of([counts.to_json(), counts.to_json()])
 
-    assert total.requests == 2 and total.feedback == {"click": 6}
-    assert total.sources == {"l2": 2, "previous": 2, "default": 2}
+    assert total.requests == 8 and total.feedback == {"click": 6}
+    assert total.kinds == {"stored": 2, "live": 2, "previous": 2}
     # Only scores of the arm's own generation.
     assert total.scores == {bucket(3.5): 2} and total.mean_score == 3.5
 
@@ -105,10 +162,12 @@ def test_buckets_grow_with_the_score_and_are_bounded() -> None:
     assert len({bucket(each) for each in (1.0, 1.1, 1.2, 1.3)}) == 4
 
 
-def test_kinds_of_feedback_are_bounded() -> None:
-    counts = Counts()
+def test_kinds_of_feedback_are_bounded_and_the_one_that_decides_is_never_among_the_others() -> None:
+    counts = Counts("purchase")
 
     for number in range(100):
         counts.heard(f"event_{number}", 1)
+    counts.heard("purchase", 5)
 
-    assert len(counts.feedback) == 17 and counts.feedback["other"] == 84
+    assert len(counts.feedback) == 18 and counts.feedback["other"] == 84
+    assert counts.feedback["purchase"] == 5

@@ -8,6 +8,7 @@ import pytest
 
 from cache.releases import Canary
 from cache.split import Split
+from serving.arms import EVENTS_MAX, Part
 from serving.ask import Limits, Options
 from serving.fields import read_id
 from serving.holding import Holding
@@ -63,14 +64,17 @@ async def test_a_canary_request_is_answered_whole_and_says_so() -> None:
     world, holding, trial = scene(Canary(GENERATION, 100.0, 5.0))
     asked = ask(entity("u1"), entity("u2"), entity("nobody"), canary_key=b"k")
 
-    routed, arm = trial.route(holding, asked.entities, asked.options)
+    routed, part = trial.route(holding, asked.entities, asked.options)
     answers = await world.ladder.lookup(routed, asked, time.monotonic())
-    trial.count(arm, answers)
+    trial.count(part, answers)
 
-    assert arm == "canary" and {each["generation"] for each in answers} == {GENERATION}
+    assert part == ("canary", b"k") and {each["generation"] for each in answers} == {GENERATION}
     report = trial.report()
     assert report is not None and report["arms"]["canary"]["requests"] == 1
-    assert report["arms"]["canary"]["sources"] == {"l2": 2, "default": 1}
+    assert report["arms"]["canary"]["kinds"] == {"stored": 1}
+    text = world.metrics.expose()
+    assert b'larder_canary_answers_total{arm="canary",source="l2"} 2' in text
+    assert b'larder_canary_answers_total{arm="canary",source="default"} 1' in text
     assert report["arms"]["live"]["requests"] == 0
 
 
@@ -102,15 +106,17 @@ def test_without_a_key_or_with_a_pin_the_live_one_answers(asked: Any, arm: str |
 
     routed, found = trial.route(holding, asked.entities, asked.options)
 
-    assert found == arm and (routed.live.generation == GENERATION) == (arm == "canary")
+    assert (found and found.arm) == arm and (routed.live.generation == GENERATION) == (
+        arm == "canary"
+    )
 
 
 async def test_a_replica_that_does_not_hold_it_answers_live_and_counts_that() -> None:
     world, holding, trial = scene(Canary(GENERATION, 100.0, 5.0), held=False)
 
-    routed, arm = trial.route(holding, (), options(b"k"))
+    routed, part = trial.route(holding, (), options(b"k"))
 
-    assert routed is holding and arm is None
+    assert routed is holding and part is None
     counted = world.metrics.canary_requests.labels("not_held")._value.get()
     assert counted == 1
 
@@ -140,12 +146,36 @@ def test_feedback_counts_for_the_arm_that_answered() -> None:
     assert report["arms"]["live"]["feedback"] == {"click": 3, "buy": 1}
 
 
+def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_all_canaries() -> (
+    None
+):
+    running = [Canary(GENERATION, 100.0, 5.0, "purchase")]
+    world, holding, _ = scene()
+    trial = Trial(lambda: running[0], world.metrics)
+    for since in range(5):
+        running[0] = Canary(GENERATION, 100.0, float(since), "purchase")
+        for number in range(30):
+            trial.feedback(holding, GENERATION, None, f"junk-{since}-{number}", 1)
+        trial.feedback(holding, GENERATION, None, "purchase", 7)
+
+        report = trial.report()
+        assert report is not None and report["arms"]["canary"]["feedback"]["purchase"] == 7
+
+    lines = [
+        each
+        for each in world.metrics.expose().splitlines()
+        if each.startswith(b"larder_feedback_total{")
+    ]
+    assert len(lines) == EVENTS_MAX + 2  # and the one that decides, and `other`
+    assert b'larder_feedback_total{arm="canary",event="purchase"} 35.0' in lines
+
+
 def test_another_canary_is_counted_from_nothing() -> None:
     running = [Canary(GENERATION, 100.0, 5.0)]
     world, holding, _ = scene()
     trial = Trial(lambda: running[0], world.metrics)
     trial.route(holding, (), options(b"k"))
-    trial.count("canary", [{"source": "l1"}])
+    trial.count(Part("canary", b"k"), [{"source": "l1"}])
 
     running[0] = Canary(GENERATION, 100.0, 6.0)
 
