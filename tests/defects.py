@@ -11,6 +11,7 @@ from cache.releases import Pointer
 from precompute import release, release_log, restore, states, sweep
 from precompute.release_log import ReleaseLog
 from precompute.states import Ledger, State
+from tests.life import Bias
 from tests.memory import MemoryRedis
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -142,6 +143,45 @@ DEFECTS: dict[str, Plant] = {
     if name.startswith("_") and getattr(plant, "__module__", "") == __name__
 }
 """What was planted -> how."""
+
+_PLAIN = dict.fromkeys(["pin", "unpin", "override", "canary", "end_canary"], 0)
+_STEADY = dict.fromkeys(["wipe", "load", "clock back", "clock ahead"], 0)
+
+BIASES: dict[str, Bias] = {
+    "holders are ignored": Bias(
+        operations=_PLAIN | {"retire": 20},
+        events=_STEADY | {"much later": 12, "cut off": 1, "restart": 0},
+    ),
+    "pins are ignored": Bias(
+        operations={"pin": 10, "unpin": 0, "retire": 10, "canary": 0},
+        events=_STEADY | {"much later": 8},
+    ),
+    "canaries are not protected": Bias(
+        operations=_PLAIN | {"canary": 12, "refuse": 10, "roll_back": 0, "retire": 0, "restore": 0},
+        events={"wipe": 0, "load": 0},
+    ),
+    "old pages come back": Bias(
+        operations={"retire": 20, "restore": 8, "canary": 0, "end_canary": 0, "pin": 0, "override": 0, "refuse": 0},
+        events={"save": 5, "load": 5, "a day later": 6, "clock back": 0, "cut off": 0},
+        steps=120,
+    ),
+    "rows are not looked at": Bias(
+        operations=_PLAIN | {"refuse": 12, "publish": 12, "verify": 5, "retire": 1, "roll_back": 1, "restore": 1},
+        events=_STEADY,
+    ),
+    "an attempt is recognised however old": Bias(
+        operations=_PLAIN | {"restore": 15, "retire": 0, "refuse": 0},
+        events={"save": 4, "load": 6, "wipe": 3},
+        again=0.6,
+    ),
+    "a roll back may be forgotten": Bias(
+        operations=_PLAIN | {"roll_back": 20, "restore": 6, "refuse": 0, "end_canary": 2},
+        events={"wipe": 2},
+        killed=0.3,
+        wiped_when_killed=0.8,
+    ),
+}  # fmt: skip
+"""What was planted -> lives in which it shows often."""
 
 
 @contextmanager

@@ -6,8 +6,8 @@ any command or file, so publishers, operators and sweeps overlap in every order;
 
 import contextlib
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -49,6 +49,29 @@ PAGE = b"x" * 8
 GRACE_S = 60.0
 OVERLAY_TTL_S = 600.0
 NOWHERE = Artefact("", 0, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """What happens how often in a life; operations and events by weight, the rest as chances."""
+
+    operations: Mapping[str, int] = field(default_factory=dict)
+    events: Mapping[str, int] = field(default_factory=dict)
+    killed: float = 0.1
+    wiped_when_killed: float = 0.1
+    again: float = 0.2
+    reply_lost: float = 0.02
+    steps: int = 60
+
+
+OPERATIONS = {
+    "night": 5, "begin": 1, "load": 1, "verify": 3, "publish": 9, "roll_back": 5, "override": 1, "clear": 1,
+    "canary": 3, "end_canary": 2, "pin": 1, "unpin": 1, "retire": 4, "restore": 3, "refuse": 1,
+}  # fmt: skip
+EVENTS = {
+    "later": 6, "much later": 4, "a day later": 1, "clock back": 1, "clock ahead": 1, "cut off": 2, "reconnect": 3,
+    "restart": 2, "wipe": 1, "save": 3, "load": 2,
+}  # fmt: skip
 
 
 class Killed(BaseException):
@@ -148,8 +171,10 @@ class Reader:
 class Life:
     """See the module."""
 
-    def __init__(self, seed: int, *, steps: int = 60) -> None:
-        self.rng, self.seed, self.steps = random.Random(seed), seed, steps
+    def __init__(self, seed: int, bias: Bias = Bias()) -> None:
+        self.rng, self.seed, self.bias = random.Random(seed), seed, bias
+        self.operations = {**OPERATIONS, **bias.operations}
+        self.events = {**EVENTS, **bias.events}
         self.now, self.step = START, 0
         self.redis = MemoryRedis(KEYS, lambda: self.now, self._pause)
         self.redis.moved, self.redis.rowed = self._moved, self._rowed
@@ -189,7 +214,7 @@ class Life:
                     generation = self.rng.choice(GENERATIONS)
                     self._start("night", (generation, self._attempt(), True), pauses=0.0)
                     self._start("publish", (generation, self._attempt()), pauses=0.0)
-                for step in range(1, self.steps + 1):
+                for step in range(1, self.bias.steps + 1):
                     self.step = step
                     self._next()
                     self._check()
@@ -202,11 +227,11 @@ class Life:
         luck = self.rng.random()
         if self.actors and luck < 0.5:
             actor = self.rng.choice(self.actors)
-            if self.rng.random() < 0.1:
+            if self.rng.random() < self.bias.killed:
                 self._tell("kill", actor.name)
                 self.actors.remove(actor)
                 actor.running.throw(Killed)
-                if self.rng.random() < 0.1:
+                if self.rng.random() < self.bias.wiped_when_killed:
                     self._happen("wipe")
             else:
                 self._resume(actor)
@@ -232,14 +257,10 @@ class Life:
         arguments: tuple[Any, ...]
         if not self._is_whole() and rng.random() < 0.4:
             name, arguments = "restore", ("shell",)
-        elif self.asked and rng.random() < 0.2:
+        elif self.asked and rng.random() < self.bias.again:
             name, arguments = rng.choice(self.asked)
         else:
-            name = rng.choices(
-                ["night", "begin", "load", "verify", "publish", "roll_back", "override", "clear", "canary",
-                 "end_canary", "pin", "unpin", "retire", "restore", "refuse"],
-                [5, 1, 1, 3, 9, 5, 1, 1, 3, 2, 1, 1, 4, 3, 1],
-            )[0]  # fmt: skip
+            name = rng.choices(list(self.operations), list(self.operations.values()))[0]
             chosen = rng.choice(known) if rng.random() < 0.8 else generation
             if self.actors and rng.random() < 0.4:  # what another one is busy with
                 chosen = rng.choice(self.actors).about or chosen
@@ -281,7 +302,7 @@ class Life:
 
     def _resume(self, actor: Actor) -> None:
         self.current = actor
-        if self.rng.random() < 0.02:
+        if self.rng.random() < self.bias.reply_lost:
             self.redis.loses_reply = True
         try:
             actor.running.switch()
@@ -399,10 +420,7 @@ class Life:
     # -- what happens by itself
 
     def _happen(self, what: str = "") -> None:
-        what = what or self.rng.choices(
-            ["later", "much later", "a day later", "clock back", "clock ahead", "cut off", "reconnect",
-             "restart", "wipe", "save", "load"], [6, 4, 1, 1, 1, 2, 3, 2, 1, 3, 2],
-        )[0]  # fmt: skip
+        what = what or self.rng.choices(list(self.events), list(self.events.values()))[0]
         self._tell("event", what)
         reader = self.rng.choice(self.readers)
         match what:
