@@ -17,6 +17,7 @@ Reading a run: `begin` green and the rest skipped means that this generation is 
 `verify` red means that a gate refused it: the log names the rule, the value, the threshold and,
 where a person may judge otherwise, the command `override` that lets it pass once `verify` is
 cleared; readers still have the last generation, and a retry would find the same, so there is none.
+`publish` red with "verified against": another generation went live meanwhile; clear `verify`, then `publish` follows.
 Any task may be cleared and run again: a generation's id comes from its inputs, so tasks find their own work.
 
 To undo a publish: the DAG `roll_back`.

@@ -7,7 +7,7 @@ from typing import Any
 
 from cache.errors import ConfigError, Conflict, Refused
 from cache.releases import Canary, Release
-from precompute.build import Progress, Step, quiet
+from precompute.build import Build, Progress, Step, quiet
 from precompute.commands import new_attempt
 from precompute.comparison import Comparison, Totals, decide
 from precompute.config import NightConfig
@@ -49,13 +49,14 @@ def start(
             changes = canary.percent if share != canary.percent else None
         if canary is None or (canary.generation, canary.percent) != (chosen, share):
             # What may not be published is not tried out either; pages that Redis has lost are streamed again.
-            moved = releases.prepare(chosen, attempt=attempt, governor=governor)
+            report = Build.of(config, {"generation": chosen}).read_report("verified") or {}
+            moved = releases.prepare(chosen, attempt=attempt, verified=report, governor=governor)
             if moved is not None:
                 raise Conflict(f"{chosen} is live already", generation=chosen)
             with staged(releases.control, chosen, config.flip, attempt=attempt, progress=progress):
                 releases.start_canary(
-                    chosen, share, attempt,
-                    event=config.canary.feedback_event, governor=governor,
+                    chosen, share, attempt, verified=report, event=config.canary.feedback_event,
+                    governor=governor,
                 )  # fmt: skip
         else:
             Stage(releases.control).clear(attempt, chosen)
@@ -126,6 +127,7 @@ def abandon(config: NightConfig, *, reason: str, attempt: str) -> Step:
     with open_releases(config) as releases:
         # Whoever was killed right after ending it asks again, and finds its own work.
         if (ended := _ended_by(releases, attempt)) is not None:
+            releases.end_canary(attempt, reason, abandon=True)  # a Conflict unless it still stands
             return {"generation": ended.generation, "abandoned": ended.reason}
         generation = _running(releases.control).generation
         releases.end_canary(attempt, reason, abandon=True)
@@ -168,7 +170,9 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
         pointer = releases.control.pointer()
         if pointer is not None and pointer.generation == generation:
             return {"generation": generation, "published": True}
-        if (ended := _ended_by(releases, attempt, generation)) is not None:
+        canary = None if pointer is None else pointer.canary
+        is_over = canary is None or canary.generation != generation
+        if is_over and (ended := _ended_by(releases, attempt, generation)) is not None:
             raise Refused(f"{generation} was abandoned: {ended.reason}", rule="canary")
         found = compare(releases.control.replicas(), _running(releases.control, generation))
         verdict, against = decide(found, config.canary)

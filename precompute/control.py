@@ -21,7 +21,7 @@ REPLICA_FORGOTTEN_S = 86_400.0
 # Allowed at full memory: publishing and rolling back must work exactly when Redis is in trouble. An own attempt
 # found in place, under a later epoch than the mover saw, means that the reply to an earlier, successful call was lost.
 # The rows are looked at here because a retirement or a refusal may have come in since the mover looked: 2 = the
-# target may not, 0 = look again.
+# target may not, 0 = look again. What a roll back jumps over may be retired by now: that row is final.
 _MOVE = """#!lua flags=allow-oom
 local found = redis.call('GET', KEYS[1])
 local to = cjson.decode(ARGV[2])
@@ -55,7 +55,11 @@ if type(to.canary) == 'table' and state_of(to.canary.generation) ~= 'verified' t
 end
 if type(to.previous) == 'string' and state_of(to.previous) == 'retired' then return {0, found or ''} end
 redis.call('SET', KEYS[1], ARGV[2])
-for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+for i = 4, #ARGV, 2 do
+  local was = state_of(ARGV[i])
+  local is_gone = was == 'unknown' and cjson.decode(ARGV[i + 1]).state == 'rolled_back'
+  if was ~= 'retired' and not is_gone then redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+end
 redis.call('PUBLISH', KEYS[3], 'pointer')
 return {1, ARGV[2]}
 """

@@ -25,6 +25,7 @@ from precompute.governor import open_governor
 from precompute.leftovers import sweep_leftovers
 from precompute.registry import open_releases
 from precompute.replication import confirm, run_ids
+from precompute.restore import forgotten
 from precompute.restore import restore as restore_redis
 from precompute.sealing import seal
 from precompute.staging import Stage, staged
@@ -40,7 +41,8 @@ def publish(
     """Wait until replicas hold it ready, move the pointer, read it back: success is what a reader can read.
 
     A record of every table is read back first. Raises Conflict, and nothing is published, when too few replicas
-    become ready within `flip.wait_s`, or if replicas of Redis lag behind for that long.
+    become ready within `flip.wait_s`, if replicas of Redis lag behind for that long, or when another generation is live
+    than the one that `verify` compared with.
     """
     made = Build.of(config, verified)
     manifest = seal(made)
@@ -48,7 +50,10 @@ def publish(
         open_releases(config) as releases,
         open_governor(config.governor, releases.control) as governor,
     ):
-        moved = releases.prepare(made.generation, attempt=attempt, governor=governor)
+        report = made.read_report("verified") or {}
+        moved = releases.prepare(
+            made.generation, attempt=attempt, verified=report, governor=governor
+        )
         if moved is None:
             for entities in manifest.entity_sets.values():
                 for part in entities.parts:
@@ -57,14 +62,16 @@ def publish(
             for table in manifest.tables.values():
                 _read_back(made, manifest, table, releases.control)
             # Reading everything back, where a node has started since, takes too long for replicas to stand by.
-            report, wait_s = made.read_report("verified"), config.flip.wait_s
+            wait_s = config.flip.wait_s
             confirm(releases, made.generation, report, timeout_s=wait_s)
             known = {"run_ids": run_ids(releases.control.client)}
             with staged(
                 releases.control, made.generation, config.flip, attempt=attempt, progress=progress
             ):
                 confirm(releases, made.generation, known, timeout_s=wait_s)
-                moved = releases.publish(made.generation, attempt=attempt, governor=governor)
+                moved = releases.publish(
+                    made.generation, attempt=attempt, verified=report, governor=governor
+                )
         else:
             # A publisher killed right after its move left its note: replicas would hold the generation on its behalf.
             Stage(releases.control).clear(attempt, made.generation)
@@ -197,6 +204,7 @@ def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress =
         open_releases(config) as releases,
         open_governor(config.governor, releases.control) as governor,
     ):
+        before = releases.view()
         pointer, loaded, size_bytes = restore_redis(
             releases,
             config.keyspace(),
@@ -206,7 +214,8 @@ def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress =
             progress=advance,
             governor=governor,
         )
+        notes = forgotten(releases, before, pointer)
     return {
         "generation": pointer.generation, "epoch": pointer.epoch, "loaded": loaded, "bytes": size_bytes,
-        "seconds": round(time.perf_counter() - started, 3),
+        "seconds": round(time.perf_counter() - started, 3), **({"notes": notes} if notes else {}),
     }  # fmt: skip

@@ -3,17 +3,22 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cache.artefacts import read_manifest
 from cache.errors import ConfigError, Conflict, UnknownGeneration
-from cache.releases import Action, Canary, Pointer, Release, done_path
+from cache.releases import Action, Canary, Pointer, done_path
+from precompute.attempts import earlier
 from precompute.control import Row
 from precompute.governor import Governor
 from precompute.judgements import Judgements
 from precompute.load import unlink_pages
-from precompute.release_log import CUT_CHARS, View, standing
+from precompute.release_log import CUT_CHARS, LOOK_TRIES, View, standing
 from precompute.reload import load_missing, repair
-from precompute.states import ALLOWED, LEAVES, State, demand, fold, newest_superseded
+from precompute.states import ALLOWED, State, demand, fold
+
+Report = Mapping[str, Any]
+"""What verify reports: `baseline`, the generation that was live then (null: none), beside what others look at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,38 +33,73 @@ class Releases(Judgements):
     """The release history of one namespace and the moves that add to it."""
 
     def prepare(
-        self, generation: str, *, attempt: str, governor: Governor | None = None
+        self,
+        generation: str,
+        *,
+        attempt: str,
+        verified: Report | None = None,
+        governor: Governor | None = None,
     ) -> Moved | None:
-        """Stream what Redis misses of a generation to be published; what happened if it was published already."""
+        """Stream what Redis misses of a generation to be published; what happened if it was published already.
+
+        With verify's report (`verified`), Conflict when something else is live than what it was compared with.
+        """
         view = self.view()
-        if (done := _earlier(view.history, "publish", attempt, generation)) is not None:
+        if (done := earlier(view.history, "publish", attempt, generation)) is not None:
             return Moved(done, changed=False)
-        if (live := self._demand_publish(generation, view)) is not None:
+        if (live := self._demand_publish(generation, view, verified)) is not None:
             return Moved(live, changed=False)
         with _files_of(generation):
             load_missing(self.control, self.control.keys, self.store, generation, governor=governor)
         return None
 
-    def publish(self, generation: str, *, attempt: str, governor: Governor | None = None) -> Moved:
-        """Make a verified generation live; a repeat of the same publish changes nothing."""
-        moved = self.prepare(generation, attempt=attempt, governor=governor)
+    def publish(
+        self,
+        generation: str,
+        *,
+        attempt: str,
+        verified: Report | None = None,
+        governor: Governor | None = None,
+    ) -> Moved:
+        """Make a verified generation live; a repeat of the same publish changes nothing. `verified`: see `prepare`."""
+        moved = self.prepare(generation, attempt=attempt, verified=verified, governor=governor)
         if moved is not None:
             return moved
         view = self.view()
-        if (live := self._demand_publish(generation, view)) is not None:
+        if (live := self._demand_publish(generation, view, verified)) is not None:
             return Moved(live, changed=False)
         return self._move("publish", generation, view, attempt=attempt)
 
-    def _demand_publish(self, generation: str, view: View) -> Pointer | None:
+    def _demand_publish(
+        self, generation: str, view: View, verified: Report | None
+    ) -> Pointer | None:
         if view.pointer is not None and view.pointer.generation == generation:
             return view.pointer
         view.demand_agreement()
         ledger = view.ledger
         demand("publish", generation, standing(generation, ledger, view.rows.get(generation)))
         _demand_newer(generation, ledger.live)
+        self._demand_gates(generation, ledger.live, verified)
         # No page may belong to a generation that the registry does not know.
         self._know(generation, view)
         return None
+
+    def _demand_gates(self, generation: str, live: str | None, verified: Report | None) -> None:
+        """Raises Conflict unless all gates passed, and, with verify's report, in comparison with what is live."""
+        with _files_of(generation):
+            gates = read_manifest(self.store, generation).gates
+        failed = [str(each["rule"]) for each in gates if not each["passed"]]
+        if failed or not gates:
+            what = f"failed {', '.join(failed)}" if failed else "ran through no gate"
+            raise Conflict(
+                f"{generation} {what}: run `verify {generation}` first", generation=generation
+            )
+        if verified is not None and (baseline := verified.get("baseline")) != live:
+            raise Conflict(
+                f"{generation} was verified against {baseline or 'nothing'}, live is {live or 'nothing'}: "
+                f"run `verify {generation}` again",
+                generation=generation, baseline=baseline, live=live,
+            )  # fmt: skip
 
     def roll_back(self, *, to: str | None, reason: str, attempt: str) -> Moved:
         """Make an earlier generation live again; the one rolled back can never return without re-verification.
@@ -68,7 +108,7 @@ class Releases(Judgements):
         however large it is; `mend` is to be called after it.
         """
         view = self.view()
-        if (done := _earlier(view.history, "roll_back", attempt, to)) is not None:
+        if (done := earlier(view.history, "roll_back", attempt, to)) is not None:
             return Moved(done, changed=False)
         target = to or view.ledger.previous
         if target is None:
@@ -116,15 +156,8 @@ class Releases(Judgements):
     ) -> Moved:
         with _files_of(generation):
             manifest = read_manifest(self.store, generation)
-        ledger = view.ledger
-        states, superseded_at = dict(ledger.states), dict(ledger.superseded_at)
-        now = self.clock()
-        rows = {generation: Row(State.LIVE, now)}
-        if ledger.live is not None and ledger.live != generation:
-            left = LEAVES[action]
-            states[ledger.live], superseded_at[ledger.live] = left, now
-            rows[ledger.live] = Row(left, now, reason)
-        previous = newest_superseded(states, superseded_at, without=[generation])
+        after, rows = self.outcome(action, generation, view, attempt=attempt, reason=reason)
+        previous, now = after.previous, self.clock()
         release = self.record(
             action,
             generation,
@@ -141,6 +174,23 @@ class Releases(Judgements):
                 # Pages loaded for this move while a retirement removed them: nobody else would remove them.
                 unlink_pages(self.control.client, self.control.keys, manifest)
             raise
+
+    def refuse(self, generation: str, *, reason: str, attempt: str) -> None:
+        """As any refusal; a canary ends first, so that no request is answered from it any more."""
+        for _ in range(LOOK_TRIES):
+            view = self.view()
+            running = view.ledger.canary
+            try:
+                if running is not None and running.generation == generation:
+                    self._end_canary(running, view, attempt=attempt, reason=reason, abandon=True)
+                return super().refuse(generation, reason=reason, attempt=attempt)
+            except Conflict:
+                canary = self.view().ledger.canary
+                if canary is None or canary.generation != generation:
+                    raise  # it is no canary that stands in the way
+        raise Conflict(
+            f"{generation} was tried out again each time it was to be refused; try again"
+        )
 
     def _commit(
         self, to: Pointer, view: View, rows: Mapping[str, Row], action: Action, *, live: bool = True
@@ -179,25 +229,28 @@ class Releases(Judgements):
         percent: float,
         attempt: str,
         *,
+        verified: Report | None = None,
         event: str = "",
         governor: Governor | None = None,
     ) -> Moved:
         """Let a verified generation answer `percent` of the requests beside the live one; again: change its share.
+
+        `verified`: see `prepare`.
 
         Raises Conflict when nothing is live, another canary runs, or the generation could not be published.
         """
         if not 0 < percent <= 100:
             raise ConfigError(f"a canary's share is above 0 and at most 100 %, not {percent}")
         view = self.view()
-        if _earlier(view.history, "canary", attempt, generation, percent) is not None:
+        if earlier(view.history, "canary", attempt, generation, percent) is not None:
             return Moved(_followed(view), changed=False)
-        live = self._demand_canary(generation, view)
+        live = self._demand_canary(generation, view, verified)
         if view.ledger.canary is not None and view.ledger.canary.percent == percent:
             return Moved(live, changed=False)
         with _files_of(generation):
             load_missing(self.control, self.control.keys, self.store, generation, governor=governor)
         view = self.view()
-        live = self._demand_canary(generation, view)
+        live = self._demand_canary(generation, view, verified)
         release = self.record(
             "canary",
             generation,
@@ -213,7 +266,7 @@ class Releases(Judgements):
         )  # fmt: skip
         return self._commit(to, view, {}, "canary", live=False)
 
-    def _demand_canary(self, generation: str, view: View) -> Pointer:
+    def _demand_canary(self, generation: str, view: View, verified: Report | None) -> Pointer:
         view.demand_agreement()
         running = view.ledger.canary
         if running is not None and running.generation != generation:
@@ -226,6 +279,7 @@ class Releases(Judgements):
         state = standing(generation, view.ledger, view.rows.get(generation))
         demand("canary", generation, state)
         _demand_newer(generation, view.ledger.live)
+        self._demand_gates(generation, view.ledger.live, verified)
         self._know(generation, view)
         return view.pointer
 
@@ -233,10 +287,15 @@ class Releases(Judgements):
         """Let the live generation answer every request again; an abandoned canary needs another verification."""
         view = self.view()
         running = view.ledger.canary
+        if earlier(view.history, "end_canary", attempt, None) is not None:
+            return Moved(_followed(view), changed=False)
         if running is None:
-            if _earlier(view.history, "end_canary", attempt, None) is not None:
-                return Moved(_followed(view), changed=False)
             raise Conflict("no generation is being tried out")
+        return self._end_canary(running, view, attempt=attempt, reason=reason, abandon=abandon)
+
+    def _end_canary(
+        self, running: Canary, view: View, *, attempt: str, reason: str, abandon: bool
+    ) -> Moved:
         view.demand_agreement()
         live, generation = _followed(view), running.generation
         release = self.record(
@@ -278,27 +337,3 @@ def _followed(view: View) -> Pointer:
     if view.pointer is None:
         raise Conflict("Redis has lost its pointer: run `python -m precompute restore` first")
     return view.pointer
-
-
-def _earlier(
-    history: list[Release],
-    action: Action,
-    attempt: str,
-    generation: str | None,
-    percent: float | None = None,
-) -> Pointer | None:
-    """The pointer that this very attempt made, however far it has moved on since.
-
-    A verification since then asks for a new publish: an operator who clears a whole run keeps its name.
-    """
-    verified: set[str] = set()
-    for each in reversed(history):
-        if each.action == "verify":
-            verified.add(each.generation)
-        if each.done and each.action == action and each.attempt == attempt:
-            if generation not in (None, each.generation) or percent not in (None, each.percent):
-                continue
-            if action == "publish" and each.generation in verified:
-                return None
-            return Pointer(each.generation, each.epoch, each.previous, attempt, each.at)
-    return None

@@ -121,6 +121,20 @@ class ReleaseLog:
         """Where a generation stands: proven by releases, else as the registry says."""
         return standing(generation, ledger or self.ledger(), self.control.rows().get(generation))
 
+    def outcome(
+        self, action: Action, generation: str, view: View, *, attempt: str, reason: str = ""
+    ) -> tuple[Ledger, dict[str, Row]]:
+        """The ledger that a move would lead to, and the rows that it changes."""
+        now, epoch = self.clock(), max(view.epoch, view.ledger.epoch) + 1
+        done = Release(epoch, action, generation, None, attempt, now, done=True)
+        after = without_retired(fold([*view.history, done]), view.rows)
+        rows = {
+            each: Row(state, now, "" if each == generation else reason)
+            for each, state in after.states.items()
+            if each == generation or state is not view.ledger.state(each)
+        }
+        return after, rows
+
     def record(
         self,
         action: Action,

@@ -1,6 +1,6 @@
 """The life of a generation: one table of what leads where, and what a history of releases means. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -61,7 +61,10 @@ None is a generation that nobody has begun.
 LEAVES: Final[Mapping[str, State]] = {
     "publish": State.SUPERSEDED, "restore": State.SUPERSEDED, "roll_back": State.ROLLED_BACK,
 }  # fmt: skip
-"""What becomes of the generation that was live when another one takes its place."""
+"""What becomes of the generation that was live when another one takes its place.
+
+A roll back also jumps over whatever was live after its target: all of that is rolled back.
+"""
 
 ALLOWED: Final[Mapping[str, frozenset[State]]] = {
     action: frozenset(state for state in rows if state is not None)
@@ -87,6 +90,7 @@ class Ledger:
     """What the completed releases say: who is live, who was superseded when, what must never come back.
 
     `live_epoch` is the epoch of the newest pointer written, a canary's included; `epoch` the newest of any record.
+    `left_in`: the epoch of the move that took readers away; it orders what clocks (`superseded_at`) may not.
     `pinned`: generation -> expiry in Unix seconds, None = never. `overrides`: generation -> rule -> reason.
     """
 
@@ -95,6 +99,7 @@ class Ledger:
     epoch: int = 0
     states: Mapping[str, State] = field(default_factory=dict)
     superseded_at: Mapping[str, float] = field(default_factory=dict)
+    left_in: Mapping[str, int] = field(default_factory=dict)
     pinned: Mapping[str, float | None] = field(default_factory=dict)
     overrides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     canary: Canary | None = None
@@ -106,7 +111,7 @@ class Ledger:
     @property
     def previous(self) -> str | None:
         """The newest superseded generation; never a refused, rolled-back or retired one."""
-        return newest_superseded(self.states, self.superseded_at)
+        return newest_superseded(self.states, self.left_in)
 
     def is_pinned(self, generation: str, now: float) -> bool:
         """Whether a pin holds the generation at `now` (Unix seconds)."""
@@ -116,21 +121,17 @@ class Ledger:
         return expires_at is None or now < expires_at
 
 
-def newest_superseded(
-    states: Mapping[str, State], superseded_at: Mapping[str, float], *, without: Iterable[str] = ()
-) -> str | None:
+def newest_superseded(states: Mapping[str, State], left_in: Mapping[str, int]) -> str | None:
     """The generation that a rollback would land on."""
-    left_out = set(without)
-    found = [
-        each for each, state in states.items() if state is State.SUPERSEDED and each not in left_out
-    ]
-    return max(found, key=lambda each: superseded_at.get(each, 0.0), default=None)
+    found = [each for each, state in states.items() if state is State.SUPERSEDED]
+    return max(found, key=lambda each: left_in.get(each, 0), default=None)
 
 
 def fold(releases: Sequence[Release]) -> Ledger:
     """The ledger of a history; an intent that was never completed changes nothing but the epoch."""
     states: dict[str, State] = {}
     superseded_at: dict[str, float] = {}
+    left_in: dict[str, int] = {}
     pinned: dict[str, float | None] = {}
     overrides: dict[str, dict[str, str]] = {}
     canary: Canary | None = None
@@ -142,13 +143,17 @@ def fold(releases: Sequence[Release]) -> Ledger:
         if action in POINTED and not release.done:
             continue
         if action in MOVES:
-            if live is not None and live != generation:
-                states[live] = LEAVES[action]
-                superseded_at[live] = release.at
+            left = [] if live in (None, generation) else [live]
+            if action == "roll_back":
+                left += _jumped_over(generation, states, left_in)
+            for each in left:
+                states[each] = LEAVES[action]
+                superseded_at[each], left_in[each] = release.at, release.epoch
                 if action == "roll_back":  # what let it pass then does not let it pass again
-                    overrides.pop(live, None)
+                    overrides.pop(each, None)
             states[generation] = State.LIVE
             superseded_at.pop(generation, None)
+            left_in.pop(generation, None)
             live, live_epoch, canary = generation, release.epoch, None
         elif action == "canary":
             canary = Canary(generation, release.percent or 0.0, release.at, release.rule)
@@ -168,10 +173,23 @@ def fold(releases: Sequence[Release]) -> Ledger:
             if generation != live:
                 states[generation] = State.RETIRED
                 superseded_at.pop(generation, None)
+                left_in.pop(generation, None)
         else:
             # A judgement that comes late changes nothing: what readers follow is decided by the pointer alone, what
             # is removed stays removed. Of what no record mentions yet, only the registry knew how far it was.
             known = states.get(generation, State.LOADED)
             if (state := TRANSITIONS[action].get(known)) is not None:
                 states[generation] = state
-    return Ledger(live, live_epoch, epoch, states, superseded_at, pinned, overrides, canary)
+    return Ledger(
+        live, live_epoch, epoch, states, superseded_at, left_in, pinned, overrides, canary
+    )
+
+
+def _jumped_over(target: str, states: Mapping[str, State], left_in: Mapping[str, int]) -> list[str]:
+    """What was live after the target last was: landing there again would go forward."""
+    since = left_in.get(target, 0)
+    return [
+        each
+        for each, state in states.items()
+        if state is State.SUPERSEDED and each != target and left_in.get(each, 0) > since
+    ]

@@ -8,7 +8,7 @@ from cache.artefacts import generation_path, read_manifest
 from cache.errors import Conflict, UnknownGeneration
 from cache.keys import Keyspace
 from cache.manifest import GENERATION, Manifest
-from cache.releases import Release
+from cache.releases import POINTED, Release
 from precompute.control import Row
 from precompute.governor import Governor
 from precompute.load import RETIRE_BATCH, unlink_pages
@@ -33,9 +33,9 @@ def sweepable(
     """
     view, now = releases.view(), releases.clock()
     ledger = view.ledger
-    states, left_at = ledger.states, ledger.superseded_at
+    states, left_in = ledger.states, ledger.left_in
     superseded = [each for each, state in states.items() if state is State.SUPERSEDED]
-    superseded.sort(key=lambda each: left_at.get(each, 0.0), reverse=True)
+    superseded.sort(key=lambda each: left_in.get(each, 0), reverse=True)
     protected = {ledger.live, ledger.previous, *superseded[:keep], *_held(releases)}
     for canary in (ledger.canary, view.pointer and view.pointer.canary):
         protected |= {canary.generation} if canary is not None else set()
@@ -57,12 +57,22 @@ def sweepable(
 
 
 def _left_s_ago(releases: ReleaseLog, generation: str, view: View) -> float:
-    """Since when nothing points at it; infinite for what was never live."""
+    """Since when nothing points at it; infinite for what was never live.
+
+    A clock that was ahead then, and is set right, keeps nothing for ever: whatever moved the pointer later bounds it.
+    """
     left_at = view.ledger.superseded_at.get(generation)
     if left_at is None:
         return math.inf
     row = view.rows.get(generation)  # written when the pointer moved, the record before that
-    return releases.clock() - max(left_at, left_at if row is None else row.at)
+    left_at = max(left_at, left_at if row is None else row.at)
+    left_in = view.ledger.left_in.get(generation, 0)
+    later = [
+        each.at
+        for each in view.history
+        if each.done and each.action in POINTED and each.epoch > left_in
+    ]
+    return releases.clock() - min([left_at, *later])
 
 
 def _held(releases: ReleaseLog) -> Collection[str | None]:

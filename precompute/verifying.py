@@ -52,15 +52,19 @@ def verify(
             gates=tuple(each.to_json() for each in verdicts),
             timings={**manifest.timings, "verify": time.perf_counter() - started},
         )
-        made.store.write(generation_path(made.generation, "manifest.json"), manifest.to_bytes())
+        path = generation_path(made.generation, "manifest.json")
         if failed := [each for each in verdicts if not each.passed]:
             reasons = "; ".join(reason(made.generation, each) for each in failed)
+            # Refused before its verdicts are to be read: whatever dies in between, nobody publishes it.
             releases.refuse(made.generation, reason=reasons, attempt=attempt)
+            made.store.write(path, manifest.to_bytes())
             raise Refused(
                 f"{made.generation} is refused, the live generation stays: {reasons}",
                 rule=failed[0].rule, value=failed[0].value, threshold=failed[0].threshold,
             )  # fmt: skip
-        made.report("verified", {"run_ids": nodes})
+        # The verdicts first: their baseline says nothing of older ones.
+        made.store.write(path, manifest.to_bytes())
+        made.report("verified", {"run_ids": nodes, "baseline": ledger.live})
         releases.mark_verified(made.generation, attempt=attempt)
     return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
 

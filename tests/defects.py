@@ -20,14 +20,19 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def _previous_may_be_bad(patch: pytest.MonkeyPatch) -> None:
     real = states.newest_superseded
 
-    def newest(found: Any, left_at: Any, **options: Any) -> str | None:
+    def newest(found: Any, left_in: Any) -> str | None:
         bad = {State.ROLLED_BACK: State.SUPERSEDED}
-        return real(
-            {each: bad.get(state, state) for each, state in found.items()}, left_at, **options
-        )
+        return real({each: bad.get(state, state) for each, state in found.items()}, left_in)
 
-    for owner in (states, release):
-        patch.setattr(owner, "newest_superseded", newest)
+    patch.setattr(states, "newest_superseded", newest)
+
+
+def _a_roll_back_may_go_forward(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(states, "_jumped_over", lambda *_arguments: [])
+
+
+def _gates_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(release.Releases, "_demand_gates", lambda *_arguments: None)
 
 
 def _epoch_follows_the_clock(patch: pytest.MonkeyPatch) -> None:
@@ -92,7 +97,7 @@ def _an_attempt_is_recognised_however_old(patch: pytest.MonkeyPatch) -> None:
 
 
 def _retries_publish_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(release, "_earlier", lambda *_arguments: None)
+    patch.setattr(release, "earlier", lambda *_arguments: None)
     patch.setitem(states.TRANSITIONS, "publish", dict.fromkeys([*State], State.LIVE))
     patch.setitem(states.ALLOWED, "publish", frozenset(State))
 

@@ -83,15 +83,15 @@ class Broken(AssertionError):
 
 
 @lru_cache(maxsize=1024)
-def manifest_of(generation: str, verdict: int) -> bytes:
-    """A manifest of one table with two pages; `verdict` tells verifications apart."""
+def manifest_of(generation: str, verdict: int, passed: bool = True) -> bytes:
+    """A manifest of one table with two pages; `verdict` tells verifications apart, 0: none was yet."""
     nothing = TablePart(0, 2, 4, NOWHERE, NOWHERE)
     table = Table("t", "user", Producer("none"), Layout("value", 4, "f4"), 2, (nothing,))
     return Manifest(
         namespace="life", generation=generation, data_until=0, created_at=int(START), bundle_digest="",
         inputs_digest="", entity_sets={"user": EntitySet("user", 0, 0, (DirectoryPart(0, 0, NOWHERE),))},
         items=ItemFiles(NOWHERE, NOWHERE, NOWHERE, NOWHERE, 0, 0), tables={"t": table}, models={}, indexes={},
-        defaults=NOWHERE, gates=({"rule": "any", "passed": True, "number": verdict},),
+        defaults=NOWHERE, gates=({"rule": "any", "passed": passed, "number": verdict},) if verdict else (),
     ).to_bytes()  # fmt: skip
 
 
@@ -192,6 +192,8 @@ class Life:
         self.bad: set[str] = set()
         self.retired: set[str] = set()
         self.lived: set[str] = set()
+        self.reports: dict[str, dict[str, str | None]] = {}
+        self.superseded: dict[str, int] = {}
         self.published: dict[tuple[str, str, int, int], int] = {}
         self.pins: dict[str, float | None] = {}
         self.left_at: dict[str, tuple[float, int]] = {}
@@ -354,15 +356,18 @@ class Life:
         if state in (State.LIVE, State.SUPERSEDED):
             return
         demand("verify", generation, state)
+        live = releases.ledger().live
         are_there = all(self.redis.strlen(name) for name in page_names(generation))
         demand("verify", generation, releases.state(generation))
         self.verdicts += 1
-        path = generation_path(generation, "manifest.json")
-        self.store.write(path, manifest_of(generation, self.verdicts))
+        path, number = generation_path(generation, "manifest.json"), self.verdicts
         if good and are_there:
+            self.store.write(path, manifest_of(generation, number))
+            self.reports[generation] = {"baseline": live}
             releases.mark_verified(generation, attempt=attempt)
         else:
             releases.refuse(generation, reason="bad", attempt=attempt)
+            self.store.write(path, manifest_of(generation, number, False))
 
     def _do_night(self, generation: str, attempt: str, good: bool) -> None:
         self._do_begin(generation)
@@ -370,11 +375,18 @@ class Life:
         self._do_verify(generation, attempt, good)
 
     def _do_publish(self, generation: str, attempt: str) -> None:
-        self.releases().publish(generation, attempt=attempt)
+        releases, report = self.releases(), self.reports.get(generation, {})
+        if self.rng.random() < 0.5:  # the usual answer to "verified against another one"
+            live = releases.ledger().live
+            if report.get("baseline") != live:
+                self._do_verify(generation, attempt, True)
+                report = self.reports.get(generation, {})
+        releases.publish(generation, attempt=attempt, verified=report)
 
     def _do_clear(self, generation: str, attempt: str) -> None:
         self._do_verify(generation, attempt, True)
-        self.releases().publish(generation, attempt=attempt)
+        report = self.reports.get(generation, {})
+        self.releases().publish(generation, attempt=attempt, verified=report)
 
     def _do_roll_back(self, to: str | None, attempt: str) -> None:
         self.releases().roll_back(to=to, reason="bad", attempt=attempt)
@@ -386,7 +398,8 @@ class Life:
         self.releases().override(generation, rule="any", reason="it is right", attempt=attempt)
 
     def _do_canary(self, generation: str, percent: float, attempt: str) -> None:
-        self.releases().start_canary(generation, percent, attempt)
+        report = self.reports.get(generation, {})
+        self.releases().start_canary(generation, percent, attempt, verified=report)
 
     def _do_end_canary(self, attempt: str, abandon: bool) -> None:
         self.releases().end_canary(attempt, "enough", abandon)
@@ -544,6 +557,8 @@ class Life:
                     self.bad.discard(generation)
                 if was is not None and is_calm:
                     assert generation[:16] >= was.generation[:16], "older data over newer"
+                    baseline = self.reports[generation]["baseline"]
+                    assert baseline == was.generation, f"compared with {baseline} only"
                 verified = sum(
                     each.action == "verify" and each.generation == generation
                     for each in all_releases_unwatched(self)
@@ -554,9 +569,14 @@ class Life:
             case "roll_back":
                 assert generation in self.passed, "rolled back to what never passed"
                 assert generation not in self.bad, "rolled back to a bad generation"
+                since = self.superseded.get(generation, 0)
+                jumped = [each for each, left in self.superseded.items() if left > since]
                 if was is not None and was.generation != generation:
-                    self.passed.discard(was.generation)
-                    self.bad.add(was.generation)
+                    jumped.append(was.generation)
+                for each in jumped:
+                    self.superseded.pop(each, None)
+                    self.passed.discard(each)
+                    self.bad.add(each)
             case "restore":
                 for each, state in fold(all_releases_unwatched(self)).states.items():
                     if state in (State.ROLLED_BACK, State.REFUSED, State.ABANDONED):
@@ -568,6 +588,9 @@ class Life:
                 assert was is not None and generation == was.generation, (
                     "a canary made something live"
                 )
+        if was is not None and generation != was.generation and why.action != "roll_back":
+            self.superseded[was.generation] = self.moves
+        self.superseded.pop(generation, None)
         self.lived.add(generation)
         if to.canary is not None:
             assert to.canary.generation in self.passed, "a canary that never passed"
@@ -676,7 +699,7 @@ class Life:
             self.whole_since = self.disasters
         self._check()
         self._do_night(LAST, "the last night", True)
-        releases.publish(LAST, attempt="the last night")
+        releases.publish(LAST, attempt="the last night", verified=self.reports[LAST])
         pointer = releases.control.pointer()
         assert pointer is not None and pointer.generation == LAST
         self._check()

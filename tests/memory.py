@@ -211,7 +211,10 @@ class MemoryRedis:
         self.moved(found, raw)
         self.data[self.keys.live] = raw
         for field, value in zip(argv[3::2], argv[4::2], strict=True):
-            self._hset(self.keys.generations, field, value)
+            was = self._state(field.decode())
+            is_gone = was == "unknown" and orjson.loads(value)["state"] == "rolled_back"
+            if was != "retired" and not is_gone:
+                self._hset(self.keys.generations, field, value)
         return [1, raw]
 
     def _mark(self, argv: list[bytes]) -> int:

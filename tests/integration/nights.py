@@ -106,8 +106,10 @@ def build_verified(config: NightConfig, data_until: str) -> str:
     return str(build["generation"])
 
 
-def publish(config: NightConfig, generation: str) -> None:
-    """Make a verified generation live."""
+def publish(config: NightConfig, generation: str, *, verify_again: bool = False) -> None:
+    """Make a verified generation live; `verify_again`: something else is live than when it was verified."""
+    if verify_again:
+        pipeline.verify(config, {"generation": generation})
     attempt = f"test-{uuid.uuid4().hex[:8]}"
     pipeline.publish(config, {"generation": generation}, attempt=attempt)
 

@@ -97,6 +97,7 @@ class World:
             models={},
             indexes={},
             defaults=nothing,
+            gates=({"rule": "any", "passed": True},),
         )
         self.store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
         return manifest

@@ -310,7 +310,8 @@ def test_a_cleared_run_publishes_again_what_was_verified_again(world):
     world.load(B)
     world.releases.publish(B, attempt="run-1")
     world.releases.roll_back(to=None, reason="bad", attempt="operator")
-    assert not world.releases.publish(B, attempt="run-1").changed
+    with pytest.raises(Conflict, match=r"since then roll back of .* use a new attempt"):
+        world.releases.publish(B, attempt="run-1")
     world.releases.mark_verified(B, attempt="run-1")
     assert world.releases.publish(B, attempt="run-1").changed
     assert world.live().generation == B

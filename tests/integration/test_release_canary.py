@@ -52,7 +52,8 @@ def test_a_repeated_start_changes_nothing_and_another_share_does(tried):
 def test_an_ended_canary_may_be_published_unless_it_was_abandoned(tried, abandon):
     tried.releases.end_canary("end", "enough", abandon)
     assert tried.live().canary is None and tried.live().generation == B
-    assert not tried.releases.start_canary(C, 5.0, "try").changed, "a late retry starts it again"
+    with pytest.raises(Conflict, match=r"since then end canary of .* use a new attempt"):
+        tried.releases.start_canary(C, 5.0, "try")
     assert not tried.releases.end_canary("end").changed
     if abandon:
         assert tried.releases.state(C) is State.ABANDONED
@@ -78,9 +79,22 @@ def test_every_move_ends_a_canary(tried, how):
         tried.releases.end_canary("end")
 
 
-def test_what_is_tried_out_is_neither_refused_nor_retired(tried):
-    with pytest.raises(Conflict, match="readers depend on it"):
-        tried.releases.refuse(C, reason="bad", attempt="gate")
+def test_refusing_what_is_tried_out_ends_the_canary_first(tried):
+    tried.releases.refuse(C, reason="half the users are gone", attempt="gate")
+    assert tried.live().canary is None and tried.live().generation == B
+    ended, refused = tried.releases.history()[-2:]
+    assert (ended.action, ended.abandoned, ended.reason) == ("end_canary", True, refused.reason)
+    assert refused.action == "refuse" and tried.releases.state(C) is State.REFUSED
+    with pytest.raises(Conflict, match="refused"):
+        tried.releases.publish(C, attempt="canary publish")
+    # Of the same name, a later verification that fails ends a later canary as well.
+    tried.releases.mark_verified(C, attempt="gate")
+    tried.releases.start_canary(C, 5.0, "once more")
+    tried.releases.refuse(C, reason="still bad", attempt="gate")
+    assert tried.live().canary is None and tried.releases.state(C) is State.REFUSED
+
+
+def test_what_is_tried_out_is_not_retired(tried):
     tried.clock.now += 200_000
     assert C not in sweepable(tried.releases, keep=0, grace_s=0, abandon_after_s=0)
     with pytest.raises(Conflict):

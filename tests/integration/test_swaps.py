@@ -141,7 +141,7 @@ async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
         for number, move in enumerate(moves, start=1):
             if move == "P":
                 before, live = live, next(queue)
-                await asyncio.to_thread(publish, config, live)
+                await asyncio.to_thread(publish, config, live, verify_again=True)
             else:
                 before, live = live, await asyncio.to_thread(roll_back, config)
             followed.append(await follows(service.url, live))

@@ -34,6 +34,31 @@ def test_p21_previous_is_never_the_generation_rolled_back():
     assert (ledger.live, ledger.previous, ledger.state("c")) == ("b", "a", State.ROLLED_BACK)
 
 
+def test_a_roll_back_takes_back_all_that_was_live_after_its_target():
+    """a, b, c published, rolled back to a: b is newer than a, so going back again must not land there."""
+    history = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "publish", "c")]
+    ledger = fold([*history, release(4, "roll_back", "a")])
+    assert (ledger.live, ledger.previous) == ("a", None)
+    assert ledger.state("b") is ledger.state("c") is State.ROLLED_BACK
+    again = [
+        *history,
+        release(4, "roll_back", "a"),
+        release(5, "verify", "b"),
+        release(6, "publish", "b"),
+    ]
+    assert (fold(again).live, fold(again).previous) == ("b", "a")
+    # What was left before the target stays one to go back to.
+    assert (
+        fold([*history, release(4, "publish", "d"), release(5, "roll_back", "c")]).previous == "b"
+    )
+
+
+def test_previous_follows_the_order_of_releases_and_no_clock():
+    late = replace(release(1, "publish", "a"), at=9e9), replace(release(2, "publish", "b"), at=9e9)
+    ledger = fold([*late, release(3, "publish", "c"), release(4, "publish", "d")])
+    assert ledger.previous == "c"
+
+
 def test_an_intent_that_was_never_completed_moves_nothing():
     ledger = fold([release(1, "publish", "a"), release(2, "publish", "b", done=False)])
     assert ledger.live == "a" and ledger.epoch == 2 and ledger.state("b") is None

@@ -1,0 +1,186 @@
+"""Repeats of an attempt whose effect no longer stands, and generations that nobody compared with what is live."""
+
+from dataclasses import replace
+
+import pytest
+
+from cache.artefacts import ArtefactStore, generation_path
+from cache.errors import Conflict
+from precompute.control import connect
+from precompute.states import State
+from precompute.sweep import retire, sweepable
+from tests.integration.release_world import A, B, C, D, World
+
+
+@pytest.fixture
+def world(tmp_path, redis_url, keyspace):
+    with connect(redis_url, 5.0) as client:
+        yield World(ArtefactStore(str(tmp_path)), client, keyspace)
+
+
+def test_p19_a_retry_after_a_newer_publish_has_succeeded_and_publishes_nothing(world):
+    world.publish(A)
+    world.load(B)
+    world.releases.publish(B, attempt="run-b")
+    world.publish(C)
+    assert not world.releases.publish(B, attempt="run-b").changed
+    world.publish(D)
+    retire(world.releases, world.keys, B, attempt="sweep")
+    assert not world.releases.publish(B, attempt="run-b").changed
+    assert world.live().generation == D
+
+
+def test_a_repeated_publish_says_that_it_was_rolled_back_even_once_it_is_retired(world):
+    world.publish(A)
+    world.load(B)
+    world.releases.publish(B, attempt="run-b")
+    world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    for _ in range(2):
+        with pytest.raises(Conflict, match=r"roll back of .* use a new attempt"):
+            world.releases.publish(B, attempt="run-b")
+        retire(world.releases, world.keys, B, attempt="sweep")
+
+
+def test_a_repeated_publish_says_that_a_roll_back_jumped_over_it(world):
+    world.publish(A)
+    world.load(B)
+    world.releases.publish(B, attempt="run-b")
+    world.publish(C)
+    world.releases.roll_back(to=A, reason="bad", attempt="operator")
+    with pytest.raises(Conflict, match=r"roll back of .* use a new attempt"):
+        world.releases.publish(B, attempt="run-b")
+
+
+def test_a_repeated_roll_back_says_that_what_it_left_is_back(world):
+    world.publish(A, B)
+    world.releases.roll_back(to=None, reason="bad", attempt="on call")
+    assert not world.releases.roll_back(to=None, reason="bad", attempt="on call").changed
+    world.releases.mark_verified(B, attempt="again")
+    world.releases.publish(B, attempt="again")
+    with pytest.raises(Conflict, match=r"publish of .* use a new attempt"):
+        world.releases.roll_back(to=None, reason="bad", attempt="on call")
+    assert world.live().generation == B
+
+
+def test_a_repeated_roll_back_stands_after_a_newer_publish(world):
+    world.publish(A, B)
+    world.releases.roll_back(to=None, reason="bad", attempt="on call")
+    world.publish(C)
+    assert not world.releases.roll_back(to=None, reason="bad", attempt="on call").changed
+    assert world.live().generation == C
+
+
+def test_a_canary_start_stands_once_it_was_published_but_not_once_rolled_back(world):
+    world.publish(A)
+    for each in (B, C):
+        world.load(each)
+    world.releases.start_canary(B, 5.0, "try b")
+    world.releases.publish(B, attempt="run-b")
+    assert not world.releases.start_canary(B, 5.0, "try b").changed
+    world.releases.start_canary(C, 5.0, "try c")
+    world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    with pytest.raises(Conflict, match="use a new attempt"):
+        world.releases.start_canary(C, 5.0, "try c")
+
+
+def test_a_cleared_run_tries_out_again_what_was_verified_again(world):
+    world.publish(A)
+    world.load(B)
+    world.releases.start_canary(B, 5.0, "run")
+    world.releases.end_canary("operator", "bad", abandon=True)
+    world.releases.mark_verified(B, attempt="run")
+    assert world.releases.start_canary(B, 5.0, "run").changed
+    assert world.live().canary.generation == B
+    with pytest.raises(Conflict, match="use a new attempt"):
+        world.releases.end_canary("operator", "bad", abandon=True)
+    assert world.live().canary.generation == B
+
+
+def test_a_roll_back_that_jumps_takes_back_all_that_came_after_its_target(world):
+    world.publish(A, B, C)
+    world.releases.roll_back(to=A, reason="bad", attempt="operator")
+    assert world.live().previous is None and world.releases.ledger().previous is None
+    for each in (B, C):
+        assert world.control.rows()[each].state is State.ROLLED_BACK
+        assert world.releases.state(each) is State.ROLLED_BACK
+        with pytest.raises(Conflict, match="rolled_back"):
+            world.releases.roll_back(to=each, reason="worse", attempt="operator-2")
+    world.releases.mark_verified(B, attempt="again")
+    world.releases.publish(B, attempt="again")
+    assert (world.live().generation, world.live().previous) == (B, A)
+
+
+def test_what_a_roll_back_jumps_over_stays_retired_if_it_is_being_retired(world, monkeypatch):
+    world.publish(A, B, C, D)
+    world.clock.now += 1_000
+    real = world.control.move
+
+    def move(*arguments, **options):
+        retire(world.releases, world.keys, B, attempt="sweep")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(world.control, "move", move)
+    world.releases.roll_back(to=A, reason="bad", attempt="operator")
+    assert world.control.rows()[B].state is State.RETIRED
+    assert world.releases.state(B) is State.RETIRED
+
+
+def test_the_order_of_releases_is_theirs_whatever_the_clock_says(world):
+    world.clock.now += 3_600
+    world.publish(A, B)
+    world.clock.now -= 100_000_000
+    world.publish(C)
+    world.clock.now -= 86_400
+    world.publish(D)
+    assert (world.live().previous, world.releases.ledger().previous) == (C, C)
+    world.clock.now += 1_000
+    assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
+
+
+def test_a_clock_that_was_ahead_keeps_nothing_for_ever(world):
+    world.clock.now += 300_000_000
+    world.publish(A, B, C)
+    world.clock.now -= 300_000_000
+    world.publish(D)
+    assert A not in sweepable(world.releases, keep=0, grace_s=60), "it was left just now"
+    world.clock.now += 61
+    assert sweepable(world.releases, keep=0, grace_s=60) == [A, B]
+    retire(world.releases, world.keys, A, attempt="sweep", grace_s=60)
+
+
+def gates(world, generation, *found):
+    manifest = replace(world.make(generation), gates=found)
+    world.store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
+
+
+@pytest.mark.parametrize("found", [(), ({"rule": "skew", "passed": False},)])
+def test_nothing_whose_gates_failed_or_never_ran_is_published_or_tried_out(world, found):
+    world.publish(A)
+    world.load(B)
+    gates(world, B, *found)
+    for move in (
+        lambda: world.releases.publish(B, attempt="x"),
+        lambda: world.releases.start_canary(B, 5.0, "y"),
+    ):
+        with pytest.raises(Conflict, match="failed skew" if found else "no gate"):
+            move()
+    assert world.live().generation == A and world.live().canary is None
+
+
+def test_what_was_compared_with_another_generation_is_neither_published_nor_tried_out(world):
+    world.publish(A)
+    for each in (B, C):
+        world.load(each)
+    verified = {"baseline": A}
+    world.releases.publish(B, attempt="run-b", verified=verified)
+    for report in (verified, {"baseline": None}, {}):
+        with pytest.raises(Conflict, match=r"run `verify .*` again"):
+            world.releases.publish(C, attempt="run-c", verified=report)
+        with pytest.raises(Conflict, match=r"run `verify .*` again"):
+            world.releases.start_canary(C, 5.0, "try", verified=report)
+    # A repeat finds its own work, whatever is live by now.
+    assert not world.releases.publish(B, attempt="run-b", verified=verified).changed
+    world.releases.roll_back(to=None, reason="bad", attempt="operator")
+    with pytest.raises(Conflict, match="verified against"):
+        world.releases.publish(C, attempt="run-c", verified={"baseline": B})
+    assert world.releases.publish(C, attempt="run-c", verified=verified).changed
