@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import orjson
 
@@ -58,11 +58,16 @@ class Release:
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, done: bool) -> Self:
-        """Reads `to_bytes`."""
+        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
-            return cls(**orjson.loads(raw), done=done)
+            record = cls(**orjson.loads(raw), done=done)
+            if not isinstance(record.epoch, int) or not isinstance(record.generation, str):
+                raise TypeError("epoch is an integer, generation a string")
+            if record.action not in get_args(Action):
+                raise TypeError(f"no action is called {record.action!r}")
         except (orjson.JSONDecodeError, TypeError) as error:
             raise CorruptArtefact(f"not a release record: {error}") from error
+        return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class Pointer:
             )
             if not isinstance(pointer.epoch, int) or not isinstance(pointer.generation, str):
                 raise TypeError("epoch is an integer, generation a string")
-        except (orjson.JSONDecodeError, TypeError) as error:
+        except (orjson.JSONDecodeError, TypeError, AttributeError) as error:
             raise CorruptArtefact(f"not a pointer: {error}") from error
         return pointer
 
@@ -129,7 +134,10 @@ def done_path(epoch: int) -> str:
 def all_releases(
     store: ArtefactStore, known: MutableMapping[int, Release] | None = None
 ) -> list[Release]:
-    """Every record, oldest first. What is `known` by epoch is not read again: a record never changes."""
+    """Every record, oldest first. What is `known` by epoch is not read again: a record never changes.
+
+    Raises CorruptArtefact, naming the file, for one that cannot be read: without it nobody knows what is live.
+    """
     names = set(store.names("releases"))
     epochs = sorted(int(found[1]) for name in names if (found := _INTENT.fullmatch(name)))
     records = []
@@ -140,10 +148,25 @@ def all_releases(
             raw = store.read(intent_path(epoch))
             if raw is None:
                 continue
-            record = Release.from_bytes(raw, done=done)
+            record = _read(store, epoch, raw, done=done)
         known[epoch] = record if record.done == done else replace(record, done=done)
         records.append(known[epoch])
     return records
+
+
+def _read(store: ArtefactStore, epoch: int, raw: bytes, *, done: bool) -> Release:
+    try:
+        record = Release.from_bytes(raw, done=done)
+        if record.epoch != epoch:
+            raise CorruptArtefact(f"the record of epoch {record.epoch} under another's name")
+    except CorruptArtefact as error:
+        path = intent_path(epoch)
+        raise CorruptArtefact(
+            f"{path} in {store.url} cannot be read ({error.message}): put the file back from a copy of the store; "
+            "if it never was a release record, move it aside",
+            path=path,
+        ) from error
+    return record
 
 
 def newest_release(store: ArtefactStore) -> Release | None:

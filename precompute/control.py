@@ -1,20 +1,24 @@
 """Control keys in Redis: pointer, registry, replicas. The only writer of the pointer."""
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
 import redis
 
-from cache.errors import ConfigError, Conflict, Refused, TierUnavailable
+from cache.errors import Conflict, CorruptArtefact, Refused
 from cache.keys import Keyspace
 from cache.releases import Pointer
+from precompute.connection import connect as connect
+from precompute.connection import translated as translated
 from precompute.states import State
 
+log = logging.getLogger(__name__)
+
 REPLICA_DEAD_S = 3.0
-"""A replica that missed three beats of one second is gone."""
+"""A replica that missed three beats of one second is gone; so is one whose beat lies as far in the future."""
 
 REPLICA_FORGOTTEN_S = 86_400.0
 
@@ -99,6 +103,12 @@ class Row:
         """JSON as stored."""
         return orjson.dumps({"state": self.state, "at": self.at, "reason": self.reason})
 
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> "Row":
+        """Reads `to_bytes`; raises ValueError, TypeError or KeyError for anything else."""
+        data = orjson.loads(raw)
+        return cls(State(data["state"]), float(data["at"]), str(data.get("reason", "")))
+
 
 @dataclass(frozen=True, slots=True)
 class Replica:
@@ -121,59 +131,16 @@ class Replica:
     canary: Mapping[str, Any] | None = None
     overlay_ttl_s: float | None = None
 
-
-@contextmanager
-def connect(url: str | None, timeout_s: float) -> Iterator["redis.Redis"]:
-    """A synchronous client; its errors become TierUnavailable or Refused with a remedy."""
-    if not url:
-        raise ConfigError(
-            "no Redis is configured: set REDIS_URL, or run through a command that starts one"
-        )
-    try:
-        client = redis.Redis.from_url(
-            url, protocol=3, socket_timeout=timeout_s, socket_connect_timeout=min(timeout_s, 5.0)
-        )
-    except ValueError as error:
-        raise ConfigError(f"REDIS_URL cannot be used: {error}") from error
-    try:
-        with translated():
-            yield client
-    finally:
-        client.close()
-
-
-@contextmanager
-def translated() -> Iterator[None]:
-    """Redis errors in Larder's words, each with its remedy."""
-    try:
-        yield
-    except redis.exceptions.OutOfMemoryError as error:
-        raise Refused(
-            "Redis is at maxmemory: nothing was published; raise maxmemory or retire generations",
-            rule="redis_memory",
-        ) from error
-    except redis.exceptions.ReadOnlyError as error:
-        raise TierUnavailable(
-            "Redis is a read-only replica; point REDIS_URL at the primary", reason="connection"
-        ) from error
-    except (redis.exceptions.NoPermissionError, redis.exceptions.AuthenticationError) as error:
-        raise ConfigError(
-            f"Redis refused the user of REDIS_URL: {error}; it needs the loader's ACL"
-        ) from error
-    except redis.exceptions.BusyLoadingError as error:
-        raise TierUnavailable(
-            f"Redis is still loading its data: {error}; wait for it, then run the step again",
-            reason="connection",
-        ) from error
-    except redis.exceptions.TimeoutError as error:
-        raise TierUnavailable(f"Redis did not answer in time: {error}", reason="timeout") from error
-    except redis.exceptions.ConnectionError as error:
-        raise TierUnavailable(f"Redis cannot be reached: {error}", reason="connection") from error
-    except redis.exceptions.RedisError as error:
-        raise TierUnavailable(
-            f"Redis refused a command: {error}; run the step again once that is over",
-            reason="connection",
-        ) from error
+    @classmethod
+    def from_beat(cls, raw: bytes, beat_at: float) -> "Replica":
+        """Reads a heartbeat's payload; raises ValueError, TypeError, KeyError or AttributeError for anything else."""
+        data = orjson.loads(raw)
+        return cls(
+            str(data["replica"]), beat_at, data.get("serving"), tuple(data.get("holds", ())),
+            data.get("epoch"), tuple(data.get("ready", ())), data.get("failed") or {},
+            data.get("swapped_at"), data.get("warm_s"), data.get("l2_p99_ms"), data.get("canary"),
+            data.get("overlay_ttl_s"),
+        )  # fmt: skip
 
 
 class Control:
@@ -182,11 +149,19 @@ class Control:
     def __init__(self, client: "redis.Redis", keys: Keyspace) -> None:
         self.client = client
         self.keys = keys
+        self._told: set[bytes] = set()
 
     def pointer(self) -> Pointer | None:
-        """What is live in Redis, None after a loss."""
+        """What is live in Redis, None after a loss; raises CorruptArtefact for what is no pointer."""
         raw: Any = self.client.get(self.keys.live)
-        return None if raw is None else Pointer.from_bytes(raw)
+        try:
+            return None if raw is None else Pointer.from_bytes(raw)
+        except CorruptArtefact as error:
+            raise CorruptArtefact(
+                f"the key {self.keys.live} holds no pointer of Larder ({error.message}): run "
+                '`python -m precompute restore --adopt --reason "..."`, which replaces it',
+                key=self.keys.live,
+            ) from error
 
     def move(
         self,
@@ -239,14 +214,21 @@ class Control:
         return bool(marked)
 
     def rows(self) -> dict[str, Row]:
-        """The whole registry."""
+        """The whole registry; raises CorruptArtefact for a row that cannot be read."""
         raw: Any = self.client.hgetall(self.keys.generations)
         found = {}
-        for generation, value in raw.items():
-            data = orjson.loads(value)
-            found[generation.decode()] = Row(
-                State(data["state"]), data["at"], data.get("reason", "")
-            )
+        for name, value in raw.items():
+            generation = name.decode(errors="replace")
+            try:
+                found[generation] = Row.from_bytes(value)
+            except (ValueError, TypeError, KeyError) as error:
+                raise CorruptArtefact(
+                    f"the registry row of {generation} in namespace {self.keys.namespace} cannot be read "
+                    f"({type(error).__name__}: {error}): remove it with `redis-cli HDEL {self.keys.generations} "
+                    f"{generation}`, then run `python -m precompute restore`",
+                    key=self.keys.generations,
+                    generation=generation,
+                ) from error
         return found
 
     def set_row(self, generation: str, row: Row) -> None:
@@ -267,29 +249,33 @@ class Control:
         return float(seconds) + float(microseconds) / 1e6
 
     def replicas(self, now: float | None = None) -> list[Replica]:
-        """Replicas that have not missed three beats."""
+        """Replicas that have not missed three beats; what is no heartbeat is skipped, and logged once."""
         now = self.time() if now is None else now
         raw: Any = self.client.zrangebyscore(
-            self.keys.replicas, now - REPLICA_DEAD_S, "+inf", withscores=True
+            self.keys.replicas, now - REPLICA_DEAD_S, now + REPLICA_DEAD_S, withscores=True
         )
         found: dict[str, Replica] = {}
         for value, beat_at in raw:
-            data = orjson.loads(value)
-            found[data["replica"]] = Replica(
-                data["replica"], float(beat_at), data.get("serving"), tuple(data.get("holds", ())),
-                data.get("epoch"), tuple(data.get("ready", ())), data.get("failed") or {},
-                data.get("swapped_at"), data.get("warm_s"), data.get("l2_p99_ms"), data.get("canary"),
-                data.get("overlay_ttl_s"),
-            )  # fmt: skip
+            try:
+                replica = Replica.from_beat(value, float(beat_at))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                if value not in self._told:
+                    self._told.add(value)
+                    log.warning("%s holds what is no heartbeat: %.80r", self.keys.replicas, value)
+                continue
+            found[replica.name] = replica
         return list(found.values())
 
     def forget_dead_replicas(
         self, now: float | None = None, after_s: float = REPLICA_FORGOTTEN_S
     ) -> int:
-        """Drop replicas that have been silent for a day; a living one is back with its next beat."""
+        """Drop replicas silent for a day, or ahead of Redis' clock; a living one is back with its next beat."""
         now = self.time() if now is None else now
-        removed: Any = self.client.zremrangebyscore(self.keys.replicas, "-inf", now - after_s)
-        return int(removed)
+        remove: Any = self.client.zremrangebyscore
+        ahead = f"({now + REPLICA_DEAD_S!r}"
+        return int(remove(self.keys.replicas, "-inf", now - after_s)) + int(
+            remove(self.keys.replicas, ahead, "+inf")
+        )
 
     def prune_dead_replicas(self) -> int:
         """Drop replicas that have missed three beats; how many."""

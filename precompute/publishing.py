@@ -165,7 +165,7 @@ def retire(config: NightConfig, *, attempt: str = "shell", progress: Progress = 
                 except Conflict:  # pinned, held or live again since it was looked at: another time
                     spared.append(generation)
                 progress("retire", number + 1, len(found))
-        releases.control.forget_dead_replicas(releases.clock())
+        releases.control.forget_dead_replicas()
         rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s)
         leftovers = sweep_leftovers(config, releases)
         pending = sum(each.word == "pending" for each in settle(config, releases))

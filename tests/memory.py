@@ -152,18 +152,23 @@ class MemoryRedis:
         self.data.get(name, {}).pop(member, None)
 
     def zrangebyscore(
-        self, name: str, low: float, _high: str, *, withscores: bool
+        self, name: str, low: float, high: float, *, withscores: bool
     ) -> list[tuple[bytes, float]]:
-        """Members from a score on, by score."""
+        """Members between two scores, by score."""
         self.watch("zrangebyscore", name)
-        found = [(each, score) for each, score in self.data.get(name, {}).items() if score >= low]
+        scores = self.data.get(name, {}).items()
+        found = [(each, score) for each, score in scores if low <= score <= high]
         return sorted(found, key=lambda each: each[1])
 
-    def zremrangebyscore(self, name: str, _low: str, high: float) -> int:
-        """Remove members up to a score."""
+    def zremrangebyscore(self, name: str, low: str, high: float | str) -> int:
+        """Remove members up to a score, or, as `(score`, from above it."""
         self.watch("zremrangebyscore", name)
-        found = self.data.get(name, {})
-        gone = [each for each, score in found.items() if score <= high]
+        found, above = self.data.get(name, {}), float(low.lstrip("("))
+        gone = [
+            each
+            for each, score in found.items()
+            if (score > above if low.startswith("(") else score >= above) and score <= float(high)
+        ]
         for each in gone:
             del found[each]
         return len(gone)

@@ -84,7 +84,7 @@ def test_strings_hashes_and_replicas_are_the_same_in_both(
             redis.hset(marks, "t/0", "mark")
             redis.hset(marks, "t/1", "mark")
             redis.hdel(marks, "t/1")
-            for name, at in (("r1", 990.0), ("r2", 999.0), ("r1", 1_000.0)):
+            for name, at in (("r1", 990.0), ("r2", 999.0), ("r1", 1_000.0), ("r3", 1_004.0)):
                 redis.zadd(keyspace.replicas, {b'{"replica":"%s"}' % name.encode(): at})
             control = Control(redis, keyspace)
             said.append([
