@@ -105,6 +105,34 @@ def test_a_publish_never_lands_on_a_generation_refused_meanwhile(world, monkeypa
     assert world.live().generation == A
 
 
+def test_a_refusal_whose_row_redis_lost_holds_off_a_publisher_that_looked_earlier(
+    world, monkeypatch
+):
+    world.publish(A)
+    world.load(B)
+    verified = world.control.rows()[B]
+
+    def other():
+        world.releases.refuse(B, reason="bad", attempt="gate")
+        world.control.set_row(B, verified)  # as an older snapshot has it
+
+    meanwhile(monkeypatch, release.Releases, "record", other)
+    with pytest.raises(Conflict, match="it is refused"):
+        world.releases.publish(B, attempt=world.attempt())
+    assert world.live().generation == A
+
+
+def test_a_refusal_whose_row_redis_lost_while_it_was_written_down_is_marked_again(
+    world, monkeypatch
+):
+    world.publish(A)
+    world.load(B)
+    verified = world.control.rows()[B]
+    meanwhile(monkeypatch, release.Releases, "record", lambda: world.control.set_row(B, verified))
+    world.releases.refuse(B, reason="bad", attempt="gate")
+    assert world.control.rows()[B].state is State.REFUSED
+
+
 def test_a_generation_made_live_meanwhile_is_not_retired(world, monkeypatch):
     world.publish(A, B, C)
 

@@ -15,11 +15,12 @@ from cache.releases import (
     all_releases,
     manifest_digest,
 )
-from precompute.control import connect
+from precompute.control import Row, connect
 from precompute.load import page_keys
 from precompute.restore import restore
 from precompute.states import State
-from tests.integration.release_world import A, B, C, World, lose_redis, pages_of
+from precompute.sweep import retire
+from tests.integration.release_world import A, B, C, D, World, lose_redis, pages_of
 
 
 @pytest.fixture
@@ -121,3 +122,26 @@ def test_a_manifest_that_is_not_the_released_one_is_neither_restored_nor_rolled_
     world.store.write(path, other)
     with pytest.raises(CorruptArtefact, match="release record"):
         restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+
+
+def test_a_roll_back_in_doubt_is_carried_out_without_naming_what_a_dead_sweep_had_marked(world):
+    world.publish(A, B, C)
+    epoch = world.live().epoch
+    world.releases.record("roll_back", B, attempt="dead", reason="bad", previous=A, expected=epoch)
+    world.control.set_row(A, Row(State.RETIRED, world.clock()))
+
+    pointer, loaded, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+
+    assert (pointer.generation, pointer.previous, loaded) == (B, None, [B])
+    assert world.releases.ledger().state(C) is State.ROLLED_BACK
+
+
+def test_a_restore_writes_rows_of_retired_generations_only_while_overlays_of_them_may_live(world):
+    world.publish(A, B, C, D)
+    retire(world.releases, world.keys, A, attempt="sweep")
+    world.clock.now += 1000
+    retire(world.releases, world.keys, B, attempt="sweep")
+    lose_redis(world)
+    restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000, overlay_ttl_s=500.0)
+    states = {each: row.state for each, row in world.control.rows().items()}
+    assert states == {B: State.RETIRED, C: State.SUPERSEDED, D: State.LIVE}
