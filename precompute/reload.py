@@ -64,15 +64,29 @@ def load_missing(
     manifest, streamed = read_manifest(store, generation), 0
     marks: Any = control.client.hgetall(keys.loaded(generation))
     for part in parts_of(manifest):
-        if marks.get(part.name.encode()) == part.mark and all(
-            found == part.size_of(page)
-            for page, found in lengths(control.client, keys, manifest, part)
-        ):
+        if _is_there(control.client, keys, manifest, part, marks):
             continue
         _fetch(store, generation, part.pages.sums)
         _stream(control, keys, store, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
         streamed += 1
     return streamed
+
+
+def is_missing(control: Control, keys: Keyspace, store: ArtefactStore, generation: str) -> bool:
+    """Whether Redis lacks a mark, a page or part of a page of a generation; reads no page."""
+    manifest = read_manifest(store, generation)
+    marks: Any = control.client.hgetall(keys.loaded(generation))
+    return not all(
+        _is_there(control.client, keys, manifest, part, marks) for part in parts_of(manifest)
+    )
+
+
+def _is_there(
+    client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part, marks: Any
+) -> bool:
+    return marks.get(part.name.encode()) == part.mark and all(
+        found == part.size_of(page) for page, found in lengths(client, keys, manifest, part)
+    )
 
 
 def repair(
@@ -97,6 +111,17 @@ def repair(
             chunk_bytes=chunk_bytes, progress=progress, governor=governor,
         )  # fmt: skip
     return mended
+
+
+def damaged(control: Control, keys: Keyspace, store: ArtefactStore, generation: str) -> list[str]:
+    """Keys of the pages that are missing or not as the artefact store has them; every page is read."""
+    manifest, root = read_manifest(store, generation), store.local(generation_path(generation))
+    found = []
+    for part in parts_of(manifest):
+        _fetch(store, generation, part.pages.sums)
+        bad = bad_pages(control.client, keys, manifest, root, part, chunk_bytes=CHUNK_BYTES)
+        found += [part.key(keys, generation, page) for page, _ in bad]
+    return found
 
 
 def is_marked(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> bool:

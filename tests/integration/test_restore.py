@@ -17,7 +17,7 @@ from cache.releases import (
 )
 from precompute.control import Row, connect
 from precompute.load import page_keys
-from precompute.restore import restore
+from precompute.restore import forgotten, restore
 from precompute.states import State
 from precompute.sweep import retire
 from tests.integration.release_world import A, B, C, D, World, lose_redis, pages_of
@@ -46,6 +46,69 @@ def test_redis_lost_is_restored_under_a_new_epoch(world):
     )
     again, _, _ = restore(world.releases, world.keys, attempt="restore-2", chunk_bytes=1000)
     assert again == pointer
+
+
+class Paced:
+    """A governor that only counts what asks for leave."""
+
+    piece_bytes = 1024
+    paced = 0
+
+    def pace(self, size_bytes: int) -> None:
+        self.paced += size_bytes
+
+    def own_reads(self, count: int) -> None:
+        pass
+
+
+def test_what_readers_wait_for_comes_flat_out_and_the_previous_one_makes_way(world):
+    world.publish(A)
+    lose_redis(world)
+    governor = Paced()
+    restore(world.releases, world.keys, attempt="one", chunk_bytes=1000, governor=governor)
+    assert governor.paced == 0 and len(pages_of(world, A)) == 10
+    # All there: nobody waits for it, so it is read back with care.
+    restore(world.releases, world.keys, attempt="two", chunk_bytes=1000, governor=governor)
+    assert governor.paced > 0
+
+    world.publish(B)
+    world.client.delete(*world.client.keys(f"larder:1:{world.keys.namespace}:g:{A}*"))
+    governor = Paced()
+    _, loaded, _ = restore(
+        world.releases, world.keys, attempt="three", chunk_bytes=1000, governor=governor
+    )
+    assert loaded == [B, A] and governor.paced > 0 and len(pages_of(world, A)) == 10
+
+
+def test_pages_missing_before_a_publish_or_a_canary_are_governed_and_before_a_roll_back_not(world):
+    world.publish(A)
+    for generation, act in (
+        (B, lambda governor: world.releases.start_canary(B, 5.0, "canary", governor=governor)),
+        (C, lambda governor: world.releases.publish(C, attempt="publish", governor=governor)),
+    ):
+        world.load(generation)
+        world.client.delete(*world.client.keys(f"larder:1:{world.keys.namespace}:g:{generation}*"))
+        governor = Paced()
+        act(governor)
+        assert governor.paced > 0 and len(pages_of(world, generation)) == 10
+
+
+def test_a_restore_names_what_redis_alone_knew(world):
+    world.publish(A)
+    world.load(B)
+    world.releases.start_canary(B, 5.0, world.attempt())
+    lose_redis(world)
+    before = world.releases.view()
+
+    pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+
+    canary, verified = forgotten(world.releases, before, pointer)
+    assert f"the canary of {B} has ended" in canary
+    assert f"{B} was verified: run `load {B}` and `verify {B}`" in verified
+    # Nothing was lost: nothing is named.
+    before = world.releases.view()
+    pointer, _, _ = restore(world.releases, world.keys, attempt="again", chunk_bytes=1000)
+    assert forgotten(world.releases, before, pointer) == []
 
 
 def test_p22_a_pointer_from_an_older_snapshot_is_not_trusted(world):
