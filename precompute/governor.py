@@ -28,6 +28,8 @@ BURST_S = 0.0005
 """What may be sent at once to make up for a sleep that took too long: half a millisecond of the rate."""
 
 NAP_S = 0.02
+CATCH_UP = 1.25
+"""How much faster than the floor work may go to make up for a pause: the floor is a promise over pauses too."""
 
 
 class Governor:
@@ -55,6 +57,7 @@ class Governor:
         self._calibrated_at = -math.inf
         self._known = False
         self._done_bytes = 0
+        self._owed_bytes = 0.0
         self._yields, self._starved = False, False
         self._governed, self._readers = self._who()
 
@@ -82,7 +85,15 @@ class Governor:
         if now < self._due:
             self._nap(self._due - now)
             now = self._timer()
-        self._due = max(self._due, now - BURST_S) + size_bytes / self.throttle.rate
+        self._due = max(self._due, now - BURST_S) + size_bytes / self._allow(size_bytes)
+
+    def _allow(self, size_bytes: int) -> float:
+        """The rate at which these bytes may go."""
+        rate, floor = self.throttle.rate, self.throttle.floor
+        if self._owed_bytes > 0:
+            rate = max(rate, min(CATCH_UP * floor, self.throttle.ceiling))
+            self._owed_bytes = max(0.0, self._owed_bytes - size_bytes * (1 - floor / rate))
+        return rate
 
     def own_reads(self, count: int) -> None:
         """Say that this many of the reads that Redis counts are the work's own."""
@@ -130,6 +141,7 @@ class Governor:
 
     def _calibrate(self) -> None:
         """Stop, and see what readers feel when nothing is done."""
+        began = self._timer()
         self._watch.round_trips()
         self._pause(SETTLE_S)
         self._watch.round_trips()
@@ -137,6 +149,7 @@ class Governor:
         look = self._watch.look()
         self.throttle.calibrate(self._watch.round_trips(), look.replicas_ms if look else {})
         self._calibrated_at = self._due = self._timer()
+        self._owed_bytes += self.throttle.floor * (self._calibrated_at - began)
 
     def _pause(self, seconds: float) -> None:
         until = self._timer() + seconds

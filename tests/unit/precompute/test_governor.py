@@ -212,6 +212,16 @@ def test_pauses_to_see_what_idle_is_are_short_and_rare():
     assert 2 <= pauses <= 80 / CALIBRATE_S + 1
 
 
+@pytest.mark.parametrize("seconds", [3.0, 70.0])
+def test_the_floor_is_a_promise_that_counts_the_pauses_in(seconds):
+    plant = Plant(silent=True)
+    governor = governed(plant, floor_mib_s=16.0, idle_s=0.5)
+
+    assert plant.work(governor, seconds) >= 0.995 * 16 * MIB
+    plant.work(governor, 10.0)
+    assert plant.work(governor, 5.0) <= 16 * MIB * 1.05
+
+
 def test_replicas_of_redis_that_fall_behind_slow_even_a_load_without_readers():
     plant = Plant(readers=False, followers=1)
     governor = governed(plant, replica_lag_mib=32.0)
