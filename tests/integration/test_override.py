@@ -51,9 +51,13 @@ def test_an_overridden_rule_passes_once_more_verified_and_the_reason_is_kept(
     assert kept.reason == "the new scale is agreed"
 
 
-def test_an_override_of_another_rule_lets_nothing_pass(refused: Refusal) -> None:
+def test_only_what_a_rule_has_refused_can_be_overridden(refused: Refusal) -> None:
     config, generation = refused
-    override(config, generation, rule="list_jaccard", reason="wrong one", attempt="a")
+    with pytest.raises(Conflict, match="list_jaccard has not refused .*: what failed is score_psi"):
+        override(config, generation, rule="list_jaccard", reason="wrong one", attempt="a")
+    passed = build(config, cut_at(config, 0.95))
+    with pytest.raises(Conflict, match="no rule of it failed"):
+        override(config, passed, rule="score_psi", reason="beforehand", attempt="a")
     with pytest.raises(Refused, match="score_psi"):
         pipeline.verify(config, {"generation": generation})
 
