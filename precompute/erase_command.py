@@ -1,14 +1,17 @@
 """The command `erase`: what it was asked to do, done with or without a Redis, and how every erasure stands."""
 
 import argparse
+import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from rich.table import Table
 
 from cache.errors import InvalidInput, LarderError
 from cache.keys import canonical_id
+from cache.manifest import EntityKind
 from precompute.build import Progress
 from precompute.config import NightConfig
 from precompute.control import Control, connect
@@ -21,6 +24,8 @@ from precompute.erasing import (
     look_without_redis,
     settle,
 )
+from precompute.erasure import Erasure
+from precompute.holders import holders
 from precompute.release import Releases
 
 
@@ -30,11 +35,11 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
     if arguments.entity is None and not arguments.list:
         raise InvalidInput("name an entity, or pass --list to see all erasures", field="entity")
     raw = None if arguments.entity is None else canonical_id(arguments.entity)
-    erasure = None
+    erasure, is_new = None, False
     if raw is not None and arguments.forget:
         forget(store, raw, kind, at=time.time(), reason=arguments.reason or "")
     elif raw is not None and not (arguments.status or arguments.list):
-        erasure, _is_new = begin_erasing(store, raw, kind, at=time.time())
+        erasure, is_new = begin_erasing(store, raw, kind, at=time.time())
     dropped, standings = 0, None
     if config.redis_url:
         try:
@@ -59,7 +64,26 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
         for each in standings
         if raw is None or (each.erasure.raw == raw and each.erasure.kind == kind)
     ]
-    return _shown(shown, dropped if erasure is not None and config.redis_url else None)
+    found = _shown(shown, dropped if erasure is not None and config.redis_url else None)
+    done = {each.erasure.number for each in shown if not each.erasure.is_pending}
+    if erasure is not None and is_new and erasure.number in done:
+        found += _unheld(config, erasure)
+    return found
+
+
+def _unheld(config: NightConfig, erasure: Erasure) -> list[str]:
+    """Lines on a request that was done at once: the id may be mistyped, or that of something else."""
+    store = config.store()
+    other: EntityKind = "item" if erasure.kind == "user" else "user"
+    lines = [
+        f"no generation holds {erasure.kind} {erasure.entity!r}: check the id; it stays blocked and left out of later "
+        f"nights (erase {shlex.quote(erasure.entity)} --as {erasure.kind} --forget --reason ... takes that back)"
+    ]
+    if held := holders(store, [replace(erasure, kind=other)], {})[erasure.number]:
+        names = ", ".join(sorted(each.generation for each in held if not each.is_copy))
+        if names:
+            lines.append(f"as {other} it is held by {names}: did you mean --as {other}?")
+    return lines
 
 
 def _shown(standings: Sequence[Standing], dropped: int | None) -> Found:
@@ -69,7 +93,7 @@ def _shown(standings: Sequence[Standing], dropped: int | None) -> Found:
         done = erasure.done_at and f"done {_time(erasure.done_at)}"
         word = f"forgotten: {erasure.reason}" if each.word == "forgotten" else done or each.word
         rows = [(held.generation, when) for held, when in each.held] or [("", "")]
-        table.add_row(erasure.entity, erasure.kind, _time(erasure.at), word, *rows[0])
+        table.add_row(_plain(erasure.entity), erasure.kind, _time(erasure.at), word, *rows[0])
         for row in rows[1:]:
             table.add_row("", "", "", "", *row)
     pending = sum(each.word == "pending" for each in standings)
@@ -77,6 +101,12 @@ def _shown(standings: Sequence[Standing], dropped: int | None) -> Found:
     if dropped is not None:
         lines.append(f"{dropped} overlays dropped")
     return [table, *lines] if standings else ["no such erasure"]
+
+
+def _plain(entity: str) -> str:
+    """An id as it is, or quoted where that could not be told from another one."""
+    is_plain = entity.isprintable() and not any(each.isspace() for each in entity)
+    return entity if is_plain else repr(entity)
 
 
 def _time(at: float) -> str:

@@ -246,6 +246,21 @@ def test_an_entity_that_nothing_holds_is_done_at_once_and_stays_out(night: Night
     assert settled(night) == [standing]
 
 
+def test_a_mistyped_id_does_not_read_like_an_erasure_that_was_carried_out(
+    night: NightConfig,
+) -> None:
+    item = str(pq.read_table(night.base + "/items.parquet").column(0)[0])
+
+    typo = shell(night, "erase", "u-00 17", "--as", "user").stdout
+    other = shell(night, "erase", item, "--as", "user").stdout
+    right = shell(night, "erase", item, "--as", "item").stdout
+
+    assert "no generation holds user 'u-00 17': check the id" in " ".join(typo.split())
+    assert typo.count("'u-00 17'") >= 2 and "did you mean" not in typo
+    assert "did you mean --as item?" in " ".join(other.split())
+    assert "check the id" not in right
+
+
 def test_a_user_without_a_record_is_still_found_in_the_partition(night: NightConfig) -> None:
     clicks = pq.read_table(night.path("interactions.parquet"))
     more = pa.table({
