@@ -16,6 +16,8 @@ from cache.errors import ConfigError
 
 CRON, TIMEZONE, GRACE_S = "0 3 * * *", "UTC", 10_800.0
 
+GRACE_MAX_S = 366 * 86_400.0
+
 CLOCKS_APART_S = 300.0
 """How far the clocks of builder, publisher and reader may differ before a generation is taken for another tick's."""
 
@@ -38,9 +40,9 @@ class Schedule:
     _is_hourly: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.grace_s >= 0 or self.grace_s == float("inf"):
+        if not 0 <= self.grace_s <= GRACE_MAX_S:
             raise ConfigError(
-                f"schedule_grace_s is a number of seconds from 0, not {self.grace_s}",
+                f"schedule_grace_s is a number of seconds from 0 to {GRACE_MAX_S:.0f} (366 days), not {self.grace_s}",
                 field="schedule_grace_s",
             )
         object.__setattr__(self, "_zone", _zone(self.timezone))

@@ -103,8 +103,8 @@ def test_an_unknown_zone_is_refused_with_a_remedy(zone: str) -> None:
         Schedule(timezone=zone)
 
 
-@pytest.mark.parametrize("grace_s", [-1.0, float("nan"), float("inf")])
-def test_a_grace_is_a_number_of_seconds(grace_s: float) -> None:
+@pytest.mark.parametrize("grace_s", [-1.0, float("nan"), float("inf"), 1e11, 366 * 86_400.0 + 1])
+def test_a_grace_is_a_number_of_seconds_up_to_a_year(grace_s: float) -> None:
     with pytest.raises(ConfigError, match="schedule_grace_s"):
         Schedule(grace_s=grace_s)
 
