@@ -10,7 +10,7 @@ from typing import Any, Self
 import orjson
 
 from cache.artefacts import ArtefactStore, describe, generation_path
-from cache.errors import StoreError
+from cache.errors import StoreError, UnknownGeneration
 from cache.manifest import Artefact, Manifest, Model
 from precompute import catalogue
 from precompute.bundle import Bundle
@@ -97,6 +97,11 @@ class Build:
         """A report that must be there."""
         found = self.read_report(name)
         if found is None:
+            if self.generation not in self.store.names("generations"):
+                raise UnknownGeneration(
+                    f"{self.generation} is unknown in {self.store.url}: `status` lists what there is",
+                    generation=self.generation,
+                )
             raise StoreError(f"{self.generation}: step {name!r} has not finished; run it first")
         return found
 
