@@ -75,10 +75,11 @@ def _unheld(config: NightConfig, erasure: Erasure) -> list[str]:
     """Lines on a request that was done at once: the id may be mistyped, or that of something else."""
     store = config.store()
     other: EntityKind = "item" if erasure.kind == "user" else "user"
-    lines = [
+    said = (
         f"no generation holds {erasure.kind} {erasure.entity!r}: check the id; it stays blocked and left out of later "
         f"nights (erase {shlex.quote(erasure.entity)} --as {erasure.kind} --forget --reason ... takes that back)"
-    ]
+    )
+    lines = [said]
     if held := holders(store, [replace(erasure, kind=other)], {})[erasure.number]:
         names = ", ".join(sorted(each.generation for each in held if not each.is_copy))
         if names:
@@ -86,7 +87,7 @@ def _unheld(config: NightConfig, erasure: Erasure) -> list[str]:
     return lines
 
 
-def _shown(standings: Sequence[Standing], dropped: int | None) -> Found:
+def _shown(standings: Sequence[Standing], dropped: int | None) -> list[Table | str]:
     table = Table("entity", "as", "asked", "stands", "held by", "until")
     for each in standings:
         erasure = each.erasure

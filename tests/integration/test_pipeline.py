@@ -526,7 +526,10 @@ def run(config, tmp_path, *arguments):
 def test_the_shell_says_what_is_wrong_without_a_traceback(config, tmp_path):
     for arguments, said in (
         (["night"], "sources.interactions is empty"),
-        (["publish", "20260101T000000Z-000000000000"], "has not finished"),
+        *(
+            ([command, "20260101T000000Z-000000000000"], "is unknown")
+            for command in ("publish", "load", "verify")
+        ),
         (["publish", "../../etc"], "not a generation id"),
         (["roll-back", "--reason", "x"], "no earlier generation"),
         (["restore"], "nothing was ever published"),

@@ -16,6 +16,7 @@ from cache.releases import (
     manifest_digest,
 )
 from precompute.control import Row, connect
+from precompute.governor import Governor
 from precompute.load import page_keys
 from precompute.restore import forgotten, restore
 from precompute.states import State
@@ -48,11 +49,13 @@ def test_redis_lost_is_restored_under_a_new_epoch(world):
     assert again == pointer
 
 
-class Paced:
-    """A governor that only counts what asks for leave."""
+class Paced(Governor):
+    """Only counts what asks for leave."""
 
     piece_bytes = 1024
-    paced = 0
+
+    def __init__(self) -> None:
+        self.paced = 0
 
     def pace(self, size_bytes: int) -> None:
         self.paced += size_bytes
