@@ -99,7 +99,9 @@ def parser_of_commands() -> argparse.ArgumentParser:
     )
     command.add_argument("action", choices=("start", "status", "publish", "abandon"))
     command.add_argument(
-        "generation", nargs="?", help="to start with (default: the newest that is verified)"
+        "generation",
+        nargs="?",
+        help="to start with (default: the newest that is verified), or that publish or abandon must find running",
     )
     command.add_argument(
         "--percent",
@@ -115,7 +117,13 @@ def parser_of_commands() -> argparse.ArgumentParser:
     command.add_argument("--reason", required=True, help="kept in the release record")
     command.add_argument("--attempt")
     add("retire", run_by.retire, "remove generations that nobody needs")
-    add("restore", run_by.restore, "rebuild a lost Redis from the artefact store")
+    command = add("restore", run_by.restore, "rebuild a lost Redis from the artefact store")
+    command.add_argument(
+        "--adopt",
+        action="store_true",
+        help="also where Redis holds a pointer that no release record explains: the artefact store decides",
+    )
+    command.add_argument("--reason", help="of --adopt; kept in the release record")
     command = add("pin", run_by.pin, "keep a generation from being retired", generation=True)
     command.add_argument("--reason", required=True)
     command.add_argument("--days", type=float, help="how long (default: until unpinned)")

@@ -17,6 +17,7 @@ from cache.errors import (
     SourceError,
 )
 from precompute import catalogue
+from precompute.adopt import demand_agreement
 from precompute.build import (
     Build,
     Progress,
@@ -60,6 +61,8 @@ def begin(
             "sources.interactions is empty: name the files the night is computed from, in the file given by "
             "--config or LARDER_CONFIG"
         )
+    with open_releases(config) as releases:  # before hours of work that could not be published
+        demand_agreement(releases)
     with _copied_bundle(config) as bundle:
         return _begin(config, bundle, cut, until=moment if data_until else None, progress=progress)
 

@@ -8,6 +8,7 @@ from typing import Any
 from cache.errors import ConfigError, Conflict, Refused
 from cache.releases import Canary, Release
 from precompute.build import Build, Progress, Step, quiet
+from precompute.checks import demand_reason
 from precompute.commands import new_attempt
 from precompute.comparison import Comparison, Totals, decide
 from precompute.config import NightConfig
@@ -17,7 +18,7 @@ from precompute.publishing import publish as publish_generation
 from precompute.registry import open_releases
 from precompute.release import Releases
 from precompute.staging import Stage, staged
-from precompute.states import State
+from precompute.states import State, demand
 
 
 def start(
@@ -48,6 +49,9 @@ def start(
             share = canary.percent if percent is None else percent
             changes = canary.percent if share != canary.percent else None
         if canary is None or (canary.generation, canary.percent) != (chosen, share):
+            state = releases.state(chosen)
+            if state is not State.LIVE:
+                demand("canary", chosen, state)
             # What may not be published is not tried out either; pages that Redis has lost are streamed again.
             report = Build.of(config, {"generation": chosen}).read_report("verified") or {}
             moved = releases.prepare(chosen, attempt=attempt, verified=report, governor=governor)
@@ -78,9 +82,14 @@ def _newest_verified(control: Control) -> str:
 def _running(control: Control, generation: str | None = None) -> Canary:
     pointer = control.pointer()
     canary = None if pointer is None else pointer.canary
-    if canary is None or generation not in (None, canary.generation):
+    if canary is None:
         which = "" if generation is None else f" of {generation}"
         raise Conflict(f"no canary{which} is running: start one with `canary start GENERATION`")
+    if generation not in (None, canary.generation):
+        raise Conflict(
+            f"no canary of {generation} is running: the one that runs is {canary.generation}",
+            generation=canary.generation,
+        )
     return canary
 
 
@@ -113,25 +122,35 @@ def status(config: NightConfig) -> Step:
     }
 
 
-def publish(config: NightConfig, *, attempt: str, progress: Progress = quiet) -> Step:
-    """The canary's generation made live for everybody, as any other."""
+def publish(
+    config: NightConfig,
+    generation: str | None = None,
+    *,
+    attempt: str,
+    progress: Progress = quiet,
+) -> Step:
+    """The canary's generation made live for everybody, as any other; Conflict when another than the one named runs."""
     with open_releases(config) as releases:
-        generation = _running(releases.control).generation
-    return publish_generation(
-        config, {"generation": generation}, attempt=attempt, progress=progress
-    )
+        chosen = _running(releases.control, generation).generation
+    return publish_generation(config, {"generation": chosen}, attempt=attempt, progress=progress)
 
 
-def abandon(config: NightConfig, *, reason: str, attempt: str) -> Step:
-    """Every request is answered from the live generation again, and this one is never published."""
+def abandon(
+    config: NightConfig, generation: str | None = None, *, reason: str, attempt: str
+) -> Step:
+    """Every request is answered from the live generation again, and this one is never published.
+
+    Raises ConfigError without a reason, Conflict when another canary than the one named runs.
+    """
+    demand_reason("abandoning a canary", reason)
     with open_releases(config) as releases:
         # Whoever was killed right after ending it asks again, and finds its own work.
-        if (ended := _ended_by(releases, attempt)) is not None:
+        if (ended := _ended_by(releases, attempt, generation)) is not None:
             releases.end_canary(attempt, reason, abandon=True)  # a Conflict unless it still stands
             return {"generation": ended.generation, "abandoned": ended.reason}
-        generation = _running(releases.control).generation
+        chosen = _running(releases.control, generation).generation
         releases.end_canary(attempt, reason, abandon=True)
-    return {"generation": generation, "abandoned": reason}
+    return {"generation": chosen, "abandoned": reason}
 
 
 def _ended_by(releases: Releases, attempt: str, generation: str | None = None) -> Release | None:
@@ -206,9 +225,8 @@ def command(
                 progress=progress,
             )  # fmt: skip
         case "publish":
-            return publish(config, attempt=attempt, progress=progress)
+            return publish(config, arguments.generation, attempt=attempt, progress=progress)
         case "abandon":
-            if not (arguments.reason or "").strip():
-                raise ConfigError("abandon needs --reason: it is kept in the release record")
-            return abandon(config, reason=arguments.reason, attempt=attempt)
+            reason = demand_reason("abandoning a canary", arguments.reason)
+            return abandon(config, arguments.generation, reason=reason, attempt=attempt)
     return status(config)

@@ -11,7 +11,7 @@ from precompute.config import GateThresholds, GovernorConfig
 from precompute.control import Control
 from precompute.erasure import NOBODY, Erased
 from precompute.evidence import Evidence
-from precompute.verdict import Verdict
+from precompute.verdict import FIRST, UNREADABLE, Verdict
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +20,7 @@ class Candidate:
 
     `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
     may hold, `erased` what this night left out because it had to, `governor` how reading pages
-    back spares readers (None: not at all). `evidence` is gathered once for all gates.
+    back spares readers (None: not at all), `unreadable` the live generation whose manifest cannot be read. `evidence` is gathered once for all gates.
     """
 
     manifest: Manifest
@@ -35,6 +35,7 @@ class Candidate:
     erased: Erased = NOBODY
     governor: GovernorConfig | None = None
     given: Evidence | None = field(default=None, repr=False)
+    unreadable: str | None = None
 
     def __post_init__(self) -> None:
         if self.given is None:
@@ -52,6 +53,12 @@ class Candidate:
     def baseline(self) -> str | None:
         """The live generation's id."""
         return None if self.live is None else self.live.generation
+
+    def uncompared(self, rule: str, threshold: float | str | None) -> Verdict:
+        """Of a gate that has no live manifest to compare with: passed only where nothing was ever live."""
+        if self.unreadable is None:
+            return Verdict(rule, True, None, threshold, FIRST)
+        return Verdict(rule, False, None, threshold, UNREADABLE, self.unreadable)
 
     @property
     def is_retrained(self) -> bool:

@@ -11,6 +11,15 @@ from cache.errors import ConfigError
 NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 
 
+def demand_reason(what: str, reason: str | None) -> str:
+    """The reason without space around it; raises ConfigError for one that says nothing."""
+    if not (reason or "").strip():
+        raise ConfigError(
+            f"{what} demands a reason (--reason): it is kept in the record", field="reason"
+        )
+    return str(reason).strip()
+
+
 def check_types(section: Any) -> None:
     """Raises ConfigError for the first setting whose value is not of its annotated type."""
     for name, hint in get_type_hints(type(section)).items():

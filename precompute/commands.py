@@ -1,6 +1,7 @@
 """One function per command of the shell: what it does, and what it found to show."""
 
 import argparse
+import math
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -10,10 +11,12 @@ from rich.table import Table
 
 from cache.artefacts import read_manifest
 from cache.blocklist import change_blocklist, latest_blocklist
-from cache.errors import LarderError
+from cache.errors import ConfigError, Conflict, LarderError
 from cache.keys import canonical_id
 from precompute import pipeline
+from precompute.adopt import adopt
 from precompute.build import Progress
+from precompute.checks import demand_reason
 from precompute.config import NightConfig
 from precompute.control import Control, connect
 from precompute.display import Found, err
@@ -126,8 +129,21 @@ def publish(
 
 
 def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
-    """Waits for every replica."""
-    return pipeline.warm(config, _build(arguments))
+    """Waits for every replica; Conflict for what is not live, and when some still wait in the end."""
+    generation = arguments.generation
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        pointer = Control(client, config.keyspace()).pointer()
+    if pointer is None or pointer.generation != generation:
+        live = "nothing is live" if pointer is None else f"{pointer.generation} is"
+        raise Conflict(f"{generation} is not live, {live}: publish it before waiting for replicas")
+    found = pipeline.warm(config, _build(arguments))
+    if waiting := found["waiting"]:
+        raise Conflict(
+            f"after {config.warm_timeout_s:g} s {len(waiting)} of {found['replicas']} replicas do not answer from "
+            f"{generation}: {', '.join(waiting)}; look at their logs and /readyz, or raise warm_timeout_s",
+            waiting=waiting,
+        )
+    return found
 
 
 def roll_back(
@@ -146,9 +162,11 @@ def retire(
 
 
 def restore(
-    config: NightConfig, _arguments: argparse.Namespace, progress: Progress
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
-    """A lost Redis rebuilt from the store."""
+    """A lost Redis rebuilt from the store, or a strange one made to follow it."""
+    if arguments.adopt:
+        return adopt(config, reason=arguments.reason, attempt=new_attempt(), progress=progress)
     return pipeline.restore(config, attempt=new_attempt(), progress=progress)
 
 
@@ -157,14 +175,17 @@ def pin(config: NightConfig, arguments: argparse.Namespace, _progress: Progress)
     with connect(config.redis_url, config.redis_timeout_s) as client:
         releases = Releases(config.store(), Control(client, config.keyspace()))
         if arguments.unpin:
+            if arguments.generation not in releases.ledger().pinned:
+                raise Conflict(f"{arguments.generation} is not pinned: `status` shows what is")
             releases.unpin(arguments.generation, attempt=new_attempt())
         else:
-            expires_at = (
-                None if arguments.days is None else releases.clock() + arguments.days * 86_400
-            )
+            days, reason = arguments.days, demand_reason("a pin", arguments.reason)
+            if days is not None and not 0 < days < math.inf:
+                raise ConfigError(f"--days is a number above 0, not {days:g}", field="days")
+            expires_at = None if days is None else releases.clock() + days * 86_400
             releases.pin(
                 arguments.generation,
-                reason=arguments.reason,
+                reason=reason,
                 expires_at=expires_at,
                 attempt=new_attempt(),
             )

@@ -9,6 +9,7 @@ from cache.blocklist import change_blocklist, latest_blocklist
 from cache.errors import Conflict, LarderError
 from cache.keys import hash_hex, hash_id
 from cache.manifest import EntityKind, Manifest
+from precompute.checks import demand_reason
 from precompute.config import NightConfig
 from precompute.control import Control
 from precompute.erasure import (
@@ -73,6 +74,7 @@ def forget(
     store: ArtefactStore, raw: bytes, kind: EntityKind, *, at: float, reason: str
 ) -> Erasure:
     """Re-admit an erased entity to later nights and to answers; raises Conflict when it is not erased."""
+    reason = demand_reason("forgetting an erasure", reason)
     erasure = find_erasure(all_erasures(store), raw, kind)
     if erasure is None:
         raise Conflict(f"{kind} {raw.decode()!r} is not erased, so there is nothing to forget")

@@ -8,7 +8,7 @@ from cache.keys import fingerprints, hash_ids
 from cache.manifest import Table
 from precompute.candidate import Candidate
 from precompute.user_sample import read_ids, sampled_shards
-from precompute.verdict import FIRST, Verdict, at_least, none_of, not_measured
+from precompute.verdict import Verdict, at_least, none_of
 
 
 def coverage_of_source(candidate: Candidate) -> Verdict:
@@ -38,7 +38,7 @@ def items_of_live(candidate: Candidate) -> Verdict:
 
 def _against_live(rule: str, candidate: Candidate, entity: str, threshold: float) -> Verdict:
     if candidate.live is None:
-        return not_measured(rule, threshold, FIRST)
+        return candidate.uncompared(rule, threshold)
     before, now = (each.entity_sets[entity].count for each in (candidate.live, candidate.manifest))
     before -= _erased_of_live(candidate, entity)
     return at_least(

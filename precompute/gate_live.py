@@ -9,7 +9,7 @@ from cache.manifest import Manifest, Table
 from precompute.candidate import Candidate
 from precompute.live_lists import LiveLists, matching_table, read_live
 from precompute.scan import depth_of, numbers_of
-from precompute.verdict import FIRST, Verdict, at_least, at_most, not_measured
+from precompute.verdict import Verdict, at_least, at_most, not_measured
 
 BINS: Final = 10
 TOP_SHARE: Final = 0.01
@@ -43,6 +43,8 @@ def single_item(candidate: Candidate) -> Verdict:
 def distinct_lists(candidate: Candidate) -> Verdict:
     """Share of different lists among sampled users; and not far fewer than the live generation has."""
     thresholds, worst = candidate.thresholds, None
+    if candidate.unreadable is not None:
+        return candidate.uncompared("distinct_lists", thresholds.distinct_lists)
     for table in lists_of(candidate.manifest):
         positions = _spread(candidate)
         ours = _distinct(candidate.evidence.records_of(table, positions))
@@ -104,7 +106,7 @@ def list_jaccard(candidate: Candidate) -> Verdict:
         for table, before in _pairs(candidate)
     }
     if candidate.live is None:
-        return not_measured(rule, threshold, FIRST)
+        return candidate.uncompared(rule, threshold)
     if not len(candidate.evidence.users_in_live[0]):
         note = "the live generation knows none of the sampled users: have ids changed their form?"
         return Verdict(rule, False, 0.0, threshold, note, candidate.baseline)
@@ -118,7 +120,7 @@ def stale_lists(candidate: Candidate) -> Verdict:
     """Share of users with interactions since the live generation's cut whose lists are the live ones all the same."""
     rule, threshold = "stale_lists", candidate.thresholds.stale_lists
     if candidate.live is None:
-        return not_measured(rule, threshold, FIRST)
+        return candidate.uncompared(rule, threshold)
     users = candidate.evidence.users
     since = users.last >= candidate.live.data_until * 1_000_000
     shares = {}
@@ -163,7 +165,7 @@ def _against(
     rule: str, candidate: Candidate, values: dict[str, float], threshold: float
 ) -> Verdict:
     if candidate.live is None:
-        return not_measured(rule, threshold, FIRST)
+        return candidate.uncompared(rule, threshold)
     if not values:
         return not_measured(
             rule, threshold, "the live generation has no such list of the same users"

@@ -51,6 +51,7 @@ from precompute.gate_records import (
     short_lists,
 )
 from precompute.gate_redis import maxmemory_policy, pages_in_redis, redis_headroom
+from precompute.gate_tables import tables_of_live
 from precompute.skew import skew, skew_cosine
 from precompute.verdict import Verdict
 
@@ -84,6 +85,7 @@ _JUDGEMENT: Final[tuple[Gate, ...]] = (
     coverage_of_source,
     coverage_of_live,
     items_of_live,
+    tables_of_live,
     empty_lists,
     short_lists,
     index_recall,

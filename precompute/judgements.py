@@ -3,8 +3,9 @@
 from typing import Literal
 
 from cache.artefacts import generation_path
-from cache.errors import ConfigError, Conflict, UnknownGeneration
+from cache.errors import Conflict, UnknownGeneration
 from cache.releases import Action
+from precompute.checks import demand_reason
 from precompute.control import Row
 from precompute.release_log import LOOK_TRIES, ReleaseLog, View, standing
 from precompute.states import UNFINISHED, State, demand
@@ -18,12 +19,11 @@ class Judgements(ReleaseLog):
 
         Raises ConfigError without a reason, Conflict for a generation that is published, retired or unknown.
         """
-        if not reason.strip():
-            raise ConfigError("an override demands a reason, which is kept", field="reason")
+        reason = demand_reason("an override", reason)
         view = self.view()
         state = standing(generation, view.ledger, view.rows.get(generation))
         demand("override", generation, state)
-        self.record("override", generation, attempt=attempt, reason=reason.strip(), rule=rule)
+        self.record("override", generation, attempt=attempt, reason=reason, rule=rule)
 
     def _mark(
         self, generation: str, state: State, reason: str = "", *, action: Action | None = None

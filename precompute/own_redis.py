@@ -44,7 +44,8 @@ def redis_for(
 def _fill(config: NightConfig, progress: Progress) -> None:
     with connect(config.redis_url, config.redis_timeout_s) as client:
         releases = Releases(config.store(), Control(client, config.keyspace()))
-        empty = releases.control.pointer() is None and releases.ledger().live is not None
+        # What is no pointer is left to the command, which may be the one that removes it.
+        empty = not client.exists(releases.control.keys.live) and releases.ledger().live is not None
     if empty:
         pipeline.restore(config, attempt=new_attempt(), progress=progress)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from cache.artefacts import fetch_checked
 from cache.directory import Directory
-from cache.errors import Conflict, CorruptArtefact
+from cache.errors import Conflict, CorruptArtefact, LarderError
 from cache.manifest import (
     Manifest,
     Table,
@@ -18,8 +18,9 @@ from precompute.build import (
     Step,
     quiet,
 )
+from precompute.checks import demand_reason
 from precompute.config import NightConfig
-from precompute.control import Control, Replica, connect
+from precompute.control import Control, Replica, connect, translated
 from precompute.erasing import settle
 from precompute.governor import open_governor
 from precompute.leftovers import sweep_leftovers
@@ -178,17 +179,30 @@ def retire(config: NightConfig, *, attempt: str = "shell", progress: Progress = 
 def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str) -> Step:
     """Make an earlier generation live again (the previous one unless named), then repair damaged pages of it.
 
-    Waits for no replica and reads no page before the move.
+    Waits for no replica and reads no page before the move. What cannot be repaired after it is told as `unmended`:
+    readers have moved by then.
     """
+    reason = demand_reason("a roll back", reason)
     with open_releases(config) as releases:
         moved = releases.roll_back(to=to, reason=reason, attempt=attempt)
         pointer = moved.pointer
-        with open_governor(config.governor, releases.control) as governor:
-            mended = releases.mend(pointer.generation, governor=governor)
-    return {
-        "generation": pointer.generation, "epoch": pointer.epoch, "previous": pointer.previous,
-        "changed": moved.changed, "mended": mended,
-    }  # fmt: skip
+        found: Step = {
+            "generation": pointer.generation, "epoch": pointer.epoch, "previous": pointer.previous,
+            "changed": moved.changed, "mended": [],
+        }  # fmt: skip
+        try:
+            with (
+                translated(),
+                open_governor(config.governor, releases.control) as governor,
+            ):
+                found["mended"] = releases.mend(pointer.generation, governor=governor)
+        except (LarderError, OSError) as error:
+            found["unmended"] = str(error)
+            found["next"] = (
+                f"readers follow {pointer.generation}, but its pages could not all be read back and repaired: once "
+                "that is possible, run `python -m precompute restore`"
+            )
+    return found
 
 
 def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:

@@ -73,12 +73,52 @@ ALLOWED: Final[Mapping[str, frozenset[State]]] = {
 """Action -> states of the generation from which it may be taken."""
 
 
+WORDS: Final = {"canary": "start a canary of"}
+"""How an action is called where its name is no verb."""
+
+
+def remedy_of(action: str, generation: str, state: State | None) -> str:
+    """What to do instead of an action that this state does not allow; empty where nothing can be done."""
+    run = "python -m precompute"
+    go_back = f"; go back to it with `{run} roll-back --to {generation}`"
+    verify = f"; run `{run} verify {generation}` first"
+    match action, state:
+        case (("publish" | "canary" | "verify"), State.SUPERSEDED):
+            return go_back
+        case (("roll_back" | "canary" | "publish"), State.LIVE):
+            return "; readers have it already"
+        case "roll_back", State.VERIFIED:
+            return f"; it was never live: `{run} publish {generation}`"
+        case (("publish" | "canary"), State.BEGUN):
+            return f"; run `{run} load {generation}`, then `verify`"
+        case (
+            ("publish" | "canary"),
+            (State.LOADED | State.REFUSED | State.ROLLED_BACK | State.ABANDONED),
+        ):
+            return verify
+        case "verify", State.BEGUN:
+            return f"; run `{run} load {generation}` first"
+        case _, State.RETIRED:
+            return "; its pages and files are being removed: run a night with another cut"
+        case _, None:
+            return f"; `{run} status` lists those there are"
+        case "begin", State.SUPERSEDED:
+            return go_back
+        case "begin", State.ROLLED_BACK:
+            return f"; `{run} verify {generation}` may lift that, or change its inputs or its cut"
+        case (("override" | "refuse" | "retire"), State.LIVE):
+            return f"; roll it back first: `{run} roll-back --reason ...`"
+    return ""
+
+
 def demand(action: str, generation: str, state: State | None) -> None:
     """Raises Conflict unless the state machine allows the action now; None = a generation nobody has begun."""
     if state not in TRANSITIONS[action]:
         allowed = ", ".join(sorted(ALLOWED[action]))
+        what = WORDS.get(action, action.replace("_", " "))
+        remedy = remedy_of(action, generation, state)
         raise Conflict(
-            f"cannot {action.replace('_', ' ')} {generation}: it is {state or 'unknown'}, not one of {allowed}",
+            f"cannot {what} {generation}: it is {state or 'unknown'}, not one of {allowed}{remedy}",
             generation=generation,
             state=str(state),
             action=action,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FIRST = "the first generation has nothing to be compared with"
+UNREADABLE = "live manifest cannot be read, so nothing can be compared with it"
 
 
 @dataclass(frozen=True, slots=True)

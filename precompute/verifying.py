@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cache.artefacts import fetch_checked, generation_path
-from cache.errors import LarderError, Refused
+from cache.errors import CorruptArtefact, LarderError, Refused
 from cache.items import ItemTable
 from cache.manifest import Manifest
 from precompute import catalogue, holdout
@@ -18,6 +18,7 @@ from precompute.gates import GATES, INTEGRITY, LIVE_FILES, overridden, run_gates
 from precompute.load import total_bytes
 from precompute.registry import open_releases
 from precompute.release import Releases
+from precompute.reload import damaged
 from precompute.replication import run_ids
 from precompute.sealing import seal
 from precompute.states import State, demand
@@ -39,7 +40,7 @@ def verify(
         ledger = releases.ledger()
         state = releases.state(made.generation, ledger)
         if state in (State.LIVE, State.SUPERSEDED):
-            return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
+            return _published(made, releases, state)
         demand("verify", made.generation, state)
         # Before any page is read back: a node that starts while the gates run counts as changed.
         nodes = run_ids(releases.control.client)
@@ -67,6 +68,21 @@ def verify(
         made.report("verified", {"run_ids": nodes, "baseline": ledger.live})
         releases.mark_verified(made.generation, attempt=attempt)
     return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
+
+
+def _published(made: Build, releases: Releases, state: State) -> Step:
+    """Gates judge what is to be published; of what is live the pages are read back. Raises CorruptArtefact."""
+    found: Step = {"generation": made.generation, "gates": 0, "verified": state is State.LIVE}
+    if state is not State.LIVE:
+        return {**found, "not_run": f"it is {state}: a roll back to it reads its pages back"}
+    bad = damaged(releases.control, releases.control.keys, releases.store, made.generation)
+    if bad:
+        raise CorruptArtefact(
+            f"{made.generation} is live, and {len(bad)} of its pages in Redis are not as stored ({bad[0]} is one): "
+            "run `python -m precompute restore`, which repairs them",
+            pages=bad,
+        )
+    return {**found, "not_run": "it is live: gates were not run, every page was read back"}
 
 
 def reason(generation: str, verdict: Verdict) -> str:
@@ -136,6 +152,7 @@ def _candidate(
         manifest, made.root, ItemTable.open(made.root, manifest), releases.control, before,
         made.config.gates, made.config.history_limit, live_root, pages_bytes,
         erased_from(made), made.config.governor,
+        unreadable=live if before is None else None,
     )  # fmt: skip
     return candidate, live is not None and before is None
 

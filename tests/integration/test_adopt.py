@@ -1,0 +1,107 @@
+"""A Redis and an artefact store that do not belong together: told before any work, and a recorded way through."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from cache.errors import ConfigError, Conflict, CorruptArtefact, LarderError
+from cache.releases import Pointer, all_releases
+from precompute import pipeline
+from precompute.adopt import adopt
+from precompute.config import NightConfig
+from precompute.registry import open_releases
+from precompute.states import State
+from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish, publish_night
+
+FUTURE = 9_999_999_999_999
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple[NightConfig, str, str]:
+    """Two verified nights, one of them published."""
+    config = prepare(tmp_path_factory.mktemp("adopt") / "n", redis_url, users=150, items=60)
+    first = build_verified(config, UNTIL)
+    publish(config, first)
+    return config, first, build_verified(config, NEXT)
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+def live(config: NightConfig) -> Pointer:
+    with open_releases(config) as releases:
+        pointer = releases.control.pointer()
+        releases.view().demand_agreement()
+    assert pointer is not None
+    return pointer
+
+
+@pytest.mark.parametrize("stray", ["newer", "garbage", "not ours"])
+def test_what_the_store_says_is_live_is_live_again_above_the_stray_epoch(
+    made: tuple[NightConfig, str, str], client: redis.Redis, stray: str
+) -> None:
+    config, first, second = made
+    key = config.keyspace().live
+    raw = {
+        "newer": Pointer(second, FUTURE, first, "lost", 0.0).to_bytes(),
+        "garbage": b"garbage",
+        "not ours": b'{"epoch": "x"}',
+    }[stray]
+    client.set(key, raw)
+    with pytest.raises(LarderError, match="--adopt") as caught:
+        pipeline.begin(config, data_until="2026-02-01T00:00:00Z", run_after=None)
+    assert key in caught.value.message
+    if stray == "newer":
+        assert isinstance(caught.value, Conflict) and config.store().url in caught.value.message
+    with pytest.raises(ConfigError, match="reason"):
+        adopt(config, reason=" ", attempt="a")
+
+    found = adopt(config, reason="the store was put back", attempt=f"adopt-{stray}")
+
+    pointer = live(config)
+    assert found["generation"] == first == pointer.generation
+    if stray == "newer":
+        assert pointer.epoch > FUTURE
+        kept = [each for each in all_releases(config.store()) if "put back" in each.reason]
+        assert kept and kept[0].expected == FUTURE
+    pipeline.begin(config, data_until="2026-02-01T00:00:00Z", run_after=None)
+    with pytest.raises(Conflict, match="without --adopt"):
+        adopt(config, reason="again", attempt="b")
+
+
+@pytest.mark.parametrize("stray", ["pointer", "garbage"])
+def test_a_new_store_publishes_its_first_night_once_the_stray_pointer_is_removed(
+    tmp_path: Path, redis_url: str, client: redis.Redis, stray: str
+) -> None:
+    config = prepare(tmp_path / "n", redis_url, users=150, items=60)
+    lost = publish_night(config, UNTIL)
+    shutil.rmtree(config.path(config.artifacts))
+    key = config.keyspace().live
+    if stray == "garbage":
+        client.set(key, b"garbage")
+    with pytest.raises((Conflict, CorruptArtefact), match="--adopt"):
+        publish_night(config, UNTIL)
+
+    found = adopt(config, reason="a new store", attempt="adopt")
+
+    assert found["generation"] is None and not client.exists(key)
+    with open_releases(config) as releases:
+        assert releases.control.rows()[lost].state is State.ABANDONED
+    # The very same night, made once more.
+    assert publish_night(config, UNTIL) == lost == live(config).generation
+    assert publish_night(config, NEXT) == live(config).generation
+
+
+def test_there_is_nothing_to_adopt_where_there_is_no_pointer(
+    tmp_path: Path, redis_url: str
+) -> None:
+    config = replace(prepare(tmp_path / "n", redis_url, users=120, items=60), namespace="nothing")
+    with pytest.raises(Conflict, match="nothing to adopt"):
+        adopt(config, reason="x", attempt="a")

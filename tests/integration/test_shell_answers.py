@@ -1,0 +1,168 @@
+"""What commands say when what was asked cannot be done: each names what to do instead."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+
+from cache.errors import ConfigError, Conflict, CorruptArtefact
+from cache.releases import all_releases
+from precompute import canary, commands, erasing, pipeline
+from precompute.arguments import parser_of_commands
+from precompute.build import quiet
+from precompute.config import NightConfig
+from precompute.control import Control, connect
+from precompute.registry import open_releases
+from precompute.states import State, demand
+from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish
+
+BLANK = ("", "  ", None)
+
+
+@pytest.fixture(scope="module")
+def nights_of(
+    tmp_path_factory: pytest.TempPathFactory, redis_url: str
+) -> tuple[NightConfig, str, str]:
+    """A superseded night and the live one after it."""
+    config = prepare(tmp_path_factory.mktemp("shell") / "n", redis_url, users=150, items=60)
+    found = []
+    for until in (UNTIL, NEXT):
+        found.append(build_verified(config, until))
+        publish(config, found[-1])
+    return replace(config, warm_timeout_s=0.3), found[0], found[1]
+
+
+@pytest.fixture
+def tried(nights_of: tuple[NightConfig, str, str]) -> Iterator[tuple[NightConfig, str]]:
+    """A canary that runs."""
+    config = nights_of[0]
+    generation = build_verified(config, "2026-01-31T00:00:00Z")
+    canary.start(config, generation, percent=5.0, attempt=f"start-{time.time()}")
+    yield config, generation
+    with connect(config.redis_url, 5.0) as client:
+        pointer = Control(client, config.keyspace()).pointer()
+    if pointer is not None and pointer.canary is not None:
+        canary.abandon(config, reason="over", attempt=f"end-{time.time()}")
+
+
+def run(config: NightConfig, *line: str) -> Any:
+    arguments = parser_of_commands().parse_args(line)
+    return arguments.run(config, arguments, quiet)
+
+
+def test_a_canary_is_ended_only_under_its_own_name(tried: tuple[NightConfig, str]) -> None:
+    config, generation = tried
+    other = f"20260101T000000Z-{'0' * 12}"
+    for line in (
+        ("canary", "publish", other),
+        ("canary", "abandon", other, "--reason", "the wrong one named"),
+    ):
+        with pytest.raises(Conflict, match=f"the one that runs is {generation}"):
+            run(config, *line)
+    with connect(config.redis_url, 5.0) as client:
+        pointer = Control(client, config.keyspace()).pointer()
+    assert pointer is not None and pointer.canary is not None
+    assert pointer.canary.generation == generation != pointer.generation
+
+    found = run(config, "canary", "abandon", generation, "--reason", "enough")
+    assert found["generation"] == generation
+    with pytest.raises(Conflict, match="cannot start a canary of"):
+        run(config, "canary", "start", generation)
+
+
+def test_a_reason_that_says_nothing_is_refused_everywhere(
+    nights_of: tuple[NightConfig, str, str],
+) -> None:
+    config, old, _ = nights_of
+    before = len(all_releases(config.store()))
+    for blank in BLANK:
+        said = blank or ""
+        for refused in (
+            lambda said=said: run(config, "pin", old, "--reason", said),
+            lambda said=said: run(config, "roll-back", "--reason", said),
+            lambda said=said: run(config, "canary", "abandon", "--reason", said),
+            lambda said=said: run(config, "restore", "--adopt", "--reason", said),
+            lambda said=said: erasing.forget(config.store(), b"u1", "user", at=0.0, reason=said),
+        ):
+            with pytest.raises(ConfigError, match="reason"):
+                refused()
+    assert len(all_releases(config.store())) == before
+
+
+@pytest.mark.parametrize("days", ["0", "-1", "nan", "inf"])
+def test_a_pin_lasts_for_a_time_above_nothing(
+    nights_of: tuple[NightConfig, str, str], days: str
+) -> None:
+    config, old, _ = nights_of
+    with pytest.raises(ConfigError, match="days"):
+        run(config, "pin", old, "--reason", "x", f"--days={days}")
+
+
+def test_what_is_not_pinned_is_not_unpinned(nights_of: tuple[NightConfig, str, str]) -> None:
+    config, old, _ = nights_of
+    run(config, "pin", old, "--reason", "x", "--days", "1")
+    run(config, "unpin", old)
+    with pytest.raises(Conflict, match="not pinned"):
+        run(config, "unpin", old)
+
+
+def test_verify_says_what_it_did_not_run(nights_of: tuple[NightConfig, str, str]) -> None:
+    config, old, live = nights_of
+    found = pipeline.verify(config, {"generation": live})
+    assert found["verified"] and found["gates"] == 0 and "every page was read" in found["not_run"]
+    found = pipeline.verify(config, {"generation": old})
+    assert not found["verified"] and found["gates"] == 0 and "superseded" in found["not_run"]
+
+    page = config.keyspace().page(live, "user_topk", 0)
+    with connect(config.redis_url, 5.0) as client:
+        sound: Any = client.get(page)
+        client.setrange(page, 7, b"zzzz")
+        try:
+            with pytest.raises(CorruptArtefact, match="restore"):
+                pipeline.verify(config, {"generation": live})
+        finally:
+            client.set(page, sound)
+
+
+def test_a_superseded_one_is_gone_back_to(nights_of: tuple[NightConfig, str, str]) -> None:
+    config, old, _ = nights_of
+    with pytest.raises(Conflict, match=f"roll-back --to {old}"):
+        run(config, "publish", old)
+
+
+def test_every_refused_step_of_a_state_says_what_to_do_about_it() -> None:
+    with pytest.raises(Conflict, match="verify G"):
+        demand("publish", "G", State.REFUSED)
+    with pytest.raises(Conflict, match=r"start a canary of G.*verify G"):
+        demand("canary", "G", State.REFUSED)
+    with pytest.raises(Conflict, match="load G"):
+        demand("verify", "G", State.BEGUN)
+    with pytest.raises(Conflict, match="status"):
+        demand("publish", "G", None)
+
+
+def test_warm_fails_for_what_is_not_live_and_while_replicas_wait(
+    nights_of: tuple[NightConfig, str, str],
+) -> None:
+    config, old, live = nights_of
+    assert run(config, "warm", live)["waiting"] == []
+    for other in (old, "zzz"):
+        with pytest.raises(Conflict, match=f"{other} is not live, {live} is"):
+            run(config, "warm", other)
+    with open_releases(config) as releases:
+        client = releases.control.client
+        payload = orjson.dumps({"replica": "slow", "serving": old, "holds": [old]})
+        client.zadd(config.keyspace().replicas, {payload: releases.control.time()})
+    with pytest.raises(Conflict, match=r"1 of 1 replicas.*: slow;"):
+        run(config, "warm", live)
+    # In a night a replica that is slow turns nothing red.
+    assert pipeline.warm(config, {"generation": live})["waiting"] == ["slow"]
+    with open_releases(config) as releases:
+        releases.control.client.delete(config.keyspace().replicas)
+
+
+def test_the_commands_are_those_of_the_parser() -> None:
+    assert parser_of_commands().parse_args(["warm", "x"]).run is commands.warm
