@@ -569,7 +569,7 @@ class Life:
             case "roll_back":
                 assert generation in self.passed, "rolled back to what never passed"
                 assert generation not in self.bad, "rolled back to a bad generation"
-                since = self.superseded.get(generation, 0)
+                since = self.superseded.get(generation, self.moves)  # a lost move left it already
                 jumped = [each for each, left in self.superseded.items() if left > since]
                 if was is not None and was.generation != generation:
                     jumped.append(was.generation)
