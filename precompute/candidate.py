@@ -19,8 +19,9 @@ class Candidate:
     """A loaded generation with what its gates may look at; `live` is None for the first one ever.
 
     `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
-    may hold, `erased` what this night left out because it had to, `governor` how reading pages
-    back spares readers (None: not at all), `unreadable` the live generation whose manifest cannot be read. `evidence` is gathered once for all gates.
+    may hold, `erased` what this night left out because it had to, `governor` how reading pages back spares readers
+    (None: not at all), `unreadable` the live generation whose manifest cannot be read. `evidence` is gathered once for
+    all gates.
     """
 
     manifest: Manifest

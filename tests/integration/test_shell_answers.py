@@ -3,11 +3,13 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from cache.embedded import Server
 from cache.errors import ConfigError, Conflict, CorruptArtefact
 from cache.releases import all_releases
 from precompute import canary, commands, erasing, pipeline
@@ -166,3 +168,25 @@ def test_warm_fails_for_what_is_not_live_and_while_replicas_wait(
 
 def test_the_commands_are_those_of_the_parser() -> None:
     assert parser_of_commands().parse_args(["warm", "x"]).run is commands.warm
+
+
+def test_a_roll_back_that_cannot_mend_says_that_readers_have_moved(
+    tmp_path: Path, own_redis: Server
+) -> None:
+    config = prepare(tmp_path / "n", own_redis.url, users=150, items=60)
+    first = build_verified(config, UNTIL)
+    publish(config, first)
+    publish(config, build_verified(config, NEXT))
+    page = config.keyspace().page(first, "user_topk", 0)
+    with connect(config.redis_url, 5.0) as client:
+        sound: Any = client.get(page)
+        client.setrange(page, 7, b"zzzz")
+        client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
+
+        found = run(config, "roll-back", "--reason", "bad")
+
+        assert found["changed"] and found["generation"] == first
+        assert "maxmemory" in found["unmended"] and "restore" in found["next"]
+        client.config_set("maxmemory", 0)
+        run(config, "restore")
+        assert client.get(page) == sound
