@@ -184,7 +184,7 @@ def fold(releases: Sequence[Release]) -> Ledger:
             continue
         if action in MOVES:
             left = [] if live in (None, generation) else [live]
-            if action == "roll_back":
+            if action == "roll_back" and generation != live:
                 left += _jumped_over(generation, states, left_in)
             for each in left:
                 states[each] = LEAVES[action]

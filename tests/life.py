@@ -330,7 +330,9 @@ class Life:
         if state is State.LIVE:
             return
         demand("begin", generation, state)
-        assert generation not in self.retired, "a retired generation was begun again"
+        assert self.current is not None
+        is_calm = self.current.age == self.disasters
+        assert generation not in self.retired or not is_calm, "a retired generation was begun again"
         if state is None:
             releases.note(generation, State.BEGUN)
         path = generation_path(generation, "manifest.json")

@@ -19,6 +19,13 @@ def release(epoch, action, generation, *, done=True, expires_at=None):
     )
 
 
+def test_a_roll_back_recorded_once_more_jumps_over_nothing_else():
+    releases = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "publish", "c")]
+    releases += [release(4, "roll_back", "b"), release(5, "roll_back", "b")]
+    ledger = fold(releases)
+    assert (ledger.live, ledger.previous, ledger.state("c")) == ("b", "a", State.ROLLED_BACK)
+
+
 def test_publishing_supersedes_and_rolling_back_returns():
     ledger = fold(
         [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "roll_back", "a")]
