@@ -24,8 +24,8 @@ EVENTS_MAX = 16
 
 OTHER = "other"
 
-KEYS_MAX = 16_384
-"""Keys remembered per arm: some 3 MB."""
+KEYS_MAX = 8_192
+"""Keys remembered per arm: some 2 MB; at least half as many once there are more."""
 
 _OWN = frozenset({"l1", "l2", "live"})
 _SEED = 0x6B657973
@@ -51,6 +51,7 @@ class Part(NamedTuple):
 class _Seen(NamedTuple):
     kind: str
     top: float | None
+    at: int | None
 
 
 @dataclass(slots=True, eq=False)
@@ -72,20 +73,23 @@ class Keys:
         digest = xxhash.xxh3_64_intdigest(key, _SEED)
         if digest in self._seen or digest & ((1 << self.level) - 1):
             return
-        self._add(digest, _Seen(kind, top))
+        seen = self._seen[digest] = _Seen(kind, top, None if top is None else bucket(top))
+        self.kinds[kind] += 1
+        if seen.top is not None and seen.at is not None:
+            self.scores[seen.at] += 1
+            self.score_sum += seen.top
+        if len(self._seen) > self.limit:
+            self._halve()
+
+    def _halve(self) -> None:
         while len(self._seen) > self.limit:
             self.level += 1
-            kept = [each for each in self._seen.items() if not each[0] & ((1 << self.level) - 1)]
-            self._seen, self.kinds, self.scores, self.score_sum = {}, Counter(), Counter(), 0.0
-            for digest, seen in kept:
-                self._add(digest, seen)
-
-    def _add(self, digest: int, seen: _Seen) -> None:
-        self._seen[digest] = seen
-        self.kinds[seen.kind] += 1
-        if seen.top is not None:
-            self.scores[bucket(seen.top)] += 1
-            self.score_sum += seen.top
+            rest = (1 << self.level) - 1
+            self._seen = {key: seen for key, seen in self._seen.items() if not key & rest}
+        kept = self._seen.values()
+        self.kinds = Counter([each.kind for each in kept])
+        self.scores = Counter([each.at for each in kept if each.at is not None])
+        self.score_sum = sum(each.top for each in kept if each.top is not None)
 
 
 @dataclass(slots=True, eq=False)
