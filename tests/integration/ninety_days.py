@@ -29,7 +29,7 @@ from precompute.restore import restore
 from precompute.states import State, demand
 from precompute.sweep import drop_old_rows, retire, sweepable
 from serving.verdict import judge
-from tests.integration.test_release import World
+from tests.integration.release_world import World
 
 MINUTE, HOUR, DAY = 60.0, 3_600.0, 86_400.0
 KEEP, GRACE_S, ABANDON_S, OVERLAY_S = 2, 3 * HOUR, DAY, DAY

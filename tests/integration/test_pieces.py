@@ -20,7 +20,7 @@ from precompute.readback import lengths
 from precompute.reload import load_missing, repair
 from precompute.sections import GovernorConfig
 from precompute.watch import FOREIGN_READS_S, Watcher
-from tests.integration.test_release import A, World
+from tests.integration.release_world import A, World
 from tests.polling import until
 
 ALWAYS = GovernorConfig(readers="always", floor_mib_s=512.0, idle_s=0.05)
