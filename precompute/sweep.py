@@ -216,8 +216,13 @@ def drop_old_rows(releases: ReleaseLog, *, overlay_ttl_s: float) -> int:
         if row.state is State.RETIRED and now - row.at > longest_s
     ]
     history = releases.history() if old else []
+    recorded, stored = fold(history), set(releases.store.names("generations")) if old else set()
+    dropped = 0
     for generation in old:
+        if recorded.state(generation) is not State.RETIRED and generation in stored:
+            continue  # marked by a sweep that died: what it left must be found, and only its row names it
         # A Redis restored from an older snapshot may have pages again that were removed long ago.
         unlink_recorded(releases, releases.control.keys, generation, history)
         releases.control.drop_row(generation)
-    return len(old)
+        dropped += 1
+    return dropped
