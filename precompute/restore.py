@@ -3,7 +3,8 @@
 import math
 from dataclasses import replace
 
-from cache.errors import Conflict, CorruptArtefact, UnknownGeneration
+from cache.artefacts import read_manifest
+from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
 from cache.keys import Keyspace
 from cache.manifest import GENERATION
 from cache.releases import Pointer, Release, done_path
@@ -11,7 +12,7 @@ from precompute.control import Row
 from precompute.governor import Governor
 from precompute.load import Progress
 from precompute.release_log import LOOK_TRIES, ReleaseLog, View, without_retired
-from precompute.reload import reload
+from precompute.reload import is_missing, reload
 from precompute.states import Ledger, State, fold
 from precompute.sweep import overlays_live_s, unlink_recorded
 
@@ -34,6 +35,11 @@ def restore(
     back that died so is carried out. What was retired so long ago that no overlay of it can live gets no row.
     """
     control = releases.control
+
+    def is_urgent(generation: str) -> bool:
+        """What is live and not there has no readers to be spared: they wait for it."""
+        return generation == present[0] and is_missing(control, keys, releases.store, generation)
+
     for _ in range(LOOK_TRIES):
         view = releases.view()
         ledger = view.ledger
@@ -62,7 +68,7 @@ def restore(
                 each,
                 chunk_bytes=chunk_bytes,
                 progress=progress,
-                governor=governor,
+                governor=None if is_urgent(each) else governor,
             )
             for each in present
         )
@@ -81,6 +87,31 @@ def restore(
     raise Conflict(
         f"releases were made {LOOK_TRIES} times while Redis was being restored; look at `status`"
     )
+
+
+def forgotten(releases: ReleaseLog, before: View, pointer: Pointer) -> list[str]:
+    """What a Redis that lost its registry no longer knows and no release record says; in words, with the remedy.
+
+    `before`: the view before the restore, `pointer`: what the restore made of it.
+    """
+    said = []
+    canary = before.ledger.canary
+    if canary is not None and pointer.canary is None and pointer.epoch > before.ledger.live_epoch:
+        said.append(
+            f"the canary of {canary.generation} has ended: verify {canary.generation}, then start it again"
+        )
+    for generation, row in sorted(releases.control.rows().items()):
+        if generation in before.rows or row.state is not State.BEGUN:
+            continue
+        try:
+            gates = read_manifest(releases.store, generation).gates
+        except LarderError:
+            continue
+        if gates and all(each["passed"] for each in gates):
+            said.append(
+                f"{generation} was verified: run `load {generation}` and `verify {generation}` to publish it"
+            )
+    return said
 
 
 def _in_doubt(view: View) -> list[Release]:
