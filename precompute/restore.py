@@ -14,7 +14,7 @@ from precompute.load import Progress
 from precompute.release_log import LOOK_TRIES, ReleaseLog, View, without_retired
 from precompute.reload import is_missing, reload
 from precompute.states import Ledger, State, fold
-from precompute.sweep import overlays_live_s, unlink_recorded
+from precompute.sweep import is_back, overlays_live_s, unlink_recorded
 
 
 def restore(
@@ -57,8 +57,10 @@ def restore(
         # Rows first: no page may belong to a generation that the registry does not know.
         if not control.mark(_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch):
             continue
-        for each in view.rows:  # an older snapshot brings pages back that were removed
-            if ledger.state(each) is State.RETIRED:
+        for each, state in ledger.states.items():  # an older snapshot brings pages back
+            if state is State.RETIRED and (
+                each in view.rows or is_back(releases, keys, each, view.history)
+            ):
                 unlink_recorded(releases, keys, each, view.history)
         loaded_bytes = sum(
             reload(

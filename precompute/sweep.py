@@ -141,6 +141,22 @@ def unlink_recorded(
     return removed + int(client.unlink(keys.loaded(generation)))
 
 
+def is_back(
+    releases: ReleaseLog, keys: Keyspace, generation: str, history: Sequence[Release]
+) -> bool:
+    """Whether the first or the last page of any table of a retired generation is in Redis again."""
+    pages = next(
+        (each.pages for each in history if each.generation == generation and each.pages), {}
+    )
+    ends = [
+        keys.page(generation, table, page)
+        for table, count in pages.items()
+        if count
+        for page in (0, count - 1)
+    ]
+    return any(releases.control.client.strlen(each) for each in ends)
+
+
 def _manifest(releases: ReleaseLog, generation: str) -> Manifest | None:
     try:
         return read_manifest(releases.store, generation)

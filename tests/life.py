@@ -146,12 +146,13 @@ def modelled() -> Iterator[None]:
 
 @dataclass(eq=False, slots=True)
 class Actor:
-    """An operation under way; `age` is how many disasters there were when it began."""
+    """An operation under way; `age` is how many disasters there were when it began, `days` how many long waits."""
 
     name: str
     pauses: float
     age: int
     step: int
+    days: int = 0
     about: str | None = None
     running: Any = None
 
@@ -185,7 +186,7 @@ class Life:
         self.told: list[str] = []
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
         self.known: dict[int, Release] = {}
-        self.disasters = self.jumps = self.attempts = self.verdicts = 0
+        self.days = self.disasters = self.jumps = self.attempts = self.verdicts = 0
         self.whole_since = 0
         self.snapshot: tuple[dict[str, Any], set[str]] | None = None
         self.passed: set[str] = set()
@@ -285,7 +286,7 @@ class Life:
 
     def _start(self, name: str, arguments: tuple[Any, ...], *, pauses: float) -> None:
         about = arguments[0] if arguments and arguments[0] in GENERATIONS else None
-        actor = Actor(f"{name}{arguments}", pauses, self.disasters, self.step, about)
+        actor = Actor(f"{name}{arguments}", pauses, self.disasters, self.step, self.days, about)
 
         def work() -> None:
             try:
@@ -445,6 +446,12 @@ class Life:
                 self.now += self.rng.uniform(4, 200)
             case "a day later":
                 self.now += 90_000
+                self.days += 1
+                # Every step has a time-out far below that: what sleeps through a whole day was ended.
+                for actor in [each for each in self.actors if self.days - each.days > 1]:
+                    self._tell("kill", actor.name)
+                    self.actors.remove(actor)
+                    actor.running.throw(Killed)
             case "clock back":
                 self.now -= self.rng.uniform(1, 90_000)
                 self.jumps += 1
@@ -692,7 +699,7 @@ class Life:
             actor.running.throw(Killed)
         self.actors.clear()
         releases, self.step = self.releases(), self.step + 1
-        self.current = Actor("end", 0.0, self.disasters, self.step)
+        self.current = Actor("end", 0.0, self.disasters, self.step, self.days)
         ledger = releases.ledger()
         if ledger.live is not None:
             restore_module.restore(

@@ -357,7 +357,10 @@ async def test_openapi_promises_what_the_service_keeps(night: NightConfig) -> No
     assert body("/v1/lookup/{table}")["exclude"]["maxItems"] == 5
     assert body("/v1/score")["user"]["oneOf"][1]["additionalProperties"] is False
     headers = [each["name"] for each in paths["/v1/score"]["post"]["parameters"]]
-    assert headers == ["X-Deadline-Ms", "X-Larder-Canary-Key"] and "503" in paths["/readyz"]["get"]["responses"]
+    assert (
+        headers == ["X-Deadline-Ms", "X-Larder-Canary-Key"]
+        and "503" in paths["/readyz"]["get"]["responses"]
+    )
     held = paths["/v1/generations"]["get"]["responses"]["200"]["content"]["application/json"]
     assert set(held["schema"]["properties"]) == set(generations)
     assert set(held["schema"]["properties"]["live"]["properties"]) == set(generations["live"])
