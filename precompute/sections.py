@@ -145,9 +145,9 @@ class GovernorConfig:
     readers: Literal["auto", "always", "never"] = "auto"
     floor_mib_s: float = 16.0
     ceiling_mib_s: float = 0.0
-    piece_bytes: int = 32 * 1024
+    piece_bytes: int = 16 * 1024
     probe_ms: float = 2.0
-    idle_s: float = 0.5
+    idle_s: float = 1.5
     replica_lag_mib: float = 32.0
     yield_cpu: bool = True
 

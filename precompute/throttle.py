@@ -4,8 +4,8 @@ Additive increase, multiplicative decrease (Chiu and Jain, "Analysis of the incr
 congestion avoidance in computer networks", 1989), with Jacobson's slow start ("Congestion avoidance and control", 1988)
 until the first decrease. Congestion is not a lost packet here but a reader's p99 above its limit: of n round trips
 about n/100 may lie above; the rate falls once they are more than that by `SIGMAS` standard deviations of such a count,
-so that neither one late reply nor a small sample moves it. After a decrease only round trips made since are judged, as
-TCP halves at most once per round trip.
+that of the idle sample included, so that neither one late reply nor a small sample of either kind moves it. After a
+decrease only round trips made since are judged, as TCP halves at most once per round trip.
 """
 
 import math
@@ -21,6 +21,9 @@ AIM = 0.6
 
 JUDGED = 1_000
 JUDGED_MIN = 50
+IDLE = 3_000
+"""Round trips of the latest calibrations that are kept: a p99 of a few hundred is little more than a guess."""
+
 START_FLOORS = 4.0
 START_GROWTH = 1.3
 STEP = 0.05
@@ -75,6 +78,7 @@ class Throttle:
         self._lag_bytes_max = lag_bytes_max
         self._replicas_idle_ms: dict[str, float] = {}
         self._judged: deque[float] = deque(maxlen=JUDGED)
+        self._idle: deque[float] = deque(maxlen=IDLE)
         self._growth = START_GROWTH
         self._step = 0.0
         self._clean = 0
@@ -85,7 +89,8 @@ class Throttle:
         """What readers feel while nothing is being done; nothing new is learned from too few round trips."""
         answered = [each for each in round_trips if math.isfinite(each)]
         if len(answered) >= JUDGED_MIN:
-            self.idle_p99_s = p99(answered)
+            self._idle.extend(answered)
+            self.idle_p99_s = p99(self._idle)
         for name, found in (replicas_ms or {}).items():
             # A heartbeat looks back some seconds, so after the first one only a lower value is news about idling.
             self._replicas_idle_ms[name] = min(found, self._replicas_idle_ms.get(name, math.inf))
@@ -120,7 +125,8 @@ class Throttle:
             return "no probe"
         late = sum(each > self.limit_s for each in self._judged)
         allowed = (1 - QUANTILE) * len(self._judged)
-        if late > allowed + SIGMAS * math.sqrt(allowed) + 1:
+        spread = math.sqrt(allowed * (1 + len(self._judged) / len(self._idle)))
+        if late > allowed + SIGMAS * spread + 1:
             return "probe p99"
         if signals.busy > BUSY_MAX:
             return "Redis busy"
