@@ -632,8 +632,10 @@ class Life:
             self.passed.add(generation)
             self.bad.discard(generation)
         elif is_told and state in (State.REFUSED, State.ABANDONED):
-            self.passed.discard(generation)
-            self.bad.add(generation)
+            # Who looked before a Redis was lost may mark what has gone live since; the records say that it is.
+            if not self.disasters or fold(all_releases_unwatched(self)).live != generation:
+                self.passed.discard(generation)
+                self.bad.add(generation)
         elif is_told and state in (State.SUPERSEDED, State.ROLLED_BACK):
             self.left_at[generation] = row["at"], self.disasters + self.jumps
 
