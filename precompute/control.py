@@ -277,10 +277,6 @@ class Control:
             remove(self.keys.replicas, ahead, "+inf")
         )
 
-    def prune_dead_replicas(self) -> int:
-        """Drop replicas that have missed three beats; how many."""
-        return self.forget_dead_replicas(after_s=REPLICA_DEAD_S)
-
     def check_policy(self) -> str:
         """The eviction policy; refuses one that could evict published pages."""
         try:

@@ -274,15 +274,21 @@ async def test_a_rollback_is_visible_within_a_second_and_no_answer_mixes_generat
                     if tuple(each["items"]) != expected[each["generation"]][each["id"]][:20]
                 )
 
+    async def more(count: int) -> None:
+        goal = answered + count
+        async with asyncio.timeout(30):
+            while answered < goal:
+                await asyncio.sleep(0.005)
+
     calling = [asyncio.create_task(caller(each.url)) for each in nights.services * 2]
-    await asyncio.sleep(0.5)
+    await more(100)
 
     # when
     began = time.monotonic()
     assert await asyncio.to_thread(roll_back, config) == first
     moved = time.monotonic()
     assert await asyncio.to_thread(until, lambda: nights.serving() == {first})
-    await asyncio.sleep(0.5)
+    await more(100)
     over.set()
     await asyncio.gather(*calling)
 
