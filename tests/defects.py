@@ -124,7 +124,7 @@ def _just_left_is_long_ago(patch: pytest.MonkeyPatch) -> None:
 
 
 def _older_data_is_published(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(release, "_demand_newer", lambda *_arguments: None)
+    patch.setattr(release.Releases, "_demand_newer", lambda *_arguments: None)
 
 
 def _refused_is_published(patch: pytest.MonkeyPatch) -> None:

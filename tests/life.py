@@ -30,6 +30,7 @@ from cache.manifest import (
 )
 from cache.records import Layout
 from cache.releases import Pointer, Release, all_releases, intent_path, newest_release
+from precompute import canaries, moves
 from precompute import release as release_module
 from precompute import restore as restore_module
 from precompute import sweep as sweep_module
@@ -131,6 +132,8 @@ def modelled() -> Iterator[None]:
     names: list[tuple[Any, str, Any]] = [
         (release_module, "load_missing", load_missing),
         (release_module, "read_manifest", read_manifest),
+        (canaries, "load_missing", load_missing),
+        (moves, "read_manifest", read_manifest),
         (sweep_module, "read_manifest", read_manifest),
         (restore_module, "reload", load_missing),
     ]
