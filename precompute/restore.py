@@ -182,7 +182,8 @@ def _point(
         attempt=attempt,
         reason="Redis was lost" if doubt is None else doubt.reason,
         previous=previous,
-        expected=view.epoch,
+        # What was known to be live, not what Redis held: whether this move is in doubt later hangs on it.
+        expected=max(view.epoch, view.ledger.live_epoch),
     )
     to = Pointer(live, release.epoch, previous, attempt, published_at=releases.clock())
     rows = {live: Row(State.LIVE, releases.clock())}

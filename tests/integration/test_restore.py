@@ -21,7 +21,7 @@ from precompute.load import page_keys
 from precompute.restore import forgotten, restore
 from precompute.states import State
 from precompute.sweep import retire
-from tests.integration.release_world import A, B, C, D, World, lose_redis, pages_of
+from tests.integration.release_world import A, B, C, D, World, keep_intents, lose_redis, pages_of
 
 
 @pytest.fixture
@@ -125,6 +125,29 @@ def test_p22_a_pointer_from_an_older_snapshot_is_not_trusted(world):
         world.releases.publish(C, attempt=world.attempt())
     pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
     assert pointer.generation == B and pointer.epoch > Pointer.from_bytes(old).epoch
+
+
+def test_an_older_snapshot_after_a_restore_that_died_unconfirmed_leads_readers_on(
+    world, monkeypatch
+):
+    world.publish(A)
+    old = world.client.get(world.keys.live)
+    lose_redis(world)
+
+    def die():
+        raise ConnectionError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
+        with pytest.raises(ConnectionError):
+            restore(world.releases, world.keys, attempt="dead", chunk_bytes=1000)
+    seen = world.live()
+    assert seen.epoch > Pointer.from_bytes(old).epoch  # readers may follow it by now
+    world.client.set(world.keys.live, old)
+
+    pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+
+    assert pointer.generation == A and pointer.epoch > seen.epoch
 
 
 def test_publishing_into_an_emptied_redis_is_refused_until_restored(world):
