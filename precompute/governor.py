@@ -1,11 +1,12 @@
 """One governor for all bulk work on Redis: load, verify, warm, restore and retire never crowd out readers.
 
 With no readers (no live replica, no reads by others) work runs flat out and nothing here waits. With readers it is cut
-into pieces that are sent one by one at the rate of `throttle`, which learns from probes what readers feel.
+into pieces that are sent one by one at the rate of `throttle`, which learns from probes what readers feel while work
+goes on and while it rests, a part of every step.
 """
 
 import logging
-import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,9 +20,11 @@ from precompute.watch import FOREIGN_READS_S, Look, Watch, Watcher
 log = logging.getLogger(__name__)
 
 STEP_S = 0.25
-CALIBRATE_S = 20.0
-SETTLE_S = 0.1
-"""What was sent last is worked off, and probes begin, before idling is measured."""
+REST_S = 0.045
+SETTLE_S = 0.005
+"""What was sent last is worked off before a rest is measured."""
+
+WORK_S = STEP_S - REST_S - SETTLE_S
 
 STALE_S = 5.0
 BURST_S = 0.0005
@@ -30,6 +33,8 @@ BURST_S = 0.0005
 NAP_S = 0.02
 CATCH_UP = 1.25
 """How much faster than the floor work may go to make up for a pause: the floor is a promise over pauses too."""
+
+_SPIN: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
 class Governor:
@@ -42,6 +47,7 @@ class Governor:
         *,
         timer: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        spin: Callable[[], None] = _SPIN,
         yielding: Callable[[bool], bool] = lambda _on: False,
     ) -> None:
         self.throttle = Throttle(
@@ -52,10 +58,9 @@ class Governor:
         )
         self.slept_s = 0.0
         self._config, self._watch = config, watch
-        self._timer, self._sleep, self._yielding = timer, sleep, yielding
+        self._timer, self._sleep, self._spin, self._yielding = timer, sleep, spin, yielding
         self._opened_at = self._stepped_at = self._due = timer()
-        self._calibrated_at = -math.inf
-        self._known = False
+        self._calibrated = self._known = False
         self._done_bytes = 0
         self._owed_bytes = 0.0
         self._yields, self._starved = False, False
@@ -76,7 +81,7 @@ class Governor:
         now = self._timer()
         if not self._known:
             self._governed, self._readers = self._who()
-        if now - self._stepped_at >= STEP_S or (self._readers and self._calibrated_at < 0):
+        if now - self._stepped_at >= self._due_s:
             self._step(now)
         self._done_bytes += size_bytes
         if not self._governed:
@@ -93,7 +98,14 @@ class Governor:
         if self._owed_bytes > 0:
             rate = max(rate, min(CATCH_UP * floor, self.throttle.ceiling))
             self._owed_bytes = max(0.0, self._owed_bytes - size_bytes * (1 - floor / rate))
-        return rate
+        return rate * STEP_S / WORK_S if self._readers else rate
+
+    @property
+    def _due_s(self) -> float:
+        """How long after a step the next one is due."""
+        if not self._readers:
+            return STEP_S
+        return WORK_S if self._calibrated else 0.0
 
     def own_reads(self, count: int) -> None:
         """Say that this many of the reads that Redis counts are the work's own."""
@@ -110,19 +122,23 @@ class Governor:
         if self._governed:
             if not was:
                 self._done_bytes, self._stepped_at = 0, now
-            if self._readers and now - self._calibrated_at > CALIBRATE_S:
-                self._calibrate()
+            if self._readers and not self._calibrated:
+                self._yield(True)
+                self._calibrate(look)
             else:
-                self._adapt(now, look)
+                self._adapt(look)
         self._yield(self._readers and self._governed and not self._starved)
         self._done_bytes, self._stepped_at = 0, self._timer()
 
-    def _adapt(self, now: float, look: Look | None) -> None:
-        spent_s = now - self._stepped_at
-        trips = self._watch.round_trips() if self._readers else []
+    def _adapt(self, look: Look | None) -> None:
+        worked, rested = (
+            (self._watch.round_trips(), self._rest(REST_S)) if self._readers else ([], [])
+        )
+        spent_s = self._timer() - self._stepped_at
         self.throttle.step(
             Signals(
-                round_trips=trips,
+                worked=worked,
+                rested=rested,
                 replicas_ms=look.replicas_ms if look else {},
                 busy=look.busy if look else 0.0,
                 lag_bytes=look.lag_bytes if look else 0,
@@ -139,22 +155,34 @@ class Governor:
             self._done_bytes / MIB / max(spent_s, 1e-9), self.throttle.rate / MIB, self.throttle.reason,
         )  # fmt: skip
 
-    def _calibrate(self) -> None:
-        """Stop, and see what readers feel when nothing is done."""
+    def _calibrate(self, look: Look | None) -> None:
+        """Before the first piece: see what readers feel when nothing is done."""
         began = self._timer()
         self._watch.round_trips()
+        rested = self._rest(self._config.idle_s)
+        self.throttle.calibrate(rested, look.replicas_ms if look else {})
+        self._calibrated = True
+        self._owed_bytes += self.throttle.floor * (self._timer() - began)
+
+    def _rest(self, seconds: float) -> list[float]:
+        """Round trips while nothing is done for that long."""
         self._pause(SETTLE_S)
         self._watch.round_trips()
-        self._pause(self._config.idle_s)
-        look = self._watch.look()
-        self.throttle.calibrate(self._watch.round_trips(), look.replicas_ms if look else {})
-        self._calibrated_at = self._due = self._timer()
-        self._owed_bytes += self.throttle.floor * (self._calibrated_at - began)
+        self._pause(seconds)
+        self._due = self._timer()
+        return self._watch.round_trips()
 
     def _pause(self, seconds: float) -> None:
+        """A core that halts takes long to wake, and would make rest look slower than work: this one stays awake.
+
+        Only where the thread gives way to everything else, and for a fifth of the time.
+        """
         until = self._timer() + seconds
         while (left_s := until - self._timer()) > 0:
-            self._nap(min(left_s, NAP_S))
+            if self._yields:
+                self._spin()
+            else:
+                self._nap(min(left_s, NAP_S))
 
     def _who(self) -> tuple[bool, bool]:
         """(whether to hold back, whether there are readers)."""

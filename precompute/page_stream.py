@@ -10,7 +10,7 @@ import redis
 from precompute.governor import Governor
 
 UNANSWERED = 2
-"""Commands (or chunks of whole pages) that may wait for their replies: Redis has the next, memory is bounded."""
+"""Pages (or chunks of them) that may wait for their replies: Redis has the next, memory is bounded."""
 
 
 class PageStream:
@@ -26,20 +26,19 @@ class PageStream:
     ) -> None:
         self._connection, self._governor, self._chunk_bytes = connection, governor, chunk_bytes
         self._landed = landed
-        # Of each command sent: replies to come, pages and bytes that are then there, and the length that is due.
-        self._waiting: deque[tuple[int, int, int, int | None]] = deque()
-        self._odd = False
+        # Of each chunk sent: replies to come, pages and bytes that are then there.
+        self._waiting: deque[tuple[int, int, int]] = deque()
 
     def send(self, names: list[bytes], pages: memoryview, first: int, size: int) -> None:
         """Send the pages from number `first` on; page n lies at `pages[n * size:]`, the last one may be shorter."""
         page = first
         while page < len(names):
             piece = None if self._governor is None else self._governor.piece_bytes
-            if piece is None:
+            if self._governor is None or piece is None:
                 page += self._send_whole(names, pages, page, size)
             else:
                 with pages[page * size : (page + 1) * size] as whole:
-                    self._send_pieces(names[page], whole, piece)
+                    self._send_paced(self._governor, names[page], whole, piece)
                 page += 1
         self.finish()
 
@@ -63,48 +62,35 @@ class PageStream:
             if self._governor is not None:
                 self._governor.pace(sent_bytes)
             self._connection.send_packed_command(packed, check_health=False)
-            self._sent(len(chunk), len(chunk), sent_bytes, None)
+            self._sent(len(chunk), len(chunk), sent_bytes)
         return len(chunk)
 
-    def _send_pieces(self, name: bytes, page: memoryview, piece: int) -> None:
-        """One page. Its last piece goes first: Redis then allocates the whole value once instead of growing it."""
+    def _send_paced(self, governor: Governor, name: bytes, page: memoryview, piece: int) -> None:
+        """One page as one `SET`, whose bytes trickle in.
+
+        Redis takes in what has come, serves others, and keeps the finished buffer as the value: it neither waits for
+        the rest nor copies it. A `SETRANGE` per piece costs a round trip each, and zeroes the whole value first.
+        """
         size = len(page)
-        if size <= piece:
-            self._send_one(_head_of_set(name, size), page, pages=1, length=None)
-        else:
-            starts = range(0, size, piece)
-            for at in (starts[-1], *starts[:-1]):
-                offset, length = b"%d" % at, min(piece, size - at)
-                head = b"*4\r\n$8\r\nSETRANGE\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n" % (
-                    len(name), name, len(offset), offset, length,
-                )  # fmt: skip
-                with page[at : at + piece] as value:
-                    self._send_one(head, value, pages=int(at == starts[-2]), length=size)
-            if (
-                self._odd
-            ):  # something longer lay under this name; only a whole write makes it shorter
-                self.finish()
-                self._odd = False
-                self._send_one(_head_of_set(name, size), page, pages=0, length=None)
+        for at in range(0, size, piece):
+            with page[at : at + piece] as value:
+                governor.pace(len(value))
+                head = _head_of_set(name, size) if at == 0 else b""
+                end = b"\r\n" if at + piece >= size else b""
+                # One buffer, one packet: at this size a copy costs less than three system calls.
+                packet = b"".join((head, value, end))
+            self._connection.send_packed_command([packet], check_health=False)
+        self._sent(1, 1, size)
 
-    def _send_one(self, head: bytes, value: memoryview, *, pages: int, length: int | None) -> None:
-        if self._governor is not None:
-            self._governor.pace(len(value))
-        # One buffer, one packet: at this size a copy costs less than three system calls.
-        self._connection.send_packed_command([b"".join((head, value, b"\r\n"))], check_health=False)
-        self._sent(1, pages, len(value), length)
-
-    def _sent(self, replies: int, pages: int, size_bytes: int, length: int | None) -> None:
-        self._waiting.append((replies, pages, size_bytes, length))
+    def _sent(self, replies: int, pages: int, size_bytes: int) -> None:
+        self._waiting.append((replies, pages, size_bytes))
         if len(self._waiting) >= UNANSWERED:
             self._await_one()
 
     def _await_one(self) -> None:
-        replies, pages, size_bytes, length = self._waiting.popleft()
+        replies, pages, size_bytes = self._waiting.popleft()
         for _ in range(replies):
-            reply = self._connection.read_response()
-        if length is not None and reply != length:
-            self._odd = True
+            self._connection.read_response()
         self._landed(pages, size_bytes)
 
 

@@ -137,8 +137,9 @@ class GovernorConfig:
 
     `readers`: "auto" looks for them, "always" and "never" decide. With readers, pages travel in pieces of `piece_bytes`
     at no less than `floor_mib_s` (a night always ends) and no more than `ceiling_mib_s` (0: no limit). A probe reads a
-    record every `probe_ms`; what is idle is measured for `idle_s` with the work paused. `replica_lag_mib` is how far
-    Redis' own replicas may fall behind. `yield_cpu`: this thread gives way to everything else on its host.
+    record every `probe_ms`; what idle is, is measured for `idle_s` before the first piece and in a rest of every step.
+    `replica_lag_mib` is how far Redis' own replicas may fall behind. `yield_cpu`: this thread gives way to everything
+    else on its host.
     """
 
     p99_factor: float = 1.25
@@ -146,7 +147,7 @@ class GovernorConfig:
     floor_mib_s: float = 16.0
     ceiling_mib_s: float = 0.0
     piece_bytes: int = 16 * 1024
-    probe_ms: float = 2.0
+    probe_ms: float = 1.0
     idle_s: float = 1.5
     replica_lag_mib: float = 32.0
     yield_cpu: bool = True

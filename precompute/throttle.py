@@ -1,38 +1,47 @@
 """The control law: how fast to work on Redis, given what its readers feel. Pure.
 
-Additive increase, multiplicative decrease (Chiu and Jain, "Analysis of the increase and decrease algorithms for
-congestion avoidance in computer networks", 1989), with Jacobson's slow start ("Congestion avoidance and control", 1988)
-until the first decrease. Congestion is not a lost packet here but a reader's p99 above its limit: of n round trips
-about n/100 may lie above; the rate falls once they are more than that by `SIGMAS` standard deviations of such a count,
-that of the idle sample included, so that neither one late reply nor a small sample of either kind moves it. After a
-decrease only round trips made since are judged, as TCP halves at most once per round trip.
+Work rests for a part of every step, so that what a reader feels under load and what it feels at rest are known of the
+same moments: a host that is noisy by itself slows both, and only the difference is the work's doing. Congestion is not
+a lost packet here but probes later than the limit that are more frequent under work than at rest. Steps are compared
+as batches (batch means: Law and Carson, "A sequential procedure for determining the length of a steady-state
+simulation", 1979), because late probes come in bursts and would count for more than they prove one by one.
+
+The rate follows CUBIC (RFC 9438, without its TCP-friendly region): it falls by a factor when there is congestion, comes
+back quickly to just below where that was, stays there for a while, and then looks further. Before the first decrease
+it grows by slow start (Jacobson, "Congestion avoidance and control", 1988).
 """
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 MIB = float(1 << 20)
 QUANTILE = 0.99
-SIGMAS = 2.0
-AIM = 0.6
+AIM = 0.4
 """Share of the allowed slow-down that is aimed at: the rest is for what the probes did not see."""
 
-JUDGED = 1_000
+IDLE = 4_000
+"""Round trips at rest that are kept: a p99 of a few hundred is little more than a guess."""
+
 JUDGED_MIN = 50
-IDLE = 3_000
-"""Round trips of the latest calibrations that are kept: a p99 of a few hundred is little more than a guess."""
+STEPS_MIN = 5
+STEPS = 32
+SIGMAS = 2.0
+"""Steps that are compared, and by how many standard errors of their mean they must differ for the rate to fall."""
+
+UNHURT = 0.003
+"""It rises only while the share of late probes is not above the allowed one by more than this, error included."""
+
+CLEARLY = 0.2
+"""So many more late probes than at rest, in two steps after each other, need no statistics."""
 
 START_FLOORS = 4.0
 START_GROWTH = 1.3
-STEP = 0.05
-"""The additive step, as a share of the rate at the last decrease: a fixed number would be a leap for a slow Redis."""
-
 BACK_OFF = 0.7
-CLEAN_STEPS = 16
-CLEAN_GROWTH = 1.1
-"""After so many steps without objection the world has changed, so the rate grows by a factor again."""
+PLATEAU_STEPS = 10
+"""Clean steps after a decrease until the rate is back at where it was."""
 
 USED_MIN = 0.7
 BUSY_MAX = 0.9
@@ -44,11 +53,13 @@ REPLICA_FACTOR = 1.5
 class Signals:
     """What was seen since the last step: round trips of probes in seconds (inf: none came back), and the rest.
 
-    `replicas_ms`: the p99 that replicas report; `busy`: share of Redis' main thread in use; `lag_bytes`: how far the
-    slowest replica of Redis is behind; `done_bytes` in `spent_s`: the work itself.
+    `worked`: while pieces were sent, `rested`: while none were; `replicas_ms`: the p99 that replicas report; `busy`:
+    share of Redis' main thread in use; `lag_bytes`: how far the slowest replica of Redis is behind; `done_bytes` in
+    `spent_s`: the work itself.
     """
 
-    round_trips: Sequence[float] = ()
+    worked: Sequence[float] = ()
+    rested: Sequence[float] = ()
     replicas_ms: Mapping[str, float] = field(default_factory=dict)
     busy: float = 0.0
     lag_bytes: int = 0
@@ -77,24 +88,20 @@ class Throttle:
         self._replica_factor = p99_factor * REPLICA_FACTOR
         self._lag_bytes_max = lag_bytes_max
         self._replicas_idle_ms: dict[str, float] = {}
-        self._judged: deque[float] = deque(maxlen=JUDGED)
         self._idle: deque[float] = deque(maxlen=IDLE)
-        self._growth = START_GROWTH
-        self._step = 0.0
+        self._late: deque[tuple[float, float]] = deque(maxlen=STEPS)
+        self._congested: float | None = None
         self._clean = 0
 
     def calibrate(
-        self, round_trips: Sequence[float], replicas_ms: Mapping[str, float] | None = None
+        self, rested: Sequence[float], replicas_ms: Mapping[str, float] | None = None
     ) -> None:
-        """What readers feel while nothing is being done; nothing new is learned from too few round trips."""
-        answered = [each for each in round_trips if math.isfinite(each)]
-        if len(answered) >= JUDGED_MIN:
-            self._idle.extend(answered)
+        """What readers feel while nothing is being done; nothing is concluded from too few round trips."""
+        self._idle.extend(each for each in rested if math.isfinite(each))
+        if len(self._idle) >= JUDGED_MIN:
             self.idle_p99_s = p99(self._idle)
         for name, found in (replicas_ms or {}).items():
-            # A heartbeat looks back some seconds, so after the first one only a lower value is news about idling.
             self._replicas_idle_ms[name] = min(found, self._replicas_idle_ms.get(name, math.inf))
-        self._judged.clear()
 
     @property
     def limit_s(self) -> float | None:
@@ -103,30 +110,38 @@ class Throttle:
 
     def step(self, signals: Signals, *, readers: bool) -> float:
         """The next rate. Without `readers` only Redis' own replicas are spared; without evidence the rate falls."""
-        self._judged.extend(signals.round_trips)
         self.reason = self._objection(signals, readers)
+        if readers:
+            self.calibrate(signals.rested)
         if self.reason:
-            self._step, self._growth, self._clean = STEP * self.rate, 1.0, 0
+            # Fast convergence of RFC 9438: congestion below the last plateau means that there is less for us now.
+            self._congested, self._clean = self.rate, 0
             self.rate = max(self.floor, self.rate * BACK_OFF)
-            self._judged.clear()
-        elif self._is_used(signals) and not (readers and len(self._judged) < JUDGED_MIN):
-            self._clean += 1
-            if self._clean == CLEAN_STEPS:
-                self._growth = max(self._growth, CLEAN_GROWTH)
-            self.rate = min(self.ceiling, max(self.rate * self._growth, self.rate + self._step))
+            self._late.clear()
+        elif self._is_used(signals) and not (readers and self._is_open()):
+            self.rate = min(self.ceiling, self._grown())
         return self.rate
+
+    def _grown(self) -> float:
+        if self._congested is None:
+            return self.rate * START_GROWTH
+        self._clean += 1
+        beyond = (self._clean - PLATEAU_STEPS) / PLATEAU_STEPS
+        return max(self.rate, self._congested * (1 + (1 - BACK_OFF) * beyond**3))
 
     def _objection(self, signals: Signals, readers: bool) -> str:
         if signals.lag_bytes > self._lag_bytes_max:
             return "replica lag"
         if not readers:
             return ""
-        if not signals.round_trips or self.limit_s is None:
+        if not signals.worked or self.limit_s is None:
             return "no probe"
-        late = sum(each > self.limit_s for each in self._judged)
-        allowed = (1 - QUANTILE) * len(self._judged)
-        spread = math.sqrt(allowed * (1 + len(self._judged) / len(self._idle)))
-        if late > allowed + SIGMAS * spread + 1:
+        worked, rested = (
+            sum(each > self.limit_s for each in trips) / max(1, len(trips))
+            for trips in (signals.worked, signals.rested)
+        )
+        self._late.append((worked, rested))
+        if self._is_late():
             return "probe p99"
         if signals.busy > BUSY_MAX:
             return "Redis busy"
@@ -134,6 +149,26 @@ class Throttle:
             if found > self._replica_factor * self._replicas_idle_ms.setdefault(name, found):
                 return f"p99 of {name}"
         return ""
+
+    def _is_late(self) -> bool:
+        more = [worked - rested for worked, rested in self._late]
+        if len(more) > 1 and min(more[-2:]) > CLEARLY:
+            return True
+        above, error = self._excess()
+        return above > SIGMAS * error
+
+    def _is_open(self) -> bool:
+        """Too early to say that readers are unhurt: the rate stays until it is known."""
+        above, error = self._excess()
+        return len(self._late) >= STEPS_MIN and above + error > UNHURT
+
+    def _excess(self) -> tuple[float, float]:
+        """By how much the share of late probes is above what is allowed, and the standard error of that."""
+        if len(self._late) < STEPS_MIN:
+            return 0.0, math.inf
+        worked, rested = (statistics.fmean(each) for each in zip(*self._late, strict=True))
+        spread = statistics.stdev([worked - rested for worked, rested in self._late])
+        return worked - max(1 - QUANTILE, rested), spread / math.sqrt(len(self._late))
 
     def _is_used(self, signals: Signals) -> bool:
         # A rate that is not reached says nothing about a higher one.

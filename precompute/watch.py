@@ -32,6 +32,7 @@ FOREIGN_READS_S = 20.0
 
 READS = ("cmdstat_get", "cmdstat_getrange", "cmdstat_mget")
 PROBED_BYTES = 512
+REPLY_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +144,27 @@ class Watcher:
                     continue
                 if connection is None:
                     connection = self._pool.get_connection()
-                    self._probe = connection.pack_command("GETRANGE", *self._target())
+                    self._probe = b"".join(connection.pack_command("GETRANGE", *self._target()))
                 self._found.append(self._round_trip(connection))
-                self._closing.wait(self._gap_s * self._jitter.uniform(0.5, 1.5))
+                time.sleep(self._gap_s * self._jitter.uniform(0.5, 1.5))
         finally:
             if connection is not None:
                 connection.disconnect()
                 self._pool.release(connection)
 
     def _round_trip(self, connection: Any) -> float:
+        """On the bare socket: readers on this host wait for whatever a probe does beside it."""
+        wire = connection._sock
         began = self._timer()
-        connection.send_packed_command(self._probe, check_health=False)
-        connection.read_response()
+        wire.sendall(self._probe)
+        reply: bytes = wire.recv(REPLY_BYTES)
+        while not _is_whole(reply):
+            if not (more := wire.recv(REPLY_BYTES)):
+                raise ConnectionError("Redis closed the connection")
+            reply += more
+        spent_s = self._timer() - began
         self._own_probes += 1
-        return self._timer() - began
+        return spent_s
 
     def _target(self) -> tuple[str, int, int]:
         """A record's length of a live page: what a reader reads."""
@@ -199,3 +207,11 @@ class Watcher:
             and found.get("state") == "online"
         ]
         return Look(now, heard, len(replicas), foreign, busy, followers, max([0, *behind]))
+
+
+def _is_whole(reply: bytes) -> bool:
+    """Whether this is all of a bulk string (RESP); raises ValueError for another reply."""
+    head, separator, rest = reply.partition(b"\r\n")
+    if reply and not reply.startswith(b"$"):
+        raise ValueError(f"a probe was answered by {reply[:80]!r}")
+    return bool(separator) and len(rest) == int(head[1:]) + 2

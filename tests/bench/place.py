@@ -1,6 +1,8 @@
 """Where the parts of a bench run: placement decides latency, so it is chosen and printed."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +40,22 @@ def own_server(core: int = -1) -> Iterator[Server]:
     with TemporaryDirectory(prefix="larder-bench-") as folder, server(Path(folder)) as running:
         pin(running.pid, core)
         yield running
+
+
+@contextmanager
+def awake(core: int) -> Iterator[None]:
+    """Keep a core from halting, by a process that runs only when nothing else wants it.
+
+    A halted virtual core takes up to milliseconds to wake, so that a machine at rest would look slower than a busy one.
+    """
+    spin = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+    running = subprocess.Popen([sys.executable, "-S", "-c", spin])
+    try:
+        pin(running.pid, core)
+        yield
+    finally:
+        running.kill()
+        running.wait()
 
 
 cores_at_start = cores()

@@ -132,17 +132,17 @@ def test_a_redis_that_becomes_a_read_only_replica(night, monkeypatch):
     night.finishes()
 
 
-@pytest.mark.parametrize(("command", "readers"), [("set", "never"), ("setrange", "always")])
-def test_a_user_that_may_not_write_pages(night, command, readers):
+@pytest.mark.parametrize("readers", ["never", "always"])
+def test_a_user_that_may_not_write_pages(night, readers):
     with night.client as client:
         client.acl_setuser(
             "short", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"],
-            commands=["+@all", f"-{command}"],
+            commands=["+@all", "-set"],
         )  # fmt: skip
     url = night.server.url.replace("redis://", "redis://short:pw@")
     governor = replace(night.config.governor, readers=readers, piece_bytes=1024)
 
-    with pytest.raises(ConfigError, match=f"(?i)'{command}'.*loader's ACL"):
+    with pytest.raises(ConfigError, match=r"(?i)'set'.*loader's ACL"):
         night.load(redis_url=url, governor=governor)
 
     night.finishes()
@@ -279,9 +279,9 @@ def test_no_room_on_the_disk_is_seen_before_scoring_writes(night, monkeypatch):
     assert caught.value.details["rule"] == "disk_headroom"
 
 
-@pytest.mark.parametrize(("readers", "sent"), [("never", 25), ("always", 60)])
+@pytest.mark.parametrize("readers", ["never", "always"])
 def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(
-    night, monkeypatch, readers, sent
+    night, monkeypatch, readers
 ):
     """Resuming is exact: what is done again is less than what lies between two notes."""
     governor = replace(night.config.governor, readers=readers, piece_bytes=1024, idle_s=0.05)
@@ -291,7 +291,7 @@ def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        after_pages(patched, sent, fail)
+        after_pages(patched, 25, fail)
         with pytest.raises(KeyboardInterrupt):
             night.load(governor=governor)
     manifest = read_manifest(night.config.store(), night.build["generation"])

@@ -27,7 +27,13 @@ ALWAYS = GovernorConfig(readers="always", floor_mib_s=512.0, idle_s=0.05)
 
 
 class Small(Governor):
-    """Pieces of 100 bytes, for pages of 320."""
+    """Pieces of 100 bytes, for pages of 320; counts them."""
+
+    pieces = 0
+
+    def pace(self, size_bytes: int) -> None:
+        self.pieces += 1
+        super().pace(size_bytes)
 
     @property
     def piece_bytes(self) -> int:
@@ -41,7 +47,7 @@ def world(tmp_path: Path, redis_url: str, keyspace: Keyspace) -> Iterator[World]
 
 
 @pytest.fixture
-def small(world: World) -> Iterator[Governor]:
+def small(world: World) -> Iterator[Small]:
     governor = Small(ALWAYS, Watcher(world.control, probe_ms=2.0))
     yield governor
     governor.close()
@@ -68,17 +74,40 @@ def test_pages_in_pieces_are_byte_for_byte_the_pages_sent_whole(world, small):
     manifest, _ = loaded(world, None)
     whole = values(world, manifest)
     world.client.delete(*page_keys(world.keys, manifest), world.keys.loaded(A))
-    before = calls(world, "setrange")
+    before, paced = calls(world, "set"), small.pieces
 
     _, root = loaded(world, small)
 
     assert values(world, manifest) == whole
-    assert calls(world, "setrange") - before == 2 * (5 * 4 + 3)
+    assert calls(world, "set") - before == 2 * 6
+    assert small.pieces - paced == 2 * (5 * 4 + 3)
     for part in parts_of(manifest):
         assert verify_part(world.client, world.keys, manifest, root, part, governor=small) == 6
         assert dict(lengths(world.client, world.keys, manifest, part)) == {
             page: part.size_of(page) for page in range(6)
         }
+
+
+def test_a_load_that_ends_within_a_page_leaves_what_was_there_and_the_connection_unused(
+    world, small
+):
+    manifest, root = loaded(world, None)
+    whole, part = values(world, manifest), parts_of(manifest)[0]
+    world.client.delete(world.keys.loaded(A), part.key(world.keys, A, 5))
+
+    def pace(_size: int) -> None:
+        small.pieces += 1
+        if small.pieces == 2 * 4 + 2:  # within the third page
+            raise KeyboardInterrupt
+
+    small.pace = pace
+    with pytest.raises(KeyboardInterrupt):
+        load_part(world.client, world.keys, manifest, root, part, governor=small)
+
+    del small.pace
+    assert values(world, manifest) == [*whole[:5], None, *whole[6:]]
+    assert load_part(world.client, world.keys, manifest, root, part, governor=small)
+    assert values(world, manifest) == whole
 
 
 @pytest.mark.parametrize("damage", ["bytes", "missing", "shorter", "longer"])

@@ -1,30 +1,34 @@
 """The governor against a simulated Redis: latency is a function of rate, time moves only when work or sleep does."""
 
+import itertools
 import math
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError
-from precompute.governor import CALIBRATE_S, STEP_S, Governor
+from precompute.governor import REST_S, STEP_S, WORK_S, Governor
 from precompute.sections import GovernorConfig
-from precompute.throttle import JUDGED_MIN, MIB, Signals, Throttle, p99
+from precompute.throttle import JUDGED_MIN, MIB, STEPS_MIN, Signals, Throttle, p99
 from precompute.watch import Look
 
-PIECE = 256 * 1024
-PROBE_S = 0.002
-SMOOTHED_S = 0.02
+PIECE = 128 * 1024
+PROBE_S = 0.001
+SMOOTHED_S = 0.004
 IDLE_S = 100e-6
+BURST_S = 0.01
 
 
 @dataclass
 class Plant:
     """A Redis whose readers slow down with the rate of the work, and which can do no more than `most`.
 
-    A round trip is 100 us with some noise; above `knee` bytes/s readers get slower in proportion.
+    A round trip is 100 us with some noise; above `knee` bytes/s readers get slower in proportion. `restless` is how
+    much of the time the host itself makes everything ten times slower, in bursts.
     """
 
     knee: float = 200 * MIB
@@ -33,6 +37,7 @@ class Plant:
     now: float = 0.0
     readers: bool = True
     silent: bool = False
+    restless: float = 0.0
     blind: bool = False
     followers: int = 0
     lag_bytes: int = 0
@@ -44,6 +49,7 @@ class Plant:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
+        self.is_burst = False
 
     def timer(self) -> float:
         return self.now
@@ -68,6 +74,9 @@ class Plant:
             self.probed_at += PROBE_S
             self.felt_rate *= math.exp(-PROBE_S / SMOOTHED_S)
             slower = max(1.0, self.felt_rate / self.knee)
+            if self.rng.random() < PROBE_S / BURST_S:
+                self.is_burst = self.rng.random() < self.restless
+            slower *= 10.0 if self.is_burst else 1.0
             if not self.silent:
                 self.trips.append(IDLE_S * slower * self.rng.uniform(0.9, 1.1))
 
@@ -135,6 +144,15 @@ def test_with_readers_their_p99_stays_within_the_factor_and_the_rate_near_what_t
     assert rate > 0.5 * plant.knee
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_host_that_is_restless_by_itself_does_not_slow_the_work_down(seed):
+    plant = Plant(knee=300 * MIB, seed=seed, restless=0.05)
+    governor = governed(plant)
+    plant.work(governor, 20.0)
+
+    assert plant.work(governor, 20.0) > 0.5 * plant.knee
+
+
 def test_it_never_presses_for_long():
     """Slow start may pass the limit; within two steps the rate is below what hurt."""
     plant = Plant(knee=100 * MIB)
@@ -199,17 +217,20 @@ def test_a_redis_that_tells_nothing_is_taken_to_have_readers():
     assert governor.readers and plant.work(governor, 4.0) == pytest.approx(16 * MIB, rel=0.2)
 
 
-def test_pauses_to_see_what_idle_is_are_short_and_rare():
+def test_a_rest_of_every_step_is_all_that_it_costs_to_know_what_idle_is():
     plant = Plant()
-    governor = governed(plant, idle_s=0.5)
-    plant.work(governor, 10.0)
-    pauses, was = 0, plant.now
-    while plant.now < 90:
-        plant.work(governor, 0.01)
-        pauses += plant.now - was > 0.4
+    governor = governed(plant, idle_s=0.5, ceiling_mib_s=64.0)
+    plant.work(governor, 5.0)
+    rests, was, until = 0, plant.now, plant.now + 40 * STEP_S
+    while plant.now < until:
+        governor.pace(PIECE)
+        rests += plant.now - was > 0.9 * REST_S
         was = plant.now
 
-    assert 2 <= pauses <= 80 / CALIBRATE_S + 1
+    assert 38 <= rests <= 41
+    # Pieces go faster in between, so that the rate is kept.
+    assert plant.work(governor, 10.0) == pytest.approx(64 * MIB, rel=0.05)
+    assert WORK_S + REST_S < STEP_S
 
 
 @pytest.mark.parametrize("seconds", [3.0, 70.0])
@@ -219,7 +240,7 @@ def test_the_floor_is_a_promise_that_counts_the_pauses_in(seconds):
 
     assert plant.work(governor, seconds) >= 0.995 * 16 * MIB
     plant.work(governor, 10.0)
-    assert plant.work(governor, 5.0) <= 16 * MIB * 1.05
+    assert plant.work(governor, 5.0) <= 16 * MIB * 1.07
 
 
 def test_replicas_of_redis_that_fall_behind_slow_even_a_load_without_readers():
@@ -250,37 +271,78 @@ def test_never_is_an_open_loop_and_always_asks_nobody():
     assert governor.readers and governor.piece_bytes == PIECE
 
 
+def throttle() -> Throttle:
+    made = Throttle(p99_factor=1.25, floor=MIB, ceiling=0, lag_bytes_max=MIB)
+    made.calibrate([IDLE_S] * JUDGED_MIN, {"a": 1.0})
+    return made
+
+
+def step(throttle: Throttle, worked: list[float], **more: Any) -> float:
+    """One step in which the whole rate was used."""
+    done = {"done_bytes": 10**9, "spent_s": 0.1, "rested": [IDLE_S] * 20, **more}
+    return throttle.step(Signals(worked, **done), readers=True)
+
+
 def test_a_replicas_own_p99_counts_when_it_is_clearly_above_what_it_was():
-    throttle = Throttle(p99_factor=1.25, floor=MIB, ceiling=0, lag_bytes_max=MIB)
-    throttle.calibrate([IDLE_S] * JUDGED_MIN, {"a": 1.0})
-    rate = throttle.rate
+    found = throttle()
+    rate = found.rate
 
-    throttle.step(Signals([IDLE_S] * JUDGED_MIN, {"a": 1.2}, 0, 0, 10**9, 0.1), readers=True)
-    assert throttle.rate > rate
-    rate = throttle.rate
-    throttle.step(Signals([IDLE_S] * JUDGED_MIN, {"a": 3.0}, 0, 0, 10**9, 0.1), readers=True)
-    assert throttle.rate < rate and throttle.reason == "p99 of a"
+    assert step(found, [IDLE_S] * JUDGED_MIN, replicas_ms={"a": 1.2}) > rate
+    rate = found.rate
+    assert step(found, [IDLE_S] * JUDGED_MIN, replicas_ms={"a": 3.0}) < rate
+    assert found.reason == "p99 of a"
 
 
-def test_one_late_reply_of_many_moves_nothing():
-    throttle = Throttle(p99_factor=1.25, floor=MIB, ceiling=0, lag_bytes_max=MIB)
-    throttle.calibrate([IDLE_S] * 100)
-    rate = throttle.rate
+def test_one_late_reply_of_many_moves_nothing_and_one_in_ten_is_enough_to_fall():
+    found = throttle()
+    rates = [step(found, [*[IDLE_S] * 99, 1.0]) for _ in range(2 * STEPS_MIN)]
+    assert rates == sorted(rates) and rates[-1] > rates[0]
 
-    throttle.step(Signals([*[IDLE_S] * 99, 1.0], {}, 0, 0, 10**9, 0.1), readers=True)
-    assert throttle.rate > rate
-    throttle.step(Signals([math.inf] * 100, {}, 0, 0, 10**9, 0.1), readers=True)
-    assert throttle.reason == "probe p99"
+    for _ in range(2 * STEPS_MIN):
+        step(found, [*[IDLE_S] * 90, *[1.0] * 10])
+        if found.reason:
+            break
+    assert found.reason == "probe p99"
+
+
+def test_two_steps_of_nothing_but_late_replies_need_no_more():
+    found = throttle()
+    reasons = []
+    for _ in range(2):
+        step(found, [math.inf] * 100)
+        reasons.append(found.reason)
+    assert reasons == ["", "probe p99"]
+
+
+def test_what_is_as_late_at_rest_is_not_the_works_doing():
+    found = throttle()
+    slow = [*[IDLE_S] * 14, *[1.0] * 6]
+
+    for _ in range(4 * STEPS_MIN):
+        step(found, slow * 5, rested=slow)
+        assert not found.reason
+
+
+def test_after_a_decrease_the_rate_comes_back_fast_and_waits_below_where_it_was():
+    """The shape of CUBIC: concave up to the last congestion, flat there, convex beyond."""
+    found = throttle()
+    found.rate = 100.0 * MIB
+    for _ in range(2):
+        step(found, [1.0] * 100)
+    rates = [found.rate, *(step(found, [IDLE_S] * 100) for _ in range(20))]
+
+    grown = [after - before for before, after in itertools.pairwise(rates)]
+    assert min(grown) >= 0 and grown[0] > 5 * grown[9] and grown[19] > 5 * grown[9]
+    assert rates[10] == pytest.approx(rates[0] / 0.7)
 
 
 def test_a_rate_that_is_not_reached_does_not_grow():
-    throttle = Throttle(p99_factor=1.25, floor=MIB, ceiling=0, lag_bytes_max=MIB)
-    throttle.calibrate([IDLE_S] * 100)
-    rate = throttle.rate
+    found = throttle()
+    rate = found.rate
 
-    throttle.step(Signals([IDLE_S] * 100, {}, 0, 0, int(rate / 10), 1.0), readers=True)
+    step(found, [IDLE_S] * 100, done_bytes=int(rate / 10), spent_s=1.0)
 
-    assert throttle.rate == rate
+    assert found.rate == rate
 
 
 @pytest.mark.parametrize(
