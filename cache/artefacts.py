@@ -56,11 +56,12 @@ def disk_errors(path: Path) -> Iterator[None]:
     """A full disk becomes a StoreError with its remedy; what was finished before stays finished."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, RuntimeError) as error:  # FAISS says it in the text of a RuntimeError
+        full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
+        if (why := next((each for each in full if each in str(error)), None)) is None:
             raise
         raise StoreError(
-            f"cannot write {path}: {error.strerror}; free space, retire generations or move `artifacts`, "
+            f"cannot write {path}: {why}; free space, retire generations or move `artifacts`, "
             "then run the step again",
             reason="disk_full",
         ) from error

@@ -28,6 +28,7 @@ from precompute.build import (
 from precompute.bundle import Bundle
 from precompute.config import NightConfig, parse_time
 from precompute.erasure import Erased, all_erasures
+from precompute.headroom import writes_files
 from precompute.holdout import Holdout
 from precompute.partition import partition
 from precompute.registry import open_releases
@@ -43,6 +44,7 @@ BUNDLE_COPIES = 3
 ERASURE_LOOKS = 10
 
 
+@writes_files
 def begin(
     config: NightConfig,
     *,

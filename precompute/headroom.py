@@ -1,11 +1,18 @@
 """Room for one more generation, in Redis and on this host's disk, asked for before anything is written."""
 
+import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from cache.artefacts import disk_errors
 from cache.errors import Refused
+from precompute.config import NightConfig
 from precompute.control import Control
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 REDIS_USED_MAX = 0.95
 OVERLAY_EXTRA_BYTES = 256
@@ -60,3 +67,16 @@ def demand_disk(folder: Path, size_bytes: int) -> None:
             value=free,
             threshold=size_bytes,
         )
+
+
+def writes_files(
+    step: Callable[Concatenate[NightConfig, P], R],
+) -> Callable[Concatenate[NightConfig, P], R]:
+    """A step whose writers, numpy's, Arrow's and FAISS' included, raise StoreError when the disk is full."""
+
+    @functools.wraps(step)
+    def run(config: NightConfig, /, *arguments: P.args, **options: P.kwargs) -> R:
+        with disk_errors(Path(config.artifacts)):
+            return step(config, *arguments, **options)
+
+    return run

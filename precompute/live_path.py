@@ -22,6 +22,7 @@ from precompute.build import (
 )
 from precompute.bundle import BundleModel
 from precompute.config import NightConfig
+from precompute.headroom import writes_files
 from precompute.index import build_index as write_index
 from precompute.inputs import usable_inputs
 from precompute.live_models import quantize_models, sample_user_vectors
@@ -33,6 +34,7 @@ from precompute.scoring import (
 )
 
 
+@writes_files
 def build_index(
     config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet
 ) -> Step:
@@ -75,6 +77,7 @@ def build_index(
     return report
 
 
+@writes_files
 def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
     """int8 versions of the live models, calibrated and compared with fp32 on a sample of real inputs."""
     made = Build.of(config, build)

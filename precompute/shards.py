@@ -21,6 +21,7 @@ from precompute.build import (
     quiet,
 )
 from precompute.config import NightConfig
+from precompute.headroom import writes_files
 from precompute.scoring import (
     embed_catalogue,
     score_items,
@@ -28,6 +29,7 @@ from precompute.scoring import (
 )
 
 
+@writes_files
 def embed_items(
     config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet
 ) -> Step:
@@ -54,6 +56,7 @@ def embed_items(
     return report
 
 
+@writes_files
 def score_shard(
     config: NightConfig, build: Mapping[str, Any], shard: int, *, progress: Progress = quiet
 ) -> Step:
@@ -80,6 +83,7 @@ def score_shard(
     }
 
 
+@writes_files
 def assemble(
     config: NightConfig, build: Mapping[str, Any], scored: Sequence[Mapping[str, Any]]
 ) -> Step:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     """Poll `condition` up to `timeout_s`; the outcome of the last look."""
     give_up = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < give_up:

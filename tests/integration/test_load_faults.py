@@ -266,6 +266,23 @@ def test_a_full_disk_while_scoring_names_the_remedy_and_leaves_what_was_finished
     assert pipeline.score_shard(config, build, 0)
 
 
+def test_a_full_disk_that_only_the_text_of_a_library_s_error_tells_is_one_too(night, monkeypatch):
+    config = replace(night.config, history_limit=97)
+    build = pipeline.begin(config, data_until=NEXT, run_after=None)
+    pipeline.embed_items(config, build)
+
+    def full(_index: object, path: str) -> None:
+        raise RuntimeError(f"Error: write error in {path}: 10 != 20 (No space left on device)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("faiss.write_index", full)
+        with pytest.raises(StoreError, match="No space left on device; free space") as caught:
+            pipeline.build_index(config, build)
+    assert caught.value.details["reason"] == "disk_full"
+
+    assert pipeline.build_index(config, build)
+
+
 def test_no_room_on_the_disk_is_seen_before_scoring_writes(night, monkeypatch):
     config = replace(night.config, history_limit=98)
     build = pipeline.begin(config, data_until=NEXT, run_after=None)
