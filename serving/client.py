@@ -1,160 +1,199 @@
-"""A thin typed client of the HTTP API, synchronous and asynchronous, on httpx."""
+"""A typed client of the HTTP API for Python, synchronous and asynchronous, on httpx.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self
-from urllib.parse import quote
+    with Client("http://larder:8000", policy=Policy(deadline_ms=100)) as larder:
+        answer = larder.lookup("user_topk", "u-1", Options(k=20))
+
+Whatever goes wrong with a call is an Unanswered: DeadlineExceeded, Unreachable, Garbled, or a Refusal with the
+service's own code (InvalidRequest, Unauthorized, GenerationGone, Unavailable).
+"""
+
+import ssl
+from collections.abc import Coroutine, Sequence
+from typing import Any, Self, TypeVar
 
 import httpx
 
-Id = str | int
-Entity = Id | Mapping[str, Any]
-"""An id, or {"id", "history", "features"}."""
+from serving import client_ask
+from serving.client_answer import (
+    Answer,
+    Generations,
+    Held,
+    Ranking,
+    read_answer,
+    read_arm,
+    read_generations,
+    read_ranking,
+)
+from serving.client_ask import Asked, Call, Entity, Id, Options
+from serving.client_batch import lookup_batch
+from serving.client_failure import (
+    DeadlineExceeded,
+    Garbled,
+    GenerationGone,
+    InvalidRequest,
+    Refusal,
+    Unanswered,
+    Unauthorized,
+    Unavailable,
+    Unreachable,
+)
+from serving.client_loop import LoopThread
+from serving.client_send import Pace, Policy, Sender
 
-
-class Refusal(Exception):
-    """The service gave no answer; `code` and `field` are for programs, the message for people."""
-
-    def __init__(self, status: int, error: Mapping[str, Any]) -> None:
-        super().__init__(f"{status} {error.get('code')}: {error.get('message')}")
-        self.status = status
-        self.code = str(error.get("code"))
-        self.field = error.get("field")
-        self.details = dict(error)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One entity's answer; which of items/scores, vector and values is set depends on the table."""
-
-    id: str | None
-    table: str
-    source: str
-    generation: str
-    age_seconds: float
-    published_at: str
-    producer: str | None = None
-    reason: str | None = None
-    items: tuple[str, ...] | None = None
-    scores: tuple[float, ...] | None = None
-    short: bool = False
-    vector: tuple[float, ...] | None = None
-    values: tuple[float, ...] | None = None
-    labels: tuple[str, ...] | None = None
-    live: str | None = None
-    dropped_history: int = 0
-    stale: str | None = None
-    unknown: tuple[str, ...] = ()
-    blocked: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()
-    unscored: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, body: Mapping[str, Any]) -> Self:
-        """From JSON; fields of a newer service are left out."""
-        known = {each.name for each in fields(cls)}
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in body.items()
-            if name in known
-        }
-        return cls(**values)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What may go with every question; None leaves a field out."""
-
-    k: int | None = None
-    exclude: tuple[Id, ...] | None = None
-    deadline_ms: float | None = None
-    fresh: bool | None = None
-    max_age_seconds: float | None = None
-    generation: str | None = None
-    canary_key: Id | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Those that are set."""
-        return {
-            each.name: getattr(self, each.name)
-            for each in fields(self)
-            if getattr(self, each.name) is not None
-        }
-
+__all__ = [
+    "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "Garbled", "GenerationGone", "Generations",
+    "Held", "Id", "InvalidRequest", "Options", "Pace", "Policy", "Ranking", "Refusal", "Unanswered", "Unauthorized",
+    "Unavailable", "Unreachable",
+]  # fmt: skip
 
 _NONE = Options()
+_POLICY = Policy()
+_T = TypeVar("_T")
 
 
-def _path(table: str, entity: Id | None = None) -> str:
-    path = f"/v1/lookup/{quote(table, safe='')}"
-    # "." and ".." would be taken for folders on the way.
-    return path if entity is None else f"{path}/{quote(str(entity), safe='').replace('.', '%2E')}"
+class AsyncClient:
+    """For asyncio, one event loop; close it, or use it in an `async with` block.
+
+    `verify` is a TLS context, or False to trust anybody; `transport` may be an application in this process.
+    Raises ValueError for a URL that names no HTTP server and for a token that no header can carry.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        policy: Policy = _POLICY,
+        pace: Pace | None = None,
+        verify: ssl.SSLContext | bool = True,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._policy = policy
+        self._pace = pace or Pace()
+        http = _http(url, token, policy, verify, transport)
+        self._sender = Sender(http, policy, self._pace)
+
+    async def lookup(self, table: str, entity: Id, options: Options = _NONE) -> Answer:
+        """One entity by id."""
+        call = client_ask.one(table, entity, options)
+        return read_answer(await self._sender.send(call, self._until(options)))
+
+    async def lookup_many(
+        self, table: str, entities: Asked, options: Options = _NONE
+    ) -> list[Answer]:
+        """Any number of entities of one table, in order, answered from one generation (but for `previous`)."""
+        return await self._lookup(table, entities, options)
+
+    async def lookup_tables(
+        self, entities: Sequence[Entity], options: Options = _NONE
+    ) -> list[Answer]:
+        """The same for entities that each name their table."""
+        return await self._lookup(None, entities, options)
+
+    async def score(
+        self, user: Id | Entity, items: Sequence[Id], options: Options = _NONE
+    ) -> Ranking:
+        """Candidates in rank order, at most as many as the service takes in one request."""
+        call = client_ask.score(user, items, options)
+        return read_ranking(await self._sender.send(call, self._until(options)))
+
+    async def feedback(
+        self,
+        event: str,
+        *,
+        generation: str | None = None,
+        canary_key: Id | None = None,
+        count: int = 1,
+    ) -> str | None:
+        """Report what came of answers, by their generation or canary key; the arm that it was counted for, if any.
+
+        Sent again only if it certainly never left: after any other error it may have been counted.
+        """
+        call = client_ask.feedback(event, generation, canary_key, count)
+        return read_arm(await self._sender.send(call, self._until(_NONE)))
+
+    async def generations(self) -> Generations:
+        """What the replica that answers holds."""
+        call = Call("GET", "/v1/generations")
+        return read_generations(await self._sender.send(call, self._until(_NONE)))
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._sender.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _until(self, options: Options) -> float:
+        return self._pace.timer() + _within_s(self._policy, options)
+
+    async def _lookup(self, table: str | None, entities: Asked, options: Options) -> list[Answer]:
+        until = self._until(options)
+        return await lookup_batch(self._sender, self._policy, table, entities, options, until)
 
 
-def _query(options: Options) -> dict[str, str | int | float | bool]:
-    sent = options.to_json()
-    if "exclude" in sent:
-        raise ValueError("exclude goes with lookup_many, where it has room")
-    return sent
+class Client:
+    """The same for callers without an event loop, any number of threads; close it, or use it in a `with` block.
 
+    Its requests run in one thread of its own, so that a deadline holds for all of a call and not for each read.
+    """
 
-def _settings(token: str | None, timeout_s: float) -> dict[str, Any]:
-    headers = {} if token is None else {"Authorization": f"Bearer {token}".encode()}
-    return {"headers": headers, "timeout": timeout_s}
-
-
-def _read(response: httpx.Response) -> Any:
-    try:
-        body = response.json()
-    except ValueError:
-        body = {}
-    if response.status_code != httpx.codes.OK:
-        error = body.get("error", {"code": "http_error", "message": response.text[:200]})
-        raise Refusal(response.status_code, error)
-    return body
-
-
-def _answers(response: httpx.Response) -> list[Answer]:
-    return [Answer.of(each) for each in _read(response)["answers"]]
-
-
-class LarderClient:
-    """Synchronous; close it, or use it in a `with` block."""
-
-    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 5.0) -> None:
-        self._http = httpx.Client(base_url=url, **_settings(token, timeout_s))
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        policy: Policy = _POLICY,
+        pace: Pace | None = None,
+        verify: ssl.SSLContext | bool = True,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._policy = policy
+        self._client = AsyncClient(
+            url, token=token, policy=policy, pace=pace, verify=verify, transport=transport
+        )
+        self._thread = LoopThread()
 
     def lookup(self, table: str, entity: Id, options: Options = _NONE) -> Answer:
         """One entity by id."""
-        return Answer.of(_read(self._http.get(_path(table, entity), params=_query(options))))
+        return self._run(self._client.lookup(table, entity, options), options)
 
-    def lookup_many(
-        self, table: str, entities: Sequence[Entity], options: Options = _NONE
-    ) -> list[Answer]:
-        """Up to 1,000 entities of one table, in order."""
-        body = {"entities": list(entities), **options.to_json()}
-        return _answers(self._http.post(_path(table), json=body))
+    def lookup_many(self, table: str, entities: Asked, options: Options = _NONE) -> list[Answer]:
+        """Any number of entities of one table, in order, answered from one generation (but for `previous`)."""
+        return self._run(self._client.lookup_many(table, entities, options), options)
 
-    def lookup_tables(
-        self, entities: Sequence[Mapping[str, Any]], options: Options = _NONE
-    ) -> list[Answer]:
-        """Entities that each name their table, all from one snapshot."""
-        body = {"entities": list(entities), **options.to_json()}
-        return _answers(self._http.post("/v1/lookup", json=body))
+    def lookup_tables(self, entities: Sequence[Entity], options: Options = _NONE) -> list[Answer]:
+        """The same for entities that each name their table."""
+        return self._run(self._client.lookup_tables(entities, options), options)
 
-    def score(self, user: Entity, items: Sequence[Id], options: Options = _NONE) -> Answer:
-        """Candidates in rank order."""
-        body = {"user": user, "items": list(items), **options.to_json()}
-        return Answer.of(_read(self._http.post("/v1/score", json=body)))
+    def score(self, user: Id | Entity, items: Sequence[Id], options: Options = _NONE) -> Ranking:
+        """Candidates in rank order, at most as many as the service takes in one request."""
+        return self._run(self._client.score(user, items, options), options)
 
-    def generations(self) -> dict[str, Any]:
-        """What the replica holds."""
-        body: dict[str, Any] = _read(self._http.get("/v1/generations"))
-        return body
+    def feedback(
+        self,
+        event: str,
+        *,
+        generation: str | None = None,
+        canary_key: Id | None = None,
+        count: int = 1,
+    ) -> str | None:
+        """Report what came of answers; as the asynchronous one."""
+        work = self._client.feedback(
+            event, generation=generation, canary_key=canary_key, count=count
+        )
+        return self._run(work, _NONE)
+
+    def generations(self) -> Generations:
+        """What the replica that answers holds."""
+        return self._run(self._client.generations(), _NONE)
 
     def close(self) -> None:
-        """Closes the connections."""
-        self._http.close()
+        """Ends what runs and closes the connections."""
+        self._thread.close(self._client.aclose())
 
     def __enter__(self) -> Self:
         return self
@@ -162,56 +201,39 @@ class LarderClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _run(self, work: Coroutine[Any, Any, _T], options: Options) -> _T:
+        return self._thread.run(work, _within_s(self._policy, options))
 
-class AsyncLarderClient:
-    """The same for asyncio; `transport` may be an application in this process."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        timeout_s: float = 5.0,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._http = httpx.AsyncClient(
-            base_url=url, transport=transport, **_settings(token, timeout_s)
-        )
+def _http(
+    url: str,
+    token: str | None,
+    policy: Policy,
+    verify: ssl.SSLContext | bool,
+    transport: httpx.AsyncBaseTransport | None,
+) -> httpx.AsyncClient:
+    try:
+        base = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{url!r} is no URL: {error}") from error
+    if base.scheme not in ("http", "https") or not base.host:
+        raise ValueError(f"{url!r} names no HTTP server; it begins with http:// or https://")
+    if token is not None and (not token.isprintable() or any(each.isspace() for each in token)):
+        raise ValueError("a token is printable characters without spaces")
+    headers = {} if token is None else {b"Authorization": f"Bearer {token}".encode()}
+    return httpx.AsyncClient(
+        base_url=base,
+        headers=headers,
+        verify=verify,
+        transport=transport,
+        # The deadline of the call ends whatever takes too long; only a host that swallows packets is given up earlier.
+        timeout=httpx.Timeout(None, connect=policy.connect_ms / 1000),
+        limits=httpx.Limits(
+            max_connections=policy.connections, max_keepalive_connections=policy.connections
+        ),
+        trust_env=False,  # a .netrc would replace the token
+    )
 
-    async def lookup(self, table: str, entity: Id, options: Options = _NONE) -> Answer:
-        """One entity by id."""
-        return Answer.of(_read(await self._http.get(_path(table, entity), params=_query(options))))
 
-    async def lookup_many(
-        self, table: str, entities: Sequence[Entity], options: Options = _NONE
-    ) -> list[Answer]:
-        """Up to 1,000 entities of one table, in order."""
-        body = {"entities": list(entities), **options.to_json()}
-        return _answers(await self._http.post(_path(table), json=body))
-
-    async def lookup_tables(
-        self, entities: Sequence[Mapping[str, Any]], options: Options = _NONE
-    ) -> list[Answer]:
-        """Entities that each name their table, all from one snapshot."""
-        body = {"entities": list(entities), **options.to_json()}
-        return _answers(await self._http.post("/v1/lookup", json=body))
-
-    async def score(self, user: Entity, items: Sequence[Id], options: Options = _NONE) -> Answer:
-        """Candidates in rank order."""
-        body = {"user": user, "items": list(items), **options.to_json()}
-        return Answer.of(_read(await self._http.post("/v1/score", json=body)))
-
-    async def generations(self) -> dict[str, Any]:
-        """What the replica holds."""
-        body: dict[str, Any] = _read(await self._http.get("/v1/generations"))
-        return body
-
-    async def aclose(self) -> None:
-        """Closes the connections."""
-        await self._http.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+def _within_s(policy: Policy, options: Options) -> float:
+    return (policy.deadline_ms if options.deadline_ms is None else options.deadline_ms) / 1000

@@ -12,7 +12,7 @@ from cache.artefacts import open_generation
 from cache.items import ItemTable
 from cache.releases import newest_release
 from precompute.config import NightConfig
-from serving.client import AsyncLarderClient, Options, Refusal
+from serving.client import AsyncClient, InvalidRequest, Options
 from tests.integration.nights import K, build_night, histories, top_lists
 from tests.integration.serving_app import BASE, Running, serving
 
@@ -307,10 +307,10 @@ async def test_openapi_documents_what_is_parsed_by_hand(app: Running) -> None:
 async def test_the_client_gets_back_the_very_id_it_asked_for(night: NightConfig, id_: str) -> None:
     async with serving(night) as app:
         transport = httpx.ASGITransport(app.http._transport.app)  # type: ignore[attr-defined]
-        async with AsyncLarderClient(BASE, transport=transport) as client:
+        async with AsyncClient(BASE, transport=transport) as client:
             by_url = await client.lookup("user_topk", id_, Options(k=3))
             by_body = (await client.lookup_many("user_topk", [id_]))[0]
-            with pytest.raises(Refusal) as refused:
+            with pytest.raises(InvalidRequest) as refused:
                 await client.lookup("user_topk", id_, Options(k=0))
 
     assert by_url.id == by_body.id == id_ and by_url.source == "default"

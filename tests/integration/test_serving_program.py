@@ -19,7 +19,7 @@ import pytest
 
 from cache.embedded import server
 from precompute.config import NightConfig
-from serving.client import LarderClient, Options
+from serving.client import Client, Entity, Options
 from tests.integration.nights import build_night, histories
 from tests.polling import until
 
@@ -127,17 +127,18 @@ def test_it_serves_on_a_free_port_and_stops_cleanly_when_told(
     assert night.redis_url is not None
     user = min(histories(night))
     with started(environment(night, tmp_path, REDIS_URL=night.redis_url)) as (process, url):
-        with LarderClient(url) as client:
+        with Client(url) as client:
             answer = client.lookup("user_topk", user, Options(k=3))
             many = client.lookup_many("user_topk", [user, "nobody"])
-            tables = client.lookup_tables([{"table": "user_vector", "id": user}])
+            tables = client.lookup_tables([Entity(user, table="user_vector")])
             scores = client.score(user, answer.items or ())
         process.send_signal(signal.SIGTERM)
 
         assert process.wait(15) == 0
     assert answer.source == "l2" and answer.items is not None and len(answer.items) == 3
     assert [each.source for each in many] == ["l1", "default"]
-    assert len(tables[0].vector or ()) == 16 and set(scores.items or ()) == set(answer.items)
+    assert tables[0].vector is not None and len(tables[0].vector) == 16
+    assert set(scores.items) == set(answer.items)
 
 
 def test_requests_that_were_sent_before_it_was_told_to_stop_are_answered(
@@ -201,13 +202,15 @@ def test_a_real_server_takes_odd_ids_as_they_are_and_stops_long_bodies(
     environ = environment(
         night, tmp_path, REDIS_URL=night.redis_url, LARDER_BODY_BYTES="50000", LARDER_TOKEN="secret"
     )
-    with started(environ) as (_, url), LarderClient(url, token="secret") as client:
+    with started(environ) as (_, url), Client(url, token="secret") as client:
         by_url = [client.lookup("user_topk", each, Options(k=1)).id for each in odd]
         refused = httpx.get(
             f"{url}/v1/lookup/user_topk/%FF", headers={"Authorization": "Bearer secret"}
         )
-        long = client._http.post(
-            "/v1/lookup/user_topk", content=(b"x" * 10_000 for _ in range(1_000))
+        long = httpx.post(
+            f"{url}/v1/lookup/user_topk",
+            content=(b"x" * 10_000 for _ in range(1_000)),
+            headers={"Authorization": "Bearer secret"},
         )
         unknown = httpx.get(f"{url}/v1/lookup/user_topk/x")
         after = client.lookup("user_topk", "still here", Options(k=1))

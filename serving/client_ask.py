@@ -1,0 +1,148 @@
+"""What a caller of the client asks, and the HTTP requests that it becomes. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+
+Id = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """One thing asked for: an id, something to compute from, or both; `table` where a batch spans several."""
+
+    id: Id | None = None
+    history: Sequence[Id] | None = None
+    features: Mapping[str, Any] | None = None
+    table: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are set."""
+        body: dict[str, Any] = {}
+        if self.id is not None:
+            body["id"] = as_id(self.id)
+        if self.history is not None:
+            body["history"] = [as_id(each) for each in self.history]
+        if self.features is not None:
+            body["features"] = dict(self.features)
+        if self.table is not None:
+            body["table"] = self.table
+        return body
+
+
+Asked = Sequence[Id | Entity]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may go with every question; None leaves a field out, so that the service's own setting holds.
+
+    `deadline_ms` is for the whole call, tries again and all: by then there is an answer or an error.
+    """
+
+    k: int | None = None
+    exclude: Sequence[Id] | None = None
+    deadline_ms: float | None = None
+    fresh: bool | None = None
+    max_age_seconds: float | None = None
+    generation: str | None = None
+    canary_key: Id | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a deadline that no wait can have."""
+        if self.deadline_ms is not None and not 0 < self.deadline_ms < float("inf"):
+            raise ValueError(f"deadline_ms is a finite number above 0, not {self.deadline_ms}")
+
+    def pinned(self, generation: str) -> "Options":
+        """The same, answered from one generation."""
+        return replace(self, generation=generation)
+
+    def to_json(self) -> dict[str, Any]:
+        """Those that are set."""
+        body = {each.name: getattr(self, each.name) for each in fields(self)}
+        if self.exclude is not None:
+            body["exclude"] = [as_id(each) for each in self.exclude]
+        if self.canary_key is not None:
+            body["canary_key"] = as_id(self.canary_key)
+        return {name: value for name, value in body.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request; `is_repeatable` if asking twice does no more than asking once."""
+
+    method: str
+    path: str
+    params: Mapping[str, str] | None = None
+    content: bytes | None = None
+    is_repeatable: bool = True
+
+
+def as_id(value: object) -> str:
+    """The decimal form of a whole number; raises TypeError for what is no id, True included."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TypeError(f"an id is a str or an int, not {value!r}")
+    return str(value)
+
+
+def one(table: str, entity: Id, options: Options) -> Call:
+    """GET one entity. Raises ValueError for `exclude`, which a URL has no room for."""
+    if options.exclude is not None:
+        raise ValueError("exclude goes with lookup_many, where it has room")
+    # "." and ".." would be taken for folders on the way.
+    id_ = quote(as_id(entity), safe="").replace(".", "%2E")
+    params = {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in options.to_json().items()
+    }
+    return Call("GET", f"{_table(table)}/{id_}", params)
+
+
+def many(table: str | None, entities: Asked, options: Options) -> Call:
+    """POST entities of one table, or without `table` entities that each name their own."""
+    listed = [
+        each.to_json() if isinstance(each, Entity) else {"id": as_id(each)} for each in entities
+    ]
+    return _post(_table(table), {"entities": listed, **options.to_json()})
+
+
+def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
+    """POST one user's candidates."""
+    who = user.to_json() if isinstance(user, Entity) else as_id(user)
+    listed = [as_id(each) for each in items]
+    return _post("/v1/score", {"user": who, "items": listed, **options.to_json()})
+
+
+def feedback(event: str, generation: str | None, canary_key: Id | None, count: int) -> Call:
+    """POST what came of answers; counted each time it arrives, so never to be sent twice."""
+    body: dict[str, Any] = {"event": event, "count": count}
+    if generation is not None:
+        body["generation"] = generation
+    if canary_key is not None:
+        body["canary_key"] = as_id(canary_key)
+    return _post("/v1/feedback", body, is_repeatable=False)
+
+
+def split(entities: Asked, options: Options, max_batch: int, max_ids: int) -> Iterator[Asked]:
+    """Consecutive pieces of at most `max_batch` entities, and `max_ids` ids in histories and `exclude` together."""
+    begin, ids = 0, len(options.exclude or ())
+    for place, each in enumerate(entities):
+        more = len(each.history or ()) if isinstance(each, Entity) else 0
+        if place > begin and (place - begin == max_batch or ids + more > max_ids):
+            yield entities[begin:place]
+            begin, ids = place, len(options.exclude or ())
+        ids += more
+    if begin < len(entities):
+        yield entities[begin:]
+
+
+def _table(table: str | None) -> str:
+    return "/v1/lookup" if table is None else f"/v1/lookup/{quote(table, safe='')}"
+
+
+def _post(path: str, body: Mapping[str, Any], *, is_repeatable: bool = True) -> Call:
+    content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Call("POST", path, None, content, is_repeatable)

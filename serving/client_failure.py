@@ -1,0 +1,79 @@
+"""Why a caller of the client has no answer: each way has its type. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+_TEXT_MAX = 200
+
+
+class Unanswered(Exception):
+    """There is no answer; all that the client raises about a call derives from it."""
+
+
+class DeadlineExceeded(Unanswered):
+    """No answer came within the call's deadline; the cause is what the last try before it met, if any."""
+
+
+class Unreachable(Unanswered):
+    """The connection failed; `is_sent` is False where the request certainly never left."""
+
+    def __init__(self, message: str, *, is_sent: bool) -> None:
+        super().__init__(message)
+        self.is_sent = is_sent
+
+
+class Garbled(Unanswered):
+    """What came with status 200 is not what the API says; something between here and the service?"""
+
+
+class Refusal(Unanswered):
+    """The service said no; `code`, `field` and `details` are for programs, the message for people."""
+
+    def __init__(self, status: int, error: Mapping[str, Any]) -> None:
+        super().__init__(f"{status} {error.get('code')}: {error.get('message')}")
+        self.status = status
+        self.code = str(error.get("code"))
+        self.field: str | None = error.get("field")
+        self.details = dict(error)
+
+
+class InvalidRequest(Refusal):
+    """This request can never be answered as sent; `field` is where it is wrong."""
+
+
+class Unauthorized(Refusal):
+    """The token is missing or wrong."""
+
+
+class GenerationGone(Refusal):
+    """The generation that was asked for is neither live nor previous there any more."""
+
+
+class Unavailable(Refusal):
+    """The service, or something before it, cannot answer now."""
+
+
+def refusal(status: int, body: bytes) -> Refusal:
+    """What a response other than 200 means; `body` may be anybody's, such as a proxy's page."""
+    error: object = None
+    try:
+        data = orjson.loads(body)
+        error = data.get("error") if isinstance(data, dict) else None
+    except orjson.JSONDecodeError:
+        pass
+    if not isinstance(error, dict):
+        text = body[:_TEXT_MAX].decode(errors="replace")
+        error = {"code": "http_error", "message": text or "no message"}
+    return _kind(status, error)(status, error)
+
+
+def _kind(status: int, error: Mapping[str, Any]) -> type[Refusal]:
+    if status == 401:
+        return Unauthorized
+    if error.get("code") == "generation_gone":
+        return GenerationGone
+    if 400 <= status < 500 and status != 429:
+        return InvalidRequest
+    return Unavailable if status >= 429 else Refusal

@@ -1,0 +1,243 @@
+"""The client against the real application over a real night: every route, long batches, flips, deadlines."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import datetime, timedelta
+
+import httpx
+import numpy as np
+import pytest
+
+from precompute.config import NightConfig
+from serving.client import (
+    AsyncClient,
+    Client,
+    DeadlineExceeded,
+    Entity,
+    GenerationGone,
+    InvalidRequest,
+    Options,
+    Policy,
+    Unreachable,
+)
+from tests.integration.nights import UNTIL, build_night, build_verified, histories, publish
+from tests.integration.serving_app import BASE, Running, eventually, serving
+from tests.polling import until
+
+PATIENT = 10_000.0
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("night"), redis_url, users=200, items=60)
+
+
+@pytest.fixture
+async def app(night: NightConfig) -> AsyncIterator[Running]:
+    async with serving(night) as running:
+        yield running
+
+
+class Watched(httpx.AsyncBaseTransport):
+    """The application itself, with every request noted and something done before some of them."""
+
+    def __init__(self, app: Running) -> None:
+        self._inner = app.http._transport
+        self.seen: list[httpx.Request] = []
+        self.before: dict[int, Callable[[], Awaitable[None]]] = {}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.seen.append(request)
+        if (event := self.before.pop(len(self.seen), None)) is not None:
+            await event()
+        return await self._inner.handle_async_request(request)
+
+
+def asking(transport: Watched, **policy: float) -> AsyncClient:
+    settings = {"deadline_ms": PATIENT} | policy
+    return AsyncClient(BASE, transport=transport, policy=Policy(**settings))  # type: ignore[arg-type]
+
+
+async def test_every_documented_route_under_v1_has_a_method(
+    app: Running, night: NightConfig
+) -> None:
+    documented = set((await app.get("/openapi.json"))["paths"])
+    user, seen = min(histories(night).items())
+    watched = Watched(app)
+
+    async with asking(watched) as larder:
+        await larder.lookup("user_topk", user)
+        await larder.lookup_many("user_topk", [user])
+        await larder.lookup_tables([Entity(user, table="user_vector")])
+        await larder.score(user, seen)
+        await larder.feedback("click", generation="g")
+        await larder.generations()
+
+    paths = {each.url.path for each in watched.seen}
+    called = {
+        f"/v1/lookup/user_topk/{user}": "/v1/lookup/{table}/{entity}",
+        "/v1/lookup/user_topk": "/v1/lookup/{table}",
+    }
+    assert {called.get(each, each) for each in paths} == {
+        each for each in documented if each.startswith("/v1/")
+    }
+
+
+async def test_results_are_typed_and_cannot_be_changed(app: Running, night: NightConfig) -> None:
+    user, seen = min(histories(night).items())
+    raw = await app.post("/v1/lookup", {"entities": [{"table": "user_vector", "id": user}]})
+
+    async with asking(Watched(app)) as larder:
+        top = await larder.lookup("user_topk", user, Options(k=5))
+        vector = (await larder.lookup_tables([Entity(user, table="user_vector")]))[0].vector
+        nothing = await larder.lookup("user_affinity", "nobody")
+        ranked = await larder.score(user, [*seen, "no-such-item"])
+        held = await larder.generations()
+
+    assert top.items is not None and top.scores is not None and len(top.items) == 5
+    assert top.scores.dtype == np.float32 and not top.scores.flags.writeable
+    assert vector is not None and np.array_equal(
+        vector, np.array(raw["answers"][0]["vector"], np.float32)
+    )
+    assert nothing.values is None and nothing.reason == "not_in_generation"
+    assert ranked.unknown == ("no-such-item",) and set(ranked.items) == set(seen)
+    assert list(ranked.scores) == sorted(ranked.scores, reverse=True)
+    assert held.live.generation == top.generation and held.ready and held.canary is None
+    assert "user_topk" in held.live.details["tables"]
+    with pytest.raises(AttributeError):
+        top.source = "live"  # type: ignore[misc]
+    with pytest.raises(ValueError, match="read-only"):
+        vector[0] = 0
+
+
+async def test_a_batch_beyond_the_services_limit_comes_back_whole_and_in_order(
+    app: Running, night: NightConfig
+) -> None:
+    users = sorted(histories(night))
+    ids = [users[place % len(users)] for place in range(2_345)]
+    watched = Watched(app)
+
+    async with asking(watched) as larder:
+        answers = await larder.lookup_many("user_topk", ids, Options(k=1))
+        none = await larder.lookup_many("user_topk", [])
+
+    assert [each.id for each in answers] == ids and none == []
+    assert len(watched.seen) == 3
+
+
+async def test_a_long_batch_is_of_one_generation_though_a_flip_falls_into_it(
+    night: NightConfig, app: Running
+) -> None:
+    users = sorted(histories(night))[:30]
+    later = (datetime.fromisoformat(UNTIL) + timedelta(minutes=30)).isoformat()
+    next_ = await asyncio.to_thread(build_verified, night, later)
+    watched = Watched(app)
+
+    async def flip() -> None:
+        await asyncio.to_thread(publish, night, next_)
+
+        async def followed() -> bool:
+            holding = app.service.follower.holding
+            return holding is not None and holding.live.generation == next_
+
+        assert await eventually(followed)
+
+    watched.before[2] = flip
+    async with asking(watched, max_batch=10, at_once=1, deadline_ms=120_000.0) as larder:
+        before = (await larder.generations()).live.generation
+        watched.seen.clear()
+        answers = await larder.lookup_many("user_topk", users, Options(k=1))
+        after = (await larder.generations()).live.generation
+
+    assert (before != next_, after) == (True, next_)
+    assert [each.id for each in answers] == users
+    assert {each.generation for each in answers} == {before}
+
+
+async def test_a_pin_is_kept_or_refused(app: Running, night: NightConfig) -> None:
+    user = min(histories(night))
+
+    async with asking(Watched(app)) as larder:
+        live = (await larder.generations()).live.generation
+        pinned = await larder.lookup("user_topk", user, Options(generation=live))
+        with pytest.raises(GenerationGone) as gone:
+            await larder.lookup_many("user_topk", [user], Options(generation="g-of-old"))
+
+    assert pinned.generation == live
+    assert live in gone.value.details["held"] and gone.value.field == "generation"
+
+
+async def test_the_service_hears_of_the_deadline_and_gives_up_by_then(
+    app: Running, night: NightConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[float] = []
+    lookup = app.service.ladder.lookup
+
+    async def listen(holding, ask, started):
+        heard.append(ask.options.deadline_s)
+        return await lookup(holding, ask, started)
+
+    monkeypatch.setattr(type(app.service.ladder), "lookup", lambda self, *given: listen(*given))
+    user = min(histories(night))
+    async with asking(Watched(app), told_share=0.5) as larder:
+        await larder.lookup("user_topk", user, Options(deadline_ms=1_000))
+        await larder.lookup_many("user_topk", [user], Options(deadline_ms=8_000))
+
+    # The time that the way took is missing, and a busy machine may take a lot of it.
+    assert 0 < heard[0] <= 0.5 and 0.5 < heard[1] <= 4.0
+
+
+async def test_a_service_that_hangs_costs_the_deadline_and_no_more(app: Running) -> None:
+    watched, hung = Watched(app), asyncio.Event()
+    watched.before[1] = hung.wait  # type: ignore[assignment]
+
+    async with asking(watched) as larder:
+        with pytest.raises(DeadlineExceeded):
+            await larder.lookup("user_topk", "u-1", Options(deadline_ms=30))
+        after = await larder.lookup("user_topk", "u-1")
+
+    assert after.source == "default" and len(watched.seen) == 2
+
+
+async def test_a_bad_request_names_its_field(app: Running) -> None:
+    async with asking(Watched(app)) as larder:
+        with pytest.raises(InvalidRequest) as wrong:
+            await larder.lookup_many("user_topk", ["fine", ""])
+        with pytest.raises(InvalidRequest) as unknown:
+            await larder.lookup("no_such_table", "u-1")
+
+    assert wrong.value.field == "entities[1].id" and wrong.value.status == 422
+    assert unknown.value.status == 404 and unknown.value.code == "unknown_table"
+
+
+def test_a_port_where_nobody_listens_is_unreachable_in_one_line() -> None:
+    with Client("http://127.0.0.1:9") as larder, pytest.raises(Unreachable) as nobody:
+        larder.lookup("user_topk", "u-1")
+
+    assert not nobody.value.is_sent and "\n" not in str(nobody.value)
+
+
+def test_threads_that_wait_are_released_by_close() -> None:
+    async def never(_request: httpx.Request) -> httpx.Response:
+        waiting.append(True)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    waiting: list[bool] = []
+    ended: list[BaseException] = []
+    larder = Client(BASE, transport=httpx.MockTransport(never), policy=Policy(deadline_ms=600_000))
+
+    def ask() -> None:
+        try:
+            larder.lookup("user_topk", "u-1")
+        except RuntimeError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    assert until(lambda: bool(waiting))
+    larder.close()
+    thread.join(10)
+
+    assert not thread.is_alive() and "closed" in str(ended[0])

@@ -1,0 +1,70 @@
+import subprocess
+import sys
+
+import orjson
+import pytest
+
+from serving.client import Entity, Options
+from serving.client_ask import as_id, many, one, split
+
+
+@pytest.mark.parametrize("wrong", [True, 1.5, None, b"u-1"])
+def test_what_is_no_id_is_refused_before_it_leaves(wrong: object) -> None:
+    with pytest.raises(TypeError, match="an id is"):
+        as_id(wrong)
+
+
+def test_an_id_beyond_64_bits_travels_as_its_decimal_form() -> None:
+    body = orjson.loads(many("t", [2**80], Options()).content or b"")
+
+    assert body["entities"] == [{"id": str(2**80)}]
+
+
+def test_options_that_are_not_set_are_left_to_the_service() -> None:
+    call = one("t", "u-1", Options(k=3, fresh=True, canary_key=9))
+
+    assert call.params == {"k": "3", "fresh": "true", "canary_key": "9"}
+
+
+def test_a_url_has_no_room_for_exclude() -> None:
+    with pytest.raises(ValueError, match="lookup_many"):
+        one("t", "u-1", Options(exclude=["i-1"]))
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(0, []), (1, [1]), (3, [3]), (4, [3, 1]), (7, [3, 3, 1])])  # fmt: skip
+def test_a_batch_is_cut_where_the_service_would_refuse_it(count: int, sizes: list[int]) -> None:
+    parts = list(split(list(range(count)), Options(), 3, 100))
+
+    assert [len(each) for each in parts] == sizes
+    assert [each for part in parts for each in part] == list(range(count))
+
+
+def test_histories_and_exclude_count_as_the_service_counts_them() -> None:
+    entities = [Entity(str(place), history=["i"] * 4) for place in range(5)]
+
+    parts = list(split(entities, Options(exclude=["x", "y"]), 100, 10))
+
+    assert [len(each) for each in parts] == [2, 2, 1]
+
+
+def test_an_entity_beyond_every_limit_still_goes_so_that_the_service_says_so() -> None:
+    big = Entity("u-1", history=["i"] * 20)
+
+    assert list(split([big], Options(), 10, 5)) == [[big]]
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, float("nan"), float("inf")])
+def test_a_deadline_that_no_wait_can_have_is_refused(deadline: float) -> None:
+    with pytest.raises(ValueError, match="deadline_ms"):
+        Options(deadline_ms=deadline)
+
+
+def test_a_caller_loads_nothing_of_the_service_itself() -> None:
+    heavy = {"fastapi", "faiss", "onnxruntime", "redis", "cache", "precompute"}
+    program = f"import serving.client, sys; print(sorted({heavy} & set(sys.modules)))"
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert done.stdout.strip() == "[]"
