@@ -1,7 +1,7 @@
 """Recall and NDCG at 20: of what the service answers, and of the same bundle computed apart from all of Larder."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import orjson
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from infra.demo.http import post
+from serving.client import Answer, AsyncClient, Options, Policy
 
 TOP = 20
 BATCH = 1000
@@ -81,26 +81,36 @@ async def served_lists(
     lists: dict[str, Sequence[str]] = {}
     asked_again = 0
     open_ones = list(users)
-    for _ in range(TRIES):
-        for start in range(0, len(open_ones), BATCH):
-            some = open_ones[start : start + BATCH]
-            entities = [{"id": user} for user in some]
-            body = orjson.dumps({"entities": entities, "k": top, "deadline_ms": DEADLINE_MS})
-            status, raw = await post(url, "/v1/lookup/user_topk", body)
-            if status != 200:
-                raise RuntimeError(f"POST /v1/lookup/user_topk: {status} {raw[:500]!r}")
-            answers = orjson.loads(raw)["answers"]
-            on_answers(answers)
-            lists |= {
-                each["id"]: each["items"] for each in answers if each["source"] in ("l1", "l2")
-            }
-        open_ones = [user for user in open_ones if user not in lists]
-        if not open_ones:
-            return Served(lists, asked_again)
-        asked_again += len(open_ones)
+    options = Options(k=top, deadline_ms=DEADLINE_MS)
+    # Sent once, so that what the service counted is what was asked.
+    async with AsyncClient(url, policy=Policy(attempts=1, max_batch=BATCH)) as larder:
+        for _ in range(TRIES):
+            for start in range(0, len(open_ones), BATCH):
+                some = open_ones[start : start + BATCH]
+                answers = await larder.lookup_many("user_topk", some, options)
+                on_answers([_told(each) for each in answers])
+                lists |= {
+                    str(each.id): each.items or ()
+                    for each in answers
+                    if each.source in ("l1", "l2")
+                }
+            open_ones = [user for user in open_ones if user not in lists]
+            if not open_ones:
+                return Served(lists, asked_again)
+            asked_again += len(open_ones)
     raise RuntimeError(
         f"{len(open_ones)} users of the night are not answered from it, e.g. {open_ones[0]}"
     )
+
+
+def _told(answer: Answer) -> dict[str, Any]:
+    """The fields that were set, as the service sent them."""
+    found = {each.name: getattr(answer, each.name) for each in fields(answer)}
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def offline_lists(

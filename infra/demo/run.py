@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import orjson
-
 from cache.artefacts import ArtefactStore, read_manifest
 from cache.embedded import redis_url
 from cache.keys import Keyspace
@@ -23,7 +21,6 @@ from infra.demo.airflow import LocalAirflow, RunReport
 from infra.demo.checks import Judge, Question
 from infra.demo.dataset import Dataset
 from infra.demo.evaluate import TOP, Quality, offline_lists, quality, served_lists
-from infra.demo.http import get
 from infra.demo.place import SCORERS, Place, place, quoted
 from infra.demo.scrape import Counts, scrape
 from infra.demo.service import Service
@@ -33,6 +30,7 @@ from infra.demo.traffic import Background, Latencies, Stream, replay
 from precompute.config import night_config
 from precompute.control import connect
 from precompute.load import unlink_pages
+from serving.client import Client, Unanswered
 
 NIGHTLY = "nightly_precompute"
 RUN_TIMEOUT_S = 900.0
@@ -112,7 +110,7 @@ class Demo:
             self._first_night(airflow)
             with self.steps.step("Lookup service") as step:
                 service = stack.enter_context(Service(here.home / "service.log", environment))
-                self.found.first = self._live(service)["generation"]
+                self.found.first = self._live(service)
                 step.note(f"{service.url}, generation {self.found.first}")
             stream = Stream(data)
             self._replay(service, stream)
@@ -168,12 +166,12 @@ class Demo:
         step.note(f"{len(report.tasks)} task{'s' * (len(report.tasks) > 1)}, longest {longest}")
         return report
 
-    def _live(self, service: Service) -> dict[str, Any]:
-        status, raw = asyncio.run(get(service.url, "/v1/generations"))
-        if status != 200:
-            raise Broken(f"GET /v1/generations: {status} {raw[:300]!r}")
-        body: dict[str, Any] = orjson.loads(raw)
-        return dict(body["live"])
+    def _live(self, service: Service) -> str:
+        try:
+            with Client(service.url) as larder:
+                return larder.generations().live.generation
+        except Unanswered as error:
+            raise Broken(f"the service does not say what is live: {error}") from error
 
     def _follow(
         self, service: Service, wanted: str | None = None, *, unlike: str | None = None
@@ -182,7 +180,7 @@ class Demo:
         give_up = time.monotonic() + FOLLOW_S
         while time.monotonic() < give_up:
             service.check()
-            live = str(self._live(service)["generation"])
+            live = self._live(service)
             if live == wanted or (wanted is None and live != unlike):
                 return live
             time.sleep(0.05)
@@ -220,7 +218,10 @@ class Demo:
             self.judge.request(asked, answers)
 
         with self.steps.step(f"Recall and NDCG at {TOP}, read through HTTP") as step:
-            found = asyncio.run(served_lists(service.url, users, judged))
+            try:
+                found = asyncio.run(served_lists(service.url, users, judged))
+            except Unanswered as error:
+                raise Broken(f"a batch of users has no answer: {error}") from error
             served = self.found.served = quality(found.lists, data.held_out)
             step.note(f"{served.users:,} users: recall {served.recall:.6f}, NDCG {served.ndcg:.6f}")
             if found.asked_again:

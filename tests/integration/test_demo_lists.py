@@ -1,0 +1,38 @@
+"""The demo's measure reads its lists through the client: what it sees is what the service counted."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.demo import evaluate
+from infra.demo.checks import Judge, Question
+from infra.demo.evaluate import TOP, served_lists
+from infra.demo.scrape import scrape
+from tests.integration.fleet import fleet
+from tests.integration.nights import build_night, histories, top_lists
+
+
+async def test_served_lists_are_the_nights_own_each_asked_once_and_judged(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "BATCH", 7)
+    config = build_night(tmp_path / "night", redis_url, users=200, items=60)
+    known = histories(config)
+    users, judge = sorted(known)[:40], Judge(histories=known)
+
+    def judged(answers: Sequence[Mapping[str, Any]]) -> None:
+        judge.request([Question("user_topk", str(each["id"]), TOP) for each in answers], answers)
+
+    with fleet(config, tmp_path / "logs", count=1) as (service,):
+        found = await served_lists(service.url, users, judged)
+        counts = await scrape(service.url)
+
+    (generation,) = judge.generations
+    expected = top_lists(config, generation, users)
+    assert {user: tuple(found.lists[user]) for user in users} == {
+        user: expected[user][:TOP] for user in users
+    }
+    assert judge.violations == [] and counts.disagreements(judge.sources, judge.entities) == []
+    assert judge.requests == 6
