@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from serving.arms import ARMS
 from serving.metrics import SOURCES, STAGES, Metrics
 
 INFRA = Path(__file__).parents[3] / "infra"
@@ -18,6 +19,41 @@ RECORDED = {
 }
 
 
+VALUES: dict[str, set[str]] = {
+    "source": set(SOURCES),
+    "stage": set(STAGES),
+    "role": {"live", "previous", "next", "canary"},
+    "arm": {*ARMS, "pinned", "no_key", "not_held"},
+    "outcome": {"in_step", "load_failed"},
+    "reason": {"page_missing", "corrupt"},
+}
+"""Of each label, the values that queries may name: each has to be one that occurs."""
+
+ADDED = {"instance", "job", "le"}
+"""Labels that Prometheus and its histograms add."""
+
+
+def labels() -> dict[str, set[str]]:
+    """The labels of all series that the service exposes, by name."""
+    found: dict[str, set[str]] = {}
+    for collector in list(Metrics().registry._collector_to_names):
+        suffixes = {
+            "counter": ("_total",),
+            "histogram": ("_bucket", "_count", "_sum"),
+            "summary": ("_count", "_sum"),
+        }.get(collector._type, ("",))  # type: ignore[attr-defined]
+        for suffix in suffixes:
+            found[collector._name + suffix] = set(collector._labelnames)  # type: ignore[attr-defined]
+    return found
+
+
+def selected(query: str) -> Iterator[tuple[str, str]]:
+    """Yield each series of a query with what is in its braces."""
+    for name, matchers in re.findall(r"\b(larder_\w+)(?:\{([^}]*)\})?", query):
+        if name in exported():  # a label_values(series, label) names no series twice
+            yield name, matchers
+
+
 def exported() -> set[str]:
     """Return the names of all series that the service exposes."""
     names: set[str] = set()
@@ -25,6 +61,7 @@ def exported() -> set[str]:
         suffixes = {
             "counter": ("_total",),
             "histogram": ("_bucket", "_count", "_sum"),
+            "summary": ("_count", "_sum"),
         }.get(family.type, ("",))
         names |= {family.name + suffix for suffix in suffixes}
     return names
@@ -57,8 +94,51 @@ def test_a_query_closes_what_it_opens(query: str) -> None:
 
 @pytest.mark.parametrize("query", list(queries()))
 def test_a_query_selects_label_values_that_occur(query: str) -> None:
-    for label, values in re.findall(r'(source|stage)=~?"([^"$]*)"', query):
-        assert set(values.split("|")) <= set(SOURCES if label == "source" else STAGES)
+    for label, values in re.findall(r'(\w+)(?:=~?|!=|!~)"([^"$]*)"', query):
+        if label not in ("job", "status", "event"):
+            assert set(values.split("|")) <= VALUES[label]
+
+
+@pytest.mark.parametrize("query", list(queries()))
+def test_a_query_selects_and_groups_by_labels_that_its_series_have(query: str) -> None:
+    known = labels()
+    series = list(selected(query))
+
+    for name, matchers in series:
+        assert set(re.findall(r"(\w+)[=!]~?=?", re.sub(r'"[^"]*"', "", matchers))) <= known[name] | ADDED  # fmt: skip
+    grouped = re.findall(r"\b(?:by|on) \(([\w, ]+)\)", query)
+    for label in {each.strip() for listed in grouped for each in listed.split(",")}:
+        recorded = bool(re.search(r"\blarder:", query))
+        assert label in ADDED or recorded or any(label in known[name] for name, _ in series)
+
+
+def test_a_legend_names_labels_that_are_left() -> None:
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            grouped = re.findall(r"\bby \(([\w, ]+)\)", target["expr"])
+            left = {each.strip() for listed in grouped for each in listed.split(",")}
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= left
+
+
+def test_flips_canaries_missing_nights_and_erasures_have_an_alert_and_a_panel() -> None:
+    alerts = " ".join(alert["expr"] for alert in ALERTS)
+    panels = " ".join(target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"])  # fmt: skip
+
+    for series in (
+        "larder_flip_skew_seconds", "larder_warm_seconds", "larder_canary_requests_total",
+        "larder_canary_answers_total", "larder_generation_missing",
+        "larder_refreshes_total", "larder_blocklist_version",
+    ):  # fmt: skip
+        assert series in alerts and series in panels
+
+
+def test_no_two_panels_lie_over_each_other() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not taken & cells and at["x"] + at["w"] <= 24
+        taken |= cells
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])

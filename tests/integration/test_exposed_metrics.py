@@ -1,0 +1,50 @@
+"""What dashboards and alerts read is what a running service exposes, also around a flip."""
+
+import asyncio
+import json
+import re
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.integration.nights import UNTIL, build_night, build_verified, publish
+from tests.integration.serving_app import eventually, serving
+
+INFRA = Path(__file__).parents[2] / "infra"
+
+
+def read_series() -> set[str]:
+    """The series that some rule or panel reads, recorded ones left out."""
+    rules: Any = yaml.safe_load((INFRA / "prometheus/rules.yml").read_text())
+    board: Any = json.loads((INFRA / "grafana/dashboards/larder.json").read_text())
+    queries = [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    queries += [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    return {name for query in queries for name in re.findall(r"\blarder_\w+", query)}
+
+
+async def test_a_running_service_exposes_what_is_read_and_measures_its_flips(
+    tmp_path: Path, redis_url: str
+) -> None:
+    night = build_night(tmp_path, redis_url, users=200, items=60)
+    later = (datetime.fromisoformat(UNTIL) + timedelta(minutes=30)).isoformat()
+    next_ = await asyncio.to_thread(build_verified, night, later)
+
+    async with serving(night) as app:
+        await asyncio.to_thread(publish, night, next_)
+
+        async def measured() -> bool:
+            (skew,) = (await app.counted("larder_flip_skew_seconds")).values()
+            (warm,) = (await app.counted("larder_warm_seconds")).values()
+            return skew != 0 and warm > 0
+
+        assert await eventually(measured)
+        text = (await app.http.get("/metrics")).text
+        held = await app.counted("larder_generation_info")
+
+    named = dict(re.findall(r"^# TYPE (larder_\w+) (\w+)$", text, re.MULTILINE))
+    suffixes = {"histogram": ("_bucket", "_count", "_sum"), "summary": ("_count", "_sum")}
+    exposed = {name + end for name, kind in named.items() for end in suffixes.get(kind, ("",))}
+    assert read_series() <= exposed
+    assert {role for _, role in held} == {"live", "previous"}
