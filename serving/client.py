@@ -46,6 +46,7 @@ __all__ = [
     "Unavailable", "Unreachable",
 ]  # fmt: skip
 
+_IDLE_S = 3.0
 _NONE = Options()
 _POLICY = Policy()
 _T = TypeVar("_T")
@@ -229,7 +230,10 @@ def _http(
         # The deadline of the call ends whatever takes too long; only a host that swallows packets is given up earlier.
         timeout=httpx.Timeout(None, connect=policy.connect_ms / 1000),
         limits=httpx.Limits(
-            max_connections=policy.connections, max_keepalive_connections=policy.connections
+            max_connections=policy.connections,
+            max_keepalive_connections=policy.connections,
+            # Before the service hangs up (5 s): feedback on a connection that just ended could not be sent again.
+            keepalive_expiry=_IDLE_S,
         ),
         trust_env=False,  # a .netrc would replace the token
     )

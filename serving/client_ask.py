@@ -25,7 +25,7 @@ class Entity:
         if self.id is not None:
             body["id"] = as_id(self.id)
         if self.history is not None:
-            body["history"] = [as_id(each) for each in self.history]
+            body["history"] = as_ids(self.history)
         if self.features is not None:
             body["features"] = dict(self.features)
         if self.table is not None:
@@ -64,7 +64,7 @@ class Options:
         """Those that are set."""
         body = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.exclude is not None:
-            body["exclude"] = [as_id(each) for each in self.exclude]
+            body["exclude"] = as_ids(self.exclude)
         if self.canary_key is not None:
             body["canary_key"] = as_id(self.canary_key)
         return {name: value for name, value in body.items() if value is not None}
@@ -86,6 +86,13 @@ def as_id(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TypeError(f"an id is a str or an int, not {value!r}")
     return str(value)
+
+
+def as_ids(values: Sequence[Id]) -> list[str]:
+    """The same for a list; raises TypeError for a text, which would be a list of its letters."""
+    if isinstance(values, str):
+        raise TypeError(f"a list of ids is wanted, not the text {values!r}")
+    return [as_id(each) for each in values]
 
 
 def one(table: str, entity: Id, options: Options) -> Call:
@@ -112,8 +119,7 @@ def many(table: str | None, entities: Asked, options: Options) -> Call:
 def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
     """POST one user's candidates."""
     who = user.to_json() if isinstance(user, Entity) else as_id(user)
-    listed = [as_id(each) for each in items]
-    return _post("/v1/score", {"user": who, "items": listed, **options.to_json()})
+    return _post("/v1/score", {"user": who, "items": as_ids(items), **options.to_json()})
 
 
 def feedback(event: str, generation: str | None, canary_key: Id | None, count: int) -> Call:
@@ -128,6 +134,8 @@ def feedback(event: str, generation: str | None, canary_key: Id | None, count: i
 
 def split(entities: Asked, options: Options, max_batch: int, max_ids: int) -> Iterator[Asked]:
     """Consecutive pieces of at most `max_batch` entities, and `max_ids` ids in histories and `exclude` together."""
+    if isinstance(entities, str):
+        raise TypeError(f"a list of entities is wanted, not the text {entities!r}")
     begin, ids = 0, len(options.exclude or ())
     for place, each in enumerate(entities):
         more = len(each.history or ()) if isinstance(each, Entity) else 0

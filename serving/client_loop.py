@@ -29,14 +29,15 @@ class LoopThread:
 
     def run(self, work: Coroutine[Any, Any, _T], within_s: float) -> _T:
         """What `work` returns, which ends by itself within `within_s`. Raises RuntimeError after `close` or a fork."""
-        if self._is_closed or self._pid != os.getpid():
-            work.close()
-            raise RuntimeError(
-                "this client is closed: make another one"
-                if self._is_closed
-                else "this client was made before the process forked: make one in each process"
-            )
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._closing:  # what is begun before `close` is ended by it
+            if self._is_closed or self._pid != os.getpid():
+                work.close()
+                raise RuntimeError(
+                    "this client is closed: make another one"
+                    if self._is_closed
+                    else "this client was made before the process forked: make one in each process"
+                )
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(within_s + _GRACE_S)
         except TimeoutError as error:

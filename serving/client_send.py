@@ -25,6 +25,7 @@ _ABOVE_0 = (
 )
 _RETRIES_SAVED = 10.0
 _HEDGES_SAVED = 10.0
+_LEAVE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,11 @@ class Sender:
         self._hedges.earn()
         last: Unanswered | None = None
         for attempt in range(1, policy.attempts + 1):
-            least_s = 0.0
+            least_s, left_s = 0.0, until - timer()
+            if left_s <= 0:
+                break
             try:
-                async with asyncio.timeout(until - timer()):
+                async with asyncio.timeout(left_s):
                     response = await self._first(call, until)
             except TimeoutError:
                 break
@@ -134,7 +137,9 @@ class Sender:
         raise DeadlineExceeded(f"{call.method} {call.path}: no answer by the deadline") from last
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Closes the connections, also those of requests that lost."""
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=_LEAVE_S)
         await self._http.aclose()
 
     def _backoff_s(self, attempt: int) -> float:

@@ -241,3 +241,32 @@ def test_threads_that_wait_are_released_by_close() -> None:
     thread.join(10)
 
     assert not thread.is_alive() and "closed" in str(ended[0])
+
+
+async def test_the_connection_of_a_request_that_lost_is_closed() -> None:
+    hung_up, asked = asyncio.Event(), 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.readuntil(b"\r\n\r\n")
+        if asked == 1:
+            assert await reader.read() == b""  # until the other side goes
+            hung_up.set()
+        else:
+            body = (
+                b'{"id":"u-1","table":"t","source":"l1","generation":"g",'
+                b'"age_seconds":1,"published_at":"2026-01-01T00:00:00Z"}'
+            )
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    policy = Policy(deadline_ms=PATIENT, hedge_after_ms=1, hedge_share=1.0)
+    async with server, AsyncClient(f"http://127.0.0.1:{port}", policy=policy) as larder:
+        answer = await larder.lookup("t", "u-1")
+        async with asyncio.timeout(10):
+            await hung_up.wait()
+
+    assert answer.id == "u-1" and asked == 2

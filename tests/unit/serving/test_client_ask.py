@@ -1,17 +1,32 @@
 import subprocess
 import sys
+from collections.abc import Callable
 
 import orjson
 import pytest
 
 from serving.client import Entity, Options
-from serving.client_ask import as_id, many, one, split
+from serving.client_ask import as_id, many, one, score, split
 
 
 @pytest.mark.parametrize("wrong", [True, 1.5, None, b"u-1"])
 def test_what_is_no_id_is_refused_before_it_leaves(wrong: object) -> None:
     with pytest.raises(TypeError, match="an id is"):
         as_id(wrong)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: list(split("u-1", Options(), 10, 10)),
+        lambda: many("t", [Entity("u-1", history="i-1")], Options()),
+        lambda: many("t", ["u-1"], Options(exclude="i-1")),
+        lambda: score("u-1", "i-1", Options()),
+    ],
+)
+def test_a_text_is_not_taken_for_a_list_of_its_letters(ask: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match="not the text"):
+        ask()
 
 
 def test_an_id_beyond_64_bits_travels_as_its_decimal_form() -> None:

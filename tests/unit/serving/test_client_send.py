@@ -382,3 +382,32 @@ def test_a_token_that_no_header_can_carry_is_refused_at_once(token: str) -> None
 def test_a_policy_that_cannot_be_kept_is_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
         Policy(**setting)
+
+
+def test_a_client_from_before_a_fork_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Client(URL, transport=httpx.MockTransport(Script([good()]))) as larder:
+        with monkeypatch.context() as patch:
+            patch.setattr("serving.client_loop.os.getpid", lambda: -1)
+            with pytest.raises(RuntimeError, match="fork"):
+                larder.lookup("t", "u-1")
+        assert larder.lookup("t", "u-1").id == "u-1"
+
+
+async def test_no_request_leaves_once_the_deadline_is_over() -> None:
+    script, clock = Script([good()]), Clock()
+
+    class Late(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            clock.now += 10  # all of the call's time goes with its first piece
+            return await script(request)
+
+    body = httpx.Response(200, content=orjson.dumps({"answers": [ANSWER]}))
+    script.steps = [body]
+    asking = AsyncClient(
+        URL, policy=Policy(max_batch=1, at_once=1), pace=clock.pace(), transport=Late()
+    )
+
+    with pytest.raises(DeadlineExceeded):
+        await asking.lookup_many("t", ["a", "b", "c"])
+
+    assert len(script.seen) == 1
