@@ -235,7 +235,7 @@ def _http(
             # Before the service hangs up (5 s): feedback on a connection that just ended could not be sent again.
             keepalive_expiry=_IDLE_S,
         ),
-        trust_env=False,  # a .netrc would replace the token
+        trust_env=False,  # a proxy to the world is no way to a service next door
     )
 
 

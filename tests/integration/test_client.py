@@ -270,3 +270,21 @@ async def test_the_connection_of_a_request_that_lost_is_closed() -> None:
             await hung_up.wait()
 
     assert answer.id == "u-1" and asked == 2
+
+
+async def test_no_proxy_of_the_environment_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 14\r\n\r\n{"arm":"live"}')
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    policy = Policy(deadline_ms=PATIENT)
+    async with server, AsyncClient(f"http://127.0.0.1:{port}", policy=policy) as larder:
+        assert await larder.feedback("click", generation="g") == "live"
