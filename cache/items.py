@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from cache.directory import Directory, map_file
 from cache.keys import hash_id, hash_ids
 from cache.manifest import Manifest
+from cache.texts import Texts
 
 Ordinals = NewType("Ordinals", NDArray[np.int64])
 """Positions in a generation's item table; -1 = unknown."""
@@ -35,6 +36,7 @@ class ItemTable:
         self._model_index = model_index
         self._offsets = offsets
         self._ids = ids.data
+        self.texts = Texts(self.count, self.ids_of)
 
     @classmethod
     def open(cls, root: Path, manifest: Manifest) -> Self:

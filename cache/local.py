@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from cachetools import LRUCache
@@ -10,6 +9,9 @@ from cachetools import LRUCache
 OVERHEAD_BYTES = 540
 """Memory per entry besides the record: key, entry and the LRU's three dictionaries; measured 405 to 555, most just
 after the dictionaries have grown."""
+
+READY_BYTES = 620
+"""The same for a ready answer, whose key is the request's own bytes."""
 
 
 class LocalKey(NamedTuple):
@@ -20,8 +22,7 @@ class LocalKey(NamedTuple):
     key: int | bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One record; `digest` and `expires_at` (monotonic seconds) are None for what the night computed."""
 
     record: bytes
@@ -30,14 +31,32 @@ class Entry:
     expires_at: float | None = None
 
 
-def _size_bytes(entry: Entry | None) -> int:
-    return 0 if entry is None else len(entry.record) + OVERHEAD_BYTES
+class Ready(NamedTuple):
+    """An answer as it is sent, but for its age, which goes between `head` and `tail`.
+
+    `stamp` is that of what it was made from: under any other it counts for nothing. `asked`: table and id.
+    """
+
+    stamp: int
+    head: bytes
+    tail: bytes
+    data_until: int
+    asked: tuple[str, bytes]
+    request: bytes
 
 
-class _Entries(LRUCache[LocalKey, Entry | None]):
+def _size_bytes(entry: Entry | Ready | None) -> int:
+    if type(entry) is Entry:
+        return len(entry.record) + OVERHEAD_BYTES
+    if not isinstance(entry, Ready):
+        return 0
+    return len(entry.head) + len(entry.tail) + len(entry.request) + READY_BYTES
+
+
+class _Entries(LRUCache[LocalKey | bytes, Entry | Ready | None]):
     """An absent key is None and no exception: a miss is as common as a hit, and raising costs more than looking."""
 
-    def __missing__(self, key: LocalKey) -> None:
+    def __missing__(self, key: LocalKey | bytes) -> None:
         return None
 
 
@@ -51,18 +70,29 @@ class LocalTier:
 
     def get(self, key: LocalKey) -> Entry | None:
         """The entry, unless it is absent or its life is over."""
-        entry = self._entries[key]
-        if entry is None or entry.expires_at is None or entry.expires_at > self._timer():
+        entry: Entry | None = self._entries[key]  # type: ignore[assignment]  # a LocalKey names a record
+        if entry is None or entry[3] is None or entry[3] > self._timer():
             return entry
         del self._entries[key]
         return None
 
+    def ready(self, request: bytes) -> Ready | None:
+        """What was kept for exactly this request; whether it still counts is for its stamp to say."""
+        return self._entries[request]  # type: ignore[return-value]  # bytes name a ready answer
+
+    def keep(self, ready: Ready) -> None:
+        """Keeps an answer beside its record, within the same bound."""
+        self._put(ready.request, ready)
+
     def put(self, key: LocalKey, entry: Entry) -> None:
         """Stores or replaces; an entry larger than the whole tier is left out and counted."""
+        self._put(key, entry)
+
+    def _put(self, key: LocalKey | bytes, entry: Entry | Ready) -> None:
         try:
             self._entries[key] = entry
         except ValueError:
-            self.discard(key)
+            self._entries.pop(key, None)
             self.too_large += 1
 
     def discard(self, key: LocalKey) -> None:

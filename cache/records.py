@@ -6,6 +6,7 @@ stored as value * 2**-exponent, so that the largest of a record uses the upper e
 """
 
 import functools
+import struct
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -33,6 +34,10 @@ _HEADER: list[Any] = [
     ("flags", "u1"),
     ("exponent", "i1"),
 ]
+_UNPACK_HEADER = struct.Struct("<QIHBb").unpack_from
+_HEADER_BYTES = 16
+_ORDINAL = np.dtype("<u4")
+_NUMBER: dict[str, np.dtype[Any]] = {name: np.dtype(f"<{name}") for name in ("f2", "f4", "i1")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,29 +211,33 @@ def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = 
             f"a record has {layout.size_bytes} bytes, this one {len(record)}",
             size_bytes=len(record),
         )
-    row = np.frombuffer(record, layout.dtype)[0]
-    flags, count = int(row["flags"]), int(row["count"])
+    # Field by field: a structured scalar costs more than everything else here.
+    fingerprint, scored_at, count, flags, exponent = _UNPACK_HEADER(record)
     if flags >> 4 != FORMAT or count > layout.width:
         raise CorruptArtefact(
             f"a record of format {flags >> 4} with {count} numbers cannot be read",
             format=flags >> 4,
             count=count,
         )
-    numbers = row["numbers"][:count].astype(np.float32)
-    if layout.precision == "f2":
-        numbers = np.ldexp(numbers, int(row["exponent"]))
-    elif layout.precision == "i1":
-        numbers = numbers * row["scale"]
+    width, precision = layout.width, layout.precision
+    at = len(record) - width * _NUMBER[precision].itemsize
+    numbers = np.frombuffer(record, _NUMBER[precision], width, at)[:count].astype(np.float32)
+    if precision == "f2":
+        numbers = np.ldexp(numbers, exponent)
+    elif precision == "i1":
+        numbers = numbers * np.frombuffer(record, "<f4", 1, _HEADER_BYTES)[0]
     if not np.isfinite(numbers).all():
         raise CorruptArtefact("a record holds a number that is not finite", rule="non_finite")
-    items = row["items"][:count] if layout.kind == "topk" else None
+    items = None
+    if layout.kind == "topk":
+        items = np.frombuffer(record, _ORDINAL, width, _HEADER_BYTES)[:count]
     if items is not None and count and item_count is not None and items.max() >= item_count:
         raise CorruptArtefact(
             f"a record names item {int(items.max())} of {item_count}", rule="ordinal"
         )
     return Record(
-        fingerprint=int(row["fingerprint"]),
-        scored_at=int(row["scored_at"]),
+        fingerprint=fingerprint,
+        scored_at=scored_at,
         live=bool(flags & FLAG_LIVE),
         numbers=numbers,
         items=items,

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, cast
 from cache.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead, Read
 from cache.errors import TierUnavailable
 from cache.keys import FORMAT, hash_hex
-from cache.local import Entry, LocalKey, LocalTier, NegativeCache
+from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.outcomes import OUTAGES, Counters, Found, Missed, MissReason, Outcome, View, Want
 from cache.records import FLAG_LIVE, pack_overlay, peek_fingerprint, peek_format, unpack_overlay
 from cache.singleflight import SingleFlight
@@ -94,6 +94,14 @@ class Tiered:
         """Reads into L1 ahead of requests, uncounted; returns how many records are there now."""
         outcomes = await self._resolve(view, wants, deadline)
         return sum(isinstance(each, Found) for each in outcomes)
+
+    def ready(self, request: bytes) -> Ready | None:
+        """What L1 keeps for exactly these bytes of a request; who sends it counts it with `sent_ready`."""
+        return self.local.ready(request)
+
+    def sent_ready(self) -> None:
+        """A ready answer was sent: a hit of L1 like any other."""
+        self.counters.l1 += 1
 
     def put_live(self, view: View, want: Want, record: bytes, digest: bytes, ttl_s: float) -> None:
         """Keeps a live answer: in L1, and in L2 (in the background) only if the night did not know the entity.

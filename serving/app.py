@@ -23,7 +23,9 @@ from serving import openapi
 from serving.clock import RedisClock
 from serving.config import ServingConfig
 from serving.follower import Follower
+from serving.front import Front
 from serving.heartbeat import Heartbeat
+from serving.hot import Hot
 from serving.http import refused
 from serving.infer import Inferences
 from serving.ladder import Ladder
@@ -42,7 +44,7 @@ _BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def create_app(config: ServingConfig) -> FastAPI:
+def create_app(config: ServingConfig) -> Front:
     """The application; nothing is opened before it starts. Raises ConfigError for a token nobody could send."""
     check_token(config.token)
 
@@ -55,9 +57,11 @@ def create_app(config: ServingConfig) -> FastAPI:
             app.router.routes.clear()
             app.include_router(routes(service))
             app.router.routes.extend(documentation)
+            front.hot = Hot(service)
             yield
+            front.hot = None
 
-    app = FastAPI(
+    front = app = Front(
         title="Larder",
         description="Precomputed predictions, each marked with where it came from.",
         lifespan=lifespan,
@@ -190,6 +194,7 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
         refresher.drain,
         nights,
         trial,
+        tiers,
     )
     try:
         await refresher.start()

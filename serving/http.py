@@ -1,7 +1,10 @@
 """Bodies in and out: what a request sends is bounded, what it gets is prebuilt JSON."""
 
+from collections import deque
+
 import orjson
 from fastapi import Request, Response
+from starlette.types import Message, Receive
 
 from serving.problem import Problem
 
@@ -23,6 +26,26 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise too_large
         pieces.append(piece)
     return b"".join(pieces)
+
+
+async def whole_body(receive: Receive, limit: int) -> tuple[bytes | None, Receive]:
+    """The body, None if it is too long or never ended; and from where all that was read can be read again."""
+    messages: deque[Message] = deque()
+
+    async def again() -> Message:
+        return messages.popleft() if messages else await receive()
+
+    size = 0
+    while True:
+        message = await receive()
+        messages.append(message)
+        if message["type"] != "http.request":
+            return None, again
+        size += len(message.get("body", b""))
+        if size > limit:
+            return None, again
+        if not message.get("more_body", False):
+            return b"".join([each.get("body", b"") for each in messages]), again
 
 
 def refused(problem: Problem) -> Response:

@@ -10,7 +10,7 @@ from cache.lane import deadline_for
 from cache.records import Record, decode
 from cache.tiered import Found, Missed, MissReason, Outcome, View, Want
 from serving.answer import Answer
-from serving.ask import Ask
+from serving.ask import Ask, Options
 from serving.case import Case, Pace, cases_of, still_open, want_in
 from serving.holding import Holding
 from serving.infer import Inferences
@@ -59,8 +59,13 @@ class Ladder:
         self._timer = timer
         self._clock = clock
 
-    async def lookup(self, holding: Holding, ask: Ask, started: float) -> list[Answer]:
-        """One answer per entity, in order, from what `holding` had when the request came."""
+    async def lookup(
+        self, holding: Holding, ask: Ask, started: float, reasons: Sequence[str | None] = ()
+    ) -> list[Answer]:
+        """One answer per entity, in order, from what `holding` had when the request came.
+
+        `reasons`, if any, say per entity why what is stored is no answer: it is not read again.
+        """
         holding = holding.pinned(ask.options.generation)
         cases = await cases_of(holding.live, ask)
         self._metrics.asked(case.table.name for case in cases)
@@ -70,6 +75,8 @@ class Ladder:
             for case in cases
             if case.want.position >= 0 and case.entity.raw is not None
         )
+        for case, reason in zip(cases, reasons, strict=False):
+            case.reason = reason
         turn = Turn(ask.options, started, started + ask.options.deadline_s)
         try:
             await self._descend(holding, cases, turn)
@@ -79,6 +86,11 @@ class Ladder:
                 case.reason = "internal_error"
                 self._reply.default(case, holding.live, turn)
         return [case.answer for case in cases if case.answer is not None]
+
+    def l2_deadline(self, options: Options, started: float, commands: int = 1) -> float:
+        """Until when the stored records of a request may be waited for."""
+        limit = self._timer() + deadline_for(self._l2_deadline_s, commands)
+        return min(started + options.deadline_s, limit)
 
     async def _descend(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
         live = holding.live

@@ -9,6 +9,8 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from serving.tally import Seconds, Tally
+
 Source = Literal["l1", "l2", "live", "previous", "default"]
 SOURCES: tuple[Source, ...] = ("l1", "l2", "live", "previous", "default")
 STAGES = ("parse", "stored", "live", "previous", "render", "inference")
@@ -68,10 +70,11 @@ class Metrics:
         self.refreshes = Counter(
             "larder_refreshes", "Looks at the pointer, by outcome", ["outcome"], registry=registry
         )
-        self.answer_seconds = Histogram(
-            "larder_answer_seconds", "Request start to answer", ["source"],
-            buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
+        self.answer_seconds = Seconds(
+            "larder_answer_seconds", "Request start to answer", "source", SOURCES, _SECONDS
+        )
+        registry.register(self.answer_seconds)
+        self.tally = Tally()
         self.stage_seconds = Histogram(
             "larder_stage_seconds", "Time in one stage of a request", ["stage"],
             buckets=_SECONDS, registry=registry,
@@ -151,15 +154,22 @@ class Metrics:
         )
         self._flips, self._is_flipping = 0, False
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
-        self._seconds = {source: self.answer_seconds.labels(source) for source in SOURCES}
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
 
     def answered(self, table: str, source: Source, seconds: float) -> None:
         """One entity has its answer."""
         self._child(self.answers, table, source).inc()
-        self._seconds[source].observe(seconds)
+        self.answer_seconds.observe(source, seconds)
         if self._is_flipping:
             self.flip_answer_seconds.observe(seconds)
+
+    def hot(self, table: str, source: Source, seconds: float, times: int = 1) -> None:
+        """So many entities of a table were asked for and answered on the hot route, each after `seconds`."""
+        self.tally.answers[table, source] += times
+        self.answer_seconds.observe(source, seconds, times)
+        if self._is_flipping:
+            for _ in range(times):
+                self.flip_answer_seconds.observe(seconds)
 
     def missed(self, table: str, reason: str) -> None:
         """No stored tier answered one entity."""
@@ -209,4 +219,10 @@ class Metrics:
 
     def expose(self) -> bytes:
         """The text format of Prometheus."""
+        answers, requests = self.tally.take()
+        for (table, source), count in answers.items():
+            self._child(self.entities, table).inc(count)
+            self._child(self.answers, table, source).inc(count)
+        for route, count in requests.items():
+            self._child(self.requests, route, "200").inc(count)
         return generate_latest(self.registry)

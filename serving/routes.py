@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from cache.errors import InvalidInput, LarderError
+from cache.tiered import Tiered
 from serving import openapi, schema
 from serving.answer import Answer
 from serving.ask import Ask, Limits, Options
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[Request, float], Awaitable[object]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-_LOOKUP_PREFIX = b"/v1/lookup/"
+LOOKUP_PREFIX = b"/v1/lookup/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Service:
     drain: Callable[[], Awaitable[None]]
     nights: Nights
     trial: Trial
+    tiers: Tiered
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:
@@ -77,7 +79,7 @@ def routes(service: Service) -> APIRouter:
 
     async def lookup_one(request: Request, started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
-        ask = lookup_url(raw_path, _LOOKUP_PREFIX, request.scope["query_string"], service.limits)
+        ask = lookup_url(raw_path, LOOKUP_PREFIX, request.scope["query_string"], service.limits)
         return (await _answers(service, request, ask, started))[0]
 
     async def lookup_table(request: Request, started: float) -> object:
@@ -186,7 +188,7 @@ def _marked(service: Service, answers: list[Answer]) -> list[Answer]:
 
 
 def _guarded(service: Service, route: str, handler: Handler) -> Endpoint:
-    expected = _credentials(service.token)
+    expected = credentials(service.token)
 
     async def answer(request: Request) -> Response:
         started = service.timer()
@@ -215,7 +217,7 @@ def _guarded(service: Service, route: str, handler: Handler) -> Endpoint:
     return answer
 
 
-def _credentials(token: str) -> tuple[bytes, ...]:
+def credentials(token: str) -> tuple[bytes, ...]:
     """The header's bytes in each encoding that clients use; only a token beyond ASCII has two."""
     header = f"Bearer {token}"
     forms = {header.encode()}

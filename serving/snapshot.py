@@ -1,9 +1,11 @@
 """One generation as this process holds it."""
 
 import dataclasses
+import functools
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -17,6 +19,7 @@ from cache.blocklist import Blocklist
 from cache.directory import Directory
 from cache.errors import CorruptArtefact, LarderError
 from cache.items import ItemTable
+from cache.keys import input_digest
 from cache.manifest import Artefact, Manifest, Table
 from cache.predictor import Predictor
 from cache.tiered import View
@@ -52,6 +55,8 @@ class Snapshot:
     blocklist: Blocklist
     blocked: frozenset[int]
     blocked_ordinals: NDArray[np.int64]
+    stamp: int = field(init=False, default_factory=itertools.count(1).__next__)
+    """Of this very value: also the same generation under another blocklist or release has another one."""
 
     @classmethod
     def open(
@@ -119,6 +124,17 @@ class Snapshot:
             )  # fmt: skip
         return found
 
+    @property
+    def has_blocked_entities(self) -> bool:
+        """Whether any entity must not be served."""
+        return bool(self.blocklist.entities or self.blocklist.items or self.blocklist.users)
+
+    def digest_without_input(self, table: Table) -> bytes | None:
+        """An item of the catalogue is its own input; of others, who sends nothing has none."""
+        if table.entity != "item":
+            return None
+        return _digest_of_nothing("" if self.predictor is None else self.predictor.model_digest)
+
     def blocks(self, table: Table, raw: bytes | None) -> bool:
         """Whether the entity itself must not be served (an item also when it is blocked as an item)."""
         if raw is None:
@@ -127,6 +143,11 @@ class Snapshot:
         return raw in blocklist.entities or raw in (
             blocklist.items if table.entity == "item" else blocklist.users
         )
+
+
+@functools.lru_cache(maxsize=16)
+def _digest_of_nothing(model_digest: str) -> bytes:
+    return input_digest(model_digest, None, None)
 
 
 def _iso(at: float) -> str:

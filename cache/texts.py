@@ -1,0 +1,39 @@
+"""Item ids as the JSON that answers carry, kept once they were asked for."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+TEXTS_MAX = 1 << 18
+"""Ids kept as text: about 25 MB; beyond it what is asked next starts afresh."""
+
+
+class Texts:
+    """The JSON string of each ordinal's id; `ids_of` reads those that are new."""
+
+    def __init__(self, count: int, ids_of: Callable[[NDArray[np.uint32]], Sequence[str]]) -> None:
+        self._count = count
+        self._ids_of = ids_of
+        self._known: NDArray[np.object_] | None = None
+        self._kept = 0
+
+    def rows(self, ordinals: NDArray[np.uint32]) -> list[list[bytes]]:
+        """Texts[n][k] of ordinals uint32[n, k], all of them below the table's count."""
+        known = self._known
+        if known is None:
+            known = self._known = np.full(self._count, None, object)
+        found: list[list[bytes]] = known[ordinals].tolist()
+        if any(None in row for row in found):
+            self._read(known, np.unique(ordinals))
+            found = known[ordinals].tolist()
+            if self._kept > TEXTS_MAX:
+                self._known, self._kept = None, 0
+        return found
+
+    def _read(self, known: NDArray[np.object_], ordinals: NDArray[np.uint32]) -> None:
+        new = ordinals[[text is None for text in known[ordinals].tolist()]]
+        for ordinal, text in zip(new.tolist(), self._ids_of(new), strict=True):
+            known[ordinal] = orjson.dumps(text)
+        self._kept += len(new)

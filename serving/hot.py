@@ -1,0 +1,214 @@
+"""The hot route: lookups of plain ids, answered ahead of the router by parse, look up, send.
+
+What it does not recognise (other options, bad input, inputs to compute from, a running canary) it leaves to the routes
+behind it, and ids without a stored answer to the ladder.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import orjson
+from starlette.types import Receive
+
+from cache.manifest import Table
+from cache.tiered import Found, Want
+from serving import plan
+from serving.ask import Ask, Entity, Options
+from serving.batch import Batches, Lookup
+from serving.case import want_in
+from serving.holding import Holding
+from serving.http import whole_body
+from serving.plan import Headers, Queries, Single
+from serving.render import JSON, Marks, Unfit, as_json, ready_of
+from serving.routes import Service, credentials
+
+Message = MutableMapping[str, Any]
+Messages = tuple[Message, Message]
+
+_STARTS_MAX = 8_192
+GET_ROUTE = "GET /v1/lookup/{table}"
+POST_ROUTE = "POST /v1/lookup/{table}"
+
+log = logging.getLogger(__name__)
+
+
+class Hot:
+    """Needs what the routes need, and the tiers; every method answers None for what is not its own."""
+
+    def __init__(self, service: Service, clock: Callable[[], float] = time.time) -> None:
+        self._service = service
+        self._shelf = service.follower.shelf
+        self._tiers = tiers = service.tiers
+        self._ready = tiers.local.ready
+        self._counters = tiers.counters
+        self._recent = service.ladder.recent
+        self._metrics = service.metrics
+        self._requests = service.metrics.tally.requests
+        self._timer, self._clock = service.timer, clock
+        self._queries = Queries(service.limits)
+        sent = credentials(service.token) if service.token else ()
+        self._headers = Headers(sent, service.limits)
+        self._default_s = service.limits.deadline_ms / 1000
+        self._batches = Batches(service, clock)
+        self._starts: dict[int, Message] = {}
+
+    def ready(self, scope: MutableMapping[str, Any]) -> Messages | None:
+        """The answer to a GET that was answered before, from L1, with today's age."""
+        started, query, path = self._timer(), scope["query_string"], scope.get("raw_path") or b""
+        ready = self._ready(path + b"?" + query if query else path)
+        if ready is None:
+            return None
+        holding = self._shelf.holding
+        if (
+            holding is None
+            or ready[0] != holding.live.stamp
+            or self._shelf.canary is not None
+            or self._service.follower.stale is not None
+            or self._headers.deadline_s(scope["headers"]) is None
+        ):
+            return None
+        age = orjson.dumps(round(self._clock() - ready[3], 3))
+        body = b"".join((ready[1], age, ready[2]))
+        self._recent.append(ready[4])
+        self._counters.l1 += 1
+        self._requests[GET_ROUTE] += 1
+        self._metrics.hot(ready[4][0], "l1", self._timer() - started)
+        return self._messages(body)
+
+    async def get(self, scope: MutableMapping[str, Any]) -> Messages | None:
+        """The answer to a GET of one id that the night knows."""
+        started = self._timer()
+        asked = plan.single(scope.get("raw_path") or b"")
+        if asked is None or (options := self._queries.of(scope["query_string"])) is None:
+            return None
+        deadline_s, holding = self._headers.deadline_s(scope["headers"]), self._holding()
+        if deadline_s is None or holding is None:
+            return None
+        table = holding.live.manifest.tables.get(asked.table)
+        if table is None or _is_refused(table, options.k):
+            return None
+        if holding.live.blocks(table, asked.raw):
+            return None
+        want = want_in(holding.live, table, asked.raw)
+        if want.position < 0:
+            return None
+        if (digest := holding.live.digest_without_input(table)) is not None:
+            want = want._replace(digest=digest)
+        options = plan.tighter(options, deadline_s)
+        try:
+            body = await self._one(holding, asked, want, options, started, scope)
+        except Exception:  # the routes behind say what is wrong, and count it
+            log.exception("the hot route failed")
+            return None
+        self._requests[GET_ROUTE] += 1
+        return self._messages(body)
+
+    async def _one(
+        self,
+        holding: Holding,
+        asked: Single,
+        want: Want,
+        options: Options,
+        started: float,
+        scope: MutableMapping[str, Any],
+    ) -> bytes:
+        live, table = holding.live, want.table
+        found = self._tiers.peek(live.view, want)
+        if found is None:
+            deadline = self._service.ladder.l2_deadline(options, started)
+            outcome = await self._tiers.get(live.view, want, deadline)
+            if not isinstance(outcome, Found):
+                return await self._lower(holding, asked, options, started, outcome.reason)
+            if outcome.reason is not None:  # a live answer that stands in for the night's
+                return await self._lower(holding, asked, options, started, None)
+            found = outcome
+        k = table.layout.width if options.k is None else options.k
+        stale = self._service.follower.stale
+        marks = Marks.of(live, self._clock(), stale)
+        try:
+            body = as_json(live, table, found, asked.id, k, marks)
+        except Unfit as unfit:
+            if unfit.is_damaged:
+                self._tiers.discard(live.view, want)
+            return await self._lower(holding, asked, options, started, unfit.reason)
+        name = asked.table, asked.raw
+        self._recent.append(name)
+        self._metrics.hot(asked.table, found.tier, self._timer() - started)
+        if found.tier == "l1" and stale is None:
+            query = scope["query_string"]
+            request = scope["raw_path"] + (b"?" + query if query else b"")
+            self._tiers.local.keep(ready_of(body, marks, live, name, request))
+        return body
+
+    async def _lower(
+        self, holding: Holding, asked: Single, options: Options, started: float, reason: str | None
+    ) -> bytes:
+        """From what lies below the tiers."""
+        ask = Ask((Entity(asked.table, asked.id, asked.raw, "id"),), options)
+        (answer,) = await self._service.ladder.lookup(holding, ask, started, (reason,))
+        if (stale := self._service.follower.stale) is not None:
+            answer["stale"] = stale
+        return orjson.dumps(answer, option=JSON)
+
+    async def post(
+        self, scope: MutableMapping[str, Any], receive: Receive
+    ) -> tuple[Messages | None, Receive]:
+        """The answer to a batch for one table, and from where the request can still be read if there is none."""
+        started, path = self._timer(), scope.get("raw_path") or b""
+        if not path.startswith(plan.PREFIX) or (holding := self._holding()) is None:
+            return None, receive
+        try:
+            table = holding.live.manifest.tables.get(path[len(plan.PREFIX) :].decode("ascii"))
+        except UnicodeDecodeError:
+            return None, receive
+        deadline_s = self._headers.deadline_s(scope["headers"])
+        if table is None or deadline_s is None or self._is_too_large(scope["headers"]):
+            return None, receive
+        body, again = await whole_body(receive, self._service.body_bytes)
+        batch = None if body is None else plan.batch(body, self._service.limits.max_batch)
+        # Captured once more: the body may have taken its time.
+        if batch is None or _is_refused(table, batch.k) or self._holding() is not holding:
+            return None, again
+        options = plan.tighter(Options(self._default_s, batch.k), deadline_s)
+        try:
+            lookup = Lookup(holding, table, batch.ids, batch.raws, options, started)
+            answer = await self._batches.answer(lookup)
+        except Exception:  # as above
+            log.exception("the hot route failed")
+            return None, again
+        self._requests[POST_ROUTE] += 1
+        return self._messages(answer), again
+
+    def _holding(self) -> Holding | None:
+        """What to answer from; None while there is nothing, or a canary takes some of the requests."""
+        return None if self._shelf.canary is not None else self._shelf.holding
+
+    def _is_too_large(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Told elsewhere, without reading it."""
+        for name, value in headers:
+            if name == b"content-length" and value.isdigit():
+                return int(value) > self._service.body_bytes
+        return False
+
+    def _messages(self, body: bytes) -> Messages:
+        length = len(body)
+        start = self._starts.get(length)
+        if start is None:
+            if len(self._starts) >= _STARTS_MAX:
+                self._starts.clear()
+            start = self._starts[length] = {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [
+                    (b"content-length", b"%d" % length),
+                    (b"content-type", b"application/json"),
+                ],
+            }
+        return start, {"type": "http.response.body", "body": body}
+
+
+def _is_refused(table: Table, k: int | None) -> bool:
+    """Whether the request is one that is told so elsewhere."""
+    return table.kind == "topk" and k is not None and k > table.layout.width

@@ -1,0 +1,116 @@
+"""One request through the hot route and through the routes behind it, byte for byte."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from serving.front import Front
+from serving.hot import Hot
+from serving.routes import Service
+
+NOW = 1_800_000_000.125
+
+
+class Sent(NamedTuple):
+    """What came back."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as it stands on the wire, its body in pieces."""
+
+    method: str
+    path: bytes
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    pieces: tuple[bytes, ...] = (b"",)
+
+
+@dataclass
+class Ways:
+    """The same running service, with and without its hot route."""
+
+    app: Front
+    runner: asyncio.Runner
+    hot: Hot = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.app.hot is not None
+        self.hot = Hot(self.service, clock=lambda: NOW)
+        ladder: Any = self.service.ladder
+        ladder._clock = ladder._reply._clock = lambda: NOW
+
+    @property
+    def service(self) -> Service:
+        """Behind both."""
+        service: Service = self.app.state.service
+        return service
+
+    def forget(self) -> None:
+        """Empties L1 and what is known to be unknown."""
+        self.service.tiers.local._entries.clear()
+        self.service.tiers.negative._expires_at.clear()
+
+    def ask(self, asked: Asked, *, hot: bool = True) -> Sent:
+        """One request one way."""
+        self.app.hot = self.hot if hot else None
+        return self.runner.run(_call(self.app, asked))
+
+    def both(self, asked: Asked, times: int = 3) -> tuple[list[Sent], list[Sent]]:
+        """The request several times each way, from an empty L1: what Redis, L1 and a ready answer give."""
+        found = []
+        for hot in (True, False):
+            self.forget()
+            found.append([self.ask(asked, hot=hot) for _ in range(times)])
+        return found[0], found[1]
+
+    def scraped(self, name: str) -> dict[str, float]:
+        """Samples of a metric by their labels as text."""
+        lines = self.service.metrics.expose().decode().splitlines()
+        rows = [line.rpartition(" ") for line in lines if line.startswith((name + "{", name + " "))]
+        return {labels[len(name) :]: float(value) for labels, _, value in rows}
+
+
+async def _call(app: Front, asked: Asked) -> Sent:
+    pieces = list(asked.pieces)
+    from urllib.parse import unquote
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": asked.method,
+        "path": unquote(asked.path.decode("ascii")),
+        "raw_path": asked.path,
+        "query_string": asked.query,
+        "headers": list(asked.headers),
+        "root_path": "",
+        "scheme": "http",
+        "server": ("larder", 80),
+        "client": ("test", 1),
+        "state": {},
+    }
+    messages: list[Any] = []
+
+    async def receive() -> Any:
+        if not pieces:
+            return {"type": "http.disconnect"}
+        body = pieces.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(pieces)}
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    await app(scope, receive, send)
+    start, *rest = messages
+    body = b"".join(each.get("body", b"") for each in rest)
+    return Sent(start["status"], _plain(start["headers"]), body)
+
+
+def _plain(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
+    return tuple((name, value) for name, value in headers)
