@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 from cache.errors import TierUnavailable
 from cache.wire import Batch, Wire
 
-_SECOND_LOOK_S = 0.001
+SECOND_LOOK_S = 0.001
 _COMMANDS_PER_DEADLINE = 500
 _PAUSE_S = 1.0
 """After a refused connection, before another one is tried beside those that are open."""
@@ -109,7 +109,7 @@ class Lane:
         if not seen:
             # A loop that was blocked (garbage collection, a long callback) fires its timers before it has looked
             # at its sockets: the reply may have been lying there all along, and a large one takes several reads.
-            look_s = deadline_for(_SECOND_LOOK_S, batch.count)
+            look_s = deadline_for(SECOND_LOOK_S, batch.count)
             batch.timer = loop.call_later(look_s, self._expire, batch, deadline_s, True)
             return
         self.timed_out += 1

@@ -19,6 +19,15 @@ class Texts:
         self._known: NDArray[np.object_] | None = None
         self._kept = 0
 
+    def row(self, ordinals: NDArray[np.uint32]) -> bytes:
+        """The JSON strings of ordinals uint32[k], with commas between them."""
+        known = self._known
+        if known is not None:
+            found: list[bytes] = known[ordinals].tolist()
+            if None not in found:
+                return b",".join(found)
+        return b",".join(self.rows(ordinals[None])[0])
+
     def rows(self, ordinals: NDArray[np.uint32]) -> list[list[bytes]]:
         """Texts[n][k] of ordinals uint32[n, k], all of them below the table's count."""
         known = self._known

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, Protocol, cast
 
 from cache.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead, Read
@@ -20,7 +20,7 @@ __all__ = ["Counters", "Found", "MissReason", "Missed", "Outcome", "Tiered", "Vi
 class Remote(Protocol):
     """What the read path needs of L2."""
 
-    async def read(self, reads: Sequence[Read], timeout_s: float | None = None) -> list[Answer]:
+    def submit(self, reads: Sequence[Read]) -> asyncio.Future[list[Answer]]:
         """One answer per read."""
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
@@ -72,7 +72,7 @@ class Tiered:
         return None
 
     async def get(self, view: View, want: Want, deadline: float) -> Outcome:
-        """The record, or why there is none; `deadline` is monotonic and this caller's own."""
+        """The record, or why there is none; `deadline` is monotonic and this caller's own, infinite: the tier's."""
         outcome = self._local(view, want)
         if outcome is None:
             key = LocalKey(view.generation, want.table.name, want.key)
@@ -173,8 +173,8 @@ class Tiered:
         keys: Sequence[LocalKey],
         deadline: float,
     ) -> Sequence[Entry | Missed]:
-        async def work(new: Sequence[LocalKey]) -> Sequence[Entry | Missed]:
-            return await self._fetch(view, new, [wants[key] for key in new])
+        def work(new: Sequence[LocalKey]) -> Awaitable[Sequence[Entry | Missed]]:
+            return self._fetch(view, new, [wants[key] for key in new])
 
         left_s = deadline - self._timer()
         if left_s <= 0:
@@ -188,12 +188,36 @@ class Tiered:
         except TimeoutError:
             return [_MISSED[MissReason.L2_TIMEOUT]] * len(keys)
 
-    async def _fetch(
+    def _fetch(
         self, view: View, keys: Sequence[LocalKey], wants: Sequence[Want]
-    ) -> list[Entry | Missed]:
+    ) -> Awaitable[Sequence[Entry | Missed]]:
+        """A future and no task: most reads are of one record, and a task costs as much as all the rest of one."""
         self.counters.l2_reads += len(keys)
+        asked = self._remote.submit([_read_of(view, want) for want in wants])
+        kept: asyncio.Future[Sequence[Entry | Missed]] = asyncio.get_running_loop().create_future()
+
+        def land(done: asyncio.Future[list[Answer]]) -> None:
+            if kept.cancelled() or done.cancelled():
+                kept.cancel()
+                return
+            try:
+                kept.set_result(self._kept(keys, wants, done))
+            except Exception as error:
+                kept.set_exception(error)
+
+        asked.add_done_callback(land)
+        kept.add_done_callback(lambda _: asked.cancel())
+        return kept
+
+    def _kept(
+        self,
+        keys: Sequence[LocalKey],
+        wants: Sequence[Want],
+        done: asyncio.Future[list[Answer]],
+    ) -> list[Entry | Missed]:
+        answers: Sequence[Answer]
         try:
-            answers = await self._remote.read([_read_of(view, want) for want in wants])
+            answers = done.result()
         except TierUnavailable as error:
             answers = [error] * len(keys)
         now = self._timer()

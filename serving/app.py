@@ -195,6 +195,7 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
         nights,
         trial,
         tiers,
+        remote.bound_s,
     )
     try:
         await refresher.start()

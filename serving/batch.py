@@ -12,9 +12,10 @@ from cache.manifest import Table
 from cache.outcomes import Found, Outcome, Want
 from serving.ask import Ask, Entity, Options
 from serving.holding import Holding
-from serving.render import JSON, Marks, Unfit, as_json
+from serving.render import JSON, Marks, Unfit, start_of
 from serving.routes import Service
 from serving.rows import top_lists
+from serving.snapshot import Snapshot
 
 _SLICE = 128
 """Answers rendered before others may use the event loop."""
@@ -42,6 +43,7 @@ class Batches:
         self._ladder = service.ladder
         self._metrics = service.metrics
         self._clock = clock
+        self._marks: Marks | None = None
 
     async def answer(self, lookup: Lookup) -> bytes:
         """The body of the response."""
@@ -104,10 +106,17 @@ class Batches:
         ]
         if not pairs:
             return
-        marks = self._marks(lookup)
+        marks = self.marks(live)
         k = table.layout.width if lookup.options.k is None else lookup.options.k
         found = [each for _, each in pairs]
-        texts = top_lists(live, table, [lookup.ids[place] for place, _ in pairs], found, k, marks)
+        texts = top_lists(
+            live,
+            table,
+            [lookup.ids[place] for place, _ in pairs],
+            found,
+            k,
+            marks.ends(marks.age(self._clock())),
+        )
         counts = {"l1": 0, "l2": 0}
         for (place, each), text in zip(pairs, texts, strict=True):
             if text is not None:
@@ -127,13 +136,14 @@ class Batches:
         if outcome.reason is not None:
             return None
         k = table.layout.width if lookup.options.k is None else lookup.options.k
+        marks = self.marks(live)
         try:
-            text = as_json(live, table, outcome, lookup.ids[place], k, self._marks(lookup))
+            start = start_of(live, table, outcome, lookup.ids[place], k)
         except Unfit as unfit:
             if unfit.is_damaged:
                 self._tiers.discard(live.view, want)
             return unfit.reason
-        lookup.texts[place] = text
+        lookup.texts[place] = start + marks.ends(marks.age(self._clock()))[outcome.tier]
         self._ladder.recent.append((table.name, lookup.raws[place]))
         seconds = self._service.timer() - lookup.started
         self._metrics.hot(table.name, outcome.tier, seconds)
@@ -155,5 +165,9 @@ class Batches:
                 answer["stale"] = stale
             lookup.texts[place] = orjson.dumps(answer, option=JSON)
 
-    def _marks(self, lookup: Lookup) -> Marks:
-        return Marks.of(lookup.holding.live, self._clock(), self._service.follower.stale)
+    def marks(self, live: Snapshot) -> Marks:
+        """The marks of answers from `live` at this moment, made once for as long as they hold."""
+        found, stale = self._marks, self._service.follower.stale
+        if found is None or found.snapshot is not live or found.stale != stale:
+            found = self._marks = Marks(live, stale)
+        return found

@@ -21,7 +21,7 @@ from serving.case import want_in
 from serving.holding import Holding
 from serving.http import whole_body
 from serving.plan import Headers, Queries, Single
-from serving.render import JSON, Marks, Unfit, as_json, ready_of
+from serving.render import JSON, Unfit, start_of
 from serving.routes import Service, credentials
 
 Message = MutableMapping[str, Any]
@@ -117,7 +117,9 @@ class Hot:
         live, table = holding.live, want.table
         found = self._tiers.peek(live.view, want)
         if found is None:
-            deadline = self._service.ladder.l2_deadline(options, started)
+            deadline = float("inf")  # the tier's own, which costs no clock here
+            if options.deadline_s < self._service.l2_bound_s():
+                deadline = self._service.ladder.l2_deadline(options, started)
             outcome = await self._tiers.get(live.view, want, deadline)
             if not isinstance(outcome, Found):
                 return await self._lower(holding, asked, options, started, outcome.reason)
@@ -125,10 +127,8 @@ class Hot:
                 return await self._lower(holding, asked, options, started, None)
             found = outcome
         k = table.layout.width if options.k is None else options.k
-        stale = self._service.follower.stale
-        marks = Marks.of(live, self._clock(), stale)
         try:
-            body = as_json(live, table, found, asked.id, k, marks)
+            start = start_of(live, table, found, asked.id, k)
         except Unfit as unfit:
             if unfit.is_damaged:
                 self._tiers.discard(live.view, want)
@@ -136,11 +136,12 @@ class Hot:
         name = asked.table, asked.raw
         self._recent.append(name)
         self._metrics.hot(asked.table, found.tier, self._timer() - started)
-        if found.tier == "l1" and stale is None:
+        marks = self._batches.marks(live)
+        if found.tier == "l1" and marks.stale is None:
             query = scope["query_string"]
             request = scope["raw_path"] + (b"?" + query if query else b"")
-            self._tiers.local.keep(ready_of(body, marks, live, name, request))
-        return body
+            self._tiers.local.keep(marks.ready(start, name, request))
+        return start + marks.ends(marks.age(self._clock()))[found.tier]
 
     async def _lower(
         self, holding: Holding, asked: Single, options: Options, started: float, reason: str | None

@@ -1,8 +1,5 @@
 """What the hot route sends: stored records as JSON, the very bytes that the ladder's answers would be. Pure."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
-
 import orjson
 
 from cache.local import Ready
@@ -26,49 +23,54 @@ class Unfit(Exception):
         self.is_damaged = is_damaged
 
 
-class Marks(NamedTuple):
-    """What all answers of a moment end with: by tier, from the comma after the prediction to the closing brace."""
+class Marks:
+    """What all answers from the batch records of a snapshot end with, for as long as it is served."""
 
-    ends: Mapping[str, bytes]
-    age: bytes
+    def __init__(self, snapshot: Snapshot, stale: str | None) -> None:
+        self.snapshot, self.stale = snapshot, stale
+        generation, published_at = map(orjson.dumps, (snapshot.generation, snapshot.published_at))
+        middle = b'","producer":"batch","generation":' + generation + _AGE
+        self._heads = {tier: b',"source":"' + tier.encode() + middle for tier in ("l1", "l2")}
+        self._tail = b',"published_at":' + published_at
+        if stale is not None:
+            self._tail += b',"stale":' + orjson.dumps(stale)
+        self._tail += b"}"
+        self._data_until = snapshot.manifest.data_until
 
-    @classmethod
-    def of(cls, snapshot: Snapshot, now: float, stale: str | None) -> "Marks":
-        """The marks of batch records of a snapshot; `now` is in Unix seconds."""
-        age = orjson.dumps(round(now - snapshot.manifest.data_until, 3))
-        end = b',"producer":"batch","generation":%b,"age_seconds":%b,"published_at":%b%b}' % (
-            orjson.dumps(snapshot.generation),
-            age,
-            orjson.dumps(snapshot.published_at),
-            b"" if stale is None else b',"stale":' + orjson.dumps(stale),
-        )
-        return cls({tier: b',"source":"%b"%b' % (tier.encode(), end) for tier in ("l1", "l2")}, age)
+    def age(self, now: float) -> bytes:
+        """`age_seconds` at a time in Unix seconds."""
+        return orjson.dumps(round(now - self._data_until, 3))
+
+    def ends(self, age: bytes) -> dict[str, bytes]:
+        """By tier, from the comma after the prediction to the closing brace."""
+        return {tier: head + age + self._tail for tier, head in self._heads.items()}
+
+    def ready(self, start: bytes, asked: tuple[str, bytes], request: bytes) -> Ready:
+        """An answer from L1 whose prediction is `start`, for when it is asked for again."""
+        head = start + self._heads["l1"]
+        return Ready(self.snapshot.stamp, head, self._tail, self._data_until, asked, request)
 
 
-def as_json(
-    snapshot: Snapshot, table: Table, found: Found, id_: str, k: int, marks: Marks
-) -> bytes:
-    """The answer of an entity that sent nothing to compute from; raises Unfit."""
+def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes:
+    """The answer's JSON up to its source, for an entity that sent nothing to compute from; raises Unfit."""
     try:
         record = decode(table.layout, found.record, snapshot.items.count)
-        if table.kind != "topk":
-            k = table.layout.width
-        prediction = from_record(snapshot, table, record, k, ())
+        if record.live:
+            raise Unfit(None)
+        items, numbers = record.items, record.numbers
+        if items is not None and len(items) >= k and not snapshot.blocked:
+            listed = snapshot.items.texts.row(items[:k])
+            scores = orjson.dumps(numbers[:k], option=JSON)
+            name, of = orjson.dumps(id_), orjson.dumps(table.name)
+            return b'{"id":%b,"table":%b,"items":[%b],"scores":%b,"short":false' % (
+                name, of, listed, scores,
+            )  # fmt: skip
+        width = k if table.kind == "topk" else table.layout.width
+        prediction = from_record(snapshot, table, record, width, ())
+        if items is not None and not prediction["items"]:
+            raise Unfit(EXHAUSTED)
+        return orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)[:-1]
+    except Unfit:
+        raise
     except Exception as error:  # whatever a record holds, it costs nobody an answer
         raise Unfit("corrupt", is_damaged=True) from error
-    if record.items is not None and not prediction["items"]:
-        raise Unfit(EXHAUSTED)
-    if record.live:
-        raise Unfit(None)
-    body = orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)
-    return body[:-1] + marks.ends[found.tier]
-
-
-def ready_of(
-    body: bytes, marks: Marks, snapshot: Snapshot, asked: tuple[str, bytes], request: bytes
-) -> Ready:
-    """An answer cut where its age stands."""
-    # Quotes inside a string are escaped: these bytes can only be the field.
-    head, _, rest = body.partition(_AGE)
-    data_until = snapshot.manifest.data_until
-    return Ready(snapshot.stamp, head + _AGE, rest[len(marks.age) :], data_until, asked, request)

@@ -53,6 +53,7 @@ class Service:
     nights: Nights
     trial: Trial
     tiers: Tiered
+    l2_bound_s: Callable[[], float]
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:

@@ -1,6 +1,6 @@
 """Many stored top-K records as JSON at once: a dozen numpy calls for all of them instead of each. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import orjson
@@ -10,7 +10,7 @@ from cache.keys import FORMAT
 from cache.manifest import Table
 from cache.outcomes import Found
 from cache.records import FLAG_LIVE
-from serving.render import JSON, Marks
+from serving.render import JSON
 from serving.snapshot import Snapshot
 
 _EXPONENT_MAX = 111
@@ -26,9 +26,9 @@ def top_lists(
     ids: Sequence[str],
     found: Sequence[Found],
     k: int,
-    marks: Marks,
+    ends: Mapping[str, bytes],
 ) -> list[bytes | None]:
-    """The JSON of each answer; None where a record is short, damaged, live or names what is blocked."""
+    """The JSON of each answer, with its tier's of `ends`; None for a short, damaged or live record or a blocked item."""
     rows = np.frombuffer(b"".join([each.record for each in found]), table.layout.dtype)
     usable = _usable(snapshot, table, rows, k)
     chosen = rows if usable.all() else rows[usable]
@@ -43,7 +43,7 @@ def top_lists(
     places = np.flatnonzero(usable).tolist()
     names = orjson.dumps([ids[place] for place in places])[2:-2].split(b'","')
     items = snapshot.items.texts.rows(chosen["items"][:, :k])
-    middle, ends = b'","table":%b,"items":[' % orjson.dumps(table.name), marks.ends
+    middle = b'","table":%b,"items":[' % orjson.dumps(table.name)
     for place, name, listed, score in zip(places, names, items, scores, strict=True):
         end = ends[found[place].tier]
         texts[place] = b'{"id":"%b%b%b],"scores":[%b],"short":false%b' % (

@@ -54,6 +54,10 @@ class FakeRemote:
             await self.gate.wait()
         return [self.fails_with or each for each in answers]
 
+    def submit(self, reads: Sequence[Read]) -> asyncio.Future[list[Answer]]:
+        """The same, as a future."""
+        return asyncio.ensure_future(self.read(reads))
+
     def _answer(self, read: Read) -> Answer:
         if isinstance(read, OverlayRead):
             payload, expires_at = self.overlays.get(

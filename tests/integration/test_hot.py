@@ -70,8 +70,9 @@ TABLES = st.sampled_from(
     ["user_topk", "user_vector", "item_vector", "item_similar", "user_affinity", "nothing", "a%62"]
 )
 IDS = st.one_of(
-    st.integers(0, 500).map(lambda number: f"user-{number}"),
-    st.integers(0, 150).map(lambda number: f"item-{number}"),
+    st.integers(0, 420).map(lambda number: f"u-{number:05d}"),
+    st.integers(0, 130).map(lambda number: f"i-{number:05d}"),
+    st.sampled_from(["0000007", "team/57/a", "zoë-107", "用户 157"]),
     st.text(max_size=6),
     st.sampled_from(["", "x" * 257, "ü/%", "a\nb", 'q"\\', "no-such"]),
 )
@@ -110,7 +111,7 @@ BODIES = st.one_of(
             "other": st.just(1),
         },
     ),
-    st.sampled_from([[], "x", {"entities": "x"}, {"entities": [{"id": "user-1"}], "k": 3}, {}]),
+    st.sampled_from([[], "x", {"entities": "x"}, {"entities": [{"id": "u-00001"}], "k": 3}, {}]),
 )
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.local import OVERHEAD_BYTES, Entry, LocalKey, LocalTier, NegativeCache
+from cache.local import OVERHEAD_BYTES, Entry, LocalKey, LocalTier, NegativeCache, Ready
 from tests.fakes import FakeClock
 
 
@@ -123,7 +123,9 @@ def test_the_accounted_bytes_are_those_of_the_entries_whatever_happens(
                 local.discard(key(number))
             case "tick":
                 clock.tick(size / 100)
-        held = [entry for entry in map(local._entries.get, list(local._entries)) if entry]
+        held = [
+            each for each in map(local._entries.get, list(local._entries)) if type(each) is Entry
+        ]
         assert local.size_bytes == sum(len(each.record) + OVERHEAD_BYTES for each in held)
         assert local.size_bytes <= max_bytes
 
@@ -140,6 +142,31 @@ def test_resident_bytes_exceed_the_accounted_ones_by_five_percent_at_most(count:
     tracemalloc.stop()
 
     assert 0.85 <= spent / local.size_bytes <= 1.05
+
+
+@pytest.mark.parametrize("count", [10_000, 22_000])
+def test_ready_answers_are_accounted_for_like_records(count: int) -> None:
+    """C12, with a record and its ready answer for each id."""
+    local = LocalTier(1 << 30)
+    tracemalloc.start()
+    for number in range(count):
+        local.put(key(number | 1 << 62), Entry(number.to_bytes(616, "big"), number | 1 << 61))
+        path, raw = b"/v1/lookup/user_topk/u-%08d?k=20" % number, b"u-%08d" % number
+        local.keep(Ready(7, bytes(300), bytes(90), 1_700_000_000, ("t", raw), path))
+    spent, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert 0.85 <= spent / local.size_bytes <= 1.05
+
+
+def test_a_ready_answer_is_found_under_its_request_only() -> None:
+    local = LocalTier(100_000)
+    ready = Ready(7, b"head", b"tail", 0, ("t", b"u"), b"/v1/lookup/t/u?k=5")
+
+    local.keep(ready)
+
+    assert local.ready(b"/v1/lookup/t/u?k=5") is ready
+    assert local.ready(b"/v1/lookup/t/u") is None and local.get(key(1)) is None
 
 
 def test_a_negative_entry_lives_for_its_time_and_no_longer() -> None:
