@@ -8,7 +8,7 @@ stored as value * 2**-exponent, so that the largest of a record uses the upper e
 import functools
 import struct
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -190,8 +190,7 @@ def _put_floats(
     records["numbers"] = halves
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Record:
+class Record(NamedTuple):
     """One decoded record; arrays hold only what is used, `items` is None unless it is a top-K record."""
 
     fingerprint: int

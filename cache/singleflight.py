@@ -49,6 +49,20 @@ class SingleFlight(Generic[K, V]):
         flight, index = place
         return (await self._wait(flight))[index]
 
+    async def do_one(self, key: K, work: Callable[[], asyncio.Future[list[V]]]) -> V:
+        """The same for work that is a future of one value: a caller and its work in one coroutine."""
+        place = self._flights.get(key)
+        if place is None:
+            place = self._take_off((key,), lambda _: work()), 0
+        else:
+            self.shared += 1
+        flight, index = place
+        waiter = self._join(flight)
+        try:
+            return (await waiter)[index]
+        finally:
+            self._leave(flight, waiter)
+
     async def do_many(
         self, keys: Sequence[K], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]
     ) -> list[V]:

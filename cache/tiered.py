@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, TypeVar, cast
 
 from cache.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead, Read
 from cache.errors import TierUnavailable
@@ -17,11 +17,14 @@ from cache.writebehind import WriteBehind
 __all__ = ["Counters", "Found", "MissReason", "Missed", "Outcome", "Tiered", "View", "Want"]
 
 
+T = TypeVar("T")
+
+
 class Remote(Protocol):
     """What the read path needs of L2."""
 
-    def submit(self, reads: Sequence[Read]) -> asyncio.Future[list[Answer]]:
-        """One answer per read."""
+    def submit(self, reads: Sequence[Read], keep: Callable[[list[Answer]], T]) -> asyncio.Future[T]:
+        """What `keep` makes of one answer per read."""
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
         """None where a write was stored."""
@@ -71,8 +74,16 @@ class Tiered:
             return found
         return None
 
+    async def read(self, view: View, want: Want) -> Outcome:
+        """The record of an id that the night knows, which L1 lacks, within the deadline of L2 itself."""
+        key = LocalKey(view.generation, want.table.name, want.key)
+        entry = await self.flights.do_one(key, lambda: self._fetch(view, (key,), (want,)))
+        outcome = self._judged(key, entry, want)
+        self.counters.count((outcome,))
+        return outcome
+
     async def get(self, view: View, want: Want, deadline: float) -> Outcome:
-        """The record, or why there is none; `deadline` is monotonic and this caller's own, infinite: the tier's."""
+        """The record, or why there is none; `deadline` is monotonic and this caller's own."""
         outcome = self._local(view, want)
         if outcome is None:
             key = LocalKey(view.generation, want.table.name, want.key)
@@ -190,42 +201,18 @@ class Tiered:
 
     def _fetch(
         self, view: View, keys: Sequence[LocalKey], wants: Sequence[Want]
-    ) -> Awaitable[Sequence[Entry | Missed]]:
-        """A future and no task: most reads are of one record, and a task costs as much as all the rest of one."""
+    ) -> asyncio.Future[list[Entry | Missed]]:
         self.counters.l2_reads += len(keys)
-        asked = self._remote.submit([_read_of(view, want) for want in wants])
-        kept: asyncio.Future[Sequence[Entry | Missed]] = asyncio.get_running_loop().create_future()
 
-        def land(done: asyncio.Future[list[Answer]]) -> None:
-            if kept.cancelled() or done.cancelled():
-                kept.cancel()
-                return
-            try:
-                kept.set_result(self._kept(keys, wants, done))
-            except Exception as error:
-                kept.set_exception(error)
+        def keep(answers: list[Answer]) -> list[Entry | Missed]:
+            now = self._timer()
+            # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
+            return [
+                self._keep(key, want, answer, now)
+                for key, want, answer in zip(keys, wants, answers, strict=True)
+            ]
 
-        asked.add_done_callback(land)
-        kept.add_done_callback(lambda _: asked.cancel())
-        return kept
-
-    def _kept(
-        self,
-        keys: Sequence[LocalKey],
-        wants: Sequence[Want],
-        done: asyncio.Future[list[Answer]],
-    ) -> list[Entry | Missed]:
-        answers: Sequence[Answer]
-        try:
-            answers = done.result()
-        except TierUnavailable as error:
-            answers = [error] * len(keys)
-        now = self._timer()
-        # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
-        return [
-            self._keep(key, want, answer, now)
-            for key, want, answer in zip(keys, wants, answers, strict=True)
-        ]
+        return self._remote.submit([_read_of(view, want) for want in wants], keep)
 
     def _keep(self, key: LocalKey, want: Want, answer: Answer, now: float) -> Entry | Missed:
         if isinstance(answer, TierUnavailable):

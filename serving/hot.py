@@ -117,10 +117,11 @@ class Hot:
         live, table = holding.live, want.table
         found = self._tiers.peek(live.view, want)
         if found is None:
-            deadline = float("inf")  # the tier's own, which costs no clock here
-            if options.deadline_s < self._service.l2_bound_s():
+            if options.deadline_s >= self._service.l2_bound_s():
+                outcome = await self._tiers.read(live.view, want)
+            else:  # a clock of its own
                 deadline = self._service.ladder.l2_deadline(options, started)
-            outcome = await self._tiers.get(live.view, want, deadline)
+                outcome = await self._tiers.get(live.view, want, deadline)
             if not isinstance(outcome, Found):
                 return await self._lower(holding, asked, options, started, outcome.reason)
             if outcome.reason is not None:  # a live answer that stands in for the night's

@@ -28,7 +28,7 @@ def top_lists(
     k: int,
     ends: Mapping[str, bytes],
 ) -> list[bytes | None]:
-    """The JSON of each answer, with its tier's of `ends`; None for a short, damaged or live record or a blocked item."""
+    """The JSON of each answer with the end of its tier; None for a short, damaged or live record or blocked items."""
     rows = np.frombuffer(b"".join([each.record for each in found]), table.layout.dtype)
     usable = _usable(snapshot, table, rows, k)
     chosen = rows if usable.all() else rows[usable]

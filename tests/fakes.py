@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from cache.manifest import Artefact, Producer, Table, TablePart
 from cache.outcomes import View, Want
 from cache.records import Layout, encode_vectors
 
+T = TypeVar("T")
 NO_FILE = Artefact("none", 0, "")
 GENERATION = "20261120T000000Z-000000000001"
 NEXT_GENERATION = "20261121T000000Z-000000000002"
@@ -54,9 +56,13 @@ class FakeRemote:
             await self.gate.wait()
         return [self.fails_with or each for each in answers]
 
-    def submit(self, reads: Sequence[Read]) -> asyncio.Future[list[Answer]]:
-        """The same, as a future."""
-        return asyncio.ensure_future(self.read(reads))
+    def submit(self, reads: Sequence[Read], keep: Callable[[list[Answer]], T]) -> asyncio.Future[T]:
+        """The same, as a future of what `keep` makes of it."""
+
+        async def kept() -> T:
+            return keep(await self.read(reads))
+
+        return asyncio.ensure_future(kept())
 
     def _answer(self, read: Read) -> Answer:
         if isinstance(read, OverlayRead):

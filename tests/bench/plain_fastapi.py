@@ -1,0 +1,51 @@
+"""What a hot route is held against: a plain FastAPI application, on the service's own server and settings.
+
+`/prebuilt` sends the bytes of a file; `/redis/{name}` awaits one redis-py GET and sends what it finds.
+"""
+
+import argparse
+import socket
+from pathlib import Path
+
+import redis.asyncio
+import uvicorn
+from fastapi import FastAPI, Response
+
+
+def app_of(body: bytes, redis_url: str) -> FastAPI:
+    """Two routes as one would write them."""
+    app = FastAPI()
+    client = redis.asyncio.Redis.from_url(redis_url, protocol=2, max_connections=64)
+
+    @app.get("/prebuilt")
+    async def prebuilt() -> Response:
+        return Response(body, media_type="application/json")
+
+    @app.get("/redis/{name}")
+    async def stored(name: str) -> Response:
+        return Response(await client.get(name), media_type="application/octet-stream")
+
+    return app
+
+
+def main() -> None:
+    """Serve until told to stop; prints the URL first."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("body", type=Path, help="file with the bytes to send")
+    parser.add_argument("redis_url")
+    sent = parser.parse_args()
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(f"plain app on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    config = uvicorn.Config(
+        app_of(sent.body.read_bytes(), sent.redis_url),
+        loop="uvloop",
+        http="httptools",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()
