@@ -66,6 +66,7 @@ class LocalTier:
     def __init__(self, max_bytes: int, timer: Callable[[], float] = time.monotonic) -> None:
         self.too_large = 0
         self._timer = timer
+        self._max_bytes = max_bytes
         self._entries = _Entries(max_bytes, _size_bytes)
 
     def get(self, key: LocalKey) -> Entry | None:
@@ -89,9 +90,9 @@ class LocalTier:
         self._put(key, entry)
 
     def _put(self, key: LocalKey | bytes, entry: Entry | Ready) -> None:
-        try:
+        if _size_bytes(entry) <= self._max_bytes:
             self._entries[key] = entry
-        except ValueError:
+        else:
             self._entries.pop(key, None)
             self.too_large += 1
 

@@ -17,6 +17,7 @@ from cache.commands import Answer, Command, OverlayWrite, Packer, Read, unpack
 from cache.errors import TierUnavailable
 from cache.keys import Keyspace
 from cache.lane import SECOND_LOOK_S, Lane, deadline_for
+from cache.part import Keep, Part, as_it_is
 from cache.wire import Batch, Replies
 
 PROTOCOL = 2
@@ -48,30 +49,6 @@ class RemoteConfig:
 
 
 T = TypeVar("T")
-Keep = Callable[[list[Answer]], Any]
-
-
-def _as_it_is(answers: list[Answer]) -> list[Answer]:
-    return answers
-
-
-@dataclass(slots=True, eq=False)
-class _Part:
-    commands: Sequence[Command]
-    packed: bytes
-    count: int
-    answers: asyncio.Future[Any]
-    keep: Keep
-
-    def land(self, answers: list[Answer]) -> None:
-        # A caller that left has cancelled its future; its replies end here.
-        if not self.answers.done():
-            try:
-                self.answers.set_result(self.keep(answers))
-            except (
-                Exception
-            ) as error:  # of one caller's; the others of this turn have their answers
-                self.answers.set_exception(error)
 
 
 class RemoteTier:
@@ -103,7 +80,7 @@ class RemoteTier:
         self.lane = Lane(pool, config.deadline_s, config.wires_max)
         self._control: Redis = Redis(connection_pool=pool)
         self._pool = pool
-        self._turn: list[_Part] = []
+        self._turn: list[Part] = []
         self._in_flight = 0
         self._timer = timer
         self._landings: deque[tuple[float, float]] = deque(maxlen=_LANDINGS)
@@ -135,7 +112,7 @@ class RemoteTier:
         answers: list[Answer] = await self._submit(writes) if writes else []
         return [each if isinstance(each, TierUnavailable) else None for each in answers]
 
-    def _submit(self, commands: Sequence[Command], keep: Keep = _as_it_is) -> asyncio.Future[Any]:
+    def _submit(self, commands: Sequence[Command], keep: Keep = as_it_is) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
         answers: asyncio.Future[Any] = loop.create_future()
         if self._in_flight + len(commands) > self.config.commands_in_flight_max:
@@ -148,12 +125,12 @@ class RemoteTier:
         if not self._turn:
             # Runs after every callback that is ready now, so whoever reads in this turn travels along.
             loop.call_soon(self._flush)
-        self._turn.append(_Part(commands, packed, count, answers, keep))
+        self._turn.append(Part(commands, packed, count, answers, keep))
         return answers
 
     def _flush(self) -> None:
         turn, self._turn = self._turn, []
-        parts: list[_Part] = []
+        parts: list[Part] = []
         count = 0
         for part in turn:
             if parts and count + part.count > self.config.batch_commands_max:
@@ -163,7 +140,7 @@ class RemoteTier:
             count += part.count
         self._send(parts, count)
 
-    def _send(self, parts: list[_Part], count: int) -> None:
+    def _send(self, parts: list[Part], count: int) -> None:
         if not self.breaker.allow():
             self._answer_all(parts, TierUnavailable("Redis is resting", reason="breaker_open"))
             return
@@ -174,7 +151,7 @@ class RemoteTier:
         self.lane.send(Batch(packed, count, lambda outcome: self._landed(parts, outcome, sent_at)))
 
     def _landed(
-        self, parts: list[_Part], outcome: Replies | TierUnavailable, sent_at: float
+        self, parts: list[Part], outcome: Replies | TierUnavailable, sent_at: float
     ) -> None:
         now = self._timer()
         self._landings.append((now, now - sent_at))
@@ -193,7 +170,7 @@ class RemoteTier:
             self._in_flight -= part.count
             part.land(unpack(part.commands, replies))
 
-    def _answer_all(self, parts: list[_Part], why: TierUnavailable) -> None:
+    def _answer_all(self, parts: list[Part], why: TierUnavailable) -> None:
         for part in parts:
             self._in_flight -= part.count
             part.land([why] * len(part.commands))

@@ -5,10 +5,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, Protocol, TypeVar, cast
 
-from cache.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead, Read
+from cache.commands import Answer, Overlay, OverlayWrite, Read
 from cache.errors import TierUnavailable
 from cache.keys import FORMAT, hash_hex
 from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready
+from cache.locating import reads_of
 from cache.outcomes import OUTAGES, Counters, Found, Missed, MissReason, Outcome, View, Want
 from cache.records import FLAG_LIVE, pack_overlay, peek_fingerprint, peek_format, unpack_overlay
 from cache.singleflight import SingleFlight
@@ -151,20 +152,24 @@ class Tiered:
         return None if entry is None else _judge(entry, want, "l1")
 
     async def _resolve(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
-        outcomes: list[Outcome | None] = [self._local(view, want) for want in wants]
+        generation, get = view.generation, self.local.get
+        outcomes: list[Outcome | None] = []
         absent: dict[int, LocalKey] = {}
-        for index, outcome in enumerate(outcomes):
-            if outcome is None:
-                key = LocalKey(view.generation, wants[index].table.name, wants[index].key)
-                if wants[index].position < 0 and key in self.negative:
-                    outcomes[index] = _MISSED[MissReason.NEGATIVE]
-                else:
-                    absent[index] = key
+        for index, want in enumerate(wants):
+            key = LocalKey(generation, want[0].name, want[1])
+            entry = get(key)
+            if entry is not None:
+                outcomes.append(_judge(entry, want, "l1"))
+            elif want[3] < 0 and key in self.negative:
+                outcomes.append(_MISSED[MissReason.NEGATIVE])
+            else:
+                outcomes.append(None)
+                absent[index] = key
         if absent:
             by_key = {key: wants[index] for index, key in absent.items()}
             entries = await self._read(view, by_key, list(absent.values()), deadline)
-            for index, entry in zip(absent, entries, strict=True):
-                outcomes[index] = self._judged(absent[index], entry, wants[index])
+            for index, read in zip(absent, entries, strict=True):
+                outcomes[index] = self._judged(absent[index], read, wants[index])
         return cast(list[Outcome], outcomes)
 
     def _judged(self, key: LocalKey, entry: Entry | Missed, want: Want) -> Outcome:
@@ -212,17 +217,17 @@ class Tiered:
                 for key, want, answer in zip(keys, wants, answers, strict=True)
             ]
 
-        return self._remote.submit([_read_of(view, want) for want in wants], keep)
+        return self._remote.submit(reads_of(view, wants), keep)
 
     def _keep(self, key: LocalKey, want: Want, answer: Answer, now: float) -> Entry | Missed:
-        if isinstance(answer, TierUnavailable):
-            return _UNAVAILABLE[str(answer.details["reason"])]
-        if isinstance(answer, bytes):
-            entry = Entry(answer, peek_fingerprint(answer))
-            if entry.fingerprint != want.fingerprint or peek_format(answer) != FORMAT:
+        if type(answer) is bytes:
+            if answer[14] >> 4 != FORMAT or int.from_bytes(answer[:8], "little") != want[2]:
                 return _MISSED[MissReason.CORRUPT]
+            entry = Entry(answer, want[2])
             self.local.put(key, entry)
             return entry
+        if isinstance(answer, TierUnavailable):
+            return _UNAVAILABLE[str(answer.details["reason"])]
         if want.position >= 0:
             return _MISSED[MissReason.PAGE_MISSING]
         # Written by this process while the read was under way: newer than what the read found.
@@ -231,7 +236,7 @@ class Tiered:
         if answer is None:
             self.negative.add(key)
             return _MISSED[MissReason.NOT_IN_GENERATION]
-        return self._keep_overlay(key, want, answer, now)
+        return self._keep_overlay(key, want, cast(Overlay, answer), now)
 
     def _keep_overlay(
         self, key: LocalKey, want: Want, overlay: Overlay, now: float
@@ -252,14 +257,6 @@ class Tiered:
 def _live_key(key: LocalKey, digest: bytes) -> LocalKey:
     raw = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
     return key._replace(key=raw + digest)
-
-
-def _read_of(view: View, want: Want) -> Read:
-    table = want.table
-    if want.position < 0:
-        return OverlayRead(view.generation, table.name, hash_hex(want.key))
-    page, offset = table.locate(*view.directories[table.entity].place(want.position))
-    return PageRead(view.generation, table.name, page, offset, table.layout.size_bytes)
 
 
 def _judge(entry: Entry, want: Want, tier: Literal["l1", "l2"]) -> Outcome:

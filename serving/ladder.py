@@ -89,8 +89,8 @@ class Ladder:
 
     def l2_deadline(self, options: Options, started: float, commands: int = 1) -> float:
         """Until when the stored records of a request may be waited for."""
-        limit = self._timer() + deadline_for(self._l2_deadline_s, commands)
-        return min(started + options.deadline_s, limit)
+        tier_s = deadline_for(self._l2_deadline_s, commands)
+        return min(started + options.deadline_s, self._timer() + tier_s)
 
     async def _descend(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
         live = holding.live
@@ -146,7 +146,7 @@ class Ladder:
             return
         began = self._timer()
         wants = [case.want for case in cases]
-        deadline = self._l2_deadline(began, turn, wants)
+        deadline = self.l2_deadline(turn.options, turn.started, _commands(wants))
         outcomes = await self._tiers.get_many(snapshot.view, wants, deadline)
         for case, outcome in zip(cases, outcomes, strict=True):
             if isinstance(outcome, Missed):
@@ -154,10 +154,6 @@ class Ladder:
             else:
                 case.found = outcome
         self._metrics.stage("stored", self._timer() - began)
-
-    def _l2_deadline(self, now: float, turn: Turn, wants: Sequence[Want]) -> float:
-        commands = sum(1 if want.position >= 0 else 2 for want in wants)  # an overlay has a life
-        return min(turn.deadline, now + deadline_for(self._l2_deadline_s, commands))
 
     def _too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
         if max_age_s is None:
@@ -229,7 +225,7 @@ class Ladder:
             return
         began = self._timer()
         wants = [want for _, want in asked]
-        deadline = self._l2_deadline(began, turn, wants)
+        deadline = self.l2_deadline(turn.options, turn.started, _commands(wants))
         outcomes = await self._tiers.get_many(previous.view, wants, deadline)
         pace = Pace()
         for (case, want), outcome in zip(asked, outcomes, strict=True):
@@ -252,3 +248,7 @@ def _is_worth(case: Case, snapshot: Snapshot) -> bool:
     """Not when the very answer that live would compute is the one that was used up."""
     used_up = case.reason == EXHAUSTED and case.found is not None and case.found.live
     return case.may_compute(snapshot) and not used_up
+
+
+def _commands(wants: Sequence[Want]) -> int:
+    return sum(1 if want.position >= 0 else 2 for want in wants)  # an overlay has a life

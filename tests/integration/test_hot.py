@@ -12,9 +12,11 @@ from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from cache.blocklist import Blocklist
+from cache.local import LocalKey
 from cache.releases import Canary
 from precompute.config import NightConfig
 from serving.app import create_app
+from serving.case import want_in
 from tests.integration.hot_way import Asked, Ways
 from tests.integration.nights import K, build_night, histories
 from tests.integration.serving_app import settings
@@ -277,3 +279,37 @@ def test_ready_answers_count_in_the_bound_of_memory(night: NightConfig, users: l
                 ways.ask(get(user, b"k=20"))
             assert local.size_bytes <= bound
         assert len(local) < 2 * len(users)
+
+
+@pytest.mark.parametrize(
+    ("at", "raw"),
+    [
+        (14, b"\x20"),  # another format
+        (14, b"\x11"),  # a live record
+        (12, b"\x03\x00"),  # three items left
+        (12, b"\x00\x00"),  # none
+        (12, b"\xff\xff"),  # more than fit
+        (16 + 4 * 30, b"\xf0\xff\xff\xff"),  # no such item, beyond k
+        (16 + 4 * K, b"\x00\x7e"),  # not a number
+        (16 + 4 * K + 60, b"\x00\x7c"),  # infinite, beyond k
+        (15, b"\x7f"),  # beyond float32 with its exponent
+    ],
+)
+def test_whatever_a_record_holds_both_ways_make_the_same_of_it(
+    ways: Ways, users: list[str], at: int, raw: bytes
+) -> None:
+    live = ways.service.holding().live
+    table = live.manifest.tables["user_topk"]
+    wants = [want_in(live, table, user.encode()) for user in users[:4]]
+    for asked in (get(users[0], b"k=20"), post({"entities": users[:4], "k": 20})):
+        found = []
+        for hot in (True, False):
+            ways.forget()
+            ways.ask(post({"entities": users[:4]}), hot=False)
+            key = LocalKey(live.generation, table.name, wants[0].key)
+            entry = ways.service.tiers.local.get(key)
+            assert entry is not None
+            record = entry.record[:at] + raw + entry.record[at + len(raw) :]
+            ways.service.tiers.local.put(key, entry._replace(record=record))
+            found.append([ways.ask(asked, hot=hot) for _ in range(2)])
+        assert found[0] == found[1]

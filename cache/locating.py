@@ -1,0 +1,29 @@
+"""From what is wanted to where it lies in Redis. Pure."""
+
+from collections.abc import Sequence
+
+from cache.commands import OverlayRead, PageRead, Read
+from cache.keys import hash_hex
+from cache.manifest import Table
+from cache.outcomes import View, Want
+
+
+def reads_of(view: View, wants: Sequence[Want]) -> list[Read]:
+    """What is read for each want; whatever wants of one table share is looked up once."""
+    reads: list[Read] = []
+    table: Table | None = None
+    name, size_bytes, per_page = "", 0, 1
+    for want in wants:
+        if want[0] is not table:
+            table = want[0]
+            name, size_bytes = table.name, table.layout.size_bytes
+            per_page, parts = table.records_per_page, table.parts
+            place = view.directories[table.entity].place
+        if want[3] < 0:
+            reads.append(OverlayRead(view.generation, name, hash_hex(want[1])))
+            continue
+        part, position = place(want[3])
+        page, slot = divmod(position, per_page)
+        page += parts[part].first_page
+        reads.append(PageRead(view.generation, name, page, slot * size_bytes, size_bytes))
+    return reads
