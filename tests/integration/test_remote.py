@@ -657,3 +657,34 @@ async def test_what_the_slowest_round_trips_of_the_last_seconds_took_is_known(
     found = remote.p99_ms()
     assert found is not None and 0 < found < 5_000
     assert remote.p99_ms(within_s=-1.0) is None  # nothing is younger than that
+
+
+async def test_what_one_caller_cannot_keep_costs_the_others_of_its_turn_nothing(
+    own_redis: Server,
+) -> None:
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=5.0), Keyspace("a"))
+
+    def fail(_answers: object) -> int:
+        raise ValueError("a defect")
+
+    bad = remote.submit([read_of(0, 0)], fail)
+    good = remote.submit([read_of(0, 0), read_of(0, 1)], len)
+
+    assert await good == 2 and remote.batches == 1
+    with pytest.raises(ValueError, match="a defect"):
+        await bad
+    await remote.aclose()
+
+
+async def test_no_read_takes_longer_than_its_bound_says(own_redis: Server) -> None:
+    """Who has more time than that needs no clock of its own."""
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.02), Keyspace("a"))
+    idle_s = remote.bound_s()
+
+    waiting = remote.submit([read_of(0, 0)] * 500, len)
+    busy_s = remote.bound_s()
+
+    # 500 commands more may take one deadline more, and a look that is a twentieth of it.
+    assert 0.02 < idle_s < busy_s == pytest.approx(idle_s + 0.02 + 0.001)
+    await waiting
+    await remote.aclose()

@@ -71,6 +71,27 @@ async def test_a_known_entity_comes_from_l2_and_then_from_l1(bench: Bench) -> No
     assert bench.cache.counters.l1 == 1 and bench.cache.counters.l2 == 1
 
 
+async def test_a_lone_read_shares_the_flight_of_other_readers_and_is_counted(bench: Bench) -> None:
+    want, view = NIGHT.want(KNOWN), NIGHT.view(GENERATION)
+    bench.remote.gate = asyncio.Event()
+    callers = [
+        asyncio.create_task(bench.cache.read(view, want)),
+        asyncio.create_task(bench.get(want)),
+        asyncio.create_task(bench.cache.read(view, want)),
+    ]
+    await turns()
+    callers[0].cancel()  # C7: takes nobody along
+    await turns()
+    bench.remote.gate.set()
+
+    found = [await each for each in callers[1:]]
+
+    assert all(isinstance(each, Found) and each.tier == "l2" for each in found)
+    assert len(bench.remote.reads) == 1 and len(bench.cache.flights) == 0
+    assert bench.cache.counters.l2 == 2 and bench.cache.flights.shared == 2
+    assert isinstance(bench.cache.peek(view, want), Found)
+
+
 async def test_every_known_entity_gets_its_own_record(bench: Bench) -> None:
     wants = [NIGHT.want(each) for each in NIGHT.ids]
 

@@ -1,0 +1,31 @@
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from cache import texts
+from cache.texts import Texts
+
+
+def names(ordinals: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.uint32]]) -> list[str]:
+    return [f'item "{ordinal}"' for ordinal in ordinals]
+
+
+def test_each_ordinal_has_its_own_json_whatever_was_asked_before() -> None:
+    found = Texts(50, names)
+
+    for row in ([3, 4, 3], [4, 9, 0], [49, 3, 9]):
+        ordinals = np.array([row], np.uint32)
+        expected = [b'"item \\"%d\\""' % each for each in row]
+        assert found.rows(ordinals) == [expected]
+        assert found.row(ordinals[0]) == b",".join(expected)
+
+
+def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "TEXTS_MAX", 10)
+    found = Texts(100, names)
+
+    for first in range(0, 100, 5):
+        found.rows(np.arange(first, first + 5, dtype=np.uint32)[None])
+        held = 0 if found._known is None else sum(each is not None for each in found._known)
+        assert held <= 10
