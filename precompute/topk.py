@@ -1,56 +1,55 @@
-"""Exact top-K of all items for many users: FAISS products choose candidates, `cache.ranking` decides.
+"""Exact top-K of all items for many users: by the compiled kernel, or by FAISS where it was not built.
 
-Users with like numbers of exclusions are searched together, each over-fetching by as many. What is
-excluded goes, K and a few remain and are re-scored; each list is then certified against the rounding of
-the products, and the few users whose list is not certain (ties in masses) are scored against every item.
-So the result does not depend on tiles, threads or the processor's products.
+Both give the same bits: candidates are certified against rounding, and `cache.ranking`'s scores decide.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self, TypeVar
 
-import faiss as faiss_module
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError
-from cache.ranking import Metric, best, pack, rank, score, unpack
+from cache.ranking import Metric
+from cache.records import NO_ITEM
 from cache.tower import Histories
-from precompute.index import unit
+from precompute.compiled import K_MAX, Kernel, kernel
+from precompute.flat import Compared, FlatChunk, Top, chunks
+from precompute.packing import Packed
 
-faiss: Any = faiss_module  # its type stubs lag behind what the module has
+_SLAB_USERS = 1024
 
-Top = tuple[NDArray[np.uint32], NDArray[np.float32]]
-
-K_MAX = 1000
-
-_CHUNK_USERS = 1024
-_CHUNK_CANDIDATES = 1 << 22
-_RANK_USERS = 256
-_SCAN_ITEMS = 8192
-_SPARE = 16
-_ROUNDING = 2.0**-23
-"""Two float32 sums of d products differ by at most 2 * d * 2**-24 * |user| * |item|."""
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scorer:
     """Items ready to be searched exactly: made once, used for every shard."""
 
-    vectors: NDArray[np.float32]
-    metric: Metric
-    filtering: NDArray[np.float32]
-    longest: float
+    compared: Compared
+    compiled: tuple[Kernel, Packed] | None
 
     @classmethod
-    def of(cls, vectors: NDArray[np.float32], metric: Metric = "inner_product") -> Self:
-        """From float32 [items, dims] in ordinal order."""
-        plain = np.asarray(vectors, np.float32)  # a memory map's own class is slow to index
-        filtering = np.ascontiguousarray(unit(plain) if metric == "cosine" else plain)
-        return cls(plain, metric, filtering, float(_lengths(filtering).max(initial=0)))
+    def of(
+        cls,
+        vectors: NDArray[np.float32],
+        metric: Metric = "inner_product",
+        *,
+        engine: Kernel | bool = True,
+    ) -> Self:
+        """From finite float32 [items, dims] in ordinal order.
+
+        `engine` True takes the kernel where it is usable, False FAISS; a kernel, that one.
+        """
+        plain = np.asarray(vectors)  # a memory map's own class is slow to index
+        _check_vectors("items", plain, None)
+        compared = Compared.of(np.ascontiguousarray(plain), metric)
+        chosen = kernel() if engine is True else engine
+        packed = chosen.pack(compared) if chosen else None
+        return cls(compared, (chosen, packed) if chosen and packed else None)
 
     def top(
         self,
@@ -58,50 +57,108 @@ class Scorer:
         k: int,
         excluded: Histories | None = None,
         *,
+        allowed: NDArray[np.bool_] | None = None,
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Top:
-        """(ordinals uint32 [n, k], scores float32 [n, k]) for users float32 [n, dims].
+        """(ordinals uint32 [n, k], scores float32 [n, k]) for finite users float32 [n, dims].
 
-        `excluded` holds ordinals per user (unknown ones are -1). Score descending, ties by ordinal;
-        where fewer than k items remain, NO_ITEM and 0. `progress` is told how many users each step
-        finished. Memory beside the result does not depend on the number of users.
+        `excluded` holds ordinals per user (unknown ones are -1), `allowed` bool [items] says which
+        items may appear at all. Score descending, ties by ordinal; where fewer than k items remain,
+        NO_ITEM and 0. `progress` is told how many users each step finished. Memory beside the result
+        does not depend on the number of users. Raises ConfigError for anything of another shape.
         """
         if not 1 <= k <= K_MAX:
             raise ConfigError(f"k must be 1 to {K_MAX}, not {k}", k=k)
-        ordinals = np.empty((len(users), k), np.uint32)
-        scores = np.empty((len(users), k), np.float32)
+        items, dims = self.compared.vectors.shape
+        users = np.ascontiguousarray(users)
+        _check_vectors("users", users, dims)
         gone = Histories.of([()] * len(users)) if excluded is None else excluded
+        _check_histories(gone, len(users))
+        _check_allowed(allowed, items)
+        told = progress or (lambda _: None)
         count = threads or os.cpu_count() or 1
+        if self.compiled is None:
+            return self._flat(users, k, gone, allowed, count, told)
+        fit = self.compiled[0].fits(self.compared, users)
+        if fit.all():
+            return self._by_kernel(users, k, gone, allowed, count, told)
+        ordinals, scores = np.empty((len(users), k), np.uint32), np.empty((len(users), k), "f4")
+        for method, which in ((self._by_kernel, fit), (self._flat, ~fit)):
+            rows = np.flatnonzero(which)
+            part = method(users[rows], k, gone.take(rows), allowed, count, told)
+            ordinals[rows], scores[rows] = part
+        return ordinals, scores
+
+    def _by_kernel(
+        self,
+        users: NDArray[np.float32],
+        k: int,
+        gone: Histories,
+        allowed: NDArray[np.bool_] | None,
+        threads: int,
+        told: Callable[[int], None],
+    ) -> Top:
+        assert self.compiled is not None  # noqa: S101 - `top` asked
+        engine, packed = self.compiled
+        bits = packed.allowed(allowed)
+        out = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
+
+        def run(start: int) -> int:
+            rows = slice(start, min(start + slab, len(users)))
+            engine.top(packed, users, k, gone, bits, rows, out)
+            return rows.stop - rows.start
+
+        slab = max(1, min(_SLAB_USERS, -(-len(users) // threads)))
+        _each(run, range(0, len(users), slab), threads, told)
+        return out
+
+    def _flat(
+        self,
+        users: NDArray[np.float32],
+        k: int,
+        gone: Histories,
+        allowed: NDArray[np.bool_] | None,
+        threads: int,
+        told: Callable[[int], None],
+    ) -> Top:
+        if allowed is not None:
+            return self._flat_among(users, k, gone, np.flatnonzero(allowed), threads, told)
+        ordinals = np.full((len(users), k), NO_ITEM, np.uint32)
+        scores = np.zeros((len(users), k), np.float32)
+        if not len(self.compared.vectors):
+            return ordinals, scores
 
         def run(part: tuple[NDArray[np.int64], int]) -> int:
             rows, fetch = part
-            chunk = _Chunk(self, users[rows], gone.take(rows), k, fetch)
+            chunk = FlatChunk(self.compared, users[rows], gone.take(rows), k, fetch)
             ordinals[rows], scores[rows] = chunk.run()
             return len(rows)
 
-        with ThreadPoolExecutor(count) as pool:
-            for done in pool.map(run, self._chunks(np.diff(gone.indptr), k, count)):
-                if progress is not None:
-                    progress(done)
+        parts = chunks(np.diff(gone.indptr), k, threads, self.compared.vectors.shape)
+        _each(run, parts, threads, told)
         return ordinals, scores
 
-    def _chunks(
-        self, excluded: NDArray[np.int64], k: int, threads: int
-    ) -> Iterator[tuple[NDArray[np.int64], int]]:
-        """(rows, candidates to fetch): users with like numbers of exclusions together, in even parts."""
-        members = np.argsort(excluded, kind="stable")
-        start = 0
-        while start < len(members):
-            left = len(members) - start
-            # Smaller parts than this leave BLAS for a kernel that takes five times as long.
-            threshold = faiss.cvar.distance_compute_blas_threshold // self.vectors.shape[1] + 1
-            parts = max(-(-left // max(_CHUNK_USERS, threshold)), min(threads, left // threshold))
-            end = start + -(-left // max(1, parts))
-            fetch = min(k + int(excluded[members[end - 1]]) + _SPARE, len(self.vectors))
-            end = min(end, start + max(1, _CHUNK_CANDIDATES // max(1, fetch)))
-            yield members[start:end], fetch
-            start = end
+    def _flat_among(
+        self,
+        users: NDArray[np.float32],
+        k: int,
+        gone: Histories,
+        left: NDArray[np.int64],
+        threads: int,
+        told: Callable[[int], None],
+    ) -> Top:
+        """Only the ordinals `left` (ascending, so ties fall as they would among all)."""
+        some = Scorer.of(self.compared.vectors[left], self.compared.metric, engine=False)
+        renamed = np.full(len(self.compared.vectors) + 1, -1)
+        renamed[left] = np.arange(len(left))
+        known = (gone.indices >= 0) & (gone.indices < len(renamed) - 1)
+        indices = renamed[np.where(known, gone.indices, -1)]
+        ordinals, scores = some._flat(
+            users, k, Histories(gone.indptr, indices), None, threads, told
+        )
+        names = np.append(left, NO_ITEM).astype(np.uint32)
+        return names[np.minimum(ordinals, len(left))], scores
 
 
 def exact_topk(
@@ -118,103 +175,48 @@ def exact_topk(
     return Scorer.of(items, metric).top(users, k, excluded, threads=threads, progress=progress)
 
 
-class _Chunk:
-    """Users with like numbers of exclusions against all items."""
+def _each(
+    run: Callable[[Part], int], parts: Iterable[Part], threads: int, told: Callable[[int], None]
+) -> None:
+    with ThreadPoolExecutor(threads) as pool:
+        for done in pool.map(run, parts):
+            told(done)
 
-    def __init__(
-        self, scorer: Scorer, users: NDArray[np.float32], excluded: Histories, k: int, fetch: int
-    ) -> None:
-        self._scorer = scorer
-        self._users = users
-        self._queries = unit(users) if scorer.metric == "cosine" else users
-        self._lengths = _lengths(self._queries)
-        self._excluded = excluded
-        self._k = k
-        self._fetch = fetch
 
-    def run(self) -> Top:
-        """The chunk's answer."""
-        # One OpenMP thread (a setting of the calling thread) under each of our own: its teams spin
-        # at barriers, which on shared cores made two threads slower than one.
-        faiss.omp_set_num_threads(1)
-        found, candidates = faiss.knn(
-            self._queries, self._scorer.filtering, self._fetch, metric=faiss.METRIC_INNER_PRODUCT
+def _check_vectors(name: str, vectors: NDArray[np.float32], dims: int | None) -> None:
+    if vectors.dtype != np.float32 or vectors.ndim != 2 or not vectors.shape[1]:
+        raise ConfigError(
+            f"{name} must be a float32 matrix with a row each, not {vectors.dtype} "
+            f"{list(vectors.shape)}; convert with astype"
         )
-        # No item that is not a candidate scores more than this, but for rounding.
-        bounds = found[:, -1].astype(np.float64)
-        if self._fetch >= len(self._scorer.vectors):
-            bounds[:] = -np.inf
-        ranked = [
-            self._settle(slice(start, start + _RANK_USERS), found, candidates, bounds)
-            for start in range(0, len(self._users), _RANK_USERS)
-        ]
-        return np.concatenate([each[0] for each in ranked]), np.concatenate(
-            [each[1] for each in ranked]
+    if dims is not None and vectors.shape[1] != dims:
+        raise ConfigError(f"{name} have {vectors.shape[1]} dimensions, the items {dims}")
+    # A sum is finite only if all are; the rare sum that overflows is looked at closely.
+    with np.errstate(over="ignore", invalid="ignore"):
+        suspect = not np.isfinite(vectors.sum(dtype=np.float64))
+    if suspect:
+        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(bad):
+            raise ConfigError(
+                f"{name} must be finite; row {bad[0]} is not ({len(bad)} rows): repair the model",
+                row=int(bad[0]),
+            )
+
+
+def _check_histories(gone: Histories, users: int) -> None:
+    steps = np.diff(gone.indptr)
+    shaped = len(gone) == users and gone.indptr[0] == 0 and gone.indptr[-1] == len(gone.indices)
+    if not shaped or (steps < 0).any():
+        raise ConfigError(
+            f"excluded must have one history for each of {users} users, not {len(gone)}, with "
+            f"indptr rising from 0 to {len(gone.indices)}"
         )
-
-    def _settle(
-        self,
-        rows: slice,
-        found: NDArray[np.float32],
-        candidates: NDArray[np.int64],
-        bounds: NDArray[np.float64],
-    ) -> Top:
-        """Drop what is excluded, keep K and a few, re-score, certify; scan the rows that fail."""
-        scorer, k = self._scorer, self._k
-        users, candidates = self._users[rows], candidates[rows]
-        gone = self._excluded.take(np.arange(len(self._users))[rows])
-        filtered = np.where(self._among(candidates, gone) | (candidates < 0), -np.inf, found[rows])
-        limits = bounds[rows].copy()
-        if candidates.shape[1] > k + _SPARE:
-            which = np.argpartition(-filtered, k + _SPARE, axis=1)
-            cut = np.take_along_axis(filtered, which[:, k + _SPARE :][:, :1], axis=1)[:, 0]
-            limits = np.maximum(limits, cut)
-            which = which[:, : k + _SPARE]
-            filtered = np.take_along_axis(filtered, which, axis=1)
-            candidates = np.take_along_axis(candidates, which, axis=1)
-        candidates = np.where(np.isneginf(filtered), -1, candidates)
-        ordinals, scores = rank(users, scorer.vectors, candidates, None, k, metric=scorer.metric)
-        margin = (users.shape[1] + 8) * _ROUNDING * self._lengths[rows] * scorer.longest
-        if scorer.metric == "cosine":
-            margin = np.full(len(users), (users.shape[1] + 16) * _ROUNDING)
-        full = (candidates >= 0).sum(axis=1) >= k
-        certified = np.isneginf(limits) | (full & (scores[:, -1] > limits + margin))
-        for row in np.flatnonzero(~certified):
-            banned = gone.indices[gone.indptr[row] : gone.indptr[row + 1]]
-            ordinals[row], scores[row] = _scan(scorer, users[row], banned, k)
-        return ordinals, scores
-
-    def _among(self, candidates: NDArray[np.int64], gone: Histories) -> NDArray[np.bool_]:
-        items = len(self._scorer.vectors)
-        known = (gone.indices >= 0) & (gone.indices < items)
-        owners = np.repeat(np.arange(len(gone)), np.diff(gone.indptr))
-        banned = np.sort(owners[known] * items + gone.indices[known])
-        if not len(banned):
-            return np.zeros(candidates.shape, np.bool_)
-        wanted = np.arange(len(candidates))[:, None] * items + candidates
-        at = np.minimum(np.searchsorted(banned, wanted), len(banned) - 1)
-        hit: NDArray[np.bool_] = banned[at] == wanted
-        return hit
+    if gone.indptr.dtype != np.int64 or gone.indices.dtype != np.int64:
+        raise ConfigError(f"excluded must hold int64, not {gone.indptr.dtype}/{gone.indices.dtype}")
 
 
-def _scan(scorer: Scorer, user: NDArray[np.float32], banned: NDArray[np.int64], k: int) -> Top:
-    """One user against every item, in tiles: for ties in masses and vectors without direction."""
-    items = len(scorer.vectors)
-    keys = np.empty(0, np.uint64)
-    allowed = np.ones(items, np.bool_)
-    allowed[banned[(banned >= 0) & (banned < items)]] = False
-    for start in range(0, items, _SCAN_ITEMS):
-        ordinals = start + np.flatnonzero(allowed[start : start + _SCAN_ITEMS])
-        scores = score(user[None], scorer.vectors, ordinals[None], scorer.metric)[0]
-        keys = best(np.concatenate([keys, pack(scores, ordinals)])[None], k)[0]
-        if not user.any() and len(keys) == k:
-            break  # every score is zero: the first k ordinals are the answer
-    found = unpack(keys[None], k)
-    return found[0][0], found[1][0]
-
-
-def _lengths(vectors: NDArray[np.float32]) -> NDArray[np.float64]:
-    lengths: NDArray[np.float64] = np.sqrt(
-        np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
-    )
-    return lengths
+def _check_allowed(allowed: NDArray[np.bool_] | None, items: int) -> None:
+    if allowed is not None and (allowed.dtype != np.bool_ or allowed.shape != (items,)):
+        raise ConfigError(
+            f"allowed must be bool [{items}], one per item, not {allowed.dtype} {list(allowed.shape)}"
+        )

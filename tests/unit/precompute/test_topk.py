@@ -4,68 +4,22 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError
 from cache.records import NO_ITEM
 from cache.tower import Histories
-from precompute import topk
+from precompute import flat, topk
 from precompute.topk import Scorer, exact_topk
-
-TOLERANCE = 1e-5
-
-
-def brute(users, items, k, excluded, metric="inner_product"):
-    """Ordinals and scores of the best k in float64, ties by ordinal."""
-    wide_users, wide_items = users.astype(np.float64), items.astype(np.float64)
-    if metric == "cosine":
-        wide_users = wide_users / np.maximum(
-            np.linalg.norm(wide_users, axis=1, keepdims=True), 1e-300
-        )
-        wide_items = wide_items / np.maximum(
-            np.linalg.norm(wide_items, axis=1, keepdims=True), 1e-300
-        )
-    scores = wide_users @ wide_items.T
-    for row in range(len(users)):
-        scores[row, excluded.indices[excluded.indptr[row] : excluded.indptr[row + 1]]] = -np.inf
-    return np.argsort(-scores, axis=1, kind="stable")[:, :k], scores
+from tests.unit.precompute.exactness import assert_exact, brute, make
 
 
-def assert_exact(users, items, k, excluded, metric="inner_product", **how):
-    """Same items wherever score gaps exceed the tolerance, nothing excluded, right lengths and order."""
-    ordinals, scores = exact_topk(users, items, k, excluded, metric=metric, **how)
-    wanted, truth = brute(users, items, k, excluded, metric)
-    assert ordinals.shape == scores.shape == (len(users), k)
-    for row in range(len(users)):
-        used = ordinals[row][ordinals[row] != NO_ITEM].astype(np.int64)
-        assert len(used) == min(k, int((truth[row] > -np.inf).sum()))
-        assert len(set(used.tolist())) == len(used)
-        ours, theirs = truth[row][used], truth[row][wanted[row][: len(used)]]
-        longest = np.linalg.norm(items.astype(np.float64), axis=1).max(initial=0)
-        reach = 1.0 if metric == "cosine" else np.linalg.norm(users[row]) * longest
-        # Scores that are small only by cancellation are rounded like the terms they come from.
-        slack = max(TOLERANCE * np.abs(theirs).max(initial=0), TOLERANCE / 10 * reach)
-        assert np.isfinite(ours).all()
-        assert np.abs(ours - theirs).max(initial=0) <= slack
-        assert np.abs(scores[row][: len(used)] - ours).max(initial=0) <= slack
-        pairs = list(zip((-scores[row][: len(used)]).tolist(), used.tolist(), strict=True))
-        assert pairs == sorted(pairs)
-
-
-def make(users, items, dims, *, seed=0, skewed=True, longest=20):
-    rng = np.random.default_rng(seed)
-    vectors = rng.standard_normal((items, dims)).astype(np.float32)
-    if skewed:
-        vectors *= np.exp(1.2 * rng.standard_normal((items, 1))).astype(np.float32)
-    queries = rng.standard_normal((users, dims)).astype(np.float32)
-    excluded = Histories.of(
-        [
-            rng.choice(items, rng.integers(0, min(longest, items)), replace=False)
-            for _ in range(users)
-        ]
-    )
-    return queries, vectors, excluded
+@pytest.fixture(params=["kernel", "flat"], autouse=True)
+def engine(request, monkeypatch):
+    """Every test runs with what is installed, and as if the kernel had not been built."""
+    if request.param == "flat":
+        monkeypatch.setattr(topk, "kernel", lambda: None)
 
 
 @pytest.mark.parametrize("metric", ["inner_product", "cosine"])
@@ -81,7 +35,7 @@ def test_small_and_large_chunks_give_the_same_lists(monkeypatch, skewed):
     users, items, excluded = make(200, 3000, 16, skewed=skewed, seed=2)
     assert_exact(users, items, 20, excluded)
     plain = exact_topk(users, items, 20, excluded)
-    monkeypatch.setattr(topk, "_CHUNK_CANDIDATES", 500)
+    monkeypatch.setattr(flat, "_CHUNK_CANDIDATES", 500)
 
     small = exact_topk(users, items, 20, excluded)
 
@@ -92,7 +46,7 @@ def test_small_and_large_chunks_give_the_same_lists(monkeypatch, skewed):
 def test_lists_that_cannot_be_certified_are_scored_against_every_item(monkeypatch):
     users, items, excluded = make(40, 800, 16, seed=4)
     plain = exact_topk(users, items, 20, excluded)
-    monkeypatch.setattr(topk, "_ROUNDING", 1.0)
+    monkeypatch.setattr(flat, "_ROUNDING", 1.0)
 
     scanned = exact_topk(users, items, 20, excluded)
 
@@ -168,7 +122,7 @@ def test_progress_counts_every_user_once():
 
 def test_memory_does_not_grow_with_the_number_of_users(monkeypatch):
     # Given tiles of 64 users (pitfall P16)
-    monkeypatch.setattr(topk, "_CHUNK_CANDIDATES", 5000)
+    monkeypatch.setattr(flat, "_CHUNK_CANDIDATES", 5000)
 
     def peak(users):
         queries, items, excluded = make(users, 2000, 8, longest=8)
@@ -183,7 +137,9 @@ def test_memory_does_not_grow_with_the_number_of_users(monkeypatch):
     assert peak(2048) < 1.5 * peak(512)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_any_small_case_is_exact(data):
     items = data.draw(st.integers(1, 60), "items")

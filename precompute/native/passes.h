@@ -1,0 +1,135 @@
+/* The first pass: sums of products of 8-bit codes for a chunk of users and a tile of items.
+ *
+ * Each variant is compiled for the instructions it names and chosen at run time; they add whole numbers, so
+ * all find the same sums.
+ */
+#ifndef LARDER_PASSES_H
+#define LARDER_PASSES_H
+
+#include "candidates.h"
+
+typedef void scan_function(const work_space *, user_chunk *, int64_t first, int64_t end);
+typedef void shrink_function(const void *, user_state *, int);
+
+static void shrink_plain(const void *work, user_state *user, int final) { shrink_body(work, user, final); }
+
+static void scan_plain(const work_space *work, user_chunk *chunk, int64_t first, int64_t end) {
+    const larder_items *items = work->items;
+    int32_t least[CHUNK];
+    for (int64_t group = first; group < end; group++) {
+        const uint8_t *codes = items->codes + group * LANES * items->width;
+        limits(items, chunk, group, least);
+        for (int u = 0; u < CHUNK && chunk->user[u]; u++) {
+            int32_t sums[LANES] = {0};
+            uint32_t bits = 0;
+            for (int64_t i = 0; i < items->width; i++) {
+                int32_t code = chunk->codes[i / 4 * CHUNK * 4 + u * 4 + i % 4];
+                for (int lane = 0; lane < LANES; lane++)
+                    sums[lane] += code * codes[i / 4 * LANES * 4 + lane * 4 + i % 4];
+            }
+            for (int lane = 0; lane < LANES; lane++) bits |= (uint32_t)(sums[lane] >= least[u]) << lane;
+            if (bits && chunk->threshold[u] < INFINITY) offer(work, chunk, u, group, bits, sums);
+        }
+    }
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+#define FOR_AVX2 __attribute__((target("avx2")))
+#define FOR_VNNI __attribute__((target("avx2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")))
+#define FOR_AMX __attribute__((target("avx2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8")))
+
+FOR_AVX2 static void shrink_avx2(const void *work, user_state *user, int final) {
+    shrink_body(work, user, final);
+}
+
+/* Codes of items stay below 128 here, so that a pair of products fits 16 bits. */
+FOR_AVX2 static void scan_avx2(const work_space *work, user_chunk *chunk, int64_t first, int64_t end) {
+    const larder_items *items = work->items;
+    const __m256i ones = _mm256_set1_epi16(1);
+    int32_t least[CHUNK], sums[LANES];
+    for (int64_t group = first; group < end; group++) {
+        const uint8_t *codes = items->codes + group * LANES * items->width;
+        limits(items, chunk, group, least);
+        for (int u = 0; u < CHUNK && chunk->user[u]; u += 4) {
+            __m256i sum[4][2];
+            for (int i = 0; i < 4; i++) sum[i][0] = sum[i][1] = _mm256_setzero_si256();
+            const int8_t *user = chunk->codes + u * 4;
+            for (int64_t at = 0; at < items->width; at += 4, user += CHUNK * 4) {
+                __m256i one = _mm256_loadu_si256((const __m256i *)(codes + at * LANES));
+                __m256i two = _mm256_loadu_si256((const __m256i *)(codes + at * LANES + 32));
+                for (int i = 0; i < 4; i++) {
+                    int32_t four_codes;
+                    memcpy(&four_codes, user + i * 4, 4);
+                    __m256i all = _mm256_set1_epi32(four_codes);
+                    __m256i left = _mm256_madd_epi16(_mm256_maddubs_epi16(one, all), ones);
+                    __m256i right = _mm256_madd_epi16(_mm256_maddubs_epi16(two, all), ones);
+                    sum[i][0] = _mm256_add_epi32(sum[i][0], left);
+                    sum[i][1] = _mm256_add_epi32(sum[i][1], right);
+                }
+            }
+            for (int i = 0; i < 4 && chunk->user[u + i]; i++) {
+                __m256i limit = _mm256_set1_epi32(least[u + i] - 1);
+                __m256i left = _mm256_cmpgt_epi32(sum[i][0], limit);
+                __m256i right = _mm256_cmpgt_epi32(sum[i][1], limit);
+                uint32_t bits = (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(left)) |
+                                (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(right)) << 8;
+                if (!bits || !(chunk->threshold[u + i] < INFINITY)) continue;
+                _mm256_storeu_si256((__m256i *)sums, sum[i][0]);
+                _mm256_storeu_si256((__m256i *)(sums + 8), sum[i][1]);
+                offer(work, chunk, u + i, group, bits, sums);
+            }
+        }
+    }
+}
+
+FOR_VNNI static void shrink_vnni(const void *work, user_state *user, int final) {
+    shrink_body(work, user, final);
+}
+
+/* In place: from the intrinsic, gcc 12 makes a copy of each sum. */
+#define ADD_PRODUCTS(sum, items, user) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(items), "v"(user))
+#define USERS 8
+#define GROUPS 2
+FOR_VNNI static void scan_vnni(const work_space *work, user_chunk *chunk, int64_t first, int64_t end) {
+    const larder_items *items = work->items;
+    int64_t size = LANES * items->width;
+    int32_t least[GROUPS][CHUNK], sums[LANES];
+    for (int64_t group = first; group < end; group += GROUPS) {
+        const uint8_t *codes = items->codes + group * size;
+        for (int g = 0; g < GROUPS; g++) limits(items, chunk, group + g, least[g]);
+        for (int u = 0; u < CHUNK && chunk->user[u]; u += USERS) {
+            __m512i sum[USERS][GROUPS];
+#pragma GCC unroll 8
+            for (int i = 0; i < USERS; i++)
+#pragma GCC unroll 2
+                for (int g = 0; g < GROUPS; g++) sum[i][g] = _mm512_setzero_si512();
+            const int8_t *user = chunk->codes + u * 4;
+            for (int64_t at = 0; at < size; at += 64, user += CHUNK * 4) {
+                __m512i one = _mm512_loadu_si512(codes + at), two = _mm512_loadu_si512(codes + at + size);
+#pragma GCC unroll 8
+                for (int i = 0; i < USERS; i++) {
+                    int32_t four_codes;
+                    memcpy(&four_codes, user + i * 4, 4);
+                    __m512i all = _mm512_set1_epi32(four_codes);
+                    ADD_PRODUCTS(sum[i][0], one, all);
+                    ADD_PRODUCTS(sum[i][1], two, all);
+                }
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < USERS; i++)
+#pragma GCC unroll 2
+                for (int g = 0; g < GROUPS; g++) {
+                    __m512i limit = _mm512_set1_epi32(least[g][u + i]);
+                    uint32_t bits = _mm512_cmpge_epi32_mask(sum[i][g], limit);
+                    if (__builtin_expect(!bits, 1)) continue;
+                    _mm512_storeu_si512(sums, sum[i][g]);
+                    if (chunk->threshold[u + i] < INFINITY) offer(work, chunk, u + i, group + g, bits, sums);
+                }
+        }
+    }
+}
+#endif
+
+#endif

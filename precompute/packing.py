@@ -1,0 +1,106 @@
+"""Items laid out for the compiled top-K: longest first, in groups of 16 as 8-bit codes with certified errors."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+LANES = 16
+TILE_GROUPS = 32
+TILE = LANES * TILE_GROUPS
+
+_PADDED_GROUPS = 4
+_STEP_TILES = 64
+_SLACK = 1e-5
+_LEAST = 1e-12
+"""Relative to the longest item; shorter ones are all error, no code."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """What `native/state.h` calls items; places are positions by falling length, -1 and 0 pad the last group."""
+
+    vectors: NDArray[np.float32]
+    lengths: NDArray[np.float32] | None
+    codes: NDArray[np.uint8]
+    ordinals: NDArray[np.uint32]
+    places: NDArray[np.uint32]
+    scale: NDArray[np.float32]
+    residual: NDArray[np.float32]
+    longest: NDArray[np.float32]
+    reach: NDArray[np.float32]
+    unit: float
+    largest_code: int
+
+    @property
+    def width(self) -> int:
+        """Codes per item, padding included."""
+        return int(self.codes.shape[1]) * 4
+
+    @classmethod
+    def of(
+        cls,
+        vectors: NDArray[np.float32],
+        compared: NDArray[np.float32],
+        sizes: NDArray[np.float64],
+        lengths: NDArray[np.float32] | None,
+        largest_code: int,
+    ) -> Self:
+        """From what is scored and what is compared (unit vectors for cosine), float32 [items, dims].
+
+        `sizes` float64 [items] are the lengths of `compared`; `lengths` float32 [items] divide a score.
+        Codes are -largest_code to largest_code.
+        """
+        items, dims = compared.shape
+        unit = 1.0 if lengths is not None else float(sizes.max(initial=0)) or 1.0
+        order = _order(compared, sizes)
+        groups = -(-items // (LANES * _PADDED_GROUPS)) * _PADDED_GROUPS
+        width = -(-dims // 4) * 4
+        codes = np.full((groups, width // 4, LANES, 4), largest_code + 1, np.uint8)
+        scale, residual, longest = np.ones((3, groups), np.float32)
+        for start in range(0, groups, TILE_GROUPS * _STEP_TILES):
+            step = slice(start, min(start + TILE_GROUPS * _STEP_TILES, groups))
+            part = order[step.start * LANES : step.stop * LANES]
+            some = np.zeros(((step.stop - step.start) * LANES, width))
+            some[: len(part), :dims] = compared[part]
+            some = (some / unit).reshape(-1, LANES, width)
+            steps = np.maximum(np.abs(some).max(axis=(1, 2)), _LEAST) / largest_code
+            scale[step] = steps
+            rounded = np.rint(some / scale[step][:, None, None].astype(np.float64))
+            rounded = np.clip(rounded, -largest_code, largest_code)
+            rest = some - rounded * scale[step][:, None, None]
+            residual[step] = _above(np.sqrt((rest**2).sum(axis=2)).max(axis=1))
+            longest[step] = _above(np.sqrt((some**2).sum(axis=2)).max(axis=1))
+            shifted = (rounded + (largest_code + 1)).astype(np.uint8)
+            codes[step] = shifted.reshape(-1, LANES, width // 4, 4).swapaxes(1, 2)
+        ordinals = np.zeros(groups * LANES, np.uint32)
+        ordinals[:items] = order
+        places = np.empty(items, np.uint32)
+        places[order] = np.arange(items, dtype=np.uint32)
+        tiles = np.maximum.reduceat(longest, np.arange(0, groups, TILE_GROUPS))
+        reach = np.maximum.accumulate(tiles[::-1])[::-1].copy()
+        return cls(
+            vectors, lengths, codes, ordinals, places, scale, residual, longest, reach, unit,
+            largest_code,
+        )  # fmt: skip
+
+    def allowed(self, allowed: NDArray[np.bool_] | None) -> NDArray[np.uint16]:
+        """One bit per place: an item, and allowed by its ordinal; uint16 [groups]."""
+        bits = np.zeros(len(self.ordinals), np.bool_)
+        bits[: len(self.places)] = (
+            True if allowed is None else allowed[self.ordinals[: len(self.places)]]
+        )
+        return np.packbits(bits, bitorder="little").view("<u2").astype(np.uint16)
+
+
+def _order(compared: NDArray[np.float32], sizes: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Ordinals by falling length; within a tile by largest component, so that a group shares its scale well."""
+    order = np.argsort(-sizes, kind="stable")
+    peaks = np.abs(compared).max(axis=1)[order]
+    tiles = np.arange(len(order)) // TILE
+    return order[np.lexsort((-peaks, tiles))]
+
+
+def _above(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return values * (1 + _SLACK) + _LEAST
