@@ -23,7 +23,7 @@ K_MAX = 1000
 
 _DIMS_MAX = 16_384  # sums of code products stay within 32 bits
 _ITEMS_MAX = 1 << 31
-_PLAIN, _AVX2 = 0, 1
+_PLAIN, _AVX2, _AMX = 0, 1, 3
 _CODES = {_PLAIN: 127, _AVX2: 63}  # a pair of products fits 16 bits; VNNI needs no such care
 # Between these nothing overflows, and what underflows is far below the rounding of the rest.
 _PRODUCT = (1e-25, 1e37)
@@ -46,7 +46,7 @@ class _Items(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """The library at one level of instructions: 0 any processor, 1 AVX2, 2 AVX-512 VNNI."""
+    """The library at one level of instructions: 0 any processor, 1 AVX2, 2 AVX-512 VNNI, 3 AMX."""
 
     library: ctypes.CDLL
     level: int
@@ -62,7 +62,10 @@ class Kernel:
         if cosine and not _within(sizes, _LENGTH).all():
             return None
         largest = _CODES.get(self.level, 127)
-        return Packed.of(compared.vectors, compared.filtering, compared.sizes, own, largest)
+        multiple = 64 if self.level == _AMX else 4
+        return Packed.of(
+            compared.vectors, compared.filtering, compared.sizes, own, largest, multiple
+        )
 
     def fits(self, compared: Compared, users: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Which users float32 [n, dims] the kernel is certain about; the others are very long or short."""
@@ -135,10 +138,10 @@ def kernel() -> Kernel | None:
 
 
 def load(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Kernel | None:
-    """The kernel in a folder, at its best level; LARDER_KERNEL=off leaves it, =1 or =2 sets the level."""
+    """The kernel in a folder, at its best level; LARDER_KERNEL=off leaves it, =0 to =3 sets the highest level."""
     wanted = environ.get("LARDER_KERNEL", "auto")
-    if wanted not in ("auto", "off", "0", "1", "2"):
-        raise ConfigError(f"LARDER_KERNEL must be auto, off, 0, 1 or 2, not {wanted!r}")
+    if wanted not in ("auto", "off", "0", "1", "2", "3"):
+        raise ConfigError(f"LARDER_KERNEL must be auto, off or 0 to 3, not {wanted!r}")
     files = [folder / f"_topk{suffix}" for suffix in EXTENSION_SUFFIXES]
     path = next((each for each in files if each.exists()), None)
     if wanted == "off" or path is None:

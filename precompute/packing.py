@@ -46,17 +46,18 @@ class Packed:
         sizes: NDArray[np.float64],
         lengths: NDArray[np.float32] | None,
         largest_code: int,
+        multiple: int = 4,
     ) -> Self:
         """From what is scored and what is compared (unit vectors for cosine), float32 [items, dims].
 
         `sizes` float64 [items] are the lengths of `compared`; `lengths` float32 [items] divide a score.
-        Codes are -largest_code to largest_code.
+        Codes are -largest_code to largest_code; a multiple of `multiple` per item.
         """
         items, dims = compared.shape
         unit = 1.0 if lengths is not None else float(sizes.max(initial=0)) or 1.0
         order = _order(compared, sizes)
         groups = -(-items // (LANES * _PADDED_GROUPS)) * _PADDED_GROUPS
-        width = -(-dims // 4) * 4
+        width = -(-dims // multiple) * multiple
         codes = np.full((groups, width // 4, LANES, 4), largest_code + 1, np.uint8)
         scale, residual, longest = np.ones((3, groups), np.float32)
         for start in range(0, groups, TILE_GROUPS * _STEP_TILES):

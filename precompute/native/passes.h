@@ -130,6 +130,67 @@ FOR_VNNI static void scan_vnni(const work_space *work, user_chunk *chunk, int64_
         }
     }
 }
+
+#if defined(__linux__) && __GNUC__ >= 11
+#define WITH_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Whether the processor multiplies tiles of codes and the kernel lets this process use their registers. */
+static int amx_usable(void) {
+    unsigned a, b, c, d, tiles = 1u << 24, codes = 1u << 25;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & tiles) || !(d & codes)) return 0;
+    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+}
+
+/* Eight tiles of 16 rows and 64 bytes, for the calling thread. */
+FOR_AMX static void amx_begin(void) {
+    uint8_t shape[64] __attribute__((aligned(64))) = {1};
+    for (int tile = 0; tile < 8; tile++) shape[16 + 2 * tile] = 64, shape[48 + tile] = 16;
+    __asm__ volatile("" : : "r"(shape) : "memory"); /* gcc takes the shape for 8 bytes */
+    _tile_loadconfig(shape);
+}
+
+FOR_AMX static void amx_end(void) { _tile_release(); }
+
+#define MULTIPLY(g)                                          \
+    do {                                                     \
+        _tile_loadd(5, codes + (g) * size + at * LANES, 64); \
+        _tile_dpbsud(g, 4, 5);                               \
+    } while (0)
+FOR_AMX static void scan_amx(const work_space *work, user_chunk *chunk, int64_t first, int64_t end) {
+    const larder_items *items = work->items;
+    int64_t size = LANES * items->width;
+    int32_t least[4][CHUNK], sums[4][CHUNK][LANES] __attribute__((aligned(64)));
+    for (int64_t group = first; group < end; group += 4) {
+        const uint8_t *codes = items->codes + group * size;
+        for (int g = 0; g < 4; g++) limits(items, chunk, group + g, least[g]);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t at = 0; at < items->width; at += 64) {
+            _tile_loadd(4, chunk->codes + at, items->width);
+            MULTIPLY(0);
+            MULTIPLY(1);
+            MULTIPLY(2);
+            MULTIPLY(3);
+        }
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
+        for (int u = 0; u < CHUNK && chunk->user[u]; u++)
+            for (int g = 0; g < 4; g++) {
+                __m512i limit = _mm512_set1_epi32(least[g][u]);
+                uint32_t bits = _mm512_cmpge_epi32_mask(_mm512_load_si512(sums[g][u]), limit);
+                if (__builtin_expect(!bits, 1)) continue;
+                if (chunk->threshold[u] < INFINITY) offer(work, chunk, u, group + g, bits, sums[g][u]);
+            }
+    }
+}
+#endif
 #endif
 
 #endif

@@ -62,9 +62,8 @@ typedef struct {
 ALWAYS int32_t limit_of(float threshold, float length, float error, float per_scale, int32_t shift,
                         float residual, float longest, float per_item) {
     float sum = (threshold - (length * residual + error * longest)) * per_scale * per_item;
-    sum -= 2.0f + fabsf(sum) * 0x1p-20f;
     sum = sum < -1e9f ? -1e9f : sum > 1e9f ? 1e9f : sum;
-    return (int32_t)sum - 1 + shift;
+    return (int32_t)(sum - fabsf(sum) * 0x1p-20f) - 3 + shift;
 }
 
 /* For each user of a chunk the smallest sum of code products that may still matter in a group. */

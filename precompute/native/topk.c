@@ -13,8 +13,12 @@ int larder_level(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+#if defined(WITH_AMX)
+        if (amx_usable()) return AMX;
+#endif
         return VNNI;
+    }
     if (__builtin_cpu_supports("avx2")) return AVX2;
 #endif
     return PLAIN;
@@ -28,6 +32,7 @@ void larder_dots(const float *a, const float *b, int64_t count, int64_t dims, fl
 typedef struct {
     work_space work;
     scan_function *scan;
+    int rows; /* a chunk's codes lie in rows */
     user_state *users;
     user_state **active;
     user_chunk *chunks;
@@ -126,7 +131,7 @@ static int64_t gather(block_space *space, int64_t count) {
             chunk->user[u] = user;
             if (user) user->slot = (uint32_t)(c * CHUNK + u);
             for (int64_t at = 0; at < width; at += 4) {
-                int8_t *to = chunk->codes + at * CHUNK + u * 4;
+                int8_t *to = chunk->codes + (space->rows ? u * width + at : at * CHUNK + u * 4);
                 if (user) memcpy(to, user->codes + at, 4);
                 else memset(to, 0, 4);
             }
@@ -225,6 +230,9 @@ int larder_topk(const larder_items *items, const float *users, int64_t count, co
     if (level == AVX2) space.scan = scan_avx2, work->shrink = shrink_avx2;
     if (level >= VNNI) space.scan = scan_vnni, work->shrink = shrink_vnni;
 #endif
+#if defined(WITH_AMX)
+    if (level == AMX) space.scan = scan_amx, space.rows = 1, amx_begin();
+#endif
     for (int64_t start = 0; start < count; start += block) {
         int64_t end = start + block < count ? start + block : count;
         most = starts[end] - starts[start] > most ? starts[end] - starts[start] : most;
@@ -255,5 +263,8 @@ int larder_topk(const larder_items *items, const float *users, int64_t count, co
         }
     }
     release(&space);
+#if defined(WITH_AMX)
+    if (level == AMX) amx_end();
+#endif
     return !enough;
 }

@@ -2,10 +2,12 @@
 
 `real128` and `real256` are a trained model's vectors (the environment variable LARDER_BENCH_DATA names the
 folder of the data); without the data they are left out. `random` is Gaussian, where no bound can save
-anything. Rates are users per second of processor time, all cores together, so that other programs on the
-machine disturb them less.
+anything. Rates are users per second of processor time, each run in one thread: so other programs on the
+machine disturb them less, and nobody pays for threads that spin.
 """
 
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -63,7 +65,7 @@ def product_run(case: Case) -> float:
 def larder_run(case: Case, scorer: Scorer) -> float:
     """The night's scorer, exclusion, order and re-score included; preparing the items is not repeated per shard."""
     started = time.process_time()
-    scorer.top(case.users, K, case.histories)
+    scorer.top(case.users, K, case.histories, threads=1)
     return len(case.users) / (time.process_time() - started)
 
 
@@ -123,5 +125,14 @@ def main() -> None:
     report.show(options)
 
 
+def in_one_thread() -> None:
+    """Starts this program again unless BLAS was told to use one thread: it reads that when it is loaded."""
+    wanted = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    if not wanted.items() <= os.environ.items():
+        command = [sys.executable, "-m", "tests.bench.topk", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **wanted})  # noqa: S606 - no shell
+
+
 if __name__ == "__main__":
+    in_one_thread()
     main()
