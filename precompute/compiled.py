@@ -132,9 +132,10 @@ class Kernel:
 def kernel() -> Kernel | None:
     """The kernel for this processor; None where it was not built, is switched off or has no use."""
     found = load(os.environ)
-    if found is None:
-        _log.info("top-K without the compiled kernel: FAISS and numpy, several times slower")
-    return found if found is not None and found.level > _PLAIN else None
+    if found is not None and found.level > _PLAIN:
+        return found
+    _log.info("top-K without the compiled kernel: FAISS and numpy, several times slower")
+    return None
 
 
 def load(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Kernel | None:
