@@ -3,7 +3,7 @@
 from setuptools import Extension, setup
 
 FOLDER = "precompute/native"
-HEADERS = ("exact", "state", "candidates", "passes")
+HEADERS = ("exact", "state", "candidates", "passes", "block")
 
 setup(
     ext_modules=[

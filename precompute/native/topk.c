@@ -1,7 +1,5 @@
 /* The exact top-k of all items for many users; `precompute.native_topk` describes the arguments and checks them. */
-#include <stdlib.h>
-
-#include "passes.h"
+#include "block.h"
 
 #define BLOCK 256 /* users whose candidates are held at once */
 #define STEP 32   /* new candidates that are worth a better threshold */
@@ -28,19 +26,6 @@ int larder_level(void) {
 void larder_dots(const float *a, const float *b, int64_t count, int64_t dims, float *out) {
     for (int64_t i = 0; i < count; i++) out[i] = exact_dot(a, b + i * dims, (size_t)dims);
 }
-
-typedef struct {
-    work_space work;
-    scan_function *scan;
-    int rows; /* a chunk's codes lie in rows */
-    user_state *users;
-    user_state **active;
-    user_chunk *chunks;
-    int8_t *codes, *chunk_codes;
-    float *bounds;
-    uint32_t *places;
-    uint64_t *gone;
-} block_space;
 
 static void quantise(const larder_items *items, user_state *user, float rounding) {
     double squares = 0, left = 0, coded = 0;
@@ -170,47 +155,6 @@ static void scan_block(block_space *space, int64_t active) {
             space->chunks[user->slot / CHUNK].threshold[user->slot % CHUNK] = user->threshold;
         }
     }
-}
-
-static int reserve(block_space *space, const larder_items *items, int64_t block, int64_t gone) {
-    size_t room = space->work.room, width = (size_t)items->width, users = (size_t)block;
-    size_t chunks = (users + CHUNK - 1) / CHUNK;
-    space->users = calloc(users, sizeof *space->users);
-    space->active = malloc(users * sizeof *space->active);
-    space->chunks = calloc(chunks, sizeof *space->chunks);
-    space->codes = malloc(users * width);
-    space->chunk_codes = malloc(chunks * CHUNK * width);
-    space->bounds = malloc(users * room * 2 * sizeof *space->bounds);
-    space->places = malloc(users * room * sizeof *space->places);
-    space->gone = malloc(((size_t)gone + 1) * sizeof *space->gone);
-    size_t keys = room > (size_t)gone ? room : (size_t)gone;
-    space->work.keys = malloc(keys * sizeof *space->work.keys);
-    space->work.spare = malloc(keys * sizeof *space->work.spare);
-    if (!space->users || !space->active || !space->chunks || !space->codes || !space->chunk_codes ||
-        !space->bounds || !space->places || !space->gone || !space->work.keys || !space->work.spare)
-        return 0;
-    for (size_t c = 0; c < chunks; c++) space->chunks[c].codes = space->chunk_codes + c * CHUNK * width;
-    for (size_t u = 0; u < users; u++) {
-        user_state *user = &space->users[u];
-        user->lower = space->bounds + u * room * 2;
-        user->upper = user->lower + room;
-        user->place = space->places + u * room;
-        user->codes = space->codes + u * width;
-    }
-    return 1;
-}
-
-static void release(block_space *space) {
-    free(space->users);
-    free(space->active);
-    free(space->chunks);
-    free(space->codes);
-    free(space->chunk_codes);
-    free(space->bounds);
-    free(space->places);
-    free(space->gone);
-    free(space->work.keys);
-    free(space->work.spare);
 }
 
 /* 0, or 1 where memory ran out. Row r excludes gone[starts[r]:starts[r + 1]]. */
