@@ -221,10 +221,11 @@ def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = 
     width, precision = layout.width, layout.precision
     at = len(record) - width * _NUMBER[precision].itemsize
     numbers = np.frombuffer(record, _NUMBER[precision], width, at)[:count].astype(np.float32)
-    if precision == "f2":
-        numbers = np.ldexp(numbers, exponent)
-    elif precision == "i1":
-        numbers = numbers * np.frombuffer(record, "<f4", 1, _HEADER_BYTES)[0]
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
+        if precision == "f2":
+            numbers = np.ldexp(numbers, exponent)
+        elif precision == "i1":
+            numbers = numbers * np.frombuffer(record, "<f4", 1, _HEADER_BYTES)[0]
     if not np.isfinite(numbers).all():
         raise CorruptArtefact("a record holds a number that is not finite", rule="non_finite")
     items = None
