@@ -9,6 +9,7 @@ import yaml
 
 from serving.arms import ARMS
 from serving.metrics import SOURCES, STAGES, Metrics
+from serving.tally import Seconds
 
 INFRA = Path(__file__).parents[3] / "infra"
 RULES: Any = yaml.safe_load((INFRA / "prometheus/rules.yml").read_text())
@@ -37,6 +38,10 @@ def labels() -> dict[str, set[str]]:
     """The labels of all series that the service exposes, by name."""
     found: dict[str, set[str]] = {}
     for collector in list(Metrics().registry._collector_to_names):
+        if isinstance(collector, Seconds):
+            samples = [each for family in collector.collect() for each in family.samples]
+            found |= {each.name: set(each.labels) for each in samples}
+            continue
         suffixes = {
             "counter": ("_total",),
             "histogram": ("_bucket", "_count", "_sum"),
