@@ -5,8 +5,8 @@ into pieces that are sent one by one at the rate of `throttle`, which learns fro
 goes on and while it rests, a part of every step.
 """
 
+import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +34,12 @@ NAP_S = 0.02
 CATCH_UP = 1.25
 """How much faster than the floor work may go to make up for a pause: the floor is a promise over pauses too."""
 
-_SPIN: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+_SPUN = bytes(1 << 19)
+
+
+def _spin() -> None:
+    """Keep the core busy for about half a millisecond without holding the interpreter's lock, which probes need."""
+    hashlib.blake2b(_SPUN)
 
 
 class Governor:
@@ -47,7 +52,7 @@ class Governor:
         *,
         timer: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
-        spin: Callable[[], None] = _SPIN,
+        spin: Callable[[], None] = _spin,
         yielding: Callable[[bool], bool] = lambda _on: False,
     ) -> None:
         self.throttle = Throttle(
