@@ -113,7 +113,8 @@ def unlink_pages(
             batch.append(part.key(keys, manifest.generation, page))
             piece = None if governor is None else governor.piece_bytes
             if governor is not None:
-                governor.pace(min(part.size_of(page), piece or RETIRE_BATCH))
+                size = part.size_of(page)
+                governor.pace(size if piece is None else min(size, piece))
             if piece is not None or len(batch) == RETIRE_BATCH:
                 removed += int(client.unlink(*batch))
                 batch.clear()

@@ -101,6 +101,7 @@ class Throttle:
         if len(self._idle) >= JUDGED_MIN:
             self.idle_p99_s = p99(self._idle)
         for name, found in (replicas_ms or {}).items():
+            # A heartbeat looks back some seconds, so after the first one only a lower value is news about idling.
             self._replicas_idle_ms[name] = min(found, self._replicas_idle_ms.get(name, math.inf))
 
     @property
@@ -114,7 +115,6 @@ class Throttle:
         if readers:
             self.calibrate(signals.rested)
         if self.reason:
-            # Fast convergence of RFC 9438: congestion below the last plateau means that there is less for us now.
             self._congested, self._clean = self.rate, 0
             self.rate = max(self.floor, self.rate * BACK_OFF)
             self._late.clear()
