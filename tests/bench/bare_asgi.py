@@ -33,21 +33,21 @@ def app_of(body: bytes) -> Callable[..., Awaitable[None]]:
     return app
 
 
-def main() -> None:
-    """Serve until told to stop; prints the URL first."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("body", type=Path, help="file with the bytes to send")
+def serve(app: Any, what: str) -> None:
+    """Serve an application as the service serves its own, until told to stop; prints the URL first."""
     listener = socket.create_server(("127.0.0.1", 0))
-    print(f"bare app on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    print(f"{what} app on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     config = uvicorn.Config(
-        app_of(parser.parse_args().body.read_bytes()),
-        loop="uvloop",
-        http="httptools",
-        lifespan="off",
-        access_log=False,
-        log_level="warning",
+        app, loop="uvloop", http="httptools", lifespan="off", access_log=False, log_level="warning"
     )
     uvicorn.Server(config).run(sockets=[listener])
+
+
+def main() -> None:
+    """Serve the bytes of a file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("body", type=Path, help="file with the bytes to send")
+    serve(app_of(parser.parse_args().body.read_bytes()), "bare")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@
 """
 
 import argparse
-import socket
 from pathlib import Path
 
 import redis.asyncio
-import uvicorn
 from fastapi import FastAPI, Response
+
+from tests.bench.bare_asgi import serve
 
 
 def app_of(body: bytes, redis_url: str) -> FastAPI:
@@ -29,22 +29,12 @@ def app_of(body: bytes, redis_url: str) -> FastAPI:
 
 
 def main() -> None:
-    """Serve until told to stop; prints the URL first."""
+    """Serve both."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("body", type=Path, help="file with the bytes to send")
     parser.add_argument("redis_url")
     sent = parser.parse_args()
-    listener = socket.create_server(("127.0.0.1", 0))
-    print(f"plain app on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    config = uvicorn.Config(
-        app_of(sent.body.read_bytes(), sent.redis_url),
-        loop="uvloop",
-        http="httptools",
-        lifespan="off",
-        access_log=False,
-        log_level="warning",
-    )
-    uvicorn.Server(config).run(sockets=[listener])
+    serve(app_of(sent.body.read_bytes(), sent.redis_url), "plain")
 
 
 if __name__ == "__main__":
