@@ -28,10 +28,10 @@ IDLE = 4_000
 JUDGED_MIN = 50
 STEPS_MIN = 5
 STEPS = 32
-SIGMAS = 2.0
+SIGMAS = 1.0
 """Steps that are compared, and by how many standard errors of their mean they must differ for the rate to fall."""
 
-UNHURT = 0.003
+UNHURT = 0.001
 """It rises only while the share of late probes is not above the allowed one by more than this, error included."""
 
 CLEARLY = 0.2
