@@ -26,19 +26,19 @@ IDLE = 4_000
 """Round trips at rest that are kept: a p99 of a few hundred is little more than a guess."""
 
 JUDGED_MIN = 50
-STEPS_MIN = 5
+STEPS_MIN = 10
 STEPS = 32
-SIGMAS = 1.0
+SIGMAS = 2.0
 """Steps that are compared, and by how many standard errors of their mean they must differ for the rate to fall."""
 
-UNHURT = 0.001
+UNHURT = 0.003
 """It rises only while the share of late probes is not above the allowed one by more than this, error included."""
 
 CLEARLY = 0.2
 """So many more late probes than at rest, in two steps after each other, need no statistics."""
 
 START_FLOORS = 4.0
-START_GROWTH = 1.3
+START_GROWTH = 1.15
 BACK_OFF = 0.7
 PLATEAU_STEPS = 10
 """Clean steps after a decrease until the rate is back at where it was."""

@@ -33,6 +33,7 @@ FOREIGN_READS_S = 20.0
 READS = ("cmdstat_get", "cmdstat_getrange", "cmdstat_mget")
 PROBED_BYTES = 512
 REPLY_BYTES = 4096
+PING, PONG = b"*1\r\n$4\r\nPING\r\n", b"+PONG\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,10 @@ class Watch(Protocol):
 
     def own_reads(self, count: int) -> None:
         """Reads of our own, not to be taken for a reader's."""
+        ...
+
+    def stir(self) -> None:
+        """Ask Redis for next to nothing, so that its core does not halt; never fails."""
         ...
 
     def close(self) -> None:
@@ -93,6 +98,8 @@ class Watcher:
         self._own_work = self._own_probes = 0  # each written by one thread only
         self._before: tuple[float, int, float] | None = None
         self._probe: bytes | None = None
+        self._stirring: Any = None
+        self._is_stirred = True
         self._asked_at = -math.inf
         self._closing = threading.Event()
         self._jitter = random.Random(
@@ -114,8 +121,22 @@ class Watcher:
         """See `Watch`."""
         self._own_work += count
 
+    def stir(self) -> None:
+        """See `Watch`. Over a connection of the calling thread's own; once one has failed there is no other."""
+        if not self._is_stirred:
+            return
+        try:
+            if self._stirring is None:
+                self._stirring = self._pool.get_connection()
+            wire = self._stirring._sock
+            wire.sendall(PING)
+            self._is_stirred = bool(wire.recv(len(PONG)))
+        except (redis.exceptions.RedisError, OSError):
+            self._is_stirred = False
+
     def close(self) -> None:
         """See `Watch`."""
+        self._is_stirred = False
         self._closing.set()
         self._thread.join(2 * PROBE_TIMEOUT_S)
         self._pool.disconnect()

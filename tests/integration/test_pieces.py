@@ -188,8 +188,13 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
                 return look is not None and (look.foreign_s or 0.0) > FOREIGN_READS_S
 
             assert until(noticed)
+            before = client.info("commandstats").get("cmdstat_ping", {"calls": 0})["calls"]
+            for _ in range(10):
+                watch.stir()
+            assert client.info("commandstats")["cmdstat_ping"]["calls"] == before + 10
         finally:
             watch.close()
+        watch.stir()  # harmless
         names = [each["name"] for each in client.client_list()]
         assert len(names) == 1
 

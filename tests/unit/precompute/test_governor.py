@@ -21,6 +21,7 @@ PROBE_S = 0.001
 SMOOTHED_S = 0.004
 IDLE_S = 100e-6
 BURST_S = 0.01
+SPIN_S = 50e-6
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Plant:
     lag_bytes: int = 0
     closed: bool = False
     slept_s: float = 0.0
+    stirred: int = 0
     felt_rate: float = 0.0
     trips: list[float] = field(default_factory=list)
     probed_at: float = 0.0
@@ -91,6 +93,9 @@ class Plant:
 
     def own_reads(self, count: int) -> None:
         pass
+
+    def stir(self) -> None:
+        self.stirred += 1
 
     def close(self) -> None:
         self.closed = True
@@ -144,6 +149,22 @@ def test_with_readers_their_p99_stays_within_the_factor_and_the_rate_near_what_t
     assert rate > 0.5 * plant.knee
 
 
+def test_while_it_rests_neither_core_halts():
+    plant = Plant()
+    governor = Governor(
+        GovernorConfig(piece_bytes=PIECE),
+        plant,
+        timer=plant.timer,
+        sleep=plant.sleep,
+        spin=lambda: plant.sleep(SPIN_S),
+        yielding=lambda on: on,
+    )
+    plant.work(governor, 10 * STEP_S)
+    rests = plant.stirred * SPIN_S
+
+    assert rests > 5 * REST_S and governor.slept_s < rests
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_host_that_is_restless_by_itself_does_not_slow_the_work_down(seed):
     plant = Plant(knee=300 * MIB, seed=seed, restless=0.05)
@@ -178,7 +199,7 @@ def test_when_readers_slow_down_it_falls_and_when_they_recover_it_rises_again():
     plant.work(governor, 6.0)
     during = plant.work(governor, 4.0)
     plant.knee = 400 * MIB
-    plant.work(governor, 10.0)
+    plant.work(governor, 14.0)
     after = plant.work(governor, 4.0)
 
     assert during < 100 * MIB < 0.5 * before
