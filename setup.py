@@ -2,13 +2,13 @@
 
 from setuptools import Extension, setup
 
-FOLDER = "precompute/native"
+FOLDER = "precompute/scoring/native"
 HEADERS = ("exact", "state", "candidates", "passes", "block")
 
 setup(
     ext_modules=[
         Extension(
-            "precompute._topk",
+            "precompute.scoring._topk",
             [f"{FOLDER}/topk.c"],
             depends=[f"{FOLDER}/{name}.h" for name in HEADERS],
             # No multiply-add may be fused: scores have the same bits with and without the kernel.

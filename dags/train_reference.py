@@ -32,8 +32,8 @@ def train_reference() -> None:
     @task(multiple_outputs=False, outlets=[Asset("larder_bundle")])
     def train() -> dict[str, Any]:
         """Fit, export to ONNX, and put the bundle where the night looks for it."""
-        from precompute import training
         from precompute.config import night_config
+        from precompute.models import training
 
         data_until = get_current_context()["params"]["data_until"]
         return training.train_reference(night_config(), data_until=data_until)

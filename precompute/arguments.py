@@ -4,11 +4,11 @@ import argparse
 from pathlib import Path
 
 from precompute import commands as run_by
-from precompute.canary import command as canary
 from precompute.commands import Command
-from precompute.erase_command import erase
-from precompute.override import command as override
+from precompute.erasures.command import erase
+from precompute.gates.override import command as override
 from precompute.own_redis import load_again, nothing, verify_again
+from precompute.releases.canary import command as canary
 
 
 def parser_of_commands() -> argparse.ArgumentParser:

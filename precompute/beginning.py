@@ -17,7 +17,6 @@ from cache.errors import (
     SourceError,
 )
 from precompute import catalogue
-from precompute.adopt import demand_agreement
 from precompute.build import (
     Build,
     Progress,
@@ -25,20 +24,21 @@ from precompute.build import (
     generation_id,
     quiet,
 )
-from precompute.bundle import Bundle
+from precompute.bulk.headroom import writes_files
 from precompute.config import NightConfig, parse_time
-from precompute.erasure import Erased, all_erasures
-from precompute.headroom import writes_files
-from precompute.holdout import Holdout
-from precompute.partition import partition
-from precompute.registry import open_releases
-from precompute.scoring import (
+from precompute.erasures.erasure import Erased, all_erasures
+from precompute.gates.holdout import Holdout
+from precompute.models.bundle import Bundle
+from precompute.models.training import heal
+from precompute.releases.adopt import demand_agreement
+from precompute.releases.registry import open_releases
+from precompute.releases.states import State, demand
+from precompute.scoring.partition import partition
+from precompute.scoring.shard import (
     configured_tables,
     layout_of,
 )
 from precompute.sources import pin, source_files
-from precompute.states import State, demand
-from precompute.training import heal
 
 BUNDLE_COPIES = 3
 ERASURE_LOOKS = 10

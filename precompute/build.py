@@ -13,10 +13,10 @@ from cache.artefacts import ArtefactStore, describe, generation_path
 from cache.errors import StoreError, UnknownGeneration
 from cache.manifest import Artefact, Manifest, Model
 from precompute import catalogue
-from precompute.bundle import Bundle
 from precompute.config import NightConfig
-from precompute.erasure import Erased, all_erasures
-from precompute.tables import write_json
+from precompute.erasures.erasure import Erased, all_erasures
+from precompute.models.bundle import Bundle
+from precompute.scoring.tables import write_json
 
 Step = dict[str, Any]
 """What a step hands on: small and JSON-able."""

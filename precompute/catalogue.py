@@ -14,9 +14,9 @@ from cache.errors import SourceError
 from cache.items import ItemTable
 from cache.keys import canonical_id, hash_ids
 from cache.tower import InputSpec, TowerSpec
-from precompute.bundle import Bundle
 from precompute.config import NightConfig
-from precompute.partition import Hasher, first_hash, sort_unique
+from precompute.models.bundle import Bundle
+from precompute.scoring.partition import Hasher, first_hash, sort_unique
 from precompute.sources import read_features
 
 IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (

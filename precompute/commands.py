@@ -14,18 +14,18 @@ from cache.blocklist import change_blocklist, latest_blocklist
 from cache.errors import ConfigError, Conflict, LarderError
 from cache.keys import canonical_id
 from precompute import pipeline
-from precompute.adopt import adopt
 from precompute.build import Progress
 from precompute.checks import demand_reason
 from precompute.config import NightConfig
-from precompute.control import Control, connect
 from precompute.display import Found, err
-from precompute.erasure import all_erasures, demand_unerased
+from precompute.erasures.erasure import all_erasures, demand_unerased
+from precompute.models.training import train_reference
 from precompute.night import run_night
-from precompute.release import Releases
+from precompute.releases.adopt import adopt
+from precompute.releases.control import Control, connect
+from precompute.releases.release import Releases
+from precompute.releases.states import State
 from precompute.sources import source_files
-from precompute.states import State
-from precompute.training import train_reference
 
 Command = Callable[[NightConfig, argparse.Namespace, Progress], Found]
 

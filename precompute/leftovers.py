@@ -4,9 +4,9 @@ from collections.abc import Collection
 
 from cache.artefacts import COPY_IDLE_S
 from precompute.config import NightConfig
-from precompute.release_log import ReleaseLog
-from precompute.states import UNFINISHED
-from precompute.training import heal, sweep_training
+from precompute.models.training import heal, sweep_training
+from precompute.releases.release_log import ReleaseLog
+from precompute.releases.states import UNFINISHED
 
 UNFINISHED_S = 86_400.0
 """How long nothing must have touched an unfinished file before it counts as left over."""

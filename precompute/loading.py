@@ -14,14 +14,14 @@ from precompute.build import (
     Step,
     quiet,
 )
+from precompute.bulk.governor import open_governor
+from precompute.bulk.headroom import demand_redis
+from precompute.bulk.load import load_part, loaded_pages, parts_of, total_bytes
 from precompute.config import NightConfig
-from precompute.control import Control
-from precompute.governor import open_governor
-from precompute.headroom import demand_redis
-from precompute.load import load_part, loaded_pages, parts_of, total_bytes
-from precompute.registry import open_releases
+from precompute.releases.control import Control
+from precompute.releases.registry import open_releases
+from precompute.releases.states import State, demand
 from precompute.sealing import seal
-from precompute.states import State, demand
 
 
 def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:

@@ -10,9 +10,9 @@ from precompute import pipeline
 from precompute.build import Progress
 from precompute.commands import new_attempt, roll_back
 from precompute.config import NightConfig
-from precompute.control import Control, connect
-from precompute.release import Releases
-from precompute.states import ALLOWED, State
+from precompute.releases.control import Control, connect
+from precompute.releases.release import Releases
+from precompute.releases.states import ALLOWED, State
 
 _LOADABLE = (*ALLOWED["load"], State.SUPERSEDED, None)
 

@@ -7,10 +7,10 @@ begin -> embed_items -> score_shard x N -> assemble -> build_index, quantize -> 
 """
 
 from precompute.beginning import begin
-from precompute.live_path import build_index, quantize
 from precompute.loading import load
+from precompute.models.live_path import build_index, quantize
 from precompute.publishing import publish, restore, retire, roll_back, warm
-from precompute.shards import assemble, embed_items, score_shard
+from precompute.scoring.shards import assemble, embed_items, score_shard
 from precompute.verifying import verify
 
 # In the order of a night.

@@ -18,20 +18,20 @@ from precompute.build import (
     Step,
     quiet,
 )
+from precompute.bulk.governor import open_governor
 from precompute.checks import demand_reason
 from precompute.config import NightConfig
-from precompute.control import Control, Replica, connect, translated
-from precompute.erasing import settle
-from precompute.governor import open_governor
+from precompute.erasures.erasing import settle
 from precompute.leftovers import sweep_leftovers
-from precompute.registry import open_releases
-from precompute.replication import confirm, run_ids
-from precompute.restore import forgotten
-from precompute.restore import restore as restore_redis
+from precompute.releases.control import Control, Replica, connect, translated
+from precompute.releases.registry import open_releases
+from precompute.releases.replication import confirm, run_ids
+from precompute.releases.restore import forgotten
+from precompute.releases.restore import restore as restore_redis
+from precompute.releases.staging import Stage, staged
+from precompute.releases.sweep import drop_old_rows, sweepable
+from precompute.releases.sweep import retire as retire_generation
 from precompute.sealing import seal
-from precompute.staging import Stage, staged
-from precompute.sweep import drop_old_rows, sweepable
-from precompute.sweep import retire as retire_generation
 
 WARM_POLL_S = 0.1
 

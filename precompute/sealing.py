@@ -26,16 +26,16 @@ from precompute.build import (
     open_bundle,
     read_sealed,
 )
-from precompute.bundle import Bundle
 from precompute.config import NightConfig
-from precompute.partition import first_hash
-from precompute.scoring import (
+from precompute.models.bundle import Bundle
+from precompute.scoring.partition import first_hash
+from precompute.scoring.shard import (
     configured_tables,
     entity_of,
     layout_of,
     producer_of,
 )
-from precompute.tables import records_per_page
+from precompute.scoring.tables import records_per_page
 
 
 def seal(made: Build) -> Manifest:

@@ -10,20 +10,21 @@ from cache.artefacts import fetch_checked, generation_path
 from cache.errors import CorruptArtefact, LarderError, Refused
 from cache.items import ItemTable
 from cache.manifest import Manifest
-from precompute import catalogue, holdout
+from precompute import catalogue
 from precompute.build import Build, Progress, Step, erased_from, fetch_partition, quiet
-from precompute.candidate import Candidate
+from precompute.bulk.load import total_bytes
+from precompute.bulk.reload import damaged
 from precompute.config import NightConfig
-from precompute.gates import GATES, INTEGRITY, LIVE_FILES, overridden, run_gates, run_within
-from precompute.load import total_bytes
-from precompute.registry import open_releases
-from precompute.release import Releases
-from precompute.reload import damaged
-from precompute.replication import run_ids
+from precompute.gates import holdout
+from precompute.gates.candidate import Candidate
+from precompute.gates.judge import GATES, INTEGRITY, LIVE_FILES, overridden, run_gates, run_within
+from precompute.gates.user_sample import sampled_shards
+from precompute.gates.verdict import Verdict
+from precompute.releases.registry import open_releases
+from precompute.releases.release import Releases
+from precompute.releases.replication import run_ids
+from precompute.releases.states import State, demand
 from precompute.sealing import seal
-from precompute.states import State, demand
-from precompute.user_sample import sampled_shards
-from precompute.verdict import Verdict
 
 
 def verify(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cache.releases import Pointer
-from precompute import release, release_log, restore, states, sweep
-from precompute.release_log import ReleaseLog
-from precompute.states import Ledger, State
+from precompute.releases import release, release_log, restore, states, sweep
+from precompute.releases.release_log import ReleaseLog
+from precompute.releases.states import Ledger, State
 from tests.life import Bias
 from tests.memory import MemoryRedis
 

@@ -30,13 +30,13 @@ from cache.manifest import (
 )
 from cache.records import Layout
 from cache.releases import Pointer, Release, all_releases, intent_path, newest_release
-from precompute import canaries, moves
-from precompute import release as release_module
-from precompute import restore as restore_module
-from precompute import sweep as sweep_module
-from precompute.control import REPLICA_DEAD_S, Control
-from precompute.release import Releases
-from precompute.states import State, demand, fold
+from precompute.releases import canaries, moves
+from precompute.releases import release as release_module
+from precompute.releases import restore as restore_module
+from precompute.releases import sweep as sweep_module
+from precompute.releases.control import REPLICA_DEAD_S, Control
+from precompute.releases.release import Releases
+from precompute.releases.states import State, demand, fold
 from serving.verdict import as_pointer, judge
 from tests.memory import MemoryRedis, MemoryStore
 

@@ -9,7 +9,7 @@ import redis
 
 from cache.artefacts import ArtefactStore
 from cache.keys import Keyspace
-from precompute import control
+from precompute.releases import control
 
 Watch = Callable[[str, str], None]
 """(command or method, its first key or path): called before it takes effect."""

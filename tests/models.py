@@ -14,10 +14,10 @@ from cache.predictor import ModelPrecision, Predictor
 from cache.records import Layout
 from cache.search import Searcher
 from cache.tower import Histories, Tower
-from precompute.bundle import Bundle
-from precompute.index import build_index
-from precompute.quantize import quantize_tower
-from precompute.reference import ReferenceData, train
+from precompute.models.bundle import Bundle
+from precompute.models.index import build_index
+from precompute.models.quantize import quantize_tower
+from precompute.models.reference import ReferenceData, train
 
 USERS, ITEMS = 60, 40
 K = 10

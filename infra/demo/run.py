@@ -27,9 +27,9 @@ from infra.demo.service import Service
 from infra.demo.steps import Step, Steps
 from infra.demo.synthetic import World
 from infra.demo.traffic import Background, Latencies, Stream, replay
+from precompute.bulk.load import unlink_pages
 from precompute.config import night_config
-from precompute.control import connect
-from precompute.load import unlink_pages
+from precompute.releases.control import connect
 from serving.client import Client, Unanswered
 
 NIGHTLY = "nightly_precompute"

@@ -1,7 +1,7 @@
 """Loading a table of 616-byte records into Redis: the night's loader beside one command per entity.
 
 Baselines, through redis-py with hiredis: pipelines of 1,000 `SET` with prebuilt keys and values, and `MSET` of 1,000.
-The candidate is `precompute.load.load_part`, from the page file to its mark, with the night's own page and chunk
+The candidate is `precompute.bulk.load.load_part`, from the page file to its mark, with the night's own page and chunk
 sizes. Each run starts with an empty Redis; emptying it is not timed. `bytes_over_payload` is what Redis's memory grew
 by, keys included, over the records' own bytes.
 """
@@ -19,9 +19,9 @@ from cache.embedded import Server
 from cache.keys import Keyspace
 from cache.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
 from cache.records import Layout
+from precompute.bulk.load import Part, load_part
 from precompute.config import NightConfig
-from precompute.load import Part, load_part
-from precompute.tables import records_per_page
+from precompute.scoring.tables import records_per_page
 from tests.bench.harness import Ratio, Report, alternate, parse
 from tests.bench.place import own_server, pin, unpin
 

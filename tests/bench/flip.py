@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from precompute import pipeline
 from precompute.config import NightConfig
-from precompute.control import Control
+from precompute.releases.control import Control
 from tests.bench.flip_calls import Recording, calling
 from tests.bench.harness import Options, Ratio, Report, parse
 from tests.bench.place import own_server

@@ -34,10 +34,10 @@ from rich.table import Table
 
 from cache.manifest import Manifest
 from cache.releases import Pointer
+from precompute.bulk.governor import open_governor
+from precompute.bulk.load import load_part, unlink_pages
 from precompute.config import NightConfig
-from precompute.control import Control
-from precompute.governor import open_governor
-from precompute.load import load_part, unlink_pages
+from precompute.releases.control import Control
 from tests.bench.bulk_load import AT_ONCE, GENERATION, KEYS, LAYOUT, Case, make_case
 from tests.bench.harness import Ratio, Report, parse
 from tests.bench.place import awake, own_server, pin, unpin

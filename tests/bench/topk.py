@@ -17,8 +17,8 @@ from pathlib import Path
 import faiss
 import numpy as np
 
-from precompute.compiled import kernel
-from precompute.topk import Scorer
+from precompute.scoring.compiled import kernel
+from precompute.scoring.topk import Scorer
 from tests.bench.harness import Ratio, Report, compare, parse
 from tests.bench.topk_cases import DATA, Case, random_case, real_case, real_file
 

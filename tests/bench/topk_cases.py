@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.tower import Histories, Tower
-from precompute.bundle import Bundle
-from precompute.reference import ReferenceData, train
+from precompute.models.bundle import Bundle
+from precompute.models.reference import ReferenceData, train
 
 DATA = "LARDER_BENCH_DATA"
 """Names the folder that holds `gowalla/train.txt.gz` (one line per user: user item item ...)."""

@@ -15,7 +15,7 @@ from cache.releases import Pointer
 from infra.demo.airflow import LocalAirflow, RunReport, TaskReport
 from infra.demo.service import Service
 from precompute.config import NightConfig, night_config
-from precompute.control import Control
+from precompute.releases.control import Control
 from tests.integration.nights import environment, top_lists
 from tests.integration.watching import Watch
 

@@ -7,7 +7,7 @@ import pytest
 
 from cache.embedded import Server
 from infra.demo.airflow import AirflowFailed
-from precompute.states import State
+from precompute.releases.states import State
 from tests.dags.place import CONFIG, RUN_S, Place, airflow_over, now, write_interactions
 from tests.integration.nights import build_verified
 

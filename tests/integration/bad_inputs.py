@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from cache.artefacts import sha256_of
 from cache.tower import Histories, Inputs, Tower
-from precompute import graphs
-from precompute.bundle import Bundle, BundleModel, ModelFile, write_bundle
 from precompute.config import NightConfig, ReferenceConfig
-from precompute.training import train_reference
+from precompute.models import graphs
+from precompute.models.bundle import Bundle, BundleModel, ModelFile, write_bundle
+from precompute.models.training import train_reference
 from tests.integration.nights import UNTIL
 
 Change = Callable[[NightConfig, Path], NightConfig]

@@ -19,11 +19,11 @@ from cache.errors import Refused
 from cache.manifest import Manifest, Table
 from infra.demo.synthetic import World, synthesize
 from precompute import pipeline
+from precompute.bulk.load import unlink_pages
 from precompute.config import NightConfig, parse_time
-from precompute.control import Control, Row, connect
-from precompute.load import unlink_pages
-from precompute.states import State
-from precompute.training import train_reference
+from precompute.models.training import train_reference
+from precompute.releases.control import Control, Row, connect
+from precompute.releases.states import State
 from tests.integration.nights import UNTIL, prepare, publish_night, write_clicks
 
 

@@ -9,7 +9,7 @@ import redis
 
 from infra.demo.service import Service
 from precompute.config import NightConfig
-from precompute.control import Control, Replica
+from precompute.releases.control import Control, Replica
 from tests.integration.nights import environment
 from tests.polling import until
 

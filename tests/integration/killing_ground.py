@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from cache.artefacts import read_manifest
-from precompute import canary, pipeline
+from precompute import pipeline
+from precompute.bulk.load import page_keys
 from precompute.config import NightConfig
-from precompute.control import Control, connect
-from precompute.load import page_keys
+from precompute.releases import canary
+from precompute.releases.control import Control, connect
 from tests.integration.killed_steps import build, night, refused
 from tests.integration.killing import run
 from tests.integration.nights import UNTIL, top_lists

@@ -18,8 +18,8 @@ from cache.records import NO_ITEM, decode
 from infra.demo.synthetic import Clicks, World, synthesize
 from precompute import pipeline
 from precompute.config import NightConfig, ReferenceConfig, Sources, TableConfig
+from precompute.models.training import train_reference
 from precompute.night import run_night
-from precompute.training import train_reference
 
 UNTIL = "2026-01-29T00:00:00Z"
 NEXT = "2026-01-30T00:00:00Z"

@@ -22,12 +22,12 @@ from cache.keys import Keyspace
 from cache.manifest import Manifest
 from cache.releases import Pointer, all_releases
 from cache.schedule import Schedule
-from precompute.control import Control
-from precompute.release import Releases
-from precompute.reload import reload
-from precompute.restore import restore
-from precompute.states import State, demand
-from precompute.sweep import drop_old_rows, retire, sweepable
+from precompute.bulk.reload import reload
+from precompute.releases.control import Control
+from precompute.releases.release import Releases
+from precompute.releases.restore import restore
+from precompute.releases.states import State, demand
+from precompute.releases.sweep import drop_old_rows, retire, sweepable
 from serving.verdict import judge
 from tests.integration.release_world import World
 

@@ -14,12 +14,12 @@ from cache.artefacts import ArtefactStore, generation_path
 from cache.errors import Conflict, LarderError
 from cache.keys import Keyspace
 from cache.releases import Pointer
-from precompute.control import Control
-from precompute.release import Releases
-from precompute.reload import reload
-from precompute.restore import restore
-from precompute.states import State, demand
-from precompute.sweep import drop_old_rows, retire, sweepable
+from precompute.bulk.reload import reload
+from precompute.releases.control import Control
+from precompute.releases.release import Releases
+from precompute.releases.restore import restore
+from precompute.releases.states import State, demand
+from precompute.releases.sweep import drop_old_rows, retire, sweepable
 from serving.verdict import judge
 
 NIGHTS = tuple(

@@ -21,10 +21,10 @@ from cache.manifest import (
 )
 from cache.records import Layout, encode_values
 from cache.releases import Pointer
-from precompute.control import Control, Row
-from precompute.release import Releases
-from precompute.reload import reload
-from precompute.states import State
+from precompute.bulk.reload import reload
+from precompute.releases.control import Control, Row
+from precompute.releases.release import Releases
+from precompute.releases.states import State
 
 if TYPE_CHECKING:
     import redis

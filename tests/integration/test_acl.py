@@ -16,9 +16,9 @@ from cache.guarded import Guarded
 from cache.keys import Keyspace
 from cache.releases import Pointer
 from cache.remote import RemoteConfig, RemoteTier
-from precompute.control import Control, Row
-from precompute.staging import Stage
-from precompute.states import State
+from precompute.releases.control import Control, Row
+from precompute.releases.staging import Stage
+from precompute.releases.states import State
 from tests.polling import until
 
 CONF = Path(__file__).parents[2] / "infra/redis.conf"

@@ -11,10 +11,10 @@ import redis
 from cache.errors import ConfigError, Conflict, CorruptArtefact, LarderError
 from cache.releases import Pointer, all_releases
 from precompute import pipeline
-from precompute.adopt import adopt
 from precompute.config import NightConfig
-from precompute.registry import open_releases
-from precompute.states import State
+from precompute.releases.adopt import adopt
+from precompute.releases.registry import open_releases
+from precompute.releases.states import State
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish, publish_night
 
 FUTURE = 9_999_999_999_999

@@ -15,11 +15,12 @@ from cache.errors import ConfigError, Conflict, Refused
 from cache.split import Split
 from infra.demo.http import get, post
 from infra.demo.service import Service
-from precompute import canary, pipeline
+from precompute import pipeline
 from precompute.build import cut_of
 from precompute.config import NightConfig
+from precompute.releases import canary
+from precompute.releases.states import State
 from precompute.sections import CanaryConfig
-from precompute.states import State
 from tests.integration.fleet import beating, control_of, fleet
 from tests.integration.nights import build_night, build_verified, histories, publish
 from tests.polling import until

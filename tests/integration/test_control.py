@@ -12,7 +12,7 @@ from cache.artefacts import ArtefactStore
 from cache.errors import CorruptArtefact, Refused, TierUnavailable
 from cache.keys import Keyspace
 from cache.releases import Release, all_releases, intent_path
-from precompute.control import REPLICA_DEAD_S, Control, connect
+from precompute.releases.control import REPLICA_DEAD_S, Control, connect
 from tests.integration.release_world import A, World
 
 

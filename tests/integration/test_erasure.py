@@ -19,11 +19,11 @@ from cache.errors import Conflict
 from cache.keys import hash_hex, hash_id
 from precompute import beginning, catalogue, pipeline
 from precompute.config import NightConfig
-from precompute.control import Control, connect
-from precompute.erasing import Standing, begin_erasing, drop_overlays, forget, look, settle
-from precompute.erasure import all_erasures, demand_unerased, request
-from precompute.registry import open_releases
-from precompute.states import State
+from precompute.erasures.erasing import Standing, begin_erasing, drop_overlays, forget, look, settle
+from precompute.erasures.erasure import all_erasures, demand_unerased, request
+from precompute.releases.control import Control, connect
+from precompute.releases.registry import open_releases
+from precompute.releases.states import State
 from tests.integration.nights import (
     NEXT,
     UNTIL,

@@ -17,10 +17,11 @@ from cache.items import ItemTable, Ordinals
 from cache.predictor import LiveInput, Predictor
 from cache.records import NO_ITEM, decode
 from cache.tower import InputSpec, TowerSpec
-from precompute import catalogue, pipeline, skew
-from precompute.bundle import Bundle, ModelFile, write_bundle
+from precompute import catalogue, pipeline
 from precompute.config import TableConfig
-from precompute.partition import partition, read_shard
+from precompute.gates import skew
+from precompute.models.bundle import Bundle, ModelFile, write_bundle
+from precompute.scoring.partition import partition, read_shard
 from tests.integration import nights
 
 Kind = Literal["user_topk", "user_vector", "item_vector", "item_similar"]

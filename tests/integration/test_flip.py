@@ -25,9 +25,9 @@ from infra.demo.http import Connection, get
 from infra.demo.service import ROOT, Service
 from precompute import pipeline
 from precompute.config import NightConfig
-from precompute.control import REPLICA_DEAD_S
+from precompute.releases.control import REPLICA_DEAD_S
+from precompute.releases.staging import Stage, staged
 from precompute.sections import FlipConfig
-from precompute.staging import Stage, staged
 from tests.integration.fleet import beating, control_of, fleet
 from tests.integration.nights import (
     UNTIL,
@@ -185,7 +185,7 @@ def test_without_replicas_a_publish_waits_for_nobody(tmp_path: Path, redis_url: 
 _PUBLISHER = """
 import sys
 from precompute.sections import FlipConfig
-from precompute.staging import staged
+from precompute.releases.staging import staged
 from tests.integration.fleet import control_of
 from tests.integration.nights import prepare
 from pathlib import Path

@@ -11,11 +11,12 @@ import pytest
 
 from cache.embedded import server
 from cache.releases import all_releases
-from precompute import gate_host, pipeline
+from precompute import pipeline
 from precompute.config import ReferenceConfig
-from precompute.control import Control, connect
-from precompute.gates import GATES, LIVE_FILES, OVERRIDABLE
-from precompute.states import State
+from precompute.gates import host as gate_host
+from precompute.gates.judge import GATES, LIVE_FILES, OVERRIDABLE
+from precompute.releases.control import Control, connect
+from precompute.releases.states import State
 from tests.conftest import redis_binary
 from tests.integration.bad_inputs import BAD_INPUTS
 from tests.integration.corpus import (

@@ -19,10 +19,10 @@ from cache.errors import ConfigError, Refused, StoreError, TierUnavailable
 from cache.guarded import Guarded
 from precompute import pipeline
 from precompute.build import Build
+from precompute.bulk.load import loaded_pages, parts_of, verify_part
+from precompute.bulk.page_stream import PageStream
 from precompute.config import NightConfig
-from precompute.control import Control, connect
-from precompute.load import loaded_pages, parts_of, verify_part
-from precompute.page_stream import PageStream
+from precompute.releases.control import Control, connect
 from precompute.sealing import seal
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, prepare, publish, publish_night
@@ -288,7 +288,7 @@ def test_no_room_on_the_disk_is_seen_before_scoring_writes(night, monkeypatch):
     build = pipeline.begin(config, data_until=NEXT, run_after=None)
     pipeline.embed_items(config, build)
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("precompute.headroom.shutil.disk_usage", lambda _path: usage)
+    monkeypatch.setattr("precompute.bulk.headroom.shutil.disk_usage", lambda _path: usage)
 
     with pytest.raises(Refused, match="free space") as caught:
         pipeline.score_shard(config, build, 0)
@@ -302,7 +302,7 @@ def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(
 ):
     """Resuming is exact: what is done again is less than what lies between two notes."""
     governor = replace(night.config.governor, readers=readers, piece_bytes=1024, idle_s=0.05)
-    monkeypatch.setattr("precompute.load.NOTED_BYTES", 8192)
+    monkeypatch.setattr("precompute.bulk.load.NOTED_BYTES", 8192)
 
     def fail() -> None:
         raise KeyboardInterrupt

@@ -8,8 +8,8 @@ import pytest
 from cache.errors import Conflict
 from cache.keys import Keyspace
 from cache.releases import Canary, Pointer
-from precompute.control import Control, Row, connect
-from precompute.states import State
+from precompute.releases.control import Control, Row, connect
+from precompute.releases.states import State
 from tests.memory import MemoryRedis
 
 NAMES = ("a", "b", "c", "d")

@@ -9,7 +9,7 @@ import pytest
 
 from cache.keys import Keyspace
 from cache.releases import all_releases
-from precompute.control import connect
+from precompute.releases.control import connect
 from tests.integration.ninety_days import KEEP, QuickStore, Simulation
 
 ZONES = [

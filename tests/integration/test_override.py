@@ -10,7 +10,7 @@ from cache.releases import all_releases
 from precompute import pipeline
 from precompute.__main__ import main
 from precompute.config import NightConfig
-from precompute.override import override
+from precompute.gates.override import override
 from tests.integration.bad_inputs import on_another_scale
 from tests.integration.corpus import build, cut_at, failed, judged
 from tests.integration.nights import prepare, publish_night

@@ -12,14 +12,14 @@ from cache.errors import CorruptArtefact
 from cache.keys import Keyspace
 from cache.manifest import Manifest
 from cache.releases import Pointer
-from precompute.control import Control, connect
-from precompute.governor import Governor, open_governor
-from precompute.load import load_part, page_keys, parts_of, unlink_pages, verify_part
-from precompute.priority import GiveWay
-from precompute.readback import lengths
-from precompute.reload import load_missing, repair
+from precompute.bulk.governor import Governor, open_governor
+from precompute.bulk.load import load_part, page_keys, parts_of, unlink_pages, verify_part
+from precompute.bulk.priority import GiveWay
+from precompute.bulk.readback import lengths
+from precompute.bulk.reload import load_missing, repair
+from precompute.bulk.watch import FOREIGN_READS_S, Watcher
+from precompute.releases.control import Control, connect
 from precompute.sections import GovernorConfig
-from precompute.watch import FOREIGN_READS_S, Watcher
 from tests.integration.release_world import A, World
 from tests.polling import until
 

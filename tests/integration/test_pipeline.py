@@ -23,17 +23,17 @@ from cache.items import ItemTable
 from cache.manifest import Manifest, Producer
 from cache.releases import all_releases
 from precompute import beginning, pipeline, sources
-from precompute import skew as skew_gate
 from precompute.build import Build
-from precompute.bundle import Bundle
+from precompute.bulk.headroom import REDIS_USED_MAX
 from precompute.config import GateThresholds, TableConfig
-from precompute.control import Control, connect
-from precompute.gate_models import int8_agreement
-from precompute.gates import Candidate, Verdict, run_gates
-from precompute.headroom import REDIS_USED_MAX
-from precompute.release import Releases
-from precompute.states import State
-from precompute.training import train_reference
+from precompute.gates import skew as skew_gate
+from precompute.gates.judge import Candidate, Verdict, run_gates
+from precompute.gates.models import int8_agreement
+from precompute.models.bundle import Bundle
+from precompute.models.training import train_reference
+from precompute.releases.control import Control, connect
+from precompute.releases.release import Releases
+from precompute.releases.states import State
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night, roll_back
 
 
@@ -294,7 +294,7 @@ def test_p6_publish_reads_records_back_before_the_pointer_moves(config, monkeypa
             for page in pages_of(client, config, build["generation"], "user_topk"):
                 client.set(page, b"cut off")
 
-    monkeypatch.setattr("precompute.release.load_missing", cut_off)
+    monkeypatch.setattr("precompute.releases.release.load_missing", cut_off)
     with pytest.raises(CorruptArtefact, match="read back"):
         pipeline.publish(config, build, attempt="test")
     assert live(config) == first
@@ -446,7 +446,7 @@ def test_a_gate_that_hangs_does_not_hold_up_the_end_of_the_program(config):
     """PITFALLS P3, seen from the shell: the refusal is also the end."""
     program = (
         "import time\n"
-        "from precompute.gates import run_within\n"
+        "from precompute.gates.judge import run_within\n"
         "print(run_within('hangs', lambda: time.sleep(60), 0.05).value)\n"
     )
     found = subprocess.run(

@@ -15,11 +15,11 @@ import redis
 from cache.artefacts import ArtefactStore, generation_path
 from cache.keys import Keyspace
 from cache.releases import MOVES, all_releases
-from precompute.control import Control, connect
-from precompute.release import Releases
-from precompute.restore import restore
-from precompute.states import State, fold
-from precompute.sweep import sweepable
+from precompute.releases.control import Control, connect
+from precompute.releases.release import Releases
+from precompute.releases.restore import restore
+from precompute.releases.states import State, fold
+from precompute.releases.sweep import sweepable
 from tests.integration.racing import Racer, follow, race
 from tests.integration.release_world import World, pages_of
 from tests.polling import until

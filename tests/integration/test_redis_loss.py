@@ -18,9 +18,9 @@ from cache.embedded import SETTINGS, Server
 from cache.guarded import Guarded
 from infra.demo.scrape import Counts
 from infra.demo.service import ROOT, Service
+from precompute.bulk.load import page_keys
 from precompute.config import NightConfig
-from precompute.control import Control, connect
-from precompute.load import page_keys
+from precompute.releases.control import Control, connect
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, build_night, environment, histories, publish_night
 from tests.polling import until

@@ -18,9 +18,9 @@ from cache.releases import (
     manifest_digest,
     newest_release,
 )
-from precompute.control import Control, Row, connect
-from precompute.load import load_part, page_keys, parts_of, verify_part
-from precompute.states import State
+from precompute.bulk.load import load_part, page_keys, parts_of, verify_part
+from precompute.releases.control import Control, Row, connect
+from precompute.releases.states import State
 from tests.integration.release_world import A, B, C, World, pages_of
 
 
@@ -261,7 +261,7 @@ def test_publishing_streams_what_is_missing_and_only_that(world, monkeypatch):
         streamed.append(arguments[4].name)
         return load_part(*arguments, **options)
 
-    monkeypatch.setattr("precompute.reload.load_part", stream)
+    monkeypatch.setattr("precompute.bulk.reload.load_part", stream)
     world.releases.publish(B, attempt=world.attempt())
 
     assert streamed == ["score/1"] and world.live().generation == B

@@ -7,10 +7,10 @@ import pytest
 from cache.artefacts import ArtefactStore
 from cache.errors import ConfigError, Conflict
 from cache.releases import newest_release
-from precompute.control import Control, connect
-from precompute.restore import restore
-from precompute.states import State
-from precompute.sweep import retire, sweepable
+from precompute.releases.control import Control, connect
+from precompute.releases.restore import restore
+from precompute.releases.states import State
+from precompute.releases.sweep import retire, sweepable
 from tests.integration.release_world import A, B, C, World, keep_intents, lose_redis, meanwhile
 
 

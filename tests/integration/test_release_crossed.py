@@ -12,12 +12,12 @@ from cache.releases import (
     all_releases,
     done_path,
 )
-from precompute import release, sweep
-from precompute import restore as restoring
-from precompute.control import Control, connect
-from precompute.restore import restore
-from precompute.states import State
-from precompute.sweep import retire
+from precompute.releases import release, sweep
+from precompute.releases import restore as restoring
+from precompute.releases.control import Control, connect
+from precompute.releases.restore import restore
+from precompute.releases.states import State
+from precompute.releases.sweep import retire
 from tests.integration.release_world import (
     A,
     B,

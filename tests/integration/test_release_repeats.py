@@ -6,9 +6,9 @@ import pytest
 
 from cache.artefacts import ArtefactStore, generation_path
 from cache.errors import Conflict
-from precompute.control import connect
-from precompute.states import State
-from precompute.sweep import retire, sweepable
+from precompute.releases.control import connect
+from precompute.releases.states import State
+from precompute.releases.sweep import retire, sweepable
 from tests.integration.release_world import A, B, C, D, World
 
 

@@ -21,7 +21,7 @@ from cache.embedded import Server
 from cache.errors import TierUnavailable
 from cache.keys import Keyspace
 from cache.remote import RemoteConfig, RemoteTier
-from precompute.control import Control, connect
+from precompute.releases.control import Control, connect
 from tests.conftest import redis_binary
 
 SIZE = 64

@@ -11,9 +11,9 @@ import pytest
 from cache.artefacts import ArtefactStore
 from cache.embedded import Server, server
 from cache.errors import Conflict
-from precompute import replication
-from precompute.control import connect
-from precompute.replication import UNREACHABLE, confirm, run_ids, wait_for_replicas
+from precompute.releases import replication
+from precompute.releases.control import connect
+from precompute.releases.replication import UNREACHABLE, confirm, run_ids, wait_for_replicas
 from tests.conftest import redis_binary
 from tests.integration.release_world import A, B, World, pages_of
 from tests.polling import until

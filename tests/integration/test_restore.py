@@ -15,12 +15,12 @@ from cache.releases import (
     all_releases,
     manifest_digest,
 )
-from precompute.control import Row, connect
-from precompute.governor import Governor
-from precompute.load import page_keys
-from precompute.restore import forgotten, restore
-from precompute.states import State
-from precompute.sweep import retire
+from precompute.bulk.governor import Governor
+from precompute.bulk.load import page_keys
+from precompute.releases.control import Row, connect
+from precompute.releases.restore import forgotten, restore
+from precompute.releases.states import State
+from precompute.releases.sweep import retire
 from tests.integration.release_world import A, B, C, D, World, keep_intents, lose_redis, pages_of
 
 

@@ -13,9 +13,9 @@ from cache.releases import (
     Pointer,
     all_releases,
 )
-from precompute.control import Row, connect
-from precompute.states import State
-from precompute.sweep import drop_old_rows, retire, sweepable
+from precompute.releases.control import Row, connect
+from precompute.releases.states import State
+from precompute.releases.sweep import drop_old_rows, retire, sweepable
 from tests.integration.release_world import A, B, C, D, World, pages_of
 
 
@@ -62,7 +62,7 @@ def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("precompute.sweep.unlink_pages", crash)
+        patched.setattr("precompute.releases.sweep.unlink_pages", crash)
         with pytest.raises(KeyboardInterrupt):
             retire(world.releases, world.keys, A, attempt=world.attempt())
     with pytest.raises(Conflict, match="retired"):

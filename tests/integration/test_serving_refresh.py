@@ -124,7 +124,7 @@ async def test_the_heartbeat_names_what_is_held(app: Running, night: NightConfig
     second = await asyncio.to_thread(publish_night, night, NEXT)
 
     async def held() -> bool:
-        from precompute.control import Control
+        from precompute.releases.control import Control
 
         replicas = await asyncio.to_thread(Control(control(night), night.keyspace()).replicas)
         return [(each.serving, each.holds) for each in replicas] == [(second, (second, first))]

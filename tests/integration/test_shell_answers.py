@@ -12,13 +12,15 @@ import pytest
 from cache.embedded import Server
 from cache.errors import ConfigError, Conflict, CorruptArtefact
 from cache.releases import all_releases
-from precompute import canary, commands, erasing, pipeline
+from precompute import commands, pipeline
 from precompute.arguments import parser_of_commands
 from precompute.build import quiet
 from precompute.config import NightConfig
-from precompute.control import Control, connect
-from precompute.registry import open_releases
-from precompute.states import State, demand
+from precompute.erasures import erasing
+from precompute.releases import canary
+from precompute.releases.control import Control, connect
+from precompute.releases.registry import open_releases
+from precompute.releases.states import State, demand
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish
 
 BLANK = ("", "  ", None)

@@ -11,8 +11,8 @@ from cache.artefacts import read_manifest
 from cache.errors import Refused
 from precompute import pipeline
 from precompute.build import Build
-from precompute.control import connect
-from precompute.replication import run_ids
+from precompute.releases.control import connect
+from precompute.releases.replication import run_ids
 from tests.integration.corpus import build
 from tests.integration.nights import NEXT, UNTIL, prepare, publish_night
 

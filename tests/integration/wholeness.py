@@ -6,11 +6,11 @@ from typing import Any
 
 from cache.artefacts import open_generation, read_manifest, sha256_of
 from cache.releases import MOVES, all_releases
+from precompute.bulk.load import parts_of, verify_part
 from precompute.config import NightConfig
-from precompute.control import Control, connect
-from precompute.load import parts_of, verify_part
-from precompute.release import Releases
-from precompute.states import State
+from precompute.releases.control import Control, connect
+from precompute.releases.release import Releases
+from precompute.releases.states import State
 
 COMPARED = ("directory/", "items/", "tables/", "defaults.json")
 """What invariant 9 asks for: directory, items, pages and defaults."""

@@ -55,7 +55,7 @@ def test_a_file_imports_only_what_its_layer_may(file: Path) -> None:
 @pytest.mark.parametrize(
     ("package", "source", "expected"),
     [
-        ("serving", "def f():\n    from precompute.load import load", {"precompute"}),
+        ("serving", "def f():\n    from precompute.bulk.load import load", {"precompute"}),
         ("precompute", "import serving", {"serving"}),
         ("cache", "import precompute.config, fastapi", {"precompute", "fastapi"}),
         ("precompute", "from airflow.sdk import task", {"airflow"}),

@@ -8,9 +8,9 @@ from cache.errors import InvalidInput
 from cache.predictor import LiveInput
 from cache.records import decode
 from cache.tower import Histories
-from precompute import graphs
-from precompute.bundle import Bundle, ModelFile, write_bundle
-from precompute.topk import exact_topk
+from precompute.models import graphs
+from precompute.models.bundle import Bundle, ModelFile, write_bundle
+from precompute.scoring.topk import exact_topk
 from tests.models import ITEMS, K, histories_of, make_predictor, train_small
 
 AT = 1_700_000_000

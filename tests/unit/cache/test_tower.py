@@ -8,8 +8,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import BundleError
 from cache.tower import Histories, InputSpec, Tower, TowerSpec, buckets_up_to
-from precompute import graphs
-from precompute.quantize import quantize_tower
+from precompute.models import graphs
+from precompute.models.quantize import quantize_tower
 
 ITEMS, DIMS = 500, 24
 SPEC = TowerSpec(

@@ -17,7 +17,7 @@ def test_every_setting_of_the_service_is_documented() -> None:
 
 def test_every_variable_that_code_and_compose_name_is_documented() -> None:
     files = [
-        *(file for package in ("cache", "precompute", "serving", "dags") for file in (ROOT / package).glob("*.py")),
+        *(file for package in ("cache", "precompute", "serving", "dags") for file in (ROOT / package).rglob("*.py")),
         *(ROOT / "infra").glob("*.yaml"),
         *(ROOT / "infra").glob("*.env"),
     ]  # fmt: skip
@@ -34,7 +34,13 @@ def test_nothing_is_documented_that_nobody_reads() -> None:
     names = {f"LARDER_{each.name.upper()}" for each in fields(ServingConfig)}
     others = "".join(
         file.read_text()
-        for pattern in ("cache/*.py", "precompute/*.py", "dags/*.py", "infra/*.yaml", "tests/*.py")
+        for pattern in (
+            "cache/*.py",
+            "precompute/**/*.py",
+            "dags/*.py",
+            "infra/*.yaml",
+            "tests/*.py",
+        )
         for file in ROOT.glob(pattern)
     )
 

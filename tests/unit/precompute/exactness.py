@@ -4,7 +4,7 @@ import numpy as np
 
 from cache.records import NO_ITEM
 from cache.tower import Histories
-from precompute.topk import Scorer
+from precompute.scoring.topk import Scorer
 
 TOLERANCE = 1e-5
 """Relative; scores closer than this may change places."""

@@ -7,7 +7,7 @@ import pytest
 
 from cache.artefacts import sha256_of
 from cache.errors import BundleError
-from precompute.bundle import FILE, Bundle
+from precompute.models.bundle import FILE, Bundle
 from tests.models import ITEMS, train_small
 
 

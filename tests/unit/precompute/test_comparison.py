@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from precompute.comparison import Comparison, Totals, decide, psi, shift
+from precompute.releases.comparison import Comparison, Totals, decide, psi, shift
 from precompute.sections import CanaryConfig
 from serving.arms import Counts, Keys, bucket
 

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cache.split import Split
-from precompute.comparison import Comparison, Totals, decide
+from precompute.releases.comparison import Comparison, Totals, decide
 from precompute.sections import CanaryConfig
 from serving.arms import Counts
 

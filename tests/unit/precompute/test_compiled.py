@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from cache.errors import ConfigError
 from cache.tower import Histories
-from precompute import compiled
-from precompute.topk import Scorer
+from precompute.scoring import compiled
+from precompute.scoring.topk import Scorer
 from tests.unit.precompute.exactness import assert_exact, make
 
 BUILT = compiled.load({})

@@ -9,8 +9,7 @@ import pytest
 
 from cache.artefacts import ArtefactStore
 from cache.errors import CorruptArtefact, InvalidInput
-from precompute.control import Row
-from precompute.erasure import (
+from precompute.erasures.erasure import (
     NOBODY,
     Erased,
     Erasure,
@@ -19,9 +18,10 @@ from precompute.erasure import (
     mark_forgotten,
     request,
 )
-from precompute.holders import holders
+from precompute.erasures.holders import holders
+from precompute.releases.control import Row
+from precompute.releases.states import State
 from precompute.sources import Interactions
-from precompute.states import State
 
 G1, G2, G3 = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2, 3))
 

@@ -13,12 +13,12 @@ from cache.keys import fingerprints
 from cache.manifest import Artefact, Producer, Table, TablePart
 from cache.records import NO_ITEM, Layout, encode_topk
 from cache.tower import Histories
-from precompute.gate_exact import _compare, _rows_equal
-from precompute.gate_host import memory_available_bytes
-from precompute.gate_live import psi
-from precompute.gate_models import row_cosines
-from precompute.scan import Scan, depth_of, numbers_of, scan_table
-from precompute.user_sample import sampled_shards
+from precompute.gates.exact import _compare, _rows_equal
+from precompute.gates.host import memory_available_bytes
+from precompute.gates.live import psi
+from precompute.gates.models import row_cosines
+from precompute.gates.scan import Scan, depth_of, numbers_of, scan_table
+from precompute.gates.user_sample import sampled_shards
 
 ITEMS, K, CUT = 50, 10, 1_769_904_000
 

@@ -10,11 +10,10 @@ import redis
 
 from cache.errors import ConfigError, Refused
 from cache.keys import Keyspace
-from precompute.candidate import Candidate
 from precompute.config import GateThresholds
-from precompute.control import Control
-from precompute.evidence import Evidence
-from precompute.gates import (
+from precompute.gates.candidate import Candidate
+from precompute.gates.evidence import Evidence
+from precompute.gates.judge import (
     GATES,
     INTEGRITY,
     OVERRIDABLE,
@@ -24,7 +23,8 @@ from precompute.gates import (
     run_gates,
     run_within,
 )
-from precompute.verdict import Verdict, at_least, at_most, none_of, worst_of
+from precompute.gates.verdict import Verdict, at_least, at_most, none_of, worst_of
+from precompute.releases.control import Control
 from precompute.verifying import reason
 
 GENERATION = "20260131T000000Z-0123456789ab"

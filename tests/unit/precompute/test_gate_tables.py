@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from precompute.candidate import Candidate
-from precompute.gate_tables import tables_of_live
-from precompute.gates import INTEGRITY, OVERRIDABLE
-from precompute.verdict import FIRST, UNREADABLE
+from precompute.gates.candidate import Candidate
+from precompute.gates.judge import INTEGRITY, OVERRIDABLE
+from precompute.gates.tables import tables_of_live
+from precompute.gates.verdict import FIRST, UNREADABLE
 
 LIVE = {"lists": "topk", "likes": "topk", "vector": "vector"}
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from precompute.holdout import ITEMS_MAX, Holdout, read_holdout
+from precompute.gates.holdout import ITEMS_MAX, Holdout, read_holdout
 from precompute.sources import Interactions
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from cache.errors import ConfigError, CorruptArtefact
 from cache.search import Searcher
-from precompute import index as indexes
-from precompute.index import build_index, measure_recall, sample_queries
+from precompute.models import index as indexes
+from precompute.models.index import build_index, measure_recall, sample_queries
 
 
 @pytest.fixture(scope="module")

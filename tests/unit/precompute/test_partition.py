@@ -17,8 +17,8 @@ from cache.records import Layout, encode_vectors
 from cache.tower import InputSpec, TowerSpec
 from precompute.catalogue import to_numpy
 from precompute.config import NightConfig, Sources, parse_time
-from precompute.inputs import usable_inputs
-from precompute.partition import (
+from precompute.models.inputs import usable_inputs
+from precompute.scoring.partition import (
     ShardInput,
     _read,
     _ShardFiles,
@@ -28,8 +28,8 @@ from precompute.partition import (
     shard_of,
     sort_unique,
 )
+from precompute.scoring.tables import PageFile
 from precompute.sources import read_interactions
-from precompute.tables import PageFile
 
 USERS = ["007", "7", "ü/1", "u4", "u5"]
 

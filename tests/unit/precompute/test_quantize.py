@@ -7,8 +7,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import BundleError
 from cache.tower import Histories, InputSpec, Tower, TowerSpec
-from precompute.agreement import agreement, take
-from precompute.quantize import quantize_tower
+from precompute.models.agreement import agreement, take
+from precompute.models.quantize import quantize_tower
 from tests.models import histories_of, train_small
 
 ITEMS, DIMS = 3000, 32

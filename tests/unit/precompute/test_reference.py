@@ -6,8 +6,8 @@ import scipy.sparse as sp
 
 from cache.errors import SourceError
 from cache.tower import Tower
-from precompute import reference
-from precompute.reference import ReferenceData, singular_vectors, spherical_clusters, train
+from precompute.models import reference
+from precompute.models.reference import ReferenceData, singular_vectors, spherical_clusters, train
 from tests.models import ITEMS, USERS, histories_of, train_small
 
 

@@ -5,8 +5,8 @@ import redis
 
 from cache.keys import Keyspace
 from cache.releases import Canary, Pointer
-from precompute.control import Control
-from precompute.staging import Stage
+from precompute.releases.control import Control
+from precompute.releases.staging import Stage
 
 ONE, TWO = "20260131T000000Z-aaaaaaaaaaaa", "20260201T000000Z-bbbbbbbbbbbb"
 

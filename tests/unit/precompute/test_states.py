@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cache.errors import Conflict
 from cache.releases import MOVES, Action, Canary, Release
-from precompute.states import ALLOWED, LEAVES, TRANSITIONS, State, demand, fold
+from precompute.releases.states import ALLOWED, LEAVES, TRANSITIONS, State, demand, fold
 
 
 def release(epoch, action, generation, *, done=True, expires_at=None):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from precompute import training
-from precompute.training import heal, sweep_training
+from precompute.models import training
+from precompute.models.training import heal, sweep_training
 
 
 def bundle(folder: Path, version: str) -> Path:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from precompute.watch import _is_whole
+from precompute.bulk.watch import _is_whole
 
 
 @pytest.mark.parametrize("value", [b"", b"hello", b"a\r\nb", b"x" * 512])

@@ -1,0 +1,1 @@
+"""Bulk work on Redis: pages in, read back, out again, never at the expense of readers."""

@@ -1,0 +1,82 @@
+"""Room for one more generation, in Redis and on this host's disk, asked for before anything is written."""
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from cache.artefacts import disk_errors
+from cache.errors import Refused
+from precompute.config import NightConfig
+from precompute.releases.control import Control
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+REDIS_USED_MAX = 0.95
+OVERLAY_EXTRA_BYTES = 256
+"""What an overlay's key, its expiry and Redis' own bookkeeping add to its record."""
+
+
+def unevictable_bytes(control: Control, *, pages_bytes: int, record_bytes: int) -> int:
+    """Memory of Redis that no pressure frees: all of it but overlays, whichever namespace they are of.
+
+    Redis does not say what its expiring keys take, so each is taken for one overlay of the largest record
+    (`record_bytes`): other namespaces' pages stay in the sum. `pages_bytes` are known to stay in any case.
+    """
+    info: Any = control.client.info("memory")
+    keyspace: Any = control.client.info("keyspace")
+    used = int(info["used_memory"])
+    expiring = sum(int(each["expires"]) for each in keyspace.values())
+    if not expiring or not control.check_policy().startswith("volatile-"):
+        return used
+    dataset = int(info.get("used_memory_dataset", used))
+    overlays = expiring * (record_bytes + OVERLAY_EXTRA_BYTES)
+    return min(used, used - dataset + max(pages_bytes, dataset - overlays))
+
+
+def demand_redis(
+    control: Control, generation: str, size_bytes: int, *, pages_bytes: int, record_bytes: int
+) -> None:
+    """Raises Refused unless Redis' `maxmemory` has room for this much more."""
+    info: Any = control.client.info("memory")
+    limit = int(info.get("maxmemory", 0))
+    if not limit:
+        return
+    used = unevictable_bytes(control, pages_bytes=pages_bytes, record_bytes=record_bytes)
+    if used + size_bytes > REDIS_USED_MAX * limit:
+        raise Refused(
+            f"loading {generation} needs {size_bytes:,} bytes beside {used:,} in use, more than "
+            f"{REDIS_USED_MAX:.0%} of Redis' maxmemory {limit:,}; raise it or retire generations",
+            rule="redis_headroom",
+            value=used + size_bytes,
+            threshold=int(REDIS_USED_MAX * limit),
+        )
+
+
+def demand_disk(folder: Path, size_bytes: int) -> None:
+    """Raises Refused unless the file system that holds `folder` has room for this much more."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    if free < size_bytes:
+        raise Refused(
+            f"{size_bytes:,} bytes are about to be written to {there}, which has {free:,} left; "
+            "free space, retire generations or move `artifacts`, then run the step again",
+            rule="disk_headroom",
+            value=free,
+            threshold=size_bytes,
+        )
+
+
+def writes_files(
+    step: Callable[Concatenate[NightConfig, P], R],
+) -> Callable[Concatenate[NightConfig, P], R]:
+    """A step whose writers, numpy's, Arrow's and FAISS' included, raise StoreError when the disk is full."""
+
+    @functools.wraps(step)
+    def run(config: NightConfig, /, *arguments: P.args, **options: P.kwargs) -> R:
+        with disk_errors(Path(config.artifacts)):
+            return step(config, *arguments, **options)
+
+    return run

@@ -1,0 +1,217 @@
+"""Pages back into Redis: what is missing or damaged is streamed from the artefact store, the rest is left alone."""
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from cache.artefacts import ArtefactStore, check, generation_path, read_manifest
+from cache.errors import Conflict, StoreError
+from cache.keys import Keyspace
+from cache.manifest import Artefact, Manifest
+from precompute.bulk.governor import Governor
+from precompute.bulk.load import Part, Progress, load_part, parts_of, total_bytes, verify_part
+from precompute.bulk.readback import bad_pages, lengths
+from precompute.releases.control import Control
+
+CHUNK_BYTES = 1 << 20
+REPAIR_BYTES = 32 * 1024
+
+
+def reload(
+    control: Control,
+    keys: Keyspace,
+    store: ArtefactStore,
+    generation: str,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    progress: Progress = lambda _bytes: None,
+    governor: Governor | None = None,
+) -> int:
+    """Stream the parts that Redis lacks, repair the pages that are not right; bytes of pages.
+
+    Only checksums are fetched for parts that are right, so this costs a remote store little.
+    """
+    manifest = read_manifest(store, generation)
+    for part in parts_of(manifest):
+        if is_marked(control.client, keys, manifest, part):
+            _repair_part(
+                control, keys, store, manifest, part, chunk_bytes=chunk_bytes, governor=governor
+            )
+            continue
+        _fetch(store, generation, part.pages.sums)
+        _stream(
+            control, keys, store, manifest, part,
+            chunk_bytes=chunk_bytes, progress=progress, governor=governor,
+        )  # fmt: skip
+    return total_bytes(manifest)
+
+
+def load_missing(
+    control: Control,
+    keys: Keyspace,
+    store: ArtefactStore,
+    generation: str,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    governor: Governor | None = None,
+) -> int:
+    """Stream the parts of which the mark, a page or a page's length is missing; how many.
+
+    Reads no page, so it takes one short command per page; what is there was verified before.
+    """
+    manifest, streamed = read_manifest(store, generation), 0
+    marks: Any = control.client.hgetall(keys.loaded(generation))
+    for part in parts_of(manifest):
+        if _is_there(control.client, keys, manifest, part, marks):
+            continue
+        _fetch(store, generation, part.pages.sums)
+        _stream(control, keys, store, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
+        streamed += 1
+    return streamed
+
+
+def is_missing(control: Control, keys: Keyspace, store: ArtefactStore, generation: str) -> bool:
+    """Whether Redis lacks a mark, a page or part of a page of a generation; reads no page."""
+    manifest = read_manifest(store, generation)
+    marks: Any = control.client.hgetall(keys.loaded(generation))
+    return not all(
+        _is_there(control.client, keys, manifest, part, marks) for part in parts_of(manifest)
+    )
+
+
+def _is_there(
+    client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part, marks: Any
+) -> bool:
+    return marks.get(part.name.encode()) == part.mark and all(
+        found == part.size_of(page) for page, found in lengths(client, keys, manifest, part)
+    )
+
+
+def repair(
+    control: Control,
+    keys: Keyspace,
+    store: ArtefactStore,
+    generation: str,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    progress: Progress = lambda _bytes: None,
+    governor: Governor | None = None,
+) -> list[str]:
+    """Read every page of a generation back and mend what is not right, also while it is live; the pages mended.
+
+    A page of the right length is written over in pieces, any other whole: at no moment is a page shorter than it was,
+    or missing though it was there.
+    """
+    manifest, mended = read_manifest(store, generation), []
+    for part in parts_of(manifest):
+        mended += _repair_part(
+            control, keys, store, manifest, part,
+            chunk_bytes=chunk_bytes, progress=progress, governor=governor,
+        )  # fmt: skip
+    return mended
+
+
+def damaged(control: Control, keys: Keyspace, store: ArtefactStore, generation: str) -> list[str]:
+    """Keys of the pages that are missing or not as the artefact store has them; every page is read."""
+    manifest, root = read_manifest(store, generation), store.local(generation_path(generation))
+    found = []
+    for part in parts_of(manifest):
+        _fetch(store, generation, part.pages.sums)
+        bad = bad_pages(control.client, keys, manifest, root, part, chunk_bytes=CHUNK_BYTES)
+        found += [part.key(keys, generation, page) for page, _ in bad]
+    return found
+
+
+def is_marked(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> bool:
+    """Whether the loader marked exactly this part as wholly loaded."""
+    mark = client.hget(keys.loaded(manifest.generation), part.name)
+    return bool(mark == part.mark)
+
+
+def _repair_part(
+    control: Control,
+    keys: Keyspace,
+    store: ArtefactStore,
+    manifest: Manifest,
+    part: Part,
+    *,
+    chunk_bytes: int,
+    progress: Progress = lambda _bytes: None,
+    governor: Governor | None,
+) -> list[str]:
+    client, generation = control.client, manifest.generation
+    _fetch(store, generation, part.pages.sums)
+    root = store.local(generation_path(generation))
+    bad = [
+        page
+        for page, _ in bad_pages(
+            client, keys, manifest, root, part,
+            chunk_bytes=chunk_bytes, progress=progress, governor=governor,
+        )
+    ]  # fmt: skip
+    if bad:
+        _fetch(store, generation, part.pages.file)
+        with (
+            (root / part.pages.file.path).open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
+        ):
+            for page in bad:
+                start = page * part.table.page_bytes
+                sound = pages[start : start + part.size_of(page)]
+                _mend(client, part.key(keys, generation, page), sound, governor)
+    if not is_marked(client, keys, manifest, part):
+        client.hset(keys.loaded(generation), part.name, part.mark.decode())
+    return [part.key(keys, generation, page) for page in bad]
+
+
+def _mend(client: "redis.Redis", name: str, sound: bytes, governor: Governor | None) -> None:
+    if client.strlen(name) != len(sound):
+        if governor is not None:
+            governor.pace(len(sound))
+        client.set(name, sound)
+        return
+    piece = (governor.piece_bytes if governor is not None else None) or REPAIR_BYTES
+    for at in range(0, len(sound), piece):
+        if governor is not None:
+            governor.pace(min(piece, len(sound) - at))
+        client.setrange(name, at, sound[at : at + piece])
+
+
+def _stream(
+    control: Control,
+    keys: Keyspace,
+    store: ArtefactStore,
+    manifest: Manifest,
+    part: Part,
+    *,
+    chunk_bytes: int,
+    progress: Progress = lambda _bytes: None,
+    governor: Governor | None = None,
+) -> None:
+    generation = manifest.generation
+    _fetch(store, generation, part.pages.file)
+    root, client = store.local(generation_path(generation)), control.client
+    client.hdel(keys.loaded(generation), part.name, part.progress)
+    load_part(
+        client, keys, manifest, root, part,
+        chunk_bytes=chunk_bytes, progress=progress, governor=governor,
+    )  # fmt: skip
+    verify_part(client, keys, manifest, root, part, chunk_bytes=chunk_bytes, governor=governor)
+
+
+def _fetch(store: ArtefactStore, generation: str, artefact: Artefact) -> Path:
+    gone = (
+        f"{artefact.path} of {generation} is gone from {store.url}, so its pages cannot be loaded"
+    )
+    try:
+        path = store.fetch(generation_path(generation, artefact.path))
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise Conflict(gone, generation=generation) from error
+        raise
+    if not path.is_file():
+        raise Conflict(gone, generation=generation)
+    check(store.local(generation_path(generation)), artefact)
+    return path

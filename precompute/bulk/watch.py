@@ -1,0 +1,238 @@
+"""What Redis' readers feel: probes over a connection of their own, heartbeats, and Redis' own figures."""
+
+import logging
+import math
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from cache.errors import LarderError
+from precompute.releases.control import Control
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+FIRST_LOOK_S = 0.1
+PROBE_TIMEOUT_S = 1.0
+RETRY_S = 1.0
+UNASKED_S = 2.0
+"""Probes end when nobody wants to know any more."""
+
+KEPT = 4_096
+FOREIGN_READS_S = 20.0
+"""Reads per second by others that are taken for readers, even where no replica sends heartbeats."""
+
+READS = ("cmdstat_get", "cmdstat_getrange", "cmdstat_mget")
+PROBED_BYTES = 512
+REPLY_BYTES = 4096
+PING, PONG = b"*1\r\n$4\r\nPING\r\n", b"+PONG\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Redis and its readers at one moment; `foreign_s` is None until two looks can be compared."""
+
+    at: float
+    replicas_ms: Mapping[str, float] = field(default_factory=dict)
+    replicas: int = 0
+    foreign_s: float | None = None
+    busy: float = 0.0
+    followers: int = 0
+    lag_bytes: int = 0
+
+
+class Watch(Protocol):
+    """Where the governor's evidence comes from."""
+
+    def look(self) -> Look | None:
+        """The newest look, None when Redis has not answered one yet."""
+        ...
+
+    def round_trips(self) -> list[float]:
+        """Seconds of each probe since the last call; inf where no reply came. Probes run from the first call on."""
+        ...
+
+    def own_reads(self, count: int) -> None:
+        """Reads of our own, not to be taken for a reader's."""
+        ...
+
+    def stir(self) -> None:
+        """Ask Redis for next to nothing, so that its core does not halt; never fails."""
+        ...
+
+    def close(self) -> None:
+        """End; safe to repeat."""
+        ...
+
+
+class Watcher:
+    """A `Watch` in a thread of its own. Nothing that it meets ever reaches the work that it watches over."""
+
+    def __init__(
+        self,
+        control: Control,
+        *,
+        probe_ms: float,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        pool = control.client.connection_pool
+        settings = {
+            **pool.connection_kwargs,
+            "socket_timeout": PROBE_TIMEOUT_S,
+            "socket_connect_timeout": PROBE_TIMEOUT_S,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        self._pool = redis.ConnectionPool(connection_class=pool.connection_class, **settings)
+        self._control = Control(redis.Redis(connection_pool=self._pool), control.keys)
+        self._gap_s, self._timer = probe_ms / 1000, timer
+        self._found: deque[float] = deque(maxlen=KEPT)
+        self._newest: Look | None = None
+        self._own_work = self._own_probes = 0  # each written by one thread only
+        self._before: tuple[float, int, float] | None = None
+        self._probe: bytes | None = None
+        self._stirring: Any = None
+        self._is_stirred = True
+        self._asked_at = -math.inf
+        self._closing = threading.Event()
+        self._jitter = random.Random(
+            0
+        )  # evenly spaced probes could fall between evenly spaced pieces
+        self._thread = threading.Thread(target=self._run, name="larder-watch", daemon=True)
+        self._thread.start()
+
+    def look(self) -> Look | None:
+        """See `Watch`."""
+        return self._newest
+
+    def round_trips(self) -> list[float]:
+        """See `Watch`."""
+        self._asked_at = self._timer()
+        return [self._found.popleft() for _ in range(len(self._found))]
+
+    def own_reads(self, count: int) -> None:
+        """See `Watch`."""
+        self._own_work += count
+
+    def stir(self) -> None:
+        """See `Watch`. Over a connection of the calling thread's own; once one has failed there is no other."""
+        if not self._is_stirred:
+            return
+        try:
+            if self._stirring is None:
+                self._stirring = self._pool.get_connection()
+            wire = self._stirring._sock
+            wire.sendall(PING)
+            self._is_stirred = bool(wire.recv(len(PONG)))
+        except (redis.exceptions.RedisError, OSError):
+            self._is_stirred = False
+
+    def close(self) -> None:
+        """See `Watch`."""
+        self._is_stirred = False
+        self._closing.set()
+        self._thread.join(2 * PROBE_TIMEOUT_S)
+        self._pool.disconnect()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._watch()
+            except (redis.exceptions.RedisError, LarderError, OSError, ValueError) as error:
+                log.debug("the watch over readers starts again: %s", error)
+                self._found.append(math.inf)
+                self._closing.wait(RETRY_S)
+
+    def _watch(self) -> None:
+        connection: Any = None
+        looks = 0
+        due = self._timer()
+        try:
+            while not self._closing.is_set():
+                if self._timer() >= due:
+                    self._newest = self._look()
+                    looks += 1
+                    due = self._timer() + (FIRST_LOOK_S if looks == 1 else LOOK_S)
+                if self._timer() - self._asked_at > UNASKED_S:
+                    self._closing.wait(max(0.0, min(0.01, due - self._timer())))
+                    continue
+                if connection is None:
+                    connection = self._pool.get_connection()
+                    self._probe = b"".join(connection.pack_command("GETRANGE", *self._target()))
+                self._found.append(self._round_trip(connection))
+                time.sleep(self._gap_s * self._jitter.uniform(0.5, 1.5))
+        finally:
+            if connection is not None:
+                connection.disconnect()
+                self._pool.release(connection)
+
+    def _round_trip(self, connection: Any) -> float:
+        """On the bare socket: readers on this host wait for whatever a probe does beside it."""
+        wire = connection._sock
+        began = self._timer()
+        wire.sendall(self._probe)
+        reply: bytes = wire.recv(REPLY_BYTES)
+        while not _is_whole(reply):
+            if not (more := wire.recv(REPLY_BYTES)):
+                raise ConnectionError("Redis closed the connection")
+            reply += more
+        spent_s = self._timer() - began
+        self._own_probes += 1
+        return spent_s
+
+    def _target(self) -> tuple[str, int, int]:
+        """A record's length of a live page: what a reader reads."""
+        keys, client = self._control.keys, self._control.client
+        pointer = self._control.pointer()
+        self._own_probes += 1
+        loaded: Any = client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
+        tables = sorted({each.decode().partition("/")[0] for each in loaded})
+        if pointer is None or not tables:
+            return keys.live, 0, PROBED_BYTES - 1
+        return keys.page(pointer.generation, tables[0], 0), 0, PROBED_BYTES - 1
+
+    def _look(self) -> Look:
+        replicas = self._control.replicas()
+        heard = {
+            each.name: each.l2_p99_ms
+            for each in replicas
+            if isinstance(each.l2_p99_ms, int | float)
+        }
+        try:
+            info: Any = self._control.client.info("commandstats", "cpu", "replication")
+        except redis.exceptions.NoPermissionError:
+            info = {}
+        now, own = self._timer(), self._own_work + self._own_probes
+        reads = sum(info[name]["calls"] for name in READS if name in info) - own
+        cpu = float(
+            info.get("used_cpu_user_main_thread", 0) + info.get("used_cpu_sys_main_thread", 0)
+        )
+        before, self._before = self._before, (now, reads, cpu)
+        foreign, busy = None, 0.0
+        if before is not None and (spent_s := now - before[0]) > 0:
+            foreign = max(0.0, (reads - before[1]) / spent_s)
+            busy = max(0.0, (cpu - before[2]) / spent_s)
+        followers = int(info.get("connected_slaves", 0))
+        offset = int(info.get("master_repl_offset", 0))
+        behind = [
+            offset - int(found["offset"])
+            for number in range(followers)
+            if isinstance(found := info.get(f"slave{number}"), dict)
+            and found.get("state") == "online"
+        ]
+        return Look(now, heard, len(replicas), foreign, busy, followers, max([0, *behind]))
+
+
+def _is_whole(reply: bytes) -> bool:
+    """Whether this is all of a bulk string (RESP); raises ValueError for another reply."""
+    head, separator, rest = reply.partition(b"\r\n")
+    if reply and not reply.startswith(b"$"):
+        raise ValueError(f"a probe was answered by {reply[:80]!r}")
+    return bool(separator) and len(rest) == int(head[1:]) + 2

@@ -1,0 +1,193 @@
+"""Erasing an entity: blocked at once, overlays dropped, left out from the next night on, done when nothing holds it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from cache.artefacts import ArtefactStore, read_manifest
+from cache.blocklist import change_blocklist, latest_blocklist
+from cache.errors import Conflict, LarderError
+from cache.keys import hash_hex, hash_id
+from cache.manifest import EntityKind, Manifest
+from precompute.checks import demand_reason
+from precompute.config import NightConfig
+from precompute.erasures.erasure import (
+    Erasure,
+    all_erasures,
+    find_erasure,
+    mark_done,
+    mark_forgotten,
+    request,
+)
+from precompute.erasures.holders import Held, holders
+from precompute.releases.control import Control
+from precompute.releases.release_log import ReleaseLog, View, standing
+from precompute.releases.states import UNFINISHED, State
+
+UNLINK_BATCH = 256
+SEEDS = (0, 1)
+"""Where a generation's files are gone, its overlays have most likely been hashed with one of these."""
+
+_TABLE_KINDS: Mapping[str, EntityKind] = {
+    "user_topk": "user", "user_vector": "user", "item_vector": "item", "item_similar": "item",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One erasure and what still holds its entity, with when each of these may go."""
+
+    erasure: Erasure
+    held: tuple[tuple[Held, str], ...] = ()
+
+    @property
+    def word(self) -> str:
+        """pending, done or forgotten."""
+        if not self.erasure.is_in_force:
+            return "forgotten"
+        return "pending" if self.erasure.is_pending else "done"
+
+
+def begin_erasing(
+    store: ArtefactStore, raw: bytes, kind: EntityKind, *, at: float
+) -> tuple[Erasure, bool]:
+    """Write the request down, then block; safe to repeat. The erasure, and whether it is new."""
+    known = find_erasure(all_erasures(store), raw, kind)
+    was_blocked = kind == "item" and raw in latest_blocklist(store).items
+    erasure = request(store, raw, kind, at=at, was_blocked=was_blocked)
+    block_erased(store, [erasure])
+    return erasure, known is None
+
+
+def block_erased(store: ArtefactStore, erasures: Iterable[Erasure]) -> None:
+    """Whatever was unblocked meanwhile: these are blocked."""
+    ours = [each for each in erasures if each.is_in_force]
+    if ours:
+        change_blocklist(
+            store,
+            block_users=[each.raw for each in ours if each.kind == "user"],
+            block_items=[each.raw for each in ours if each.kind == "item"],
+        )
+
+
+def forget(
+    store: ArtefactStore, raw: bytes, kind: EntityKind, *, at: float, reason: str
+) -> Erasure:
+    """Re-admit an erased entity to later nights and to answers; raises Conflict when it is not erased."""
+    reason = demand_reason("forgetting an erasure", reason)
+    erasure = find_erasure(all_erasures(store), raw, kind)
+    if erasure is None:
+        raise Conflict(f"{kind} {raw.decode()!r} is not erased, so there is nothing to forget")
+    mark_forgotten(store, erasure, at=at, reason=reason)
+    if kind == "user":
+        change_blocklist(store, unblock_users=[raw])
+    elif not erasure.was_blocked:
+        change_blocklist(store, unblock_items=[raw])
+    return erasure
+
+
+def drop_overlays(
+    config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]
+) -> int:
+    """Unlink every overlay these entities can have, in every generation the registry knows; how many there were."""
+    names = [
+        name
+        for generation in sorted(control.rows())
+        for name in _overlay_keys(config, store, generation, erasures)
+    ]
+    batches = [names[at : at + UNLINK_BATCH] for at in range(0, len(names), UNLINK_BATCH)]
+    return sum(int(control.client.unlink(*batch)) for batch in batches)
+
+
+def _overlay_keys(
+    config: NightConfig, store: ArtefactStore, generation: str, erasures: Sequence[Erasure]
+) -> list[str]:
+    manifest: Manifest | None = None
+    tables: dict[str, tuple[EntityKind, ...]]
+    try:
+        manifest = read_manifest(store, generation)
+        tables = {name: (each.entity,) for name, each in manifest.tables.items()}
+    except LarderError:
+        both: tuple[EntityKind, ...] = ("user", "item")
+        tables = {
+            name: (_TABLE_KINDS[each.kind],) if each.kind in _TABLE_KINDS else both
+            for name, each in config.tables.items()
+        }
+    keys = config.keyspace()
+    return [
+        keys.overlay(generation, table, hash_hex(hash_id(erasure.raw, seed)))
+        for erasure in erasures
+        for table, kinds in tables.items()
+        if erasure.kind in kinds
+        for seed in ((manifest.entity_sets[erasure.kind].seed,) if manifest else SEEDS)
+    ]
+
+
+def settle(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
+    """Hold every erasure in force to its word and mark the done ones; how each now stands, oldest first."""
+    store, control = releases.store, releases.control
+    erasures = all_erasures(store)
+    block_erased(store, erasures)
+    pending = [each for each in erasures if each.is_pending]
+    if pending:
+        drop_overlays(config, store, control, pending)
+        # Rows before files: a night notes itself before it looks for erasures, and writes files after.
+        held = holders(store, pending, control.rows())
+        for each in pending:
+            if not held[each.number]:
+                mark_done(store, each, at=releases.clock())
+    return look(config, releases)
+
+
+def look(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
+    """How every erasure stands, oldest first; changes nothing."""
+    erasures = all_erasures(releases.store)
+    pending = [each for each in erasures if each.is_pending]
+    if not pending:
+        return [Standing(each) for each in erasures]
+    view = releases.view()
+    held = holders(releases.store, pending, view.rows)
+    return [
+        Standing(
+            each,
+            tuple(
+                (found, _fate(config, view, found, releases.clock()))
+                for found in held.get(each.number, ())
+            ),
+        )
+        for each in erasures
+    ]
+
+
+def look_without_redis(store: ArtefactStore) -> list[Standing]:
+    """The same as far as the store alone can tell."""
+    erasures = all_erasures(store)
+    held = holders(store, [each for each in erasures if each.is_pending], {})
+    return [
+        Standing(each, tuple((found, "") for found in held.get(each.number, ())))
+        for each in erasures
+    ]
+
+
+def _fate(config: NightConfig, view: View, held: Held, now: float) -> str:
+    """When what holds an entity may be swept."""
+    generation, ledger = held.generation, view.ledger
+    if held.is_copy:
+        return "this host's copy, swept an hour after its last change"
+    if ledger.is_pinned(generation, now):
+        until = (ledger.pinned or {}).get(generation)
+        when = "unpinned" if until is None else f"{datetime.fromtimestamp(until, UTC):%Y-%m-%d}"
+        return f"pinned until {when}"
+    state = standing(generation, ledger, view.rows.get(generation))
+    if state is State.LIVE:
+        return f"live, swept once {config.keep} newer generations have followed the next one"
+    if state is State.SUPERSEDED:
+        return (
+            f"superseded, swept once it is not among the newest {config.keep} and nobody holds it"
+        )
+    if state is None or state in UNFINISHED:
+        hours = config.abandon_after_s / 3600
+        return (
+            f"{state or 'begun'}, swept if older than the live one and untouched for {hours:.0f} h"
+        )
+    return f"{state}, swept by the next retire that finds no replica holding it"

@@ -1,0 +1,129 @@
+"""What a generation's live path answers with: indexes and int8 models, both measured on real inputs."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from cache.errors import (
+    SourceError,
+)
+from cache.items import ItemTable
+from precompute import catalogue
+from precompute.build import (
+    Build,
+    Progress,
+    Step,
+    fetch_items,
+    fetch_partition,
+    model_entry,
+    open_bundle,
+    quiet,
+)
+from precompute.bulk.headroom import writes_files
+from precompute.config import NightConfig
+from precompute.models.bundle import BundleModel
+from precompute.models.index import build_index as write_index
+from precompute.models.inputs import usable_inputs
+from precompute.models.live_models import quantize_models, sample_user_vectors
+from precompute.scoring.partition import ShardInput, read_shard
+from precompute.scoring.shard import (
+    configured_tables,
+    metric_of,
+    read_item_features,
+)
+
+
+@writes_files
+def build_index(
+    config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet
+) -> Step:
+    """One FAISS index per metric that a top-K table uses, over the item vectors in ordinal order."""
+    made = Build.of(config, build)
+    if (done := made.read_report("index")) is not None:
+        return done
+    begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
+    fetch_items(made)
+    made.fetch(catalogue.VECTORS)
+    items = catalogue.open_items(made.root, begun, dims=bundle.dims)
+    metrics = sorted({
+        metric_of(bundle, table)
+        for table in configured_tables(config, bundle).values()
+        if table.kind in ("user_topk", "item_similar")
+    })  # fmt: skip
+    # Recall is measured with real users where the index serves users.
+    tower = bundle.user_tower
+    made.fetch(f"models/{tower.name}.fp32.onnx")
+    queries = sample_user_vectors(
+        bundle, made.root / "models", items, _sample(made, begun, items, tower)
+    )
+    indexes = {}
+    for number, metric in enumerate(metrics):
+        name = f"index/{metric}.faiss"
+        found = write_index(
+            items.vectors, metric, made.path(name), kind=config.index,
+            queries=queries if metric == bundle.metric else None,
+        )  # fmt: skip
+        made.finish(name)
+        indexes[metric] = {
+            "metric": metric,
+            "kind": found.kind,
+            "file": asdict(made.describe(name)),
+            "recall": found.recall,
+        }
+        progress("build index", number + 1, len(metrics))
+    report = {"indexes": indexes, "seconds": time.perf_counter() - started}
+    made.report("index", report)
+    return report
+
+
+@writes_files
+def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
+    """int8 versions of the live models, calibrated and compared with fp32 on a sample of real inputs."""
+    made = Build.of(config, build)
+    if (done := made.read_report("quantize")) is not None:
+        return done
+    begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
+    fetch_items(made)
+    for name in (catalogue.VECTORS, *(f"models/{model.name}.fp32.onnx" for model in bundle.models)):
+        made.fetch(name)
+    items = catalogue.open_items(made.root, begun, dims=bundle.dims)
+    models = quantize_models(
+        bundle,
+        made.root / "models",
+        items,
+        lambda model: _sample(made, begun, items, model),
+        item_features={
+            model.name: read_item_features(made, model.spec)
+            for model in bundle.models
+            if model.entity == "item"
+        },
+    )
+    for name, found in models.items():
+        if found.int8:
+            made.finish(f"models/{name}.int8.onnx")
+    progress("quantize", len(models), len(models))
+    report = {
+        "models": {
+            name: asdict(model_entry(made, bundle, name, found.int8, found.agreement))
+            for name, found in models.items()
+        },
+        "seconds": time.perf_counter() - started,
+    }
+    made.report("quantize", report)
+    return report
+
+
+def _sample(made: Build, begun: Step, items: ItemTable, model: BundleModel) -> ShardInput:
+    """Real inputs of the first hash shard (so: entities at random) that holds any which the model can use."""
+    for shard in range(made.config.shards):
+        fetch_partition(made, shard)
+        found = read_shard(
+            made.root / "work/partition",
+            shard,
+            begun["user_seed"],
+            history_limit=made.config.history_limit,
+        )
+        if len(usable_inputs(items, found, {model.name: model.spec})[0]):
+            return found
+    raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")

@@ -1,0 +1,1 @@
+"""Releases: which generation is live, by which moves, written down first."""

@@ -1,0 +1,103 @@
+"""A move of the pointer: what every one demands of a generation, and the compare-and-set that makes it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cache.artefacts import read_manifest
+from cache.errors import Conflict, UnknownGeneration
+from cache.releases import Action, Pointer, done_path
+from precompute.releases.control import Row
+from precompute.releases.judgements import Judgements
+from precompute.releases.release_log import CUT_CHARS, View, standing
+from precompute.releases.states import ALLOWED, State, demand, fold
+
+Report = Mapping[str, Any]
+"""What verify reports: `baseline`, the generation that was live then (null: none), beside what others look at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a move of the pointer did; `changed` is False when this attempt, or another, had done it already."""
+
+    pointer: Pointer
+    changed: bool
+
+
+class Moves(Judgements):
+    """What publishes, roll backs and canaries share."""
+
+    def _demand_gates(self, generation: str, live: str | None, verified: Report | None) -> None:
+        """Raises Conflict unless all gates passed, and, with verify's report, in comparison with what is live."""
+        with files_of(generation):
+            gates = read_manifest(self.store, generation).gates
+        failed = [str(each["rule"]) for each in gates if not each["passed"]]
+        if failed or not gates:
+            what = f"failed {', '.join(failed)}" if failed else "ran through no gate"
+            raise Conflict(
+                f"{generation} {what}: run `verify {generation}` first", generation=generation
+            )
+        if verified is not None and (baseline := verified.get("baseline")) != live:
+            raise Conflict(
+                f"{generation} was verified against {baseline or 'nothing'}, live is {live or 'nothing'}: "
+                f"run `verify {generation}` again",
+                generation=generation, baseline=baseline, live=live,
+            )  # fmt: skip
+
+    def _demand_newer(self, generation: str, live: str | None) -> None:
+        if live is not None and generation[:CUT_CHARS] < live[:CUT_CHARS]:
+            raise Conflict(
+                f"{generation} is older than {live}, which is live; going back is a roll back, not a publish",
+                generation=generation,
+                live=live,
+            )
+
+    def _know(self, generation: str, view: View) -> None:
+        state = view.ledger.state(generation)
+        if generation not in view.rows and state is not None:
+            rows = {generation: Row(state, self.clock(), "restored")}
+            self.control.mark(rows, expected_epoch=view.epoch)
+
+    def _commit(
+        self, to: Pointer, view: View, rows: Mapping[str, Row], action: Action, *, live: bool = True
+    ) -> Moved:
+        """Compare-and-set the pointer to what an intent says, then write down that it is done."""
+        allowed = ALLOWED[action] if live else (State.LIVE,)
+        # Much may have passed since the intent: what is superseded is superseded now.
+        rows = {each: replace(row, at=self.clock()) for each, row in rows.items()}
+        self._demand_still(to, view, action)
+        moved = self.control.move(to, expected_epoch=view.epoch, rows=rows, allowed=allowed)
+        if moved is None:
+            raise Conflict(
+                f"another publisher moved the pointer before {to.generation} could be made live; try again"
+                if live
+                else "another publisher moved the pointer meanwhile; try again"
+            )
+        self.store.write_once(done_path(moved.epoch), b"")
+        return Moved(moved, changed=True)
+
+    def _demand_still(self, to: Pointer, view: View, action: Action) -> None:
+        """Raises Conflict when the history says otherwise by now: a Redis that lost its newest rows would not."""
+        history = self.history()
+        ledger = fold(history)
+        if ledger.live_epoch != view.ledger.live_epoch:
+            newest = next(each for each in history if each.epoch == ledger.live_epoch)
+            if newest.attempt == to.attempt:
+                return  # a repeat of this very move, which the pointer recognises
+            raise Conflict("another publisher moved the pointer meanwhile; try again")
+        if action != "end_canary":
+            about = to.canary.generation if to.canary is not None else to.generation
+            demand(action, about, standing(about, ledger, view.rows.get(about)))
+
+
+@contextmanager
+def files_of(generation: str) -> Iterator[None]:
+    """Missing files become a Conflict that says so."""
+    try:
+        yield
+    except UnknownGeneration as error:
+        raise Conflict(
+            f"the files of {generation} are gone, so it cannot be made live: {error.message}",
+            generation=generation,
+        ) from error

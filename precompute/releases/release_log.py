@@ -1,0 +1,242 @@
+"""What was released, written down first: the history every change of what readers see adds to.
+
+The truth is the release records in the artefact store; the pointer and the registry in Redis are their projection.
+An intent is written before the pointer moves and completed after, so a crash in between is settled by looking at
+the pointer: it carries the attempt and the epoch.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cache.artefacts import ArtefactStore, generation_path
+from cache.errors import Conflict, CorruptArtefact, UnknownGeneration
+from cache.releases import (
+    POINTED,
+    Action,
+    Pointer,
+    Release,
+    all_releases,
+    done_path,
+    intent_path,
+    manifest_digest,
+    released_manifest,
+)
+from precompute.releases.control import Control, Row
+from precompute.releases.states import TRANSITIONS, Ledger, State, fold
+
+EPOCH_TRIES = 100
+NOTE_TRIES = 10
+LOOK_TRIES = 5
+"""How often something is looked at again when it changed underneath."""
+
+CUT_CHARS = len("20260131T000000Z")
+"""A generation id begins with its cut, so older data sorts first."""
+
+# What the release records say about these outranks the registry, which may be lost or old.
+_PROVEN = frozenset(
+    {State.LIVE, State.SUPERSEDED, State.ROLLED_BACK, State.REFUSED, State.RETIRED, State.ABANDONED}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Pointer, registry and history that belong together: the pointer did not move while they were read."""
+
+    pointer: Pointer | None
+    rows: dict[str, Row]
+    history: list[Release]
+    ledger: Ledger
+
+    @property
+    def epoch(self) -> int:
+        """The pointer's epoch, 0 when there is none."""
+        return self.pointer.epoch if self.pointer else 0
+
+    def demand_agreement(self) -> None:
+        """Raises Conflict unless Redis follows exactly what the releases say is live."""
+        if self.pointer is None and self.ledger.live is not None:
+            raise Conflict("Redis has lost its pointer: run `python -m precompute restore` first")
+        if self.epoch < self.ledger.live_epoch:
+            raise Conflict(
+                "Redis holds an older pointer than the releases: run `python -m precompute restore` first"
+            )
+        if self.epoch > self.ledger.live_epoch:
+            raise Conflict(
+                f"Redis holds a pointer of epoch {self.epoch} that no release record explains; is this its "
+                "artefact store?"
+            )
+
+
+class ReleaseLog:
+    """The release history of one namespace and the one way to add an entry to it.
+
+    Its clock is Redis' own unless another is given: publishers and sweepers run on hosts whose clocks may differ.
+    """
+
+    def __init__(
+        self, store: ArtefactStore, control: Control, clock: Callable[[], float] | None = None
+    ) -> None:
+        self.store = store
+        self.control = control
+        self.clock = clock or control.time
+        self._known: dict[int, Release] = {}
+
+    def history(self) -> list[Release]:
+        """Every record, oldest first, whether its move is settled or not."""
+        return all_releases(self.store, self._known)
+
+    def ledger(self) -> Ledger:
+        """The settled history."""
+        return fold(self.settle())
+
+    def settle(self) -> list[Release]:
+        """Complete the intent whose move is proven by the pointer; the whole history, oldest first.
+
+        No pointer is replaced before its own intent is completed (`demand_agreement`), so none is ever forgotten.
+        """
+        releases = self.history()
+        open_ones = [each for each in releases if not each.done and each.action in POINTED]
+        pointer = self.control.pointer() if open_ones else None
+        if pointer is None:
+            return releases
+        for release in open_ones:
+            if release.epoch == pointer.epoch and release.attempt == pointer.attempt:
+                self.store.write_once(done_path(release.epoch), b"")
+                return self.history()
+        return releases
+
+    def view(self) -> View:
+        """Pointer and settled history of one moment; raises Conflict when the pointer never rests."""
+        for _ in range(LOOK_TRIES):
+            # The pointer first: its intent was written before it, so the history read after it knows it.
+            pointer = self.control.pointer()
+            history, rows = self.settle(), self.control.rows()
+            if self.control.pointer() == pointer:
+                return View(pointer, rows, history, without_retired(fold(history), rows))
+        raise Conflict("the pointer moved each time it was looked at; try again")
+
+    def state(self, generation: str, ledger: Ledger | None = None) -> State | None:
+        """Where a generation stands: proven by releases, else as the registry says."""
+        return standing(generation, ledger or self.ledger(), self.control.rows().get(generation))
+
+    def outcome(
+        self, action: Action, generation: str, view: View, *, attempt: str, reason: str = ""
+    ) -> tuple[Ledger, dict[str, Row]]:
+        """The ledger that a move would lead to, and the rows that it changes."""
+        now, epoch = self.clock(), max(view.epoch, view.ledger.epoch) + 1
+        done = Release(epoch, action, generation, None, attempt, now, done=True)
+        after = without_retired(fold([*view.history, done]), view.rows)
+        rows = {
+            each: Row(state, now, "" if each == generation else reason)
+            for each, state in after.states.items()
+            if each == generation or state is not view.ledger.state(each)
+        }
+        return after, rows
+
+    def record(
+        self,
+        action: Action,
+        generation: str,
+        *,
+        attempt: str,
+        reason: str = "",
+        previous: str | None = None,
+        expires_at: float | None = None,
+        percent: float | None = None,
+        rule: str = "",
+        abandoned: bool = False,
+        pages: Mapping[str, int] | None = None,
+        expected: int | None = None,
+    ) -> Release:
+        """Write one entry under the next epoch, which is greater than every earlier one and than the `expected`."""
+        raw = self._manifest(generation)
+        digest = "" if raw is None else manifest_digest(raw)
+        for _ in range(EPOCH_TRIES):
+            newest = max((release.epoch for release in self.history()), default=0)
+            now = self.clock()
+            epoch = max(newest + 1, (expected or 0) + 1, int(now * 1000))
+            release = Release(
+                epoch=epoch,
+                action=action,
+                generation=generation,
+                previous=previous,
+                attempt=attempt,
+                at=now,
+                reason=reason,
+                manifest_sha256=digest,
+                expires_at=expires_at,
+                percent=percent,
+                rule=rule,
+                abandoned=abandoned,
+                pages=pages,
+                expected=expected,
+            )
+            if self.store.write_once(intent_path(epoch), release.to_bytes()):
+                return release
+        raise Conflict(
+            f"{EPOCH_TRIES} other releases were being written at the same time; try again"
+        )
+
+    def note(self, generation: str, state: Literal[State.BEGUN, State.LOADED]) -> None:
+        """Write a step of the night into the registry; Conflict when the generation was retired meanwhile.
+
+        One that is further by now, or was judged, stays what it is.
+        """
+        steps = TRANSITIONS["begin" if state is State.BEGUN else "load"]
+        for _ in range(NOTE_TRIES):
+            view = self.view()
+            found = standing(generation, view.ledger, view.rows.get(generation))
+            if found is State.RETIRED:
+                raise Conflict(
+                    f"{generation} was retired while it was being made", generation=generation
+                )
+            rows = {generation: Row(steps.get(found, state), self.clock())}
+            if found in (State.LIVE, State.SUPERSEDED):
+                return
+            if self.control.mark(rows, expected_epoch=view.epoch, unless="live"):
+                row = self.control.rows().get(generation)
+                if row is not None and row.state is State.RETIRED:
+                    continue
+                return
+        raise Conflict(
+            f"the pointer moved {NOTE_TRIES} times while {generation} was being noted; try again"
+        )
+
+    def check_manifest(self, generation: str, history: list[Release]) -> None:
+        """Raises CorruptArtefact when the manifest is not the one that was released, UnknownGeneration if gone."""
+        raw = self._manifest(generation)
+        if raw is None:
+            raise UnknownGeneration(
+                f"generation {generation} has no manifest in {self.store.url}",
+                generation=generation,
+            )
+        released, found = released_manifest(history, generation), manifest_digest(raw)
+        # Records of earlier versions hold the digest of the whole file.
+        if released and released not in (found, hashlib.sha256(raw).hexdigest()):
+            raise CorruptArtefact(
+                f"the manifest of {generation} has the digest {found}, its release record says {released}",
+                generation=generation,
+            )
+
+    def _manifest(self, generation: str) -> bytes | None:
+        return self.store.read(generation_path(generation, "manifest.json"))
+
+
+def without_retired(ledger: Ledger, rows: Mapping[str, Row]) -> Ledger:
+    """A retirement marks its row before it is written down; from then on nothing may land on it."""
+    gone = {each for each, row in rows.items() if row.state is State.RETIRED} - {ledger.live}
+    states = {
+        each: State.RETIRED if each in gone else state for each, state in ledger.states.items()
+    }
+    return replace(ledger, states=states)
+
+
+def standing(generation: str, ledger: Ledger, row: Row | None) -> State | None:
+    """Where a generation stands: what releases prove, else what its registry row says, None when neither knows it."""
+    proven = ledger.state(generation)
+    if row is not None and row.state is State.RETIRED and proven is not State.LIVE:
+        return State.RETIRED
+    # A refused or rolled-back generation that was loaded again stays what it is until it is verified.
+    return proven if proven in _PROVEN or row is None else row.state

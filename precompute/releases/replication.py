@@ -1,0 +1,127 @@
+"""A replicated Redis: which nodes there are, whether they are those that were verified, whether all have every page."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from cache.errors import Conflict
+from cache.manifest import GENERATION
+from precompute.bulk.governor import Governor
+from precompute.bulk.reload import reload
+from precompute.releases.release_log import ReleaseLog
+
+WAIT_S = 0.5
+"""One `WAIT` blocks its connection for no longer, so that no socket times out meanwhile."""
+
+CONNECT_S = 1.0
+UNREACHABLE = "unreachable"
+
+RunIds = dict[str, str]
+"""Node -> its run id, which changes whenever it starts: "primary", and each replica by host and port."""
+
+
+def run_ids(client: "redis.Redis") -> RunIds:
+    """Of the primary and each of its replicas; a replica that cannot be asked is `UNREACHABLE`.
+
+    Verifying takes them before it reads pages back, and keeps them in its report.
+    """
+    info: Any = client.info("server")
+    found = {"primary": str(info.get("run_id", ""))}
+    for name, replica in _replicas(client).items():
+        found[name] = _ask(client, str(replica["ip"]), int(replica["port"]))
+    return found
+
+
+def confirm(
+    releases: ReleaseLog,
+    generation: str,
+    verified: Mapping[str, Any] | None,
+    *,
+    timeout_s: float,
+    governor: Governor | None = None,
+    timer: Callable[[], float] = time.monotonic,
+) -> list[str]:
+    """Make sure that every node has what was verified; the nodes that had changed since. Raises Conflict otherwise.
+
+    To be called right before a publish moves the pointer, with verify's report (work/verified.json, None when there is
+    none). If a node started since, or nobody knows, all pages are read back and repaired; then all replicas must have
+    caught up within `timeout_s`. Without replicas, and with the same primary, it costs two commands.
+    """
+    if not GENERATION.fullmatch(generation):
+        raise Conflict(f"{generation!r} is not a generation id", generation=generation)
+    control = releases.control
+    now = run_ids(control.client)
+    before: Mapping[str, str] = (verified or {}).get("run_ids") or {}
+    changed = [name for name, run_id in now.items() if before.get(name) != run_id]
+    if changed:
+        reload(control, control.keys, releases.store, generation, governor=governor)
+    wait_for_replicas(control.client, timeout_s=timeout_s, timer=timer)
+    if run_ids(control.client)["primary"] != now["primary"]:
+        raise Conflict(
+            f"Redis was restarted while {generation} was being confirmed, nothing was published; publish again",
+            generation=generation,
+        )
+    return changed
+
+
+def wait_for_replicas(
+    client: "redis.Redis", *, timeout_s: float, timer: Callable[[], float] = time.monotonic
+) -> int:
+    """Return once every replica has all that was written; how many there are. Raises Conflict after `timeout_s`."""
+    ends_at, caught_up = timer() + timeout_s, 0
+    while True:
+        replicas = _replicas(client)
+        if not replicas:
+            return 0
+        late = sorted(name for name, each in replicas.items() if each.get("state") != "online")
+        left_s = ends_at - timer()
+        if not late:
+            wait_ms = max(1, math.ceil(1000 * min(WAIT_S, max(left_s, 0.0))))
+            # On one connection: WAIT is about what that connection has seen written.
+            with client.pipeline(transaction=False) as pipeline:
+                pipeline.ping()
+                pipeline.wait(len(replicas), wait_ms)
+                caught_up = int(pipeline.execute()[1])
+            if caught_up >= len(replicas):
+                return len(replicas)
+        elif left_s > 0:
+            time.sleep(min(0.05, left_s))
+        if left_s <= 0:
+            why = f"{', '.join(late)} not online" if late else "the others lag or do not answer"
+            raise Conflict(
+                f"{caught_up} of {len(replicas)} Redis replicas have every page after {timeout_s:g} s ({why}), nothing "
+                "was published; mend the replication or take those replicas away, then publish again",
+                replicas=len(replicas),
+                caught_up=caught_up,
+            )
+
+
+def _replicas(client: "redis.Redis") -> dict[str, dict[str, Any]]:
+    """Host and port -> what the primary says of the replica."""
+    info: Any = client.info("replication")
+    found = (info.get(f"slave{number}") for number in range(int(info.get("connected_slaves", 0))))
+    return {f"{each['ip']}:{each['port']}": each for each in found if isinstance(each, dict)}
+
+
+def _ask(client: "redis.Redis", host: str, port: int) -> str:
+    """A replica's run id, asked with the credentials of the primary's client."""
+    kept = ("username", "password", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "protocol")
+    pool = client.connection_pool
+    options = {
+        name: pool.connection_kwargs[name] for name in kept if name in pool.connection_kwargs
+    }
+    is_ssl = issubclass(pool.connection_class, redis.SSLConnection)
+    try:
+        with redis.Redis(
+            host=host, port=port, ssl=is_ssl, socket_timeout=CONNECT_S,
+            socket_connect_timeout=CONNECT_S, retry=Retry(NoBackoff(), 0), **options,
+        ) as replica:  # fmt: skip
+            info: Any = replica.info("server")
+            return str(info.get("run_id", ""))
+    except (redis.exceptions.RedisError, OSError):
+        return UNREACHABLE

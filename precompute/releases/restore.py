@@ -1,0 +1,195 @@
+"""Restore: Redis lost what it held, the releases say what that was."""
+
+import math
+from dataclasses import replace
+
+from cache.artefacts import read_manifest
+from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
+from cache.keys import Keyspace
+from cache.manifest import GENERATION
+from cache.releases import Pointer, Release, done_path
+from precompute.bulk.governor import Governor
+from precompute.bulk.load import Progress
+from precompute.bulk.reload import is_missing, reload
+from precompute.releases.control import Row
+from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, View, without_retired
+from precompute.releases.states import Ledger, State, fold
+from precompute.releases.sweep import is_back, overlays_live_s, unlink_recorded
+
+
+def restore(
+    releases: ReleaseLog,
+    keys: Keyspace,
+    *,
+    attempt: str,
+    chunk_bytes: int,
+    overlay_ttl_s: float = math.inf,
+    progress: Progress = lambda _bytes: None,
+    governor: Governor | None = None,
+) -> tuple[Pointer, list[str], int]:
+    """Rebuild what a Redis lost: registry, pages of live and previous, pointer under a new epoch.
+
+    Returns the pointer, the generations loaded and their bytes. Raises Conflict when nothing was ever published.
+    A publish or a roll back that comes in while pages stream is never undone: it starts over from what is live then.
+    Where a writer died so that nobody knows whether readers saw its move, they are led on under a new epoch; a roll
+    back that died so is carried out. What was retired so long ago that no overlay of it can live gets no row.
+    """
+    control = releases.control
+
+    def is_urgent(generation: str) -> bool:
+        """What is live and not there has no readers to be spared: they wait for it."""
+        return generation == present[0] and is_missing(control, keys, releases.store, generation)
+
+    for _ in range(LOOK_TRIES):
+        view = releases.view()
+        ledger = view.ledger
+        if ledger.live is None:
+            raise Conflict("nothing was ever published here, so there is nothing to restore")
+        if view.epoch > ledger.live_epoch:
+            view.demand_agreement()
+        control.check_policy()
+        doubt = _roll_back_in_doubt(view)
+        aim = ledger
+        if doubt is not None:
+            carried_out = fold([*view.history, replace(doubt, done=True)])
+            aim = without_retired(carried_out, view.rows)
+        present = _restorable(releases, view, aim)
+        # Rows first: no page may belong to a generation that the registry does not know.
+        if not control.mark(_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch):
+            continue
+        for each, state in ledger.states.items():  # an older snapshot brings pages back
+            if state is State.RETIRED and (
+                each in view.rows or is_back(releases, keys, each, view.history)
+            ):
+                unlink_recorded(releases, keys, each, view.history)
+        loaded_bytes = sum(
+            reload(
+                control,
+                keys,
+                releases.store,
+                each,
+                chunk_bytes=chunk_bytes,
+                progress=progress,
+                governor=None if is_urgent(each) else governor,
+            )
+            for each in present
+        )
+        now = releases.view()
+        if (now.pointer, now.ledger.live_epoch, now.ledger.states) != (
+            view.pointer,
+            ledger.live_epoch,
+            ledger.states,
+        ):
+            continue
+        if view.pointer is not None and view.epoch == ledger.live_epoch and not _in_doubt(view):
+            return view.pointer, present, loaded_bytes
+        moved = _point(releases, view, present, doubt, attempt=attempt)
+        if moved is not None:
+            return moved, present, loaded_bytes
+    raise Conflict(
+        f"releases were made {LOOK_TRIES} times while Redis was being restored; look at `status`"
+    )
+
+
+def forgotten(releases: ReleaseLog, before: View, pointer: Pointer) -> list[str]:
+    """What a Redis that lost its registry no longer knows and no release record says; in words, with the remedy.
+
+    `before`: the view before the restore, `pointer`: what the restore made of it.
+    """
+    said = []
+    canary = before.ledger.canary
+    if canary is not None and pointer.canary is None and pointer.epoch > before.ledger.live_epoch:
+        said.append(
+            f"the canary of {canary.generation} has ended: verify {canary.generation}, then start it again"
+        )
+    for generation, row in sorted(releases.control.rows().items()):
+        if generation in before.rows or row.state is not State.BEGUN:
+            continue
+        try:
+            gates = read_manifest(releases.store, generation).gates
+        except LarderError:
+            continue
+        if gates and all(each["passed"] for each in gates):
+            said.append(
+                f"{generation} was verified: run `load {generation}` and `verify {generation}` to publish it"
+            )
+    return said
+
+
+def _in_doubt(view: View) -> list[Release]:
+    """Intents that may have moved the pointer before their writer died and Redis forgot it: nobody can tell."""
+    known = view.ledger.live_epoch
+    return [
+        each
+        for each in view.history
+        if not each.done and each.expected == known and each.epoch > known
+    ]
+
+
+def _roll_back_in_doubt(view: View) -> Release | None:
+    """What must be carried out, because readers who followed it must not meet the bad generation again."""
+    for release in reversed(_in_doubt(view)):
+        is_sound = view.ledger.state(release.generation) is State.SUPERSEDED
+        if release.action == "roll_back" and is_sound:
+            return release
+    return None
+
+
+def _rows(releases: ReleaseLog, view: View, overlay_ttl_s: float) -> dict[str, Row]:
+    """What releases prove, and every unfinished night of which files exist: its loader may be at work."""
+    now, ledger = releases.clock(), view.ledger
+    longest_s = overlays_live_s(releases, overlay_ttl_s)
+    old = {
+        each.generation
+        for each in view.history
+        if each.action == "retire" and now - each.at > longest_s
+    }
+    stored = {each for each in releases.store.names("generations") if GENERATION.fullmatch(each)}
+    rows = {each: Row(State.BEGUN, now, "restored") for each in stored - set(view.rows)}
+    return rows | {
+        each: Row(state, ledger.superseded_at.get(each, now), "restored")
+        for each, state in ledger.states.items()
+        if (each not in view.rows and not (state is State.RETIRED and each in old))
+        or (each in view.rows and view.rows[each].state is not state)
+    }
+
+
+def _restorable(releases: ReleaseLog, view: View, aim: Ledger) -> list[str]:
+    """The live generation, then the previous one if its files are what was released."""
+    live, previous = str(aim.live), aim.previous
+    try:
+        releases.check_manifest(live, view.history)
+    except UnknownGeneration as error:
+        raise Conflict(
+            f"the files of {live} are gone from {releases.store.url}: run a night"
+        ) from error
+    if previous is None:
+        return [live]
+    try:
+        releases.check_manifest(previous, view.history)
+    except (UnknownGeneration, CorruptArtefact):
+        return [live]  # what only a rollback would need must not keep readers waiting
+    return [live, previous]
+
+
+def _point(
+    releases: ReleaseLog, view: View, present: list[str], doubt: Release | None, *, attempt: str
+) -> Pointer | None:
+    live, previous = present[0], present[1] if len(present) > 1 else None
+    release = releases.record(
+        "restore" if doubt is None else "roll_back",
+        live,
+        attempt=attempt,
+        reason="Redis was lost" if doubt is None else doubt.reason,
+        previous=previous,
+        # What was known to be live, not what Redis held: whether this move is in doubt later hangs on it.
+        expected=max(view.epoch, view.ledger.live_epoch),
+    )
+    to = Pointer(live, release.epoch, previous, attempt, published_at=releases.clock())
+    rows = {live: Row(State.LIVE, releases.clock())}
+    if doubt is not None:
+        _, rows = releases.outcome("roll_back", live, view, attempt=attempt, reason=doubt.reason)
+    moved = releases.control.move(to, expected_epoch=view.epoch, rows=rows)
+    if moved is not None:
+        releases.store.write_once(done_path(moved.epoch), b"")
+    return moved

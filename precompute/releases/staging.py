@@ -1,0 +1,168 @@
+"""Asking replicas to hold a generation ready before the pointer moves, and waiting until they do."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from cache.errors import Conflict
+from cache.staging import Staging
+from precompute.build import Progress, quiet
+from precompute.releases.control import REPLICA_DEAD_S, Control, Replica
+from precompute.sections import FlipConfig
+
+LEASE_S = 60.0
+"""How long replicas hold a generation for a publisher that says nothing more, because it died."""
+RENEW_S = 1.0
+POLL_S = 0.05
+
+# One publisher at a time; the note of a dead one is nobody's once its time is over, or once what it asked for is in
+# the pointer: its publisher died between the move and taking the note away.
+_STAGE = """#!lua flags=allow-oom
+local found = redis.call('GET', KEYS[1])
+if found then
+  local note = cjson.decode(found)
+  local live = redis.call('GET', KEYS[3])
+  local pointer = live and cjson.decode(live) or {}
+  local tried = type(pointer.canary) == 'table' and pointer.canary.generation
+  local mine = note.attempt == ARGV[1] or note.generation == ARGV[2]
+  local moved = note.generation == pointer.generation or note.generation == tried
+  if not mine and not moved and note['until'] > tonumber(ARGV[3]) then return found end
+end
+redis.call('SET', KEYS[1], ARGV[4])
+if not found or cjson.decode(found).generation ~= ARGV[2] then redis.call('PUBLISH', KEYS[2], 'next') end
+return false
+"""
+
+_UNSTAGE = """#!lua flags=allow-oom
+local found = redis.call('GET', KEYS[1])
+local note = found and cjson.decode(found)
+if note and (note.attempt == ARGV[1] or note.generation == ARGV[2]) then
+  redis.call('DEL', KEYS[1])
+  redis.call('PUBLISH', KEYS[2], 'next')
+end
+return 0
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """How the live replicas stand to a generation."""
+
+    ready: tuple[Replica, ...]
+    waiting: tuple[Replica, ...]
+
+    @classmethod
+    def of(cls, generation: str, replicas: Sequence[Replica]) -> "Readiness":
+        """By what each said with its last beat."""
+        ready = tuple(each for each in replicas if generation in each.ready)
+        return cls(ready, tuple(each for each in replicas if each not in ready))
+
+    def is_enough(self, flip: FlipConfig, *, is_over: bool) -> bool:
+        """All that live, and never fewer than the minimum; once the wait `is_over`, the minimum where one is set."""
+        if len(self.ready) < flip.replicas_min:
+            return False
+        return not self.waiting or (is_over and flip.replicas_min > 0)
+
+    def told(self, generation: str) -> str:
+        """Who is not ready, and why."""
+        reasons = [
+            f"{each.name}: {each.failed.get(generation, 'still loading')}" for each in self.waiting
+        ]
+        return "; ".join(reasons) or "no other is alive"
+
+
+class Stage:
+    """The staging note of one namespace."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def set(self, generation: str, attempt: str, *, lease_s: float = LEASE_S) -> Staging | None:
+        """Ask for a generation, or go on asking; the note of another publisher that is in the way, else None."""
+        now = self._control.time()
+        note = Staging(generation, attempt, now + lease_s)
+        keys = self._control.keys
+        found: Any = self._control.client.eval(
+            _STAGE, 3, keys.next, keys.channel, keys.live,
+            attempt, generation, str(now), note.to_bytes(),
+        )  # fmt: skip
+        return None if found is None else Staging.from_bytes(found)
+
+    def clear(self, attempt: str, generation: str = "") -> None:
+        """Take one's own note away, or whoever's about `generation`: what it asked for is done."""
+        keys = self._control.keys
+        self._control.client.eval(_UNSTAGE, 2, keys.next, keys.channel, attempt, generation)
+
+    def get(self) -> Staging | None:
+        """The note, if one is in force."""
+        raw: Any = self._control.client.get(self._control.keys.next)
+        note = None if raw is None else Staging.from_bytes(raw)
+        return None if note is None or note.until <= self._control.time() else note
+
+
+@contextmanager
+def staged(
+    control: Control,
+    generation: str,
+    flip: FlipConfig,
+    *,
+    attempt: str,
+    progress: Progress = quiet,
+    lease_s: float = LEASE_S,
+    timer: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[Readiness]:
+    """Within this block the live replicas hold the generation ready; raises Conflict, naming them, if they do not.
+
+    Without any live replica, and no minimum, there is nobody to wait for. Dead ones are forgotten. Whatever happens
+    inside, the note is taken away afterwards, or runs out by itself.
+    """
+    stage = Stage(control)
+    began, renew_at, other = timer(), 0.0, None
+    try:
+        while True:
+            now = control.time()
+            control.forget_dead_replicas(now, after_s=REPLICA_DEAD_S)
+            readiness = Readiness.of(generation, control.replicas(now))
+            total = len(readiness.ready) + len(readiness.waiting)
+            if not total and not flip.replicas_min:
+                break
+            if timer() >= renew_at:
+                other = stage.set(generation, attempt, lease_s=lease_s)
+                renew_at = timer() + RENEW_S
+            is_over = timer() - began >= flip.wait_s
+            if other is None and readiness.is_enough(flip, is_over=is_over):
+                break
+            if is_over:
+                raise _gave_up(generation, flip, readiness, other)
+            progress("replicas ready", len(readiness.ready), max(total, flip.replicas_min))
+            sleep(POLL_S)
+        yield readiness
+    finally:
+        with contextlib.suppress(redis.exceptions.RedisError):
+            stage.clear(attempt)
+
+
+def _gave_up(
+    generation: str, flip: FlipConfig, readiness: Readiness, other: Staging | None
+) -> Conflict:
+    if other is not None:
+        return Conflict(
+            f"{generation} was not published: {other.attempt} has been publishing {other.generation} for more than "
+            f"{flip.wait_s:g} s; try again when it is done",
+            generation=generation,
+        )
+    most = len(readiness.ready) + len(readiness.waiting)
+    return Conflict(
+        f"{generation} was not published: after {flip.wait_s:g} s {len(readiness.ready)} of {most} live replicas are "
+        f"ready, {flip.replicas_min or 'all'} must be ({readiness.told(generation)}); mend them or stop them, or set "
+        "[flip] replicas_min to publish without them",
+        generation=generation,
+        ready=[each.name for each in readiness.ready],
+        waiting=[each.name for each in readiness.waiting],
+    )

@@ -1,0 +1,244 @@
+"""The sweep: which generations nobody needs, and how they are retired."""
+
+import math
+from collections.abc import Collection, Sequence
+from itertools import islice
+
+from cache.artefacts import generation_path, read_manifest
+from cache.errors import Conflict, UnknownGeneration
+from cache.keys import Keyspace
+from cache.manifest import GENERATION, Manifest
+from cache.releases import POINTED, Release
+from precompute.bulk.governor import Governor
+from precompute.bulk.load import RETIRE_BATCH, unlink_pages
+from precompute.releases.control import Row
+from precompute.releases.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, View, standing
+from precompute.releases.states import ALLOWED, UNFINISHED, Ledger, State, demand, fold
+
+ABANDON_AFTER_S = 86_400.0
+
+
+def sweepable(
+    releases: ReleaseLog,
+    *,
+    keep: int,
+    grace_s: float,
+    abandon_after_s: float = ABANDON_AFTER_S,
+) -> list[str]:
+    """Generations that nobody needs: not live, previous, tried out, pinned, held by a replica, or superseded just now.
+
+    What was superseded in the future of this clock was superseded just now. The newest `keep` superseded ones stay
+    for rollbacks. Unfinished ones go once they are older than the live one and nobody has touched them for
+    `abandon_after_s`.
+    """
+    view, now = releases.view(), releases.clock()
+    ledger = view.ledger
+    states, left_in = ledger.states, ledger.left_in
+    superseded = [each for each, state in states.items() if state is State.SUPERSEDED]
+    superseded.sort(key=lambda each: left_in.get(each, 0), reverse=True)
+    protected = {ledger.live, ledger.previous, *superseded[:keep], *_held(releases)}
+    for canary in (ledger.canary, view.pointer and view.pointer.canary):
+        protected |= {canary.generation} if canary is not None else set()
+    if view.pointer is not None:
+        protected |= {view.pointer.generation, view.pointer.previous}
+    stored = {each for each in releases.store.names("generations") if GENERATION.fullmatch(each)}
+    # A row without files is all that is left of a night that broke at once; a retired one waits for its overlays.
+    known = {each for each, row in view.rows.items() if row.state is not State.RETIRED}
+    found = []
+    for generation in sorted(stored | known):
+        if generation in protected or ledger.is_pinned(generation, now):
+            continue
+        if _left_s_ago(releases, generation, view) < grace_s:
+            continue
+        state = standing(generation, ledger, view.rows.get(generation))
+        if state in ALLOWED["retire"] or _is_abandoned(releases, view, generation, abandon_after_s):
+            found.append(generation)
+    return found
+
+
+def _left_s_ago(releases: ReleaseLog, generation: str, view: View) -> float:
+    """Since when nothing points at it; infinite for what was never live.
+
+    A clock that was ahead then, and is set right, keeps nothing for ever: whatever moved the pointer later bounds it.
+    """
+    left_at = view.ledger.superseded_at.get(generation)
+    if left_at is None:
+        return math.inf
+    row = view.rows.get(generation)  # written when the pointer moved, the record before that
+    left_at = max(left_at, left_at if row is None else row.at)
+    left_in = view.ledger.left_in.get(generation, 0)
+    later = [
+        each.at
+        for each in view.history
+        if each.done and each.action in POINTED and each.epoch > left_in
+    ]
+    return releases.clock() - min([left_at, *later])
+
+
+def _held(releases: ReleaseLog) -> Collection[str | None]:
+    replicas = releases.control.replicas()
+    return {
+        each for replica in replicas for each in (*replica.holds, *replica.ready, replica.serving)
+    }
+
+
+def _is_abandoned(releases: ReleaseLog, view: View, generation: str, after_s: float) -> bool:
+    row, live = view.rows.get(generation), view.ledger.live
+    if standing(generation, view.ledger, row) not in (None, *UNFINISHED):
+        return False
+    if live is None or generation[:CUT_CHARS] >= live[:CUT_CHARS]:
+        return False  # it can still be published
+    if row is not None:
+        return releases.clock() - row.at > after_s
+    try:
+        touched_at = float(read_manifest(releases.store, generation).created_at)
+    except UnknownGeneration:
+        # Nothing says how old it is, so its age counts from now.
+        releases.control.mark(
+            {generation: Row(State.BEGUN, releases.clock())}, expected_epoch=view.epoch
+        )
+        return False
+    return releases.clock() - touched_at > after_s
+
+
+def retire(
+    releases: ReleaseLog,
+    keys: Keyspace,
+    generation: str,
+    *,
+    attempt: str,
+    grace_s: float = 0.0,
+    abandon_after_s: float = ABANDON_AFTER_S,
+    governor: Governor | None = None,
+) -> int:
+    """Remove a generation's pages, then its files; Redis keys removed. Safe to repeat after a crash.
+
+    Marked and written down first: from then on no rollback can land on what is being removed.
+    """
+    _mark_retired(
+        releases, generation, attempt=attempt, grace_s=grace_s, abandon_after_s=abandon_after_s
+    )
+    manifest = _manifest(releases, generation)
+    if manifest is None:
+        removed = unlink_recorded(releases, keys, generation, releases.history())
+    else:
+        removed = unlink_pages(releases.control.client, keys, manifest, governor=governor)
+    releases.store.delete(generation_path(generation))
+    return removed
+
+
+def unlink_recorded(
+    releases: ReleaseLog, keys: Keyspace, generation: str, history: Sequence[Release]
+) -> int:
+    """Remove the pages that its retirement wrote down, whoever brought them back since; keys removed."""
+    pages = next(
+        (each.pages for each in history if each.generation == generation and each.pages), {}
+    )
+    names = (keys.page(generation, table, page) for table in pages for page in range(pages[table]))
+    removed, client = 0, releases.control.client
+    while batch := list(islice(names, RETIRE_BATCH)):
+        removed += int(client.unlink(*batch))
+    return removed + int(client.unlink(keys.loaded(generation)))
+
+
+def is_back(
+    releases: ReleaseLog, keys: Keyspace, generation: str, history: Sequence[Release]
+) -> bool:
+    """Whether the first or the last page of any table of a retired generation is in Redis again."""
+    pages = next(
+        (each.pages for each in history if each.generation == generation and each.pages), {}
+    )
+    ends = [
+        keys.page(generation, table, page)
+        for table, count in pages.items()
+        if count
+        for page in (0, count - 1)
+    ]
+    return any(releases.control.client.strlen(each) for each in ends)
+
+
+def _manifest(releases: ReleaseLog, generation: str) -> Manifest | None:
+    try:
+        return read_manifest(releases.store, generation)
+    except UnknownGeneration:
+        return None
+
+
+def _mark_retired(
+    releases: ReleaseLog, generation: str, *, attempt: str, grace_s: float, abandon_after_s: float
+) -> None:
+    for _ in range(LOOK_TRIES):
+        view = releases.view()
+        view.demand_agreement()
+        former = view.rows.get(generation)
+        state = standing(generation, view.ledger, former)
+        abandoned = _is_abandoned(releases, view, generation, abandon_after_s)
+        if not abandoned:
+            demand("retire", generation, state)
+        recorded = fold(view.history).state(generation)
+        if recorded is not State.RETIRED:
+            _demand_unneeded(releases, generation, view.ledger)
+            if (
+                _left_s_ago(releases, generation, view) < grace_s
+            ):  # live again since `sweepable` looked
+                raise Conflict(
+                    f"cannot retire {generation}: readers may have left it less than {grace_s:g} s ago",
+                    generation=generation,
+                )
+        rows = {generation: Row(State.RETIRED, releases.clock())}
+        if releases.control.mark(rows, expected_epoch=view.epoch, unless="previous"):
+            break
+    else:
+        raise Conflict("the pointer moved each time it was looked at; try again")
+    if recorded is State.RETIRED:
+        return
+    try:
+        # A pin or a reader may have come between the look and the mark; none can come after it.
+        _demand_unneeded(releases, generation, releases.ledger())
+    except Conflict:
+        if former is None:
+            releases.control.drop_row(generation)
+        else:
+            releases.control.set_row(generation, former)
+        raise
+    if abandoned:
+        demand("abandon", generation, state)
+        releases.record("abandon", generation, attempt=attempt, reason="never finished")
+    manifest = _manifest(releases, generation)
+    pages = {table.name: table.pages for table in manifest.tables.values()} if manifest else None
+    releases.record("retire", generation, attempt=attempt, pages=pages)
+
+
+def _demand_unneeded(releases: ReleaseLog, generation: str, ledger: Ledger) -> None:
+    if ledger.is_pinned(generation, releases.clock()):
+        raise Conflict(f"cannot retire {generation}: it is pinned", generation=generation)
+    if generation in _held(releases):
+        raise Conflict(f"cannot retire {generation}: a replica holds it", generation=generation)
+
+
+def overlays_live_s(releases: ReleaseLog, overlay_ttl_s: float) -> float:
+    """How long an overlay may live, s: the longest that any replica gives its own, if more than configured."""
+    told = [replica.overlay_ttl_s or 0.0 for replica in releases.control.replicas()]
+    return max([overlay_ttl_s, *told])
+
+
+def drop_old_rows(releases: ReleaseLog, *, overlay_ttl_s: float) -> int:
+    """Forget retired generations once the last overlay of them must have expired; rows dropped."""
+    longest_s, now = overlays_live_s(releases, overlay_ttl_s), releases.clock()
+    rows = releases.control.rows()
+    old = [
+        each
+        for each, row in rows.items()
+        if row.state is State.RETIRED and now - row.at > longest_s
+    ]
+    history = releases.history() if old else []
+    recorded, stored = fold(history), set(releases.store.names("generations")) if old else set()
+    dropped = 0
+    for generation in old:
+        if recorded.state(generation) is not State.RETIRED and generation in stored:
+            continue  # marked by a sweep that died: what it left must be found, and only its row names it
+        # A Redis restored from an older snapshot may have pages again that were removed long ago.
+        unlink_recorded(releases, releases.control.keys, generation, history)
+        releases.control.drop_row(generation)
+        dropped += 1
+    return dropped

@@ -1,0 +1,98 @@
+"""The shards of a night: item vectors, the hash ranges compared with them, and whether all are there."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cache.artefacts import write_atomically
+from cache.errors import (
+    Conflict,
+    Refused,
+)
+from precompute import catalogue
+from precompute.build import (
+    Build,
+    Progress,
+    Step,
+    fetch_items,
+    open_bundle,
+    quiet,
+)
+from precompute.bulk.headroom import writes_files
+from precompute.config import NightConfig
+from precompute.scoring.shard import (
+    embed_catalogue,
+    score_items,
+    score_users,
+)
+
+
+@writes_files
+def embed_items(
+    config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet
+) -> Step:
+    """The item tower over the whole catalogue; every shard compares with these vectors."""
+    made = Build.of(config, build)
+    if (done := made.read_report("embed_items")) is not None:
+        return done
+    begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
+    fetch_items(made)
+    items = catalogue.open_items(made.root, begun)
+    vectors = embed_catalogue(made, bundle, items)
+    if not np.isfinite(vectors).all():
+        row = int(np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0])
+        raise Refused(
+            f"the item tower gave a non-finite vector for item {items.id_of(row)!r}",
+            rule="finite",
+            value="non-finite",
+        )
+    write_atomically(made.path(catalogue.VECTORS), vectors.astype("<f4").tobytes())
+    made.finish(catalogue.VECTORS)
+    progress("embed items", items.count, items.count)
+    report = {"items": items.count, "dims": bundle.dims, "seconds": time.perf_counter() - started}
+    made.report("embed_items", report)
+    return report
+
+
+@writes_files
+def score_shard(
+    config: NightConfig, build: Mapping[str, Any], shard: int, *, progress: Progress = quiet
+) -> Step:
+    """Score one hash range of users and items into pages; a finished shard is found, not done again."""
+    made = Build.of(config, build)
+    name = f"shard-{shard:04d}"
+    report = made.read_report(name)
+    if report is None:
+        fetch_items(made)
+        users = score_users(made, shard, progress)
+        items = score_items(made, shard, progress)
+        described = [*users["tables"].values(), *items["tables"].values()]
+        made.finish(
+            users["directory"]["path"],
+            *(each[kind]["path"] for each in described for kind in ("file", "sums")),
+        )
+        report = {"shard": shard, "users": users, "items": items}
+        made.report(name, report)
+    return {
+        "shard": shard,
+        "users": report["users"]["scored"],
+        "items": report["items"]["scored"],
+        "seconds": round(report["users"]["seconds"]["all"] + report["items"]["seconds"]["all"], 3),
+    }
+
+
+@writes_files
+def assemble(
+    config: NightConfig, build: Mapping[str, Any], scored: Sequence[Mapping[str, Any]]
+) -> Step:
+    """Check that every shard is there and number the pages; nothing is sorted or moved."""
+    made = Build.of(config, build)
+    missing = sorted(set(range(config.shards)) - {int(each["shard"]) for each in scored})
+    if missing:
+        raise Conflict(f"shards {missing} of {config.shards} were not scored")
+    reports = [made.need(f"shard-{shard:04d}") for shard in range(config.shards)]
+    users = sum(report["users"]["scored"] for report in reports)
+    made.report("assemble", {"users_scored": users})
+    return {"generation": made.generation, "users": users}
