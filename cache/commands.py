@@ -1,11 +1,12 @@
 """The Redis commands of the read path as bytes, and their replies as values. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import hiredis
 
 from cache.errors import TierUnavailable
+from cache.frames import Frames
 from cache.keys import Keyspace
 
 _HEADS_MAX = 1 << 16
@@ -20,6 +21,36 @@ class PageRead(NamedTuple):
     page: int
     offset: int
     length: int
+
+
+class PageReads(Sequence[PageRead]):
+    """Many records of one table: a `PageRead` of each, made only for who looks at them one by one."""
+
+    __slots__ = ("generation", "length", "offsets", "pages", "table")
+
+    def __init__(
+        self,
+        generation: str,
+        table: str,
+        pages: Sequence[int],
+        offsets: Sequence[int],
+        length: int,
+    ) -> None:
+        self.generation = generation
+        self.table = table
+        self.pages = pages
+        self.offsets = offsets
+        self.length = length
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def __getitem__(self, index: int) -> PageRead:  # type: ignore[override]  # nobody slices reads
+        page, offset = self.pages[index], self.offsets[index]
+        return PageRead(self.generation, self.table, page, offset, self.length)
+
+    def __iter__(self) -> Iterator[PageRead]:
+        return (self[index] for index in range(len(self.pages)))
 
 
 class OverlayRead(NamedTuple):
@@ -86,6 +117,18 @@ class Packer:
                 count += 2
         return b"".join(pieces), count
 
+    def pages(self, reads: PageReads) -> bytes:
+        """The bytes to send for many records of one table."""
+        generation, table, length = reads.generation, reads.table, reads.length
+        heads, tails = self._heads, self._tails
+        pieces: list[bytes] = []
+        for page, offset in zip(reads.pages, reads.offsets, strict=True):
+            pieces.append(
+                heads.get((generation, table, page)) or self._head(generation, table, page)
+            )
+            pieces.append(tails.get((offset, length)) or self._tail(offset, length))
+        return b"".join(pieces)
+
     def _write(self, pieces: list[bytes], write: OverlayWrite) -> None:
         key = self._keyspace.overlay(write.generation, write.table, write.hash_hex).encode()
         life_ms = b"%d" % max(1, round(write.ttl_s * 1000))
@@ -110,8 +153,10 @@ class Packer:
         return tail
 
 
-def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> list[Answer]:
+def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answer]:
     """One answer per command from the replies to what `Packer.pack` made of them."""
+    if isinstance(replies, Frames):  # every one of them is a record
+        return replies
     answers: list[Answer] = []
     place = iter(replies)
     for command in commands:

@@ -77,6 +77,11 @@ class Directory:
         part = bisect_right(self._starts_list, position) - 1
         return part, position - self._starts_list[part]
 
+    def places(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+        """Parts and positions within them of int64[n] global positions."""
+        parts = self._starts.searchsorted(positions, "right") - 1
+        return parts, positions - self._starts[parts]
+
     def hashes(self) -> NDArray[np.uint64]:
         """All hashes in order, as one array in memory."""
         return np.concatenate(self.parts) if self.parts else np.empty(0, np.uint64)

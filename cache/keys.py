@@ -4,6 +4,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import xxhash
@@ -47,8 +48,7 @@ def hash_id(raw: bytes, seed: int) -> int:
 
 def hash_ids(raws: Sequence[bytes], seed: int) -> NDArray[np.uint64]:
     """uint64[n] of `hash_id`."""
-    digest = xxhash.xxh3_64_intdigest
-    return np.fromiter((digest(raw, seed) for raw in raws), np.uint64, len(raws))
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, raws, repeat(seed)), np.uint64, len(raws))
 
 
 def fingerprint(raw: bytes) -> int:

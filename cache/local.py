@@ -1,7 +1,7 @@
 """L1: records of this process, bounded by bytes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cachetools import LRUCache
@@ -76,6 +76,14 @@ class LocalTier:
             return entry
         del self._entries[key]
         return None
+
+    def get_many(self, keys: Sequence[LocalKey]) -> list[Entry | None]:
+        """`get` of each."""
+        return [self.get(key) for key in keys] if len(self._entries) else [None] * len(keys)
+
+    def takes(self, size_bytes: int) -> bool:
+        """Whether a record of this size fits at all; one that does not is counted when it comes."""
+        return size_bytes + OVERHEAD_BYTES <= self._max_bytes
 
     def ready(self, request: bytes) -> Ready | None:
         """What was kept for exactly this request; whether it still counts is for its stamp to say."""

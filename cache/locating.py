@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
-from cache.commands import OverlayRead, PageRead, Read
+import numpy as np
+
+from cache.columns import Wants
+from cache.commands import OverlayRead, PageRead, PageReads, Read
 from cache.keys import hash_hex
 from cache.manifest import Table
 from cache.outcomes import View, Want
@@ -27,3 +30,14 @@ def reads_of(view: View, wants: Sequence[Want]) -> list[Read]:
         page += parts[part].first_page
         reads.append(PageRead(view.generation, name, page, slot * size_bytes, size_bytes))
     return reads
+
+
+def page_reads(view: View, wants: Wants) -> PageReads:
+    """Where each record lies."""
+    table = wants.table
+    size_bytes = table.layout.size_bytes
+    parts, within = view.directories[table.entity].places(wants.positions)
+    pages, slots = np.divmod(within, table.records_per_page)
+    pages += np.array([part.first_page for part in table.parts])[parts]
+    slots *= size_bytes
+    return PageReads(view.generation, table.name, pages.tolist(), slots.tolist(), size_bytes)

@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cache.directory import Directory
+from cache.errors import TierUnavailable
 from cache.manifest import Table
 
 
@@ -70,6 +74,18 @@ class Missed(NamedTuple):
 
 Outcome = Found | Missed
 
+MISSED = {reason: Missed(reason) for reason in MissReason}
+_UNAVAILABLE = {
+    "timeout": MISSED[MissReason.L2_TIMEOUT],
+    "connection": MISSED[MissReason.L2_DOWN],
+    "breaker_open": MISSED[MissReason.BREAKER_OPEN],
+}
+
+
+def unavailable(why: TierUnavailable) -> Missed:
+    """What it means for a read that L2 could not answer."""
+    return _UNAVAILABLE[str(why.details["reason"])]
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -97,6 +113,13 @@ class Counters:
                 self.l1 += 1
             else:
                 self.l2 += 1
+
+    def count_rows(self, is_l2: NDArray[np.bool_], others: Mapping[int, Outcome]) -> None:
+        """The same for as many rows: from which tier each is, but for those at the places of `others`."""
+        l2 = int(is_l2.sum()) - sum(bool(is_l2[place]) for place in others)
+        self.l2 += l2
+        self.l1 += len(is_l2) - l2 - len(others)
+        self.count(list(others.values()))
 
     @property
     def total(self) -> int:

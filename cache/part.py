@@ -7,10 +7,10 @@ from typing import Any
 
 from cache.commands import Answer, Command
 
-Keep = Callable[[list[Answer]], Any]
+Keep = Callable[[Sequence[Answer]], Any]
 
 
-def as_it_is(answers: list[Answer]) -> list[Answer]:
+def as_it_is(answers: Sequence[Answer]) -> Sequence[Answer]:
     """Keeps all."""
     return answers
 
@@ -24,8 +24,10 @@ class Part:
     count: int
     answers: asyncio.Future[Any]
     keep: Keep
+    length: int = 0
+    """Of every reply, in bytes, if all is found; 0 where replies differ."""
 
-    def land(self, answers: list[Answer]) -> None:
+    def land(self, answers: Sequence[Answer]) -> None:
         """Ends the part."""
         # A caller that left has cancelled its future; its replies end here.
         if self.answers.done():

@@ -13,8 +13,9 @@ from redis.exceptions import NoPermissionError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from cache.breaker import Breaker
-from cache.commands import Answer, Command, OverlayWrite, Packer, Read, unpack
+from cache.commands import Answer, Command, OverlayWrite, Packer, PageReads, Read, unpack
 from cache.errors import TierUnavailable
+from cache.frames import Frames
 from cache.keys import Keyspace
 from cache.lane import SECOND_LOOK_S, Lane, deadline_for
 from cache.part import Keep, Part, as_it_is
@@ -103,7 +104,9 @@ class RemoteTier:
             late = TierUnavailable(f"no reply within {timeout_s} s", reason="timeout")
             return [late] * len(reads)
 
-    def submit(self, reads: Sequence[Read], keep: Callable[[list[Answer]], T]) -> asyncio.Future[T]:
+    def submit(
+        self, reads: Sequence[Read], keep: Callable[[Sequence[Answer]], T]
+    ) -> asyncio.Future[T]:
         """What `keep` makes of the answers to at least one read, the moment they land; no task, unlike a coroutine."""
         return cast(asyncio.Future[T], self._submit(reads, keep))
 
@@ -120,20 +123,28 @@ class RemoteTier:
             full = TierUnavailable(f"{self._in_flight} commands are under way", reason="timeout")
             answers.set_result(keep([full] * len(commands)))
             return answers
-        packed, count = self._packer.pack(commands)
+        length = 0
+        if isinstance(commands, PageReads):
+            packed, count, length = self._packer.pages(commands), len(commands), commands.length
+        else:
+            packed, count = self._packer.pack(commands)
         self._in_flight += count
         if not self._turn:
             # Runs after every callback that is ready now, so whoever reads in this turn travels along.
             loop.call_soon(self._flush)
-        self._turn.append(Part(commands, packed, count, answers, keep))
+        self._turn.append(Part(commands, packed, count, answers, keep, length))
         return answers
 
     def _flush(self) -> None:
         turn, self._turn = self._turn, []
         parts: list[Part] = []
         count = 0
-        for part in turn:
-            if parts and count + part.count > self.config.batch_commands_max:
+        # What is answered at one length lies together: such replies need no parser.
+        for part in sorted(turn, key=_length_of) if len(turn) > 1 else turn:
+            if parts and (
+                count + part.count > self.config.batch_commands_max
+                or part.length != parts[0].length
+            ):
                 self._send(parts, count)
                 parts, count = [], 0
             parts.append(part)
@@ -148,7 +159,14 @@ class RemoteTier:
         self.commands += count
         packed = b"".join([part.packed for part in parts])
         sent_at = self._timer()
-        self.lane.send(Batch(packed, count, lambda outcome: self._landed(parts, outcome, sent_at)))
+        self.lane.send(
+            Batch(
+                packed,
+                count,
+                lambda outcome: self._landed(parts, outcome, sent_at),
+                parts[0].length,
+            )
+        )
 
     def _landed(
         self, parts: list[Part], outcome: Replies | TierUnavailable, sent_at: float
@@ -165,7 +183,13 @@ class RemoteTier:
             self.breaker.success()
         start = 0
         for part in parts:
-            replies = outcome if part.count == len(outcome) else outcome[start : start + part.count]
+            replies = outcome
+            if part.count != len(outcome):
+                replies = (
+                    outcome.part(start, part.count)
+                    if isinstance(outcome, Frames)
+                    else outcome[start : start + part.count]
+                )
             start += part.count
             self._in_flight -= part.count
             part.land(unpack(part.commands, replies))
@@ -251,6 +275,10 @@ class RemoteTier:
         await self.lane.aclose()
         await self._control.aclose()
         await self._pool.disconnect()
+
+
+def _length_of(part: Part) -> int:
+    return part.length
 
 
 def _unavailable(error: Exception) -> TierUnavailable:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -78,14 +79,42 @@ class SingleFlight(Generic[K, V]):
             if len(new) == len(keys):
                 return list(await self._wait(flight))
         places = [flights[key] for key in keys]
-        joined = {id(flight): flight for flight, _ in places}
+        landed = await self._wait_all([flight for flight, _ in places])
+        return [landed[id(flight)][index] for flight, index in places]
+
+    async def do_batch(
+        self, keys: Sequence[K], work: Callable[[Sequence[int]], Awaitable[Sequence[V]]]
+    ) -> tuple[Sequence[int], Sequence[V], dict[int, V]]:
+        """The same for values that are kept together: `work` is told the places of the keys without a flight.
+
+        Returns those places, what `work` gave as it gave it, and the values of all other places.
+        """
+        flights, every = self._flights, range(len(keys))
+        if flights.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
+            flight = self._take_off(tuple(keys), lambda _: work(every))
+            return every, await self._wait(flight), {}
+        firsts = {key: place for place, key in reversed(list(enumerate(keys)))}
+        new = sorted(place for key, place in firsts.items() if key not in flights)
+        self.shared += len(keys) - len(new)
+        own = (
+            self._take_off(tuple([keys[place] for place in new]), lambda _: work(new))
+            if new
+            else None
+        )
+        rest = {place: flights[keys[place]] for place in sorted(set(every).difference(new))}
+        boarded = [flight for flight, _ in rest.values()]
+        landed = await self._wait_all(boarded if own is None else [own, *boarded])
+        others = {place: landed[id(flight)][index] for place, (flight, index) in rest.items()}
+        return new, () if own is None else landed[id(own)], others
+
+    async def _wait_all(self, flights: Sequence[_Flight[K, V]]) -> dict[int, Sequence[V]]:
+        joined = {id(flight): flight for flight in flights}
         waiting = {each: self._join(flight) for each, flight in joined.items()}
         try:
-            landed = {each: await waiter for each, waiter in waiting.items()}
+            return {each: await waiter for each, waiter in waiting.items()}
         finally:
             for each, waiter in waiting.items():
                 self._leave(joined[each], waiter)
-        return [landed[id(flight)][index] for flight, index in places]
 
     async def _wait(self, flight: _Flight[K, V]) -> Sequence[V]:
         # Nothing awaits between looking the flight up and joining it: it can neither land nor be abandoned unseen.
@@ -101,8 +130,9 @@ class SingleFlight(Generic[K, V]):
         # A future is used as it is; a coroutine becomes a task of its own, detached from the caller.
         flight = _Flight(keys, asyncio.ensure_future(work(keys)))
         self.started += len(keys)
-        for index, key in enumerate(keys):
-            self._flights[key] = (flight, index)
+        self._flights.update(
+            zip(keys, zip(repeat(flight), range(len(keys)), strict=False), strict=True)
+        )
         flight.work.add_done_callback(lambda _: self._land(flight))
         return flight
 

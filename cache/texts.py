@@ -28,6 +28,10 @@ class Texts:
                 return b",".join(found)
         return b",".join(self.rows(ordinals[None])[0])
 
+    def lines(self, ordinals: NDArray[np.uint32]) -> list[bytes]:
+        """`row` of each of uint32[n, k]."""
+        return [b",".join(row) for row in self.rows(ordinals)]
+
     def rows(self, ordinals: NDArray[np.uint32]) -> list[list[bytes]]:
         """Texts[n][k] of ordinals uint32[n, k], all of them below the table's count."""
         known = self._known

@@ -5,13 +5,26 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, Protocol, TypeVar, cast
 
+from cache.columns import Rows, Wants
 from cache.commands import Answer, Overlay, OverlayWrite, Read
 from cache.errors import TierUnavailable
 from cache.keys import FORMAT, hash_hex
 from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.locating import reads_of
-from cache.outcomes import OUTAGES, Counters, Found, Missed, MissReason, Outcome, View, Want
+from cache.outcomes import (
+    MISSED,
+    OUTAGES,
+    Counters,
+    Found,
+    Missed,
+    MissReason,
+    Outcome,
+    View,
+    Want,
+    unavailable,
+)
 from cache.records import FLAG_LIVE, pack_overlay, peek_fingerprint, peek_format, unpack_overlay
+from cache.rows import RowReads
 from cache.singleflight import SingleFlight
 from cache.writebehind import WriteBehind
 
@@ -24,7 +37,9 @@ T = TypeVar("T")
 class Remote(Protocol):
     """What the read path needs of L2."""
 
-    def submit(self, reads: Sequence[Read], keep: Callable[[list[Answer]], T]) -> asyncio.Future[T]:
+    def submit(
+        self, reads: Sequence[Read], keep: Callable[[Sequence[Answer]], T]
+    ) -> asyncio.Future[T]:
         """What `keep` makes of one answer per read."""
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
@@ -33,13 +48,6 @@ class Remote(Protocol):
 
 FLAGS_AT = 14
 """Offset of the flags in a record's header."""
-
-_MISSED = {reason: Missed(reason) for reason in MissReason}
-_UNAVAILABLE = {
-    "timeout": _MISSED[MissReason.L2_TIMEOUT],
-    "connection": _MISSED[MissReason.L2_DOWN],
-    "breaker_open": _MISSED[MissReason.BREAKER_OPEN],
-}
 
 
 class Tiered:
@@ -64,6 +72,7 @@ class Tiered:
         self.flights: SingleFlight[LocalKey, Entry | Missed] = SingleFlight()
         self.writes = WriteBehind(remote.write_overlays, writes_max_bytes)
         self._remote = remote
+        self._rows = RowReads(local, self.flights, remote, self.counters)
         self._l2_deadline_s = l2_deadline_s
         self._timer = timer
 
@@ -89,7 +98,7 @@ class Tiered:
         if outcome is None:
             key = LocalKey(view.generation, want.table.name, want.key)
             if want.position < 0 and key in self.negative:
-                outcome = _MISSED[MissReason.NEGATIVE]
+                outcome = MISSED[MissReason.NEGATIVE]
             else:
                 (entry,) = await self._read(view, {key: want}, (key,), deadline)
                 outcome = self._judged(key, entry, want)
@@ -101,6 +110,17 @@ class Tiered:
         outcomes = await self._resolve(view, wants, deadline)
         self.counters.count(outcomes)
         return outcomes
+
+    async def get_rows(self, view: View, wants: Wants, deadline: float) -> Rows:
+        """The same for entities of one table that the night knows, as columns."""
+        left_s = deadline - self._timer()
+        rows = await self._rows.read(view, wants, None if left_s >= self._l2_deadline_s else left_s)
+        for place, outcome in rows.others.items():
+            if isinstance(outcome, Missed):
+                key = LocalKey(view.generation, wants.table.name, wants.keys[place])
+                rows.others[place] = self._judged(key, outcome, wants.one(place))
+        self.counters.count_rows(rows.is_l2, rows.others)
+        return rows
 
     async def warm(self, view: View, wants: Sequence[Want], deadline: float) -> int:
         """Reads into L1 ahead of requests, uncounted; returns how many records are there now."""
@@ -161,7 +181,7 @@ class Tiered:
             if entry is not None:
                 outcomes.append(_judge(entry, want, "l1"))
             elif want[3] < 0 and key in self.negative:
-                outcomes.append(_MISSED[MissReason.NEGATIVE])
+                outcomes.append(MISSED[MissReason.NEGATIVE])
             else:
                 outcomes.append(None)
                 absent[index] = key
@@ -194,7 +214,7 @@ class Tiered:
 
         left_s = deadline - self._timer()
         if left_s <= 0:
-            return [_MISSED[MissReason.L2_TIMEOUT]] * len(keys)
+            return [MISSED[MissReason.L2_TIMEOUT]] * len(keys)
         try:
             # A flight ends within the tier's deadline; a caller's own, if shorter, ends nobody else's waiting.
             if left_s >= self._l2_deadline_s:
@@ -202,14 +222,14 @@ class Tiered:
             async with asyncio.timeout(left_s):
                 return await self.flights.do_many(keys, work)
         except TimeoutError:
-            return [_MISSED[MissReason.L2_TIMEOUT]] * len(keys)
+            return [MISSED[MissReason.L2_TIMEOUT]] * len(keys)
 
     def _fetch(
         self, view: View, keys: Sequence[LocalKey], wants: Sequence[Want]
     ) -> asyncio.Future[list[Entry | Missed]]:
         self.counters.l2_reads += len(keys)
 
-        def keep(answers: list[Answer]) -> list[Entry | Missed]:
+        def keep(answers: Sequence[Answer]) -> list[Entry | Missed]:
             now = self._timer()
             # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
             return [
@@ -222,20 +242,20 @@ class Tiered:
     def _keep(self, key: LocalKey, want: Want, answer: Answer, now: float) -> Entry | Missed:
         if type(answer) is bytes:
             if answer[14] >> 4 != FORMAT or int.from_bytes(answer[:8], "little") != want[2]:
-                return _MISSED[MissReason.CORRUPT]
+                return MISSED[MissReason.CORRUPT]
             entry = Entry(answer, want[2])
             self.local.put(key, entry)
             return entry
         if isinstance(answer, TierUnavailable):
-            return _UNAVAILABLE[str(answer.details["reason"])]
+            return unavailable(answer)
         if want.position >= 0:
-            return _MISSED[MissReason.PAGE_MISSING]
+            return MISSED[MissReason.PAGE_MISSING]
         # Written by this process while the read was under way: newer than what the read found.
         if (newer := self.local.get(key)) is not None:
             return newer
         if answer is None:
             self.negative.add(key)
-            return _MISSED[MissReason.NOT_IN_GENERATION]
+            return MISSED[MissReason.NOT_IN_GENERATION]
         return self._keep_overlay(key, want, cast(Overlay, answer), now)
 
     def _keep_overlay(
@@ -243,13 +263,13 @@ class Tiered:
     ) -> Entry | Missed:
         unpacked = unpack_overlay(want.table.layout, overlay.payload)
         if unpacked is None or peek_format(unpacked[0]) != FORMAT:
-            return _MISSED[MissReason.CORRUPT]
+            return MISSED[MissReason.CORRUPT]
         if overlay.ttl_s <= 0:
-            return _MISSED[MissReason.EXPIRED]
+            return MISSED[MissReason.EXPIRED]
         record, digest = unpacked
         entry = Entry(record, peek_fingerprint(record), digest, now + overlay.ttl_s)
         if entry.fingerprint != want.fingerprint:
-            return _MISSED[MissReason.CORRUPT]
+            return MISSED[MissReason.CORRUPT]
         self.local.put(key, entry)
         return entry
 
@@ -261,10 +281,10 @@ def _live_key(key: LocalKey, digest: bytes) -> LocalKey:
 
 def _judge(entry: Entry, want: Want, tier: Literal["l1", "l2"]) -> Outcome:
     if entry.fingerprint != want.fingerprint:
-        return _MISSED[MissReason.CORRUPT]
+        return MISSED[MissReason.CORRUPT]
     # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.
     if entry.digest is not None and want.digest is not None and entry.digest != want.digest:
-        return _MISSED[MissReason.INPUT_CHANGED]
+        return MISSED[MissReason.INPUT_CHANGED]
     return Found(entry.record, tier, entry.digest is not None, entry.expires_at)
 
 

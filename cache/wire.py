@@ -10,6 +10,7 @@ import hiredis
 from redis.asyncio.connection import AbstractConnection
 
 from cache.errors import TierUnavailable
+from cache.frames import Frames, could_be, stride
 
 Replies = Sequence[Any]
 _MORE = object()
@@ -22,6 +23,8 @@ class Batch:
     packed: bytes
     count: int
     landed: Callable[[Replies | TierUnavailable], None]
+    length: int = 0
+    """Of every reply, in bytes, if nothing is missing; 0 where it is not known."""
     timer: asyncio.TimerHandle | None = None
     wire: "Wire | None" = None
 
@@ -48,6 +51,7 @@ class Wire(asyncio.Protocol):
         self._lost = lost
         self._reader = hiredis.Reader(notEnoughData=_MORE)
         self._replies: list[Any] = []
+        self._held = b""
         self._batches: deque[Batch] = deque()
         self._why: TierUnavailable | None = None
         self._transport = cast(asyncio.Transport, writer.transport)
@@ -83,6 +87,10 @@ class Wire(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Feeds the parser and lands every batch whose last reply has come."""
         gets = self._reader.gets
+        if self._held or (self._batches and self._batches[0].length):
+            data = self._take_frames(data)
+            if not data:
+                return
         try:
             self._reader.feed(data)
             while self._batches:
@@ -102,6 +110,21 @@ class Wire(asyncio.Protocol):
         except hiredis.HiredisError as error:
             self.abort(TierUnavailable(f"not the Redis protocol: {error}", reason="connection"))
 
+    def _take_frames(self, data: bytes) -> bytes:
+        """Lands batches whose replies are all of the length that was foretold; what is left is for the parser."""
+        data, self._held = self._held + data, b""
+        while data and self._batches and not self._replies and not self._reader.has_data():
+            batch = self._batches[0]
+            if not batch.length or not could_be(data, batch.count, batch.length):
+                return data
+            size = batch.count * stride(batch.length)
+            if len(data) < size:
+                self._held = data
+                return b""
+            self._batches.popleft().land(Frames(data, batch.count, batch.length))
+            data = data[size:]
+        return data
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is gone, whoever closed it."""
         self._why = self._why or TierUnavailable(
@@ -112,6 +135,6 @@ class Wire(asyncio.Protocol):
 
     def _fail_all(self) -> None:
         why = self._why or TierUnavailable("connection closed", reason="connection")
-        self._replies = []
+        self._replies, self._held = [], b""
         while self._batches:
             self._batches.popleft().land(why)

@@ -2,36 +2,26 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Literal
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
-from cache.keys import fingerprint, hash_id
-from cache.manifest import Table
-from cache.outcomes import Found, Outcome, Want
-from serving.ask import Ask, Entity, Options
-from serving.holding import Holding
-from serving.render import JSON, Marks, Unfit, start_of
+from cache.columns import Rows, Wants
+from cache.keys import fingerprints, hash_ids
+from cache.outcomes import Found, Missed, Outcome, Want
+from serving.answer import Answer, complete
+from serving.ask import Ask, Entity
+from serving.render import JSON, Marks, Unfit, prediction_of
+from serving.resolved import Lookup, Resolved
 from serving.routes import Service
-from serving.rows import top_lists
+from serving.rows import plain, texts_of
 from serving.snapshot import Snapshot
 
 _SLICE = 128
 """Answers rendered before others may use the event loop."""
-
-
-@dataclass(slots=True, eq=False)
-class Lookup:
-    """One request for `ids` of a table, and the JSON of each answer as it becomes known."""
-
-    holding: Holding
-    table: Table
-    ids: Sequence[str]
-    raws: Sequence[bytes]
-    options: Options
-    started: float
-    texts: list[bytes | None] = field(default_factory=list)
 
 
 class Batches:
@@ -46,124 +36,130 @@ class Batches:
         self._marks: Marks | None = None
 
     async def answer(self, lookup: Lookup) -> bytes:
-        """The body of the response."""
-        lookup.texts = [None] * len(lookup.ids)
-        known, wants = self._known(lookup)
-        if len(known) == len(lookup.ids):
-            await self._stored(lookup, known, wants)
-        else:
-            unknown = sorted(set(range(len(lookup.ids))).difference(known))
-            # At the same time: what they read travels in one pipeline.
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._lower(lookup, unknown, [None] * len(unknown)))
-                if known:
-                    both.create_task(self._stored(lookup, known, wants))
-        return b'{"answers":[%b]}' % b",".join([each for each in lookup.texts if each is not None])
+        """The body of the response as JSON."""
+        resolved = await self.resolve(lookup)
+        texts: list[bytes] = []
+        for start in range(0, len(resolved.places), _SLICE):
+            if start:
+                await asyncio.sleep(0)
+            texts += self._texts(lookup, resolved, slice(start, start + _SLICE))
+        if resolved.answers:
+            by_place = dict(zip(resolved.places.tolist(), texts, strict=True))
+            for place, answer in resolved.answers.items():
+                by_place[place] = orjson.dumps(answer, option=JSON)
+            texts = [by_place[place] for place in range(len(lookup.ids))]
+        return b'{"answers":[%b]}' % b",".join(texts)
 
-    def _known(self, lookup: Lookup) -> tuple[list[int], list[Want]]:
+    async def resolve(self, lookup: Lookup) -> Resolved:
+        """Every answer, counted, in no form yet."""
+        places, wants = self._known(lookup)
+        if len(places) == len(lookup.ids):
+            return await self._stored(lookup, places, wants)
+        unknown = np.setdiff1d(np.arange(len(lookup.ids)), places).tolist()
+        if not len(places):
+            lower = await self._lower(lookup, unknown)
+            none = np.empty(0, lookup.table.layout.dtype)
+            return Resolved(places, none, np.empty(0, bool), lower)
+        # At the same time: what they read travels in one turn.
+        async with asyncio.TaskGroup() as both:
+            below = both.create_task(self._lower(lookup, unknown))
+            stored = both.create_task(self._stored(lookup, places, wants))
+        resolved = stored.result()
+        resolved.answers.update(below.result())
+        return resolved
+
+    def _known(self, lookup: Lookup) -> tuple[NDArray[np.int64], Wants]:
         """Places of the ids that the night knows and nobody blocks, and what to read for them."""
         live, table = lookup.holding.live, lookup.table
         directory = live.directories[table.entity]
-        seed = directory.seed
-        hashes = [hash_id(raw, seed) for raw in lookup.raws]
-        positions = directory.find_many(np.array(hashes, np.uint64)).tolist()
-        known = [place for place, position in enumerate(positions) if position >= 0]
-        if live.has_blocked_entities:
-            known = [place for place in known if not live.blocks(table, lookup.raws[place])]
+        hashes = hash_ids(lookup.raws, directory.seed)
+        positions = directory.find_many(hashes)
         digest = live.digest_without_input(table)
-        wants = [
-            Want(table, hashes[place], fingerprint(lookup.raws[place]), positions[place], digest)
-            for place in known
-        ]
-        return known, wants
+        wants = Wants(table, hashes.tolist(), fingerprints(lookup.raws), positions, digest)
+        is_known = positions >= 0
+        if live.has_blocked_entities:
+            is_known &= [not live.blocks(table, raw) for raw in lookup.raws]
+        known = np.flatnonzero(is_known)
+        return known, wants.of(known.tolist())
 
-    async def _stored(self, lookup: Lookup, known: list[int], wants: list[Want]) -> None:
-        view = lookup.holding.live.view
-        deadline = self._ladder.l2_deadline(lookup.options, lookup.started, len(wants))
-        outcomes = await self._tiers.get_many(view, wants, deadline)
-        for start in range(0, len(known), _SLICE):
-            if start:
-                await asyncio.sleep(0)
-            part = slice(start, start + _SLICE)
-            self._render(lookup, known[part], outcomes[part])
-        open_ = [at for at, place in enumerate(known) if lookup.texts[place] is None]
-        if not open_:
-            return
-        reasons = [self._singly(lookup, known[at], wants[at], outcomes[at]) for at in open_]
-        lower = [at for at, place in enumerate(known) if lookup.texts[place] is None]
-        by_at = dict(zip(open_, reasons, strict=True))
-        if lower:
-            await self._lower(lookup, [known[at] for at in lower], [by_at[at] for at in lower])
-
-    def _render(self, lookup: Lookup, known: list[int], outcomes: Sequence[Outcome]) -> None:
-        table, live = lookup.table, lookup.holding.live
-        if table.kind != "topk":
-            return
-        pairs = [
-            (place, each)
-            for place, each in zip(known, outcomes, strict=True)
-            if type(each) is Found and each.reason is None
-        ]
-        if not pairs:
-            return
-        marks = self.marks(live)
-        k = table.layout.width if lookup.options.k is None else lookup.options.k
-        found = [each for _, each in pairs]
-        texts = top_lists(
-            live,
-            table,
-            [lookup.ids[place] for place, _ in pairs],
-            found,
-            k,
-            marks.ends(marks.age(self._clock())),
-        )
-        counts = {"l1": 0, "l2": 0}
-        for (place, each), text in zip(pairs, texts, strict=True):
-            if text is not None:
-                lookup.texts[place] = text
-                counts[each.tier] += 1
-                self._ladder.recent.append((table.name, lookup.raws[place]))
-        seconds = self._service.timer() - lookup.started
-        for tier in ("l1", "l2"):
-            if counts[tier]:
-                self._metrics.hot(table.name, tier, seconds, counts[tier])
-
-    def _singly(self, lookup: Lookup, place: int, want: Want, outcome: Outcome) -> str | None:
-        """One that the rows leave out; the reason why the ladder must answer, None also if it need not."""
+    async def _stored(self, lookup: Lookup, places: NDArray[np.int64], wants: Wants) -> Resolved:
         live, table = lookup.holding.live, lookup.table
-        if type(outcome) is not Found:
+        deadline = self._ladder.l2_deadline(lookup.options, lookup.started, len(wants))
+        found = await self._tiers.get_rows(live.view, wants, deadline)
+        is_plain = plain(live, table, found.records, lookup.k)
+        is_plain[list(found.others)] = False
+        if is_plain.all():
+            resolved = Resolved(places, found.records, found.is_l2)
+        else:
+            resolved = Resolved(places[is_plain], found.records[is_plain], found.is_l2[is_plain])
+        self._count(lookup, resolved.places[~resolved.is_l2].tolist(), "l1")
+        self._count(lookup, resolved.places[resolved.is_l2].tolist(), "l2")
+        lower: dict[int, str | None] = {}
+        for at in np.flatnonzero(~is_plain).tolist():
+            place = int(places[at])
+            answer = self._singly(lookup, place, wants.one(at), _outcome(found, at))
+            if isinstance(answer, dict):
+                resolved.answers[place] = answer
+            else:
+                lower[place] = answer
+        if lower:
+            resolved.answers.update(await self._lower(lookup, list(lower), list(lower.values())))
+        return resolved
+
+    def _singly(
+        self, lookup: Lookup, place: int, want: Want, outcome: Outcome
+    ) -> Answer | str | None:
+        """The answer of one that is no plain row; else the reason why the ladder must give it."""
+        if isinstance(outcome, Missed):
             return outcome.reason
-        if outcome.reason is not None:
+        if outcome.reason is not None:  # a live answer that stands in for the night's
             return None
-        k = table.layout.width if lookup.options.k is None else lookup.options.k
-        marks = self.marks(live)
+        live, table = lookup.holding.live, lookup.table
         try:
-            start = start_of(live, table, outcome, lookup.ids[place], k)
+            prediction = prediction_of(live, table, outcome, lookup.k)
         except Unfit as unfit:
             if unfit.is_damaged:
                 self._tiers.discard(live.view, want)
             return unfit.reason
-        lookup.texts[place] = start + marks.ends(marks.age(self._clock()))[outcome.tier]
-        self._ladder.recent.append((table.name, lookup.raws[place]))
-        seconds = self._service.timer() - lookup.started
-        self._metrics.hot(table.name, outcome.tier, seconds)
-        return None
+        self._count(lookup, [place], outcome.tier)
+        entity = _entity(lookup, place)
+        return complete(
+            prediction, live, table.name, entity, outcome.tier, "batch", self._clock(),
+            stale=self._service.follower.stale,
+        )  # fmt: skip
 
     async def _lower(
-        self, lookup: Lookup, places: list[int], reasons: Sequence[str | None]
-    ) -> None:
-        table = lookup.table.name
-        entities = tuple(
-            Entity(table, lookup.ids[place], lookup.raws[place], f"entities[{place}]")
-            for place in places
-        )
-        ask = Ask(entities, lookup.options)
+        self, lookup: Lookup, places: Sequence[int], reasons: Sequence[str | None] = ()
+    ) -> dict[int, Answer]:
+        ask = Ask(tuple([_entity(lookup, place) for place in places]), lookup.options)
         answers = await self._ladder.lookup(lookup.holding, ask, lookup.started, reasons)
-        stale = self._service.follower.stale
-        for place, answer in zip(places, answers, strict=True):
-            if stale is not None:
+        if (stale := self._service.follower.stale) is not None:
+            for answer in answers:
                 answer["stale"] = stale
-            lookup.texts[place] = orjson.dumps(answer, option=JSON)
+        return dict(zip(places, answers, strict=True))
+
+    def _count(self, lookup: Lookup, places: Sequence[int], tier: Literal["l1", "l2"]) -> None:
+        """So many were answered from a tier just now."""
+        if places:
+            name = lookup.table.name
+            raws = lookup.raws
+            self._ladder.recent.extend(zip(repeat(name), [raws[place] for place in places]))
+            seconds = self._service.timer() - lookup.started
+            self._metrics.hot(name, tier, seconds, len(places))
+
+    def _texts(self, lookup: Lookup, resolved: Resolved, part: slice) -> list[bytes]:
+        live = lookup.holding.live
+        marks = self.marks(live)
+        ends = marks.ends(marks.age(self._clock()))
+        by_tier = ends["l1"], ends["l2"]
+        return texts_of(
+            live,
+            lookup.table,
+            [lookup.ids[place] for place in resolved.places[part].tolist()],
+            resolved.rows[part],
+            lookup.k,
+            [by_tier[is_l2] for is_l2 in resolved.is_l2[part].tolist()],
+        )
 
     def marks(self, live: Snapshot) -> Marks:
         """The marks of answers from `live` at this moment, made once for as long as they hold."""
@@ -171,3 +167,14 @@ class Batches:
         if found is None or found.snapshot is not live or found.stale != stale:
             found = self._marks = Marks(live, stale)
         return found
+
+
+def _entity(lookup: Lookup, place: int) -> Entity:
+    return Entity(lookup.table.name, lookup.ids[place], lookup.raws[place], f"entities[{place}]")
+
+
+def _outcome(found: Rows, at: int) -> Outcome:
+    """One row as a single read would have it."""
+    other = found.others.get(at)
+    tier: Literal["l1", "l2"] = "l2" if found.is_l2[at] else "l1"
+    return Found(found.records[at].tobytes(), tier, False, None) if other is None else other

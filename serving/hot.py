@@ -16,12 +16,13 @@ from cache.manifest import Table
 from cache.tiered import Found, Want
 from serving import plan
 from serving.ask import Ask, Entity, Options
-from serving.batch import Batches, Lookup
+from serving.batch import Batches
 from serving.case import want_in
 from serving.holding import Holding
 from serving.http import whole_body
 from serving.plan import Headers, Queries, Single
 from serving.render import JSON, Unfit, start_of
+from serving.resolved import Lookup
 from serving.routes import Service, credentials
 
 Message = MutableMapping[str, Any]

@@ -5,8 +5,8 @@ import orjson
 from cache.local import Ready
 from cache.manifest import Table
 from cache.outcomes import Found
-from cache.records import decode
-from serving.answer import from_record
+from cache.records import Record, decode
+from serving.answer import Prediction, from_record
 from serving.reply import EXHAUSTED
 from serving.snapshot import Snapshot
 
@@ -54,9 +54,7 @@ class Marks:
 def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes:
     """The answer's JSON up to its source, for an entity that sent nothing to compute from; raises Unfit."""
     try:
-        record = decode(table.layout, found.record, snapshot.items.count)
-        if record.live:
-            raise Unfit(None)
+        record = _of_the_night(snapshot, table, found)
         items, numbers = record.items, record.numbers
         if items is not None and len(items) >= k and not snapshot.blocked:
             listed = snapshot.items.texts.row(items[:k])
@@ -65,12 +63,34 @@ def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -
             return b'{"id":%b,"table":%b,"items":[%b],"scores":%b,"short":false' % (
                 name, of, listed, scores,
             )  # fmt: skip
-        width = k if table.kind == "topk" else table.layout.width
-        prediction = from_record(snapshot, table, record, width, ())
-        if items is not None and not prediction["items"]:
-            raise Unfit(EXHAUSTED)
+        prediction = _prediction(snapshot, table, record, k)
         return orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)[:-1]
     except Unfit:
         raise
     except Exception as error:  # whatever a record holds, it costs nobody an answer
         raise Unfit("corrupt", is_damaged=True) from error
+
+
+def prediction_of(snapshot: Snapshot, table: Table, found: Found, k: int) -> Prediction:
+    """The same as fields; raises Unfit."""
+    try:
+        return _prediction(snapshot, table, _of_the_night(snapshot, table, found), k)
+    except Unfit:
+        raise
+    except Exception as error:  # as above
+        raise Unfit("corrupt", is_damaged=True) from error
+
+
+def _of_the_night(snapshot: Snapshot, table: Table, found: Found) -> Record:
+    record = decode(table.layout, found.record, snapshot.items.count)
+    if record.live:
+        raise Unfit(None)
+    return record
+
+
+def _prediction(snapshot: Snapshot, table: Table, record: Record, k: int) -> Prediction:
+    width = k if table.kind == "topk" else table.layout.width
+    prediction = from_record(snapshot, table, record, width, ())
+    if record.items is not None and not prediction["items"]:
+        raise Unfit(EXHAUSTED)
+    return prediction

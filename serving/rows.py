@@ -1,6 +1,7 @@
-"""Many stored top-K records as JSON at once: a dozen numpy calls for all of them instead of each. Pure."""
+"""Many stored records at once: which of them are plain answers, their numbers, their JSON. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import orjson
@@ -8,7 +9,6 @@ from numpy.typing import NDArray
 
 from cache.keys import FORMAT
 from cache.manifest import Table
-from cache.outcomes import Found
 from cache.records import FLAG_LIVE
 from serving.render import JSON
 from serving.snapshot import Snapshot
@@ -20,53 +20,75 @@ _OUTSIDE = {"f2": ("<u2", 0x7C00), "f4": ("<u4", 0x7F800000)}
 """The bits of a number that are all set when it is not finite."""
 
 
-def top_lists(
-    snapshot: Snapshot,
-    table: Table,
-    ids: Sequence[str],
-    found: Sequence[Found],
-    k: int,
-    ends: Mapping[str, bytes],
-) -> list[bytes | None]:
-    """The JSON of each answer with the end of its tier; None for a short, damaged or live record or blocked items."""
-    rows = np.frombuffer(b"".join([each.record for each in found]), table.layout.dtype)
-    usable = _usable(snapshot, table, rows, k)
-    chosen = rows if usable.all() else rows[usable]
-    texts: list[bytes | None] = [None] * len(rows)
-    if not len(chosen):
-        return texts
-    numbers = np.ascontiguousarray(chosen["numbers"][:, :k], np.float32)
-    if table.layout.precision == "f2":
-        numbers *= np.ldexp(np.float32(1), chosen["exponent"].astype(np.int32))[:, None]
-    # One call for all numbers and one for all ids; quotes inside a string are escaped, so the cuts are sound.
-    scores = orjson.dumps(numbers, option=JSON)[2:-2].split(b"],[")
-    places = np.flatnonzero(usable).tolist()
-    names = orjson.dumps([ids[place] for place in places])[2:-2].split(b'","')
-    items = snapshot.items.texts.rows(chosen["items"][:, :k])
-    middle = b'","table":%b,"items":[' % orjson.dumps(table.name)
-    for place, name, listed, score in zip(places, names, items, scores, strict=True):
-        end = ends[found[place].tier]
-        texts[place] = b'{"id":"%b%b%b],"scores":[%b],"short":false%b' % (
-            name, middle, b",".join(listed), score, end,
-        )  # fmt: skip
-    return texts
-
-
-def _usable(snapshot: Snapshot, table: Table, rows: NDArray[np.void], k: int) -> NDArray[np.bool_]:
-    """bool[n]: whole, plain and long enough records."""
+def plain(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArray[np.bool_]:
+    """bool[n]: records of the night that are whole and need nothing left out: `k` items each, or all numbers."""
     flags, counts, width = rows["flags"], rows["count"], table.layout.width
-    usable: NDArray[np.bool_] = (counts >= k) & (counts <= width)
+    least = k if table.kind == "topk" else width
+    usable: NDArray[np.bool_] = (counts >= least) & (counts <= width)
     usable &= (flags >> 4 == FORMAT) & (flags & FLAG_LIVE == 0)
+    if table.layout.precision == "i1":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return usable & np.isfinite(rows["scale"] * np.float32(128))
     if table.layout.precision == "f2":
         usable &= rows["exponent"] <= _EXPONENT_MAX
     kind, mask = _OUTSIDE[table.layout.precision]
     bits = rows["numbers"].view(kind) & mask
-    items = rows["items"]
+    usable &= (bits != mask).all(axis=1)
+    if table.kind == "topk":
+        usable &= _are_listable(snapshot, rows["items"], counts)
+    return usable
+
+
+def _are_listable(
+    snapshot: Snapshot, items: NDArray[np.uint32], counts: NDArray[np.uint16]
+) -> NDArray[np.bool_]:
     # Beyond a record's count its slots are no item: only what is used must be of the catalogue.
+    width = items.shape[1]
     used = items if (counts == width).all() else np.where(
         np.arange(width) < counts[:, None], items, 0
     )  # fmt: skip
-    usable &= (bits != mask).all(axis=1) & (used.max(axis=1) < snapshot.items.count)
+    listable: NDArray[np.bool_] = used.max(axis=1) < snapshot.items.count
     if len(snapshot.blocked_ordinals):
-        usable &= ~np.isin(used, snapshot.blocked_ordinals).any(axis=1)
-    return usable
+        listable &= ~np.isin(used, snapshot.blocked_ordinals).any(axis=1)
+    return listable
+
+
+def numbers(table: Table, rows: NDArray[Any], k: int) -> NDArray[np.float32]:
+    """float32[n, k] scores, or all numbers of a vector or of values, of records that are `plain`."""
+    width = k if table.kind == "topk" else table.layout.width
+    found = rows["numbers"][:, :width].astype(np.float32, order="C")
+    if table.layout.precision == "f2":
+        found *= np.ldexp(np.float32(1), rows["exponent"].astype(np.int32))[:, None]
+    elif table.layout.precision == "i1":
+        found *= rows["scale"][:, None]
+    return found
+
+
+def texts_of(
+    snapshot: Snapshot,
+    table: Table,
+    ids: Sequence[str],
+    rows: NDArray[Any],
+    k: int,
+    ends: Sequence[bytes],
+) -> list[bytes]:
+    """The JSON of each answer from a `plain` record; `ends` begin after the prediction."""
+    # One call for all numbers and one for all ids; quotes inside a string are escaped, so the cuts are sound.
+    lists = orjson.dumps(numbers(table, rows, k), option=JSON)[2:-2].split(b"],[")
+    names = orjson.dumps(ids)[2:-2].split(b'","')
+    named = b'","table":%b' % orjson.dumps(table.name)
+    if table.kind == "topk":
+        middle = named + b',"items":['
+        items = snapshot.items.texts.lines(rows["items"][:, :k])
+        return [
+            b'{"id":"%b%b%b],"scores":[%b],"short":false%b' % (name, middle, listed, scores, end)
+            for name, listed, scores, end in zip(names, items, lists, ends, strict=True)
+        ]
+    field, after = (b',"vector":[', b"]")
+    if table.kind == "value":
+        field, after = b',"values":[', b'],"labels":' + orjson.dumps(table.labels)
+    middle = named + field
+    return [
+        b'{"id":"%b%b%b%b%b' % (name, middle, listed, after, end)
+        for name, listed, end in zip(names, lists, ends, strict=True)
+    ]

@@ -1,0 +1,73 @@
+"""Replies of one length, as they lie in what came from the socket: no object for each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_END = b"\r\n"
+_END_ARRAY = np.frombuffer(_END, np.uint8)
+
+
+class Frames(Sequence[bytes]):
+    """`count` RESP bulk strings of `length` bytes each, one behind the other in `data`."""
+
+    __slots__ = ("_at", "_count", "_data", "_length", "_stride")
+
+    def __init__(self, data: bytes, count: int, length: int, first: int = 0) -> None:
+        self._data = data
+        self._count = count
+        self._length = length
+        self._stride = stride(length)
+        self._at = len(_head(length)) + first * self._stride
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> bytes:  # type: ignore[override]  # nobody slices replies
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        start = self._at + index * self._stride
+        return self._data[start : start + self._length]
+
+    def payloads(self) -> list[bytes]:
+        """A copy of each."""
+        data, length, last = self._data, self._length, self._at + self._count * self._stride
+        return [data[at : at + length] for at in range(self._at, last, self._stride)]
+
+    def part(self, first: int, count: int) -> "Frames":
+        """`count` of them from `first` on."""
+        if first + count > self._count:
+            raise IndexError(first + count)
+        at = first + (self._at - len(_head(self._length))) // self._stride
+        return Frames(self._data, count, self._length, at)
+
+    def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """All as records of `dtype`, a view."""
+        if dtype.itemsize != self._length:
+            raise ValueError(f"a reply has {self._length} bytes, a record {dtype.itemsize}")
+        return np.ndarray(self._count, dtype, self._data, self._at, (self._stride,))
+
+
+def stride(length: int) -> int:
+    """Bytes of a bulk string of `length` with all that belongs to it."""
+    return len(_head(length)) + length + len(_END)
+
+
+def could_be(data: bytes, count: int, length: int) -> bool:
+    """Whether `data` is the beginning of, or begins with, `count` bulk strings of `length` bytes."""
+    head, step = _head(length), stride(length)
+    whole = min(count, len(data) // step)
+    rows = np.ndarray((whole, step), np.uint8, data)
+    if not (rows[:, : len(head)] == np.frombuffer(head, np.uint8)).all():
+        return False
+    if not (rows[:, -len(_END) :] == _END_ARRAY).all():
+        return False
+    # A reply of another length shows in its first bytes: none is waited for in vain.
+    rest = data[whole * step : whole * step + len(head)] if whole < count else b""
+    return head.startswith(rest)
+
+
+def _head(length: int) -> bytes:
+    return b"$%d\r\n" % length
