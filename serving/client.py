@@ -55,6 +55,7 @@ _T = TypeVar("_T")
 class AsyncClient:
     """For asyncio, one event loop; close it, or use it in an `async with` block.
 
+    `binary`: what `lookup_many` is asked and answered travels as Arrow IPC streams, and comes out the same.
     `verify` is a TLS context, or False to trust anybody; `transport` may be an application in this process.
     Raises ValueError for a URL that names no HTTP server and for a token that no header can carry.
     """
@@ -65,11 +66,12 @@ class AsyncClient:
         *,
         token: str | None = None,
         policy: Policy = _POLICY,
+        binary: bool = False,
         pace: Pace | None = None,
         verify: ssl.SSLContext | bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._policy = policy
+        self._policy, self._binary = policy, binary
         self._pace = pace or Pace()
         http = _http(url, token, policy, verify, transport)
         self._sender = Sender(http, policy, self._pace)
@@ -133,7 +135,9 @@ class AsyncClient:
 
     async def _lookup(self, table: str | None, entities: Asked, options: Options) -> list[Answer]:
         until = self._until(options)
-        return await lookup_batch(self._sender, self._policy, table, entities, options, until)
+        return await lookup_batch(
+            self._sender, self._policy, table, entities, options, until, binary=self._binary
+        )
 
 
 class Client:
@@ -148,14 +152,16 @@ class Client:
         *,
         token: str | None = None,
         policy: Policy = _POLICY,
+        binary: bool = False,
         pace: Pace | None = None,
         verify: ssl.SSLContext | bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._policy = policy
         self._client = AsyncClient(
-            url, token=token, policy=policy, pace=pace, verify=verify, transport=transport
-        )
+            url, token=token, policy=policy, binary=binary, pace=pace, verify=verify,
+            transport=transport,
+        )  # fmt: skip
         self._thread = LoopThread()
 
     def lookup(self, table: str, entity: Id, options: Options = _NONE) -> Answer:

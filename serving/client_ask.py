@@ -7,6 +7,9 @@ from urllib.parse import quote
 
 import orjson
 
+from serving.arrow_schema import MEDIA_TYPE
+from serving.client_arrow import write_arrow_ids
+
 Id = str | int
 
 
@@ -79,6 +82,8 @@ class Call:
     params: Mapping[str, str] | None = None
     content: bytes | None = None
     is_repeatable: bool = True
+    content_type: str = "application/json"
+    accept: str = "application/json"
 
 
 def as_id(value: object) -> str:
@@ -101,11 +106,7 @@ def one(table: str, entity: Id, options: Options) -> Call:
         raise ValueError("exclude goes with lookup_many, where it has room")
     # "." and ".." would be taken for folders on the way.
     id_ = quote(as_id(entity), safe="").replace(".", "%2E")
-    params = {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in options.to_json().items()
-    }
-    return Call("GET", f"{_table(table)}/{id_}", params)
+    return Call("GET", f"{_table(table)}/{id_}", _texts(options))
 
 
 def many(table: str | None, entities: Asked, options: Options) -> Call:
@@ -114,6 +115,15 @@ def many(table: str | None, entities: Asked, options: Options) -> Call:
         each.to_json() if isinstance(each, Entity) else {"id": as_id(each)} for each in entities
     ]
     return _post(_table(table), {"entities": listed, **options.to_json()})
+
+
+def many_binary(table: str, entities: Asked, options: Options) -> Call:
+    """The same, answered as an Arrow IPC stream; the question is one too if it is plain ids and no `exclude`."""
+    ids = [each for each in entities if not isinstance(each, Entity)]
+    if len(ids) < len(entities) or options.exclude is not None:
+        return replace(many(table, entities, options), accept=MEDIA_TYPE)
+    content = write_arrow_ids(as_ids(ids), _texts(options))
+    return Call("POST", _table(table), None, content, content_type=MEDIA_TYPE, accept=MEDIA_TYPE)
 
 
 def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
@@ -145,6 +155,13 @@ def split(entities: Asked, options: Options, max_batch: int, max_ids: int) -> It
         ids += more
     if begin < len(entities):
         yield entities[begin:]
+
+
+def _texts(options: Options) -> dict[str, str]:
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in options.to_json().items()
+    }
 
 
 def _table(table: str | None) -> str:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from serving.client_answer import Answer, read_answers
-from serving.client_ask import Asked, Options, many, split
+from serving.client_arrow import read_arrow_answers
+from serving.client_ask import Asked, Options, many, many_binary, split
 from serving.client_failure import GenerationGone
 from serving.client_send import Policy, Sender
 
@@ -20,15 +21,23 @@ async def lookup_batch(
     entities: Asked,
     options: Options,
     until: float,
+    *,
+    binary: bool = False,
 ) -> list[Answer]:
-    """The answers, in order; each request has the whole of the deadline. Raises Unanswered, for all of the batch."""
+    """The answers, in order; each request has the whole of the deadline. Raises Unanswered, for all of the batch.
+
+    `binary` counts where one table is asked.
+    """
     parts = list(split(entities, options, policy.max_batch, policy.max_ids))
     turn = asyncio.Semaphore(policy.at_once)
 
     async def ask(part: Asked, options: Options) -> list[Answer]:
-        call = many(table, part, options)
+        if binary and table is not None:
+            call, read = many_binary(table, part, options), read_arrow_answers
+        else:
+            call, read = many(table, part, options), read_answers
         async with turn:
-            return read_answers(await sender.send(call, until), len(part))
+            return read(await sender.send(call, until), len(part))
 
     answered = await _all([ask(part, options) for part in parts])
     told = [_generation(each) for each in answered]

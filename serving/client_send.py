@@ -176,9 +176,9 @@ class Sender:
 
     async def _exchange(self, call: Call, until: float) -> httpx.Response:
         told_ms = max(0.001, (until - self._pace.timer()) * 1000 * self._policy.told_share)
-        headers = {"X-Deadline-Ms": f"{told_ms:.3f}"}
+        headers = {"X-Deadline-Ms": f"{told_ms:.3f}", "Accept": call.accept}
         if call.content is not None:
-            headers["Content-Type"] = "application/json"
+            headers["Content-Type"] = call.content_type
         try:
             return await self._http.request(
                 call.method, call.path, params=call.params, content=call.content, headers=headers

@@ -20,7 +20,9 @@ from serving.batch import Batches
 from serving.case import want_in
 from serving.holding import Holding
 from serving.http import whole_body
+from serving.media import PLAIN, forms
 from serving.plan import Headers, Queries, Single
+from serving.problem import Problem
 from serving.render import JSON, Unfit, start_of
 from serving.resolved import Lookup
 from serving.routes import Service, credentials
@@ -168,6 +170,12 @@ class Hot:
             return None, receive
         deadline_s = self._headers.deadline_s(scope["headers"])
         if table is None or deadline_s is None or self._is_too_large(scope["headers"]):
+            return None, receive
+        try:
+            form = forms(scope["headers"])
+        except Problem:  # told by the routes behind
+            return None, receive
+        if form != PLAIN:
             return None, receive
         body, again = await whole_body(receive, self._service.body_bytes)
         batch = None if body is None else plan.batch(body, self._service.limits.max_batch)

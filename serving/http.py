@@ -6,6 +6,7 @@ import orjson
 from fastapi import Request, Response
 from starlette.types import Message, Receive
 
+from serving.arrow_schema import MEDIA_TYPE
 from serving.problem import Problem
 
 _JSON = "application/json"
@@ -63,3 +64,8 @@ def refused(problem: Problem) -> Response:
 def as_json(status: int, body: object) -> Response:
     """A response with this body."""
     return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=_JSON)
+
+
+def as_arrow(stream: bytes) -> Response:
+    """A response of this Arrow IPC stream."""
+    return Response(stream, 200, media_type=MEDIA_TYPE)

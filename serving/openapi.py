@@ -1,6 +1,6 @@
 """How a route is described in OpenAPI: parameters, body, responses. Pure."""
 
-from serving.schema import ERROR, HEALTH, OPTIONS, Json
+from serving.schema import ARROW_ANSWERS, ARROW_LOOKUP, ERROR, HEALTH, OPTIONS, Json
 
 BEARER = "bearer"
 _QUERY: Json = {name: OPTIONS[name] for name in OPTIONS if name != "exclude"}
@@ -22,8 +22,9 @@ _HEADERS: list[tuple[str, str, Json]] = [
 ]
 
 
-def _response(description: str, schema: Json) -> Json:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
+def _response(description: str, schema: Json, **others: Json) -> Json:
+    content = {"application/json": {"schema": schema}}
+    return {"description": description, "content": content | others}
 
 
 READYZ: Json = {
@@ -41,9 +42,10 @@ def described(
     path: tuple[str, ...] = (),
     query: bool = False,
     has_options: bool = True,
+    has_arrow: bool = False,
     has_token: bool = False,
 ) -> Json:
-    """`openapi_extra` of a route."""
+    """`openapi_extra` of a route; `has_arrow`: its body and its answer may be Arrow IPC streams."""
     string: Json = {"type": "string"}
     parameters = [("path", name, string) for name in path]
     parameters += [("query", name, _QUERY[name]) for name in _QUERY if query]
@@ -55,6 +57,8 @@ def described(
         codes |= {"422": "cannot be answered as sent"}
     if body is not None:
         codes |= {"413": "too large"}
+    if has_arrow:
+        codes |= {"406": "no such form of an answer", "415": "no such form of a body"}
     codes |= {"503": "nothing loaded yet"}
     extra: Json = {
         "parameters": [
@@ -62,12 +66,13 @@ def described(
             for where, name, schema in parameters
         ],
         "responses": {
-            "200": _response("Answered", answer),
+            "200": _response("Answered", answer, **(ARROW_ANSWERS if has_arrow else {})),
             **{code: _response(why, ERROR) for code, why in sorted(codes.items())},
         },
     }
     if body is not None:
-        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        content = {"application/json": {"schema": body}} | (ARROW_LOOKUP if has_arrow else {})
+        extra["requestBody"] = {"required": True, "content": content}
     if has_token:
         extra["security"] = [{BEARER: []}]
     return extra

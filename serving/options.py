@@ -45,7 +45,12 @@ def query_options(query: bytes, limits: Limits) -> Options:
     """The options of a URL's query; nothing sent means all defaults."""
     if not query:
         return Options(limits.deadline_ms / 1000)
-    data = read_object(_pairs(query), "body", _QUERY_FIELDS)
+    return text_options(_pairs(query), limits)
+
+
+def text_options(pairs: Mapping[str, str], limits: Limits) -> Options:
+    """The options where each is a text by its name, as in a query."""
+    data = read_object(dict(pairs), "body", _QUERY_FIELDS)
     k, fresh = data.get("k"), data.get("fresh", "false").lower()
     if fresh not in ("true", "false", "1", "0"):
         raise unprocessable("invalid_field", "fresh is true or false", "fresh")

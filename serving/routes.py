@@ -17,11 +17,14 @@ from cache.errors import InvalidInput, LarderError
 from cache.tiered import Tiered
 from serving import openapi, schema
 from serving.answer import Answer
+from serving.arrow_answers import answers_stream
+from serving.arrow_request import lookup_arrow
 from serving.ask import Ask, Limits, Options
 from serving.follower import Follower
 from serving.holding import Holding
-from serving.http import as_json, read_body, refused
+from serving.http import as_arrow, as_json, read_body, refused
 from serving.ladder import Ladder
+from serving.media import forms
 from serving.metrics import CONTENT_TYPE, Metrics
 from serving.nights import Nights
 from serving.options import with_headers
@@ -29,6 +32,7 @@ from serving.overview import overview
 from serving.parse import feedback_body, lookup_body, lookup_url, score_body
 from serving.problem import Problem, from_input
 from serving.score import rank_candidates, vector_table
+from serving.snapshot import Snapshot
 from serving.trial import Trial
 
 log = logging.getLogger(__name__)
@@ -81,16 +85,23 @@ def routes(service: Service) -> APIRouter:
     async def lookup_one(request: Request, started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
         ask = lookup_url(raw_path, LOOKUP_PREFIX, request.scope["query_string"], service.limits)
-        return (await _answers(service, request, ask, started))[0]
+        return (await _answers(service, request, ask, started))[0][0]
 
     async def lookup_table(request: Request, started: float) -> object:
+        form = forms(request.scope["headers"])
         body = await read_body(request, service.body_bytes)
-        ask = lookup_body(body, request.path_params["table"], service.limits)
-        return {"answers": await _answers(service, request, ask, started)}
+        read = lookup_arrow if form.sent == "arrow" else lookup_body
+        ask = read(body, request.path_params["table"], service.limits)
+        answers, of = await _answers(service, request, ask, started)
+        if form.wanted == "json":
+            return {"answers": answers}
+        table = of.table(request.path_params["table"])
+        ids = [entity.raw for entity in ask.entities]
+        return as_arrow(answers_stream(table, ids, dict(enumerate(answers))))
 
     async def lookup_tables(request: Request, started: float) -> object:
         ask = lookup_body(await read_body(request, service.body_bytes), None, service.limits)
-        return {"answers": await _answers(service, request, ask, started)}
+        return {"answers": (await _answers(service, request, ask, started))[0]}
 
     async def score(request: Request, started: float) -> object:
         ask = score_body(await read_body(request, service.body_bytes), service.limits)
@@ -148,7 +159,9 @@ def routes(service: Service) -> APIRouter:
     )  # fmt: skip
     add(
         "/v1/lookup/{table}", "POST", lookup_table,
-        described(schema.ANSWERS, body=schema.lookup(service.limits), path=("table",)),
+        described(
+            schema.ANSWERS, body=schema.lookup(service.limits), path=("table",), has_arrow=True
+        ),
     )  # fmt: skip
     add(
         "/v1/lookup",
@@ -168,13 +181,16 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-async def _answers(service: Service, request: Request, ask: Ask, started: float) -> list[Answer]:
+async def _answers(
+    service: Service, request: Request, ask: Ask, started: float
+) -> tuple[list[Answer], Snapshot]:
+    """One per entity, and the snapshot that was asked."""
     ask = Ask(ask.entities, _with_headers(service, request, ask.options))
     service.metrics.stage("parse", service.timer() - started)
     holding, part = service.trial.route(service.holding(), ask.entities, ask.options)
     answers = await service.ladder.lookup(holding, ask, started)
     service.trial.count(part, answers)
-    return _marked(service, answers)
+    return _marked(service, answers), holding.pinned(ask.options.generation).live
 
 
 def _with_headers(service: Service, request: Request, options: Options) -> Options:
@@ -199,7 +215,8 @@ def _guarded(service: Service, route: str, handler: Handler) -> Endpoint:
                 sent = request.headers.get("authorization", "").encode("latin-1")
                 if not any(hmac.compare_digest(sent, each) for each in expected):
                     raise Problem(401, "unauthorized", "send Authorization: Bearer <token>")
-            response = as_json(200, await handler(request, started))
+            found = await handler(request, started)
+            response = found if isinstance(found, Response) else as_json(200, found)
         except Problem as problem:
             response = refused(problem)
         except ClientDisconnect:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from serving.arrow_schema import MEDIA_TYPE
 from serving.ask import Limits
 
 Json = dict[str, Any]
@@ -119,6 +120,25 @@ ANSWER: Json = _object(
     ("id", "table", "source", "generation"),
 )
 ANSWERS: Json = _object({"answers": _list(ANSWER)}, ("answers",))
+
+
+def _stream(description: str) -> Json:
+    schema = {"type": "string", "contentMediaType": MEDIA_TYPE, "description": description}
+    return {MEDIA_TYPE: {"schema": schema}}
+
+
+ARROW_LOOKUP: Json = _stream(
+    "An Arrow IPC stream, uncompressed, of one column `id`: utf8 (or large_utf8) without nulls. Options go as texts "
+    "into the schema's metadata, by the names that they have in a query; histories, features and `exclude` need JSON"
+)
+ARROW_ANSWERS: Json = _stream(
+    "An Arrow IPC stream, one row per entity in the order asked; the schema's metadata names the `table`. Columns as "
+    "the fields in JSON, null where JSON has none: `id`, `source`, `producer`, `generation`, `age_seconds` (float64), "
+    "`published_at`, `reason`, `live`, `dropped_history` (int32), `stale`; then, by the table's kind, `items` "
+    "(list<utf8>), `scores` (list<float32>) and `short` (bool); `vector` (fixed_size_list<float32>); or `values` "
+    "(fixed_size_list<float32>) and `labels` (list<utf8>). `vector` and `values` are list<float32> where rows from "
+    "the previous generation have another size"
+)
 SCORES: Json = _object(
     {
         **_ORIGIN,

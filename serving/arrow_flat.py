@@ -1,0 +1,92 @@
+"""Reading flatbuffers that anybody may have sent: every position is checked before it is read. Pure."""
+
+import struct
+
+_U16 = struct.Struct("<H")
+_I32 = struct.Struct("<i")
+_U32 = struct.Struct("<I")
+
+
+class Malformed(ValueError):
+    """These bytes are no such thing; the text says why."""
+
+
+class Flat:
+    """One table of a flatbuffer; raises Malformed for whatever points outside."""
+
+    def __init__(self, raw: bytes | memoryview, at: int) -> None:
+        self._raw, self._at = raw, at
+        self._vtable = at - self._read(_I32, at)
+        self._size = self._read(_U16, self._vtable)
+        if self._size < 4 or self._vtable + self._size > len(raw):
+            raise Malformed("a vtable reaches beyond its message")
+
+    def at(self, slot: int) -> int:
+        """Where a field's value stands; 0 if it has none."""
+        entry = 4 + 2 * slot
+        if entry + 2 > self._size:
+            return 0
+        offset = self._read(_U16, self._vtable + entry)
+        return self._at + offset if offset else 0
+
+    def number(self, slot: int, layout: str, default: int = 0) -> int:
+        """A scalar by its struct layout."""
+        at = self.at(slot)
+        return self._read(struct.Struct(layout), at) if at else default
+
+    def table(self, slot: int) -> "Flat":
+        """The table that a field points at."""
+        at = self.at(slot)
+        if not at:
+            raise Malformed(f"a message lacks what belongs into its slot {slot}")
+        return Flat(self._raw, at + self._read(_U32, at))
+
+    def has(self, slot: int) -> bool:
+        """Whether the field is there."""
+        return self.at(slot) != 0
+
+    def vector(self, slot: int, size: int) -> tuple[int, int]:
+        """(Where its first element is, how many of `size` bytes there are); nothing there is (0, 0)."""
+        at = self.at(slot)
+        if not at:
+            return 0, 0
+        start = at + self._read(_U32, at)
+        count = self._read(_U32, start)
+        if start + 4 + count * size > len(self._raw):
+            raise Malformed("a vector reaches beyond its message")
+        return start + 4, count
+
+    def tables(self, slot: int, most: int) -> list["Flat"]:
+        """A vector of tables."""
+        first, count = self.vector(slot, 4)
+        if count > most:
+            raise Malformed(f"{count} where at most {most} are read")
+        places = range(first, first + 4 * count, 4)
+        return [Flat(self._raw, at + self._read(_U32, at)) for at in places]
+
+    def pairs(self, slot: int) -> list[tuple[int, int]]:
+        """A vector of structs of two int64."""
+        first, count = self.vector(slot, 16)
+        numbers = struct.unpack_from(f"<{2 * count}q", self._raw, first)
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+    def text(self, slot: int) -> str:
+        """A string; nothing there is empty."""
+        start, size = self.vector(slot, 1)
+        try:
+            return str(self._raw[start : start + size], "utf-8")
+        except UnicodeDecodeError as error:
+            raise Malformed("a name is not UTF-8") from error
+
+    def _read(self, layout: struct.Struct, at: int) -> int:
+        if not 0 <= at <= len(self._raw) - layout.size:
+            raise Malformed("an offset points beyond its message")
+        number: int = layout.unpack_from(self._raw, at)[0]
+        return number
+
+
+def root(raw: bytes | memoryview) -> Flat:
+    """The outermost table."""
+    if len(raw) < _U32.size:
+        raise Malformed("a message is too short for what it says it is")
+    return Flat(raw, _U32.unpack_from(raw)[0])

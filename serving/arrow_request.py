@@ -1,0 +1,77 @@
+"""A batch as an Arrow IPC stream, one column of ids, options as the schema's metadata. Pure."""
+
+from typing import NamedTuple
+
+from cache.keys import ID_BYTES_MAX
+from serving.arrow_flat import Malformed
+from serving.arrow_read import Frame, Unsupported, read
+from serving.ask import Ask, Entity, Limits
+from serving.fields import check_length, read_id
+from serving.options import text_options
+from serving.problem import unprocessable
+
+ID = "id"
+_OTHERS = ("pandas", "ARROW:")
+"""How the metadata begins that other tools leave; it means nothing here."""
+
+
+class Sent(NamedTuple):
+    """Ids that were sent, and options by name as texts."""
+
+    ids: list[str]
+    options: dict[str, str]
+
+
+def sent(body: bytes, limits: Limits) -> Sent:
+    """The ids, unchecked but for their number; raises Problem for what is no such stream."""
+    try:
+        # One more than allowed is enough to tell.
+        frame = read(body, limits.max_batch + 1)
+    except Malformed as error:
+        raise unprocessable(
+            "invalid_arrow", f"the body is no Arrow IPC stream of ids: {error}", "body"
+        ) from error
+    except Unsupported as error:
+        raise unprocessable("unsupported_arrow", str(error), "body") from error
+    ids = _ids(frame)
+    check_length(ids, 1, limits.max_batch, "entities", "batch_too_long")
+    options = {name: text for name, text in frame.metadata.items() if not name.startswith(_OTHERS)}
+    return Sent(ids, options)
+
+
+def plain(found: Sent) -> tuple[list[bytes], int | None] | None:
+    """The ids' bytes and k, if the request says no more than that and says it well."""
+    raws = [each.encode() for each in found.ids]
+    lengths = list(map(len, raws))
+    if min(lengths) == 0 or max(lengths) > ID_BYTES_MAX or not found.options.keys() <= {"k"}:
+        return None
+    k = found.options.get("k")
+    if k is None:
+        return raws, None
+    return (raws, int(k)) if k.isascii() and k.isdigit() and len(k) < 6 and int(k) > 0 else None
+
+
+def lookup_arrow(body: bytes, table: str, limits: Limits) -> Ask:
+    """The body of POST /v1/lookup/{table}."""
+    ids, options = sent(body, limits)
+    raws = [read_id(each, f"entities[{place}]") for place, each in enumerate(ids)]
+    entities = tuple(
+        Entity(table, id_, raw, f"entities[{place}]")
+        for place, (id_, raw) in enumerate(zip(ids, raws, strict=True))
+    )
+    return Ask(entities, text_options(options, limits))
+
+
+def _ids(frame: Frame) -> list[str]:
+    field = frame.fields.get(ID)
+    if field is None or len(frame.fields) != 1 or field.kind not in ("utf8", "large_utf8"):
+        raise unprocessable(
+            "invalid_field",
+            f"a batch is one column {ID!r} of utf8; histories and features go as JSON",
+            "entities",
+        )
+    ids = frame.columns[ID]
+    if None in ids:
+        place = ids.index(None)
+        raise unprocessable("invalid_field", f"entities[{place}] is null", f"entities[{place}]")
+    return ids

@@ -1,0 +1,113 @@
+"""Arrow's schema and its types, as flatbuffers. Pure.
+
+Tables and slots follow `Schema.fbs` and `Message.fbs` of the Arrow columnar format, version V5, little-endian.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import flatbuffers
+
+MEDIA_TYPE = "application/vnd.apache.arrow.stream"
+Kind = Literal["utf8", "large_utf8", "bool", "i4", "f4", "f8", "list", "fixed"]
+
+VERSION_V5 = 4
+SCHEMA, DICTIONARY_BATCH, RECORD_BATCH = 1, 2, 3
+CONTINUATION = b"\xff\xff\xff\xff"
+END = CONTINUATION + bytes(4)
+"""What ends a stream."""
+
+INT, FLOAT, UTF8, BOOL, LIST, FIXED_LIST, LARGE_UTF8 = 2, 3, 5, 6, 12, 16, 20
+_TYPES = {
+    "utf8": UTF8, "large_utf8": LARGE_UTF8, "bool": BOOL, "i4": INT, "f4": FLOAT, "f8": FLOAT,
+    "list": LIST, "fixed": FIXED_LIST,
+}  # fmt: skip
+FLOAT_KINDS: dict[int, Kind] = {1: "f4", 2: "f8"}
+"""By the format's `Precision`."""
+
+
+class Field(NamedTuple):
+    """A column; a list has a `child`, one of fixed size also its `width`."""
+
+    name: str
+    kind: Kind
+    nullable: bool = False
+    child: "Field | None" = None
+    width: int = 0
+
+
+@functools.lru_cache(maxsize=256)
+def schema_message(fields: tuple[Field, ...], metadata: tuple[tuple[str, str], ...] = ()) -> bytes:
+    """The encapsulated message that begins a stream."""
+    builder = flatbuffers.Builder(1024)
+    listed = _offsets(builder, [_field(builder, each) for each in fields])
+    pairs = _offsets(builder, [_pair(builder, *each) for each in metadata])
+    builder.StartObject(4)
+    builder.PrependUOffsetTRelativeSlot(1, listed, 0)
+    builder.PrependUOffsetTRelativeSlot(2, pairs, 0)
+    return encapsulated(message(builder, SCHEMA, builder.EndObject(), 0))
+
+
+def message(builder: flatbuffers.Builder, kind: int, header: int, body_bytes: int) -> bytes:
+    """The finished flatbuffer of a `Message` around its header."""
+    builder.StartObject(5)
+    builder.PrependInt64Slot(3, body_bytes, 0)
+    builder.PrependUOffsetTRelativeSlot(2, header, 0)
+    builder.PrependUint8Slot(1, kind, 0)
+    builder.PrependInt16Slot(0, VERSION_V5, 0)
+    builder.Finish(builder.EndObject())
+    return bytes(builder.Output())
+
+
+def encapsulated(metadata: bytes) -> bytes:
+    """A message's metadata with its length before it, padded so that what follows begins at a multiple of 8."""
+    padded = len(metadata) + -len(metadata) % 8
+    return CONTINUATION + padded.to_bytes(4, "little") + metadata.ljust(padded, b"\0")
+
+
+def _field(builder: flatbuffers.Builder, field: Field) -> int:
+    inner = [] if field.child is None else [_field(builder, field.child)]
+    children = _offsets(builder, inner)
+    name = builder.CreateString(field.name)
+    builder.StartObject(2)
+    _put_type(builder, field)
+    type_ = builder.EndObject()
+    builder.StartObject(7)
+    builder.PrependUOffsetTRelativeSlot(0, name, 0)
+    builder.PrependBoolSlot(1, field.nullable, False)
+    builder.PrependUint8Slot(2, _TYPES[field.kind], 0)
+    builder.PrependUOffsetTRelativeSlot(3, type_, 0)
+    builder.PrependUOffsetTRelativeSlot(5, children, 0)
+    end: int = builder.EndObject()
+    return end
+
+
+def _put_type(builder: flatbuffers.Builder, field: Field) -> None:
+    put: dict[str, Callable[[], None]] = {
+        "i4": lambda: (builder.PrependInt32Slot(0, 32, 0), builder.PrependBoolSlot(1, True, False))[
+            0
+        ],
+        "f4": lambda: builder.PrependInt16Slot(0, 1, 0),
+        "f8": lambda: builder.PrependInt16Slot(0, 2, 0),
+        "fixed": lambda: builder.PrependInt32Slot(0, field.width, 0),
+    }
+    if field.kind in put:
+        put[field.kind]()
+
+
+def _pair(builder: flatbuffers.Builder, key: str, value: str) -> int:
+    key_at, value_at = builder.CreateString(key), builder.CreateString(value)
+    builder.StartObject(2)
+    builder.PrependUOffsetTRelativeSlot(0, key_at, 0)
+    builder.PrependUOffsetTRelativeSlot(1, value_at, 0)
+    end: int = builder.EndObject()
+    return end
+
+
+def _offsets(builder: flatbuffers.Builder, offsets: Sequence[int]) -> int:
+    builder.StartVector(4, len(offsets), 4)
+    for each in reversed(offsets):
+        builder.PrependUOffsetTRelative(each)
+    end: int = builder.EndVector()
+    return end
