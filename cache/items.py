@@ -37,6 +37,8 @@ class ItemTable:
         self._offsets = offsets
         self._ids = ids.data
         self.texts = Texts(self.count, self.ids_of)
+        """As JSON."""
+        self.raw_texts = Texts(self.count, self.ids_of, str.encode)
 
     @classmethod
     def open(cls, root: Path, manifest: Manifest) -> Self:
@@ -64,6 +66,11 @@ class ItemTable:
         ends = self._offsets[np.asarray(ordinals, np.int64) + 1].tolist()
         ids = self._ids
         return [str(ids[start:end], "utf-8") for start, end in zip(starts, ends, strict=True)]
+
+    def sizes(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32]:
+        """The bytes of each id, in the shape of `ordinals`."""
+        ends = self._offsets[ordinals.astype(np.int64) + 1]
+        return (ends - self._offsets[ordinals]).astype(np.int32)
 
     def ordinal_of(self, raw: bytes) -> int:
         """The ordinal of an id, or -1; the id itself is compared, not only its hash."""

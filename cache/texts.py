@@ -1,4 +1,4 @@
-"""Item ids as the JSON that answers carry, kept once they were asked for."""
+"""Item ids as the bytes that answers carry, kept once they were asked for."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,16 +11,22 @@ TEXTS_MAX = 1 << 18
 
 
 class Texts:
-    """The JSON string of each ordinal's id; `ids_of` reads those that are new."""
+    """Each ordinal's id as `write` has it, by default a JSON string; `ids_of` reads those that are new."""
 
-    def __init__(self, count: int, ids_of: Callable[[NDArray[np.uint32]], Sequence[str]]) -> None:
+    def __init__(
+        self,
+        count: int,
+        ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
+        write: Callable[[str], bytes] = orjson.dumps,
+    ) -> None:
         self._count = count
         self._ids_of = ids_of
+        self._write = write
         self._known: NDArray[np.object_] | None = None
         self._kept = 0
 
     def row(self, ordinals: NDArray[np.uint32]) -> bytes:
-        """The JSON strings of ordinals uint32[k], with commas between them."""
+        """The texts of ordinals uint32[k], with commas between them."""
         known = self._known
         if known is not None:
             found: list[bytes] = known[ordinals].tolist()
@@ -48,5 +54,5 @@ class Texts:
     def _read(self, known: NDArray[np.object_], ordinals: NDArray[np.uint32]) -> None:
         new = ordinals[[text is None for text in known[ordinals].tolist()]]
         for ordinal, text in zip(new.tolist(), self._ids_of(new), strict=True):
-            known[ordinal] = orjson.dumps(text)
+            known[ordinal] = self._write(text)
         self._kept += len(new)

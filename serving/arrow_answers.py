@@ -1,7 +1,7 @@
 """The answers of a batch as Arrow columns, one row per entity, in the order asked. Pure."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,38 +44,43 @@ _ITEMS = (
     Field("short", "bool"),
 )
 _LABELS = Field("labels", "list", False, Field("item", "utf8"))
-_NO_NUMBERS = np.zeros(0, np.float32)
 
 Origin = tuple[Any, ...]
 """Values of the origin's columns in one row."""
 
 
-class Lists(NamedTuple):
-    """Stored lists of k items each, none of them short, for rows `places`."""
+class Stored(NamedTuple):
+    """Rows that stand as plain records: scores of whole lists, vectors or values float32[n, width]."""
 
-    places: NDArray[np.intp]
+    places: NDArray[np.int64]
     origins: Sequence[Origin]
-    texts: NDArray[np.object_]
-    """bytes[n, k]: the items' ids."""
+    numbers: NDArray[np.float32]
+    items: Sequence[Sequence[bytes]]
+    """The ids of each list, if it is one, and their bytes int32[n, width]."""
     sizes: NDArray[np.int32]
-    """Bytes of each id, [n, k]."""
-    scores: NDArray[np.float32]
+
+
+_NOTHING = Stored(
+    np.zeros(0, np.int64), (), np.zeros((0, 0), np.float32), (), np.zeros((0, 0), np.int32)
+)
 
 
 def answers_stream(
     table: Table,
     ids: Sequence[bytes | None],
     answers: Mapping[int, Answer],
-    stored: Sequence[Lists] = (),
+    stored: Stored = _NOTHING,
 ) -> bytes:
-    """The body of the response: row i is of `answers[i]`, or else in one of `stored`."""
+    """The body of the response: row i is one of `stored`, or else `answers[i]`."""
     rows = len(ids)
-    origins: list[Origin] = [()] * rows
-    for block in stored:
-        for place, origin in zip(block.places.tolist(), block.origins, strict=True):
+    if answers:
+        origins: list[Origin] = [()] * rows
+        for place, origin in zip(stored.places.tolist(), stored.origins, strict=True):
             origins[place] = origin
-    for place, answer in answers.items():
-        origins[place] = origin_of(answer)
+        for place, answer in answers.items():
+            origins[place] = origin_of(answer)
+    else:
+        origins = list(stored.origins)
     columns = [texts(ids)]
     for field, values in zip(_ORIGIN, zip(*origins, strict=True), strict=True):
         columns.append(_column(field, values))
@@ -85,12 +90,15 @@ def answers_stream(
         columns += _top_columns(rows, answers, stored)
     else:
         name = "vector" if table.kind == "vector" else "values"
-        listed = [answers[place] for place in range(rows)]
-        field, column = _vectors(name, [each[name] for each in listed], table.layout.width)
+        field, column = _vectors(name, rows, answers, stored, table.layout.width)
         fields, columns = (field,), [*columns, column]
         if name == "values":
             fields = (*fields, _LABELS)
-            columns.append(_text_lists([each["labels"] for each in listed]))
+            own = table.labels
+            listed = [
+                answers[place]["labels"] if place in answers else own for place in range(rows)
+            ]
+            columns.append(_text_lists(listed))
     metadata = ((TABLE, table.name),)
     return stream((Field("id", "utf8", True), *_ORIGIN, *fields), columns, rows, metadata)
 
@@ -113,37 +121,53 @@ def _column(field: Field, values: Sequence[Any]) -> Column:
 
 
 def _top_columns(
-    rows: int, answers: Mapping[int, Answer], stored: Sequence[Lists]
+    rows: int, answers: Mapping[int, Answer], stored: Stored
 ) -> tuple[Column, Column, Column]:
-    counts, short = np.zeros(rows, np.int32), np.zeros(rows, np.bool_)
-    for block in stored:
-        counts[block.places] = block.texts.shape[1]
+    if not answers:
+        count, width = stored.numbers.shape
+        ends = np.arange(count + 1, dtype=np.int32) * np.int32(width)
+        column = _names(itertools.chain.from_iterable(stored.items), stored.sizes.ravel())
+        scores = numbers(stored.numbers.ravel())
+        return lists(ends, column), lists(ends, scores), flags([False] * rows)
+    width, short = stored.numbers.shape[1], [False] * rows
+    items: list[Sequence[bytes]] = [()] * rows
+    counts = np.zeros(rows, np.int32)
+    counts[stored.places] = width
+    for place, listed in zip(stored.places.tolist(), stored.items, strict=True):
+        items[place] = listed
     for place, answer in answers.items():
-        counts[place], short[place] = len(answer["items"]), answer["short"]
+        items[place] = [each.encode() for each in answer["items"]]
+        counts[place], short[place] = len(items[place]), answer["short"]
     ends = np.zeros(rows + 1, np.int32)
     np.cumsum(counts, out=ends[1:])
-    total = int(ends[-1])
-    ids = np.empty(total, object)
-    sizes, scores = np.empty(total, np.int32), np.empty(total, np.float32)
-    for block in stored:
-        slots = ends[block.places][:, None] + np.arange(block.texts.shape[1], dtype=np.int32)
-        ids[slots], sizes[slots], scores[slots] = block.texts, block.sizes, block.scores
+    sizes, flat = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.float32)
+    slots = ends[stored.places][:, None] + np.arange(width, dtype=np.int32)
+    sizes[slots], flat[slots] = stored.sizes, stored.numbers
     for place, answer in answers.items():
         own = slice(ends[place], ends[place + 1])
-        raws = [each.encode() for each in answer["items"]]
-        ids[own], sizes[own], scores[own] = raws, list(map(len, raws)), answer["scores"]
-    cuts = np.zeros(total + 1, np.int32)
+        sizes[own], flat[own] = list(map(len, items[place])), answer["scores"]
+    column = _names(itertools.chain.from_iterable(items), sizes)
+    return lists(ends, column), lists(ends, numbers(flat)), flags(short)
+
+
+def _names(names: Iterable[bytes], sizes: NDArray[np.int32]) -> Column:
+    """utf8 whose sizes are known."""
+    cuts = np.zeros(len(sizes) + 1, np.int32)
     np.cumsum(sizes, out=cuts[1:])
-    named = Column(((total, 0),), (b"", cuts.tobytes(), b"".join(ids.tolist())))
-    return lists(ends, named), lists(ends, numbers(scores)), flags(short.tolist())
+    return Column(((len(sizes), 0),), (b"", cuts.tobytes(), b"".join(names)))
 
 
 def _vectors(
-    name: str, values: Sequence[NDArray[np.float32] | None], width: int
+    name: str, rows: int, answers: Mapping[int, Answer], stored: Stored, width: int
 ) -> tuple[Field, Column]:
     """Of the table's width; where another night's answers have another, lists of any size."""
+    values: list[NDArray[np.float32] | None] = [None] * rows
+    for place, vector in zip(stored.places.tolist(), stored.numbers, strict=True):
+        values[place] = vector
+    for place, answer in answers.items():
+        values[place] = answer[name]
     there = [each is not None for each in values]
-    rows, present = len(values), [each for each in values if each is not None]
+    present = [each for each in values if each is not None]
     if all(len(each) == width for each in present):
         whole = np.zeros((rows, width), np.float32)
         if present:
@@ -151,7 +175,7 @@ def _vectors(
         field = Field(name, "fixed", True, _NUMBER, width)
         return field, fixed_lists(rows, numbers(whole.ravel()), there)
     sizes = [0 if each is None else len(each) for each in values]
-    flat = np.concatenate([_NO_NUMBERS, *present])
+    flat = np.concatenate(present)
     return Field(name, "list", True, _NUMBER), lists(_ends(sizes), numbers(flat), there)
 
 

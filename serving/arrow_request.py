@@ -8,9 +8,11 @@ from serving.arrow_read import Frame, Unsupported, read
 from serving.ask import Ask, Entity, Limits
 from serving.fields import check_length, read_id
 from serving.options import text_options
-from serving.problem import unprocessable
+from serving.plan import Batch
+from serving.problem import Problem, unprocessable
 
 ID = "id"
+_K_DIGITS_MAX = 5
 _OTHERS = ("pandas", "ARROW:")
 """How the metadata begins that other tools leave; it means nothing here."""
 
@@ -39,16 +41,21 @@ def sent(body: bytes, limits: Limits) -> Sent:
     return Sent(ids, options)
 
 
-def plain(found: Sent) -> tuple[list[bytes], int | None] | None:
-    """The ids' bytes and k, if the request says no more than that and says it well."""
-    raws = [each.encode() for each in found.ids]
-    lengths = list(map(len, raws))
-    if min(lengths) == 0 or max(lengths) > ID_BYTES_MAX or not found.options.keys() <= {"k"}:
+def batch(body: bytes, limits: Limits) -> Batch | None:
+    """What the hot route understands of it: plain ids and perhaps `k`; None for all that is told elsewhere."""
+    try:
+        ids, options = sent(body, limits)
+    except Problem:
         return None
-    k = found.options.get("k")
+    raws = [each.encode() for each in ids]
+    lengths = list(map(len, raws))
+    if min(lengths) == 0 or max(lengths) > ID_BYTES_MAX or not options.keys() <= {"k"}:
+        return None
+    k = options.get("k")
     if k is None:
-        return raws, None
-    return (raws, int(k)) if k.isascii() and k.isdigit() and len(k) < 6 and int(k) > 0 else None
+        return Batch(ids, raws, None)
+    is_k = k.isascii() and k.isdigit() and len(k) <= _K_DIGITS_MAX and int(k) > 0
+    return Batch(ids, raws, int(k)) if is_k else None
 
 
 def lookup_arrow(body: bytes, table: str, limits: Limits) -> Ask:

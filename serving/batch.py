@@ -13,6 +13,7 @@ from cache.columns import Rows, Wants
 from cache.keys import fingerprints, hash_ids
 from cache.outcomes import Found, Missed, Outcome, Want
 from serving.answer import Answer, complete
+from serving.arrow_rows import resolved_stream
 from serving.ask import Ask, Entity
 from serving.render import JSON, Marks, Unfit, prediction_of
 from serving.resolved import Lookup, Resolved
@@ -49,6 +50,11 @@ class Batches:
                 by_place[place] = orjson.dumps(answer, option=JSON)
             texts = [by_place[place] for place in range(len(lookup.ids))]
         return b'{"answers":[%b]}' % b",".join(texts)
+
+    async def stream(self, lookup: Lookup) -> bytes:
+        """The body of the response as an Arrow IPC stream."""
+        resolved = await self.resolve(lookup)
+        return resolved_stream(lookup, resolved, self._clock(), self._service.follower.stale)
 
     async def resolve(self, lookup: Lookup) -> Resolved:
         """Every answer, counted, in no form yet."""

@@ -14,13 +14,14 @@ from starlette.types import Receive
 
 from cache.manifest import Table
 from cache.tiered import Found, Want
-from serving import plan
+from serving import arrow_request, plan
+from serving.arrow_schema import MEDIA_TYPE
 from serving.ask import Ask, Entity, Options
 from serving.batch import Batches
 from serving.case import want_in
 from serving.holding import Holding
 from serving.http import whole_body
-from serving.media import PLAIN, forms
+from serving.media import JSON_TYPE, Form, forms
 from serving.plan import Headers, Queries, Single
 from serving.problem import Problem
 from serving.render import JSON, Unfit, start_of
@@ -31,6 +32,9 @@ Message = MutableMapping[str, Any]
 Messages = tuple[Message, Message]
 
 _STARTS_MAX = 8_192
+_START = {"type": "http.response.start", "status": 200}
+_JSON_TYPE = b"content-type", JSON_TYPE.encode()
+_ARROW_TYPE = b"content-type", MEDIA_TYPE.encode()
 GET_ROUTE = "GET /v1/lookup/{table}"
 POST_ROUTE = "POST /v1/lookup/{table}"
 
@@ -175,22 +179,29 @@ class Hot:
             form = forms(scope["headers"])
         except Problem:  # told by the routes behind
             return None, receive
-        if form != PLAIN:
-            return None, receive
         body, again = await whole_body(receive, self._service.body_bytes)
-        batch = None if body is None else plan.batch(body, self._service.limits.max_batch)
+        batch = None if body is None else self._batch(body, form.sent)
         # Captured once more: the body may have taken its time.
         if batch is None or _is_refused(table, batch.k) or self._holding() is not holding:
             return None, again
         options = plan.tighter(Options(self._default_s, batch.k), deadline_s)
         try:
             lookup = Lookup(holding, table, batch.ids, batch.raws, options, started)
-            answer = await self._batches.answer(lookup)
+            if form.wanted == "arrow":
+                messages = _arrow(await self._batches.stream(lookup))
+            else:
+                messages = self._messages(await self._batches.answer(lookup))
         except Exception:  # as above
             log.exception("the hot route failed")
             return None, again
         self._requests[POST_ROUTE] += 1
-        return self._messages(answer), again
+        return messages, again
+
+    def _batch(self, body: bytes, form: Form) -> plan.Batch | None:
+        limits = self._service.limits
+        if form == "arrow":
+            return arrow_request.batch(body, limits)
+        return plan.batch(body, limits.max_batch)
 
     def _holding(self) -> Holding | None:
         """What to answer from; None while there is nothing, or a canary takes some of the requests."""
@@ -210,14 +221,15 @@ class Hot:
             if len(self._starts) >= _STARTS_MAX:
                 self._starts.clear()
             start = self._starts[length] = {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [
-                    (b"content-length", b"%d" % length),
-                    (b"content-type", b"application/json"),
-                ],
+                **_START,
+                "headers": [(b"content-length", b"%d" % length), _JSON_TYPE],
             }
         return start, {"type": "http.response.body", "body": body}
+
+
+def _arrow(stream: bytes) -> Messages:
+    headers = [(b"content-length", b"%d" % len(stream)), _ARROW_TYPE]
+    return {**_START, "headers": headers}, {"type": "http.response.body", "body": stream}
 
 
 def _is_refused(table: Table, k: int | None) -> bool:

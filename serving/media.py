@@ -33,9 +33,6 @@ class Forms(NamedTuple):
     wanted: Form
 
 
-PLAIN = Forms("json", "json")
-
-
 def forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
     """By Content-Type and Accept, names in lower case; raises Problem 415 or 406 for what is none of them."""
     sent: Form = "json"

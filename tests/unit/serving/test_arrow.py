@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from serving.arrow_flat import Malformed
 from serving.arrow_read import Unsupported, read
-from serving.arrow_request import lookup_arrow, plain, sent
+from serving.arrow_request import batch, lookup_arrow
 from serving.arrow_schema import Field
 from serving.arrow_write import fixed_lists, flags, lists, numbers, stream, texts
 from serving.ask import Limits
@@ -121,9 +121,9 @@ def test_ids_from_pyarrow_are_read_from_slices_and_many_batches(
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=cut + 1)
 
-    found = sent(sink.getvalue().to_pybytes(), LIMITS)
+    found = batch(sink.getvalue().to_pybytes(), LIMITS)
 
-    assert found.ids == ids and plain(found) == ([each.encode() for each in ids], 7)
+    assert found == (ids, [each.encode() for each in ids], 7)
 
 
 @given(ids=IDS)
