@@ -4,6 +4,7 @@
   redis-py `GET` of 616 bytes.
 - `batch100_json_vs_mget`: entities of `POST /v1/lookup/user_topk` with 100 ids and k = 20 over keys of a redis-py
   asyncio `MGET` of 100 such values without HTTP.
+- `batch100_binary_vs_mget`: the same with Arrow IPC streams in both directions.
 
 L1 holds nothing. The figure is requests (entities, keys) per second of processor time of the process that asks Redis.
 """
@@ -22,6 +23,8 @@ from urllib.parse import quote
 import redis.asyncio
 import uvloop
 
+from serving.arrow_schema import MEDIA_TYPE
+from serving.client_arrow import write_arrow_ids
 from tests.bench.harness import Options, Report, alternate, parse
 from tests.bench.http_load import Program, place, program
 from tests.bench.place import own_server, pin
@@ -53,16 +56,19 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
         report.figures["unit"] = "per second of processor time"
         _singles(report, case, larder, plain, names, options)
         mget = _mget(runner, redis_url, names, 100 if options.quick else 1_000)
-        posts = [
-            request(f"/v1/lookup/{TABLE}", json.dumps({"entities": ids, "k": 20}).encode())
-            for ids in _batches(case.users)
-        ]
+        path, batches = f"/v1/lookup/{TABLE}", _batches(case.users)
+        texts = [request(path, json.dumps({"entities": ids, "k": 20}).encode()) for ids in batches]
+        streams = [request(path, write_arrow_ids(ids, {"k": "20"}), MEDIA_TYPE) for ids in batches]
         count = 200 if options.quick else 2_000
-        report.ratios["batch100_json_vs_mget"] = alternate(
-            mget,
-            {"batch": lambda: BATCH * per_cpu_s(larder, posts, count, connections=TASKS)},
-            rounds=options.rounds,
-        )["batch"]
+        forms = {"batch100_json_vs_mget": texts, "batch100_binary_vs_mget": streams}
+
+        def rate(posts: list[bytes]) -> Callable[[], float]:
+            return lambda: BATCH * per_cpu_s(larder, posts, count, connections=TASKS)
+
+        found = alternate(
+            mget, {name: rate(posts) for name, posts in forms.items()}, rounds=options.rounds
+        )
+        report.ratios |= found
 
 
 def _singles(

@@ -16,13 +16,13 @@ CONNECTIONS = 32
 _PATIENCE_S = 30.0
 
 
-def request(path: str, body: bytes | None = None) -> bytes:
-    """The bytes of a keep-alive request."""
+def request(path: str, body: bytes | None = None, type_: str = "application/json") -> bytes:
+    """The bytes of a keep-alive request, its body and the answer to it of one media type."""
     if body is None:
         return f"GET {path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: {type_}\r\n"
+        f"Accept: {type_}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 
