@@ -8,6 +8,7 @@ import hiredis
 from cache.errors import TierUnavailable
 from cache.frames import Frames
 from cache.keys import Keyspace
+from cache.lease import Lease, LeaseSwap, LeaseTake, Mark, pack_lease, pack_mark
 
 _HEADS_MAX = 1 << 16
 _TAILS_MAX = 1 << 14
@@ -62,13 +63,17 @@ class OverlayRead(NamedTuple):
 
 
 class OverlayWrite(NamedTuple):
-    """An overlay record to store for `ttl_s` seconds; replaces one computed from an older input."""
+    """An overlay record to store for `ttl_s` seconds; replaces one computed from an older input.
+
+    `mark` is the lease under which it was computed, if any.
+    """
 
     generation: str
     table: str
     hash_hex: str
     payload: bytes
     ttl_s: float
+    mark: Mark | None = None
 
 
 class Overlay(NamedTuple):
@@ -79,7 +84,8 @@ class Overlay(NamedTuple):
 
 
 Read = PageRead | OverlayRead
-Command = PageRead | OverlayRead | OverlayWrite
+Command = PageRead | OverlayRead | OverlayWrite | Lease
+_LEASES = (LeaseTake, LeaseSwap)
 Answer = bytes | Overlay | TierUnavailable | None
 
 
@@ -106,7 +112,7 @@ class Packer:
                 count += 1
             elif type(command) is OverlayWrite:
                 self._write(pieces, command)
-                count += 1
+                count += 1 if command.mark is None else 2
             elif type(command) is OverlayRead:
                 key = self._keyspace.overlay(*command).encode()
                 # Life first: if the value is replaced in between, the life read is the shorter one.
@@ -115,6 +121,9 @@ class Packer:
                     % (len(key), key, len(key), key)
                 )
                 count += 2
+            elif type(command) is LeaseTake or type(command) is LeaseSwap:
+                pieces.append(pack_lease(command))
+                count += 1
         return b"".join(pieces), count
 
     def pages(self, reads: PageReads) -> bytes:
@@ -135,6 +144,8 @@ class Packer:
         head = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(write.payload))
         tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(life_ms), life_ms)
         pieces += head, write.payload, tail
+        if write.mark is not None:
+            pieces.append(pack_mark(write.mark))
 
     def _head(self, generation: str, table: str, page: int) -> bytes:
         if len(self._heads) >= _HEADS_MAX:
@@ -168,6 +179,11 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answ
                 continue
             reply = reply if isinstance(reply, hiredis.ReplyError) else value
         elif type(command) is PageRead and type(reply) is bytes and len(reply) == command.length:
+            answers.append(reply)
+            continue
+        elif type(command) is OverlayWrite and command.mark is not None:
+            next(place)  # the mark's: without it the lease ends by itself
+        elif type(command) in _LEASES and not isinstance(reply, hiredis.ReplyError):
             answers.append(reply)
             continue
         # An absent page answers GETRANGE with an empty string, so a wrong length means that it is not there.

@@ -162,3 +162,7 @@ class Keyspace:
     def overlay(self, generation: str, table: str, hash_hex: str) -> str:
         """One record written through by live inference."""
         return f"larder:{FORMAT}:{self.namespace}:w:{generation}:{table}:{hash_hex}"
+
+    def lease(self, generation: str, table: str, hash_hex: str, digest: bytes) -> str:
+        """Who computes the overlay for one input: beside the overlay, under the same rights."""
+        return f"{self.overlay(generation, table, hash_hex)}:{digest.hex()}"

@@ -18,6 +18,7 @@ from cache.errors import TierUnavailable
 from cache.frames import Frames
 from cache.keys import Keyspace
 from cache.lane import SECOND_LOOK_S, Lane, deadline_for
+from cache.lease import Lease
 from cache.part import Keep, Part, as_it_is
 from cache.wire import Batch, Replies
 
@@ -109,6 +110,13 @@ class RemoteTier:
     ) -> asyncio.Future[T]:
         """What `keep` makes of the answers to at least one read, the moment they land; no task, unlike a coroutine."""
         return cast(asyncio.Future[T], self._submit(reads, keep))
+
+    def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
+        """What Redis answers to `command`; it travels with the reads of this turn."""
+        return cast(
+            asyncio.Future[bytes | TierUnavailable | None],
+            self._submit((command,), lambda answers: answers[0]),
+        )
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
         """Stores each with its expiry; None where it was stored."""

@@ -9,6 +9,7 @@ from cache.columns import Rows, Wants
 from cache.commands import Answer, Overlay, OverlayWrite, Read
 from cache.errors import TierUnavailable
 from cache.keys import FORMAT, hash_hex
+from cache.lease import Mark
 from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.locating import reads_of
 from cache.outcomes import (
@@ -135,11 +136,31 @@ class Tiered:
         """A ready answer was sent: a hit of L1 like any other."""
         self.counters.l1 += 1
 
-    def put_live(self, view: View, want: Want, record: bytes, digest: bytes, ttl_s: float) -> None:
+    async def look_again(self, view: View, want: Want) -> Found | None:
+        """What another process may have stored for this very input since it was missed; L1 keeps it, too."""
+        key = LocalKey(view.generation, want.table.name, want.key)
+        if isinstance(found := self._local(view, want), Found):
+            return found
+        self.local.discard(key)  # an answer to another input, which a read would not replace
+        entry = await self.flights.do_one(key, lambda: self._fetch(view, (key,), (want,)))
+        if isinstance(entry, Entry):
+            self.negative.discard(key)
+        outcome = self._judged(key, entry, want)
+        return outcome if isinstance(outcome, Found) else None
+
+    def put_live(
+        self,
+        view: View,
+        want: Want,
+        record: bytes,
+        digest: bytes,
+        ttl_s: float,
+        mark: Mark | None = None,
+    ) -> None:
         """Keeps a live answer: in L1, and in L2 (in the background) only if the night did not know the entity.
 
-        Raises ValueError for anything but a whole live record of this entity: defaults and partial answers are
-        never stored.
+        `mark` is the lease that ends when the answer is stored. Raises ValueError for anything but a whole live record
+        of this entity: defaults and partial answers are never stored.
         """
         _check_live(want, record)
         key = LocalKey(view.generation, want.table.name, want.key)
@@ -152,7 +173,7 @@ class Tiered:
         self.negative.discard(key)
         payload = pack_overlay(record, digest)
         self.writes.put(
-            OverlayWrite(view.generation, want.table.name, hash_hex(want.key), payload, ttl_s)
+            OverlayWrite(view.generation, want.table.name, hash_hex(want.key), payload, ttl_s, mark)
         )
 
     def discard(self, view: View, want: Want) -> None:

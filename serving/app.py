@@ -29,6 +29,7 @@ from serving.hot import Hot
 from serving.http import refused
 from serving.infer import Inferences
 from serving.ladder import Ladder
+from serving.lead import Lead
 from serving.live import MicroBatcher, compute
 from serving.metrics import Events, Metrics
 from serving.nights import Nights
@@ -126,8 +127,14 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
         compute=compute,
         observe=metrics.inferred,
     )
+    name = replica_id()
+    lead = Lead(remote, tiers, remote.keyspace, wait_s=config.lease_wait_ms / 1000, name=name)
     inferences = Inferences(
-        batcher, tiers, overlay_ttl_s=config.overlay_ttl_s, outage_ttl_s=config.outage_ttl_s
+        batcher,
+        tiers,
+        overlay_ttl_s=config.overlay_ttl_s,
+        outage_ttl_s=config.outage_ttl_s,
+        lead=lead if config.lease_wait_ms else None,
     )
     ladder = Ladder(tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000)
     store = config.store()
@@ -154,6 +161,7 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
             "overlays_stored": tiers.writes.stored,
             "overlays_failed": tiers.writes.failed,
             "overlays_dropped": tiers.writes.dropped,
+            **lead.counts.events(),
         }
 
     aside = ThreadPoolExecutor(1, thread_name_prefix="larder-next")
@@ -169,7 +177,7 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
         store,
         remote,
         Heartbeat(
-            replica_id(),
+            name,
             follower,
             clock,
             metrics,

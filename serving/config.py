@@ -44,6 +44,7 @@ class ServingConfig:
     negative_ttl_s: float = 5.0
     overlay_ttl_s: float = 600.0
     outage_ttl_s: float = 15.0
+    lease_wait_ms: float = 200.0
 
     deadline_ms: float = 300.0
     deadline_max_ms: float = 10_000.0
@@ -86,6 +87,11 @@ class ServingConfig:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}", field=name)
+        if not 0 <= self.lease_wait_ms <= 60_000:
+            raise ConfigError(
+                f"lease_wait_ms is 0 (no leases) to 60000, not {self.lease_wait_ms}",
+                field="lease_wait_ms",
+            )
 
         self.nights()
 

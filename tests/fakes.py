@@ -11,6 +11,7 @@ from cache.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead,
 from cache.directory import Directory
 from cache.errors import TierUnavailable
 from cache.keys import canonical_id, fingerprint, hash_id, hash_ids
+from cache.lease import DONE, DONE_MS, Lease, LeaseTake
 from cache.manifest import Artefact, Producer, Table, TablePart
 from cache.outcomes import View, Want
 from cache.records import Layout, encode_vectors
@@ -47,6 +48,9 @@ class FakeRemote:
     overlays: dict[tuple[str, str, str], tuple[bytes, float]] = field(default_factory=dict)
     calls: list[tuple[Read, ...]] = field(default_factory=list)
     writes: list[OverlayWrite] = field(default_factory=list)
+    leases: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    asked: list[Lease] = field(default_factory=list)
+    lease_s: Callable[[], float] = lambda: 0.0
 
     async def read(self, reads: Sequence[Read], timeout_s: float | None = None) -> list[Answer]:
         """Answers as Redis would: a wrong length is no record, and what is held up was read before."""
@@ -84,7 +88,34 @@ class FakeRemote:
             for each in writes:
                 expires_at = self.timer() + each.ttl_s
                 self.overlays[each.generation, each.table, each.hash_hex] = each.payload, expires_at
+                if each.mark is not None:
+                    done = DONE + each.mark.token
+                    self.leases[each.mark.key] = done, self.timer() + DONE_MS / 1000
         return [self.fails_with] * len(writes)
+
+    def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
+        """Answers at once, as `SET NX GET PX` and the compare-and-set would; takes `lease_s` of a fake clock."""
+        self.asked.append(command)
+        if isinstance(self.timer, FakeClock):
+            self.timer.tick(self.lease_s())
+        done: asyncio.Future[bytes | TierUnavailable | None] = (
+            asyncio.get_running_loop().create_future()
+        )
+        done.set_result(self.fails_with or self._leased(command))
+        return done
+
+    def _leased(self, command: Lease) -> bytes | None:
+        stands, until = self.leases.get(command.key, (b"", 0.0))
+        found = stands if until > self.timer() else None
+        ends_at = self.timer() + command.life_ms / 1000
+        if isinstance(command, LeaseTake):
+            if found is None:
+                self.leases[command.key] = command.token, ends_at
+            return found
+        if found != command.seen:
+            return None
+        self.leases[command.key] = command.value, ends_at
+        return command.value
 
     @property
     def reads(self) -> list[PageRead | OverlayRead]:

@@ -14,6 +14,7 @@ from cache.commands import Overlay, OverlayRead, OverlayWrite, PageRead
 from cache.embedded import SETTINGS, find_server
 from cache.guarded import Guarded
 from cache.keys import Keyspace
+from cache.lease import LeaseSwap, LeaseTake, Mark
 from cache.releases import Pointer
 from cache.remote import RemoteConfig, RemoteTier
 from precompute.releases.control import Control, Row
@@ -103,6 +104,14 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     (found,) = await remote.read([overlay])
     assert isinstance(found, Overlay)
     assert found.payload == b"payload"
+    mark = Mark(KEYS.lease(*overlay, bytes(16)), b"replica/1")
+    assert await remote.lease(LeaseTake(*mark, 60_000)) is None
+    assert await remote.lease(LeaseTake(mark.key, b"replica/2", 60_000)) == mark.token
+    assert await remote.lease(LeaseSwap(*mark, mark.token, 60_000)) == mark.token
+    marked = OverlayWrite(*overlay, b"payload", 60.0, mark)
+    assert await remote.write_overlays([marked, marked._replace(mark=None)]) == [None, None]
+    assert await remote.lease(LeaseTake(*mark, 60_000)) == b"done:replica/1"
+    assert await remote.lease(LeaseSwap(*mark, mark.token, 60_000)) is None
     assert await remote.eviction_policy() == "volatile-lru"
     await remote.heartbeat("replica-1", b"{}", 1.0)
     await remote.heartbeat("replica-1", b'{"holds":[]}', 2.0)

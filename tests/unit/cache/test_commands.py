@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cache.commands import Command, Overlay, OverlayRead, OverlayWrite, Packer, PageRead, unpack
 from cache.errors import TierUnavailable
 from cache.keys import Keyspace
+from cache.lease import LeaseSwap, LeaseTake, Mark
 
 KEYS = Keyspace("ns")
 
@@ -47,7 +48,12 @@ ids = st.text("abc:é{}", min_size=1, max_size=8)
 commands = st.one_of(
     st.builds(PageRead, ids, ids, st.integers(0, 1 << 40), st.integers(0, 1 << 30), st.integers(1, 1 << 20)),
     st.builds(OverlayRead, ids, ids, ids),
-    st.builds(OverlayWrite, ids, ids, ids, st.binary(max_size=99), st.floats(0, 1e6)),
+    st.builds(
+        OverlayWrite, ids, ids, ids, st.binary(max_size=99), st.floats(0, 1e6),
+        st.none() | st.builds(Mark, ids, st.binary(max_size=9)),
+    ),
+    st.builds(LeaseTake, ids, st.binary(max_size=9), st.integers(1, 9_999)),
+    st.builds(LeaseSwap, ids, st.binary(max_size=9), st.binary(max_size=9), st.integers(1, 9_999)),
 )  # fmt: skip
 
 
@@ -60,9 +66,26 @@ def test_whatever_is_asked_is_whole_commands_one_per_reply_and_no_write_without_
     sent = parsed(packed)
     assert len(sent) == count
     for command in sent:
-        assert command[0] in (b"GETRANGE", b"PTTL", b"GET", b"SET")
+        assert command[0] in (b"GETRANGE", b"PTTL", b"GET", b"SET", b"EVAL")
         if command[0] == b"SET":
-            assert command[3] == b"PX" and int(command[4]) > 0
+            assert command[-2] == b"PX" and int(command[-1]) > 0
+
+
+def test_a_lease_is_taken_only_if_nobody_leads_and_marked_with_the_answer_itself() -> None:
+    key = KEYS.lease("g", "t", "ff", bytes(16))
+    take, mark = LeaseTake(key, b"me/1", 100), Mark(key, b"me/1")
+    write = OverlayWrite("g", "t", "ff", b"payload", 1.5, mark)
+
+    packed, count = Packer(KEYS).pack([take, write])
+
+    name = b"larder:1:ns:w:g:t:ff:" + b"00" * 16
+    assert parsed(packed) == [
+        [b"SET", name, b"me/1", b"NX", b"GET", b"PX", b"100"],
+        [b"SET", b"larder:1:ns:w:g:t:ff", b"payload", b"PX", b"1500"],
+        [b"SET", name, b"done:me/1", b"PX", b"2000"],
+    ]
+    assert count == 3
+    assert unpack([take, write, take], [None, b"OK", b"OK", b"other/1"]) == [None, None, b"other/1"]
 
 
 def test_a_packer_remembers_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,191 @@
+"""One process computes a cold answer; the others wait for it, but neither for long nor for a dead one."""
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import Protocol, TypeVar
+
+from cache.errors import TierUnavailable
+from cache.keys import Keyspace, hash_hex
+from cache.lease import DONE, GIVEN_BACK, Lease, LeaseSwap, LeaseTake, Mark
+from cache.tiered import Found, View, Want
+
+REST_S = 1.0
+"""Without leases after Redis was slow or refused one."""
+
+_FIRST_POLL_S = 0.002
+_POLL_MAX_S = 0.025
+_GROWTH = 1.5
+
+T = TypeVar("T")
+
+
+class Leases(Protocol):
+    """What leading needs of L2."""
+
+    def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
+        """Redis' answer to one command."""
+
+
+class Again(Protocol):
+    """What following needs of the tiers."""
+
+    async def look_again(self, view: View, want: Want) -> Found | None:
+        """The answer that another process has stored."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """How leases went; each cold answer adds to `led`, `adopted`, `timed_out` or `unavailable`."""
+
+    led: int = 0
+    waited: int = 0
+    adopted: int = 0
+    taken_over: int = 0
+    timed_out: int = 0
+    unavailable: int = 0
+
+    def events(self) -> dict[str, float]:
+        """By the names under which they are scraped."""
+        return {f"leases_{name}": count for name, count in asdict(self).items()}
+
+
+class Lead:
+    """Leases that live for half of `wait_s` and are renewed while their leader computes.
+
+    Whoever computes marks the lease as done, also without holding it: what matters is that the answer is there.
+    A follower polls with jitter, takes the stored answer as soon as the lease says that it is there, and leads itself
+    once the leader's lease has ended. After `wait_s`, or half of its caller's time, it computes without one.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        tiers: Again,
+        keyspace: Keyspace,
+        *,
+        wait_s: float,
+        name: str = "",
+        timer: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.counts = Counts()
+        self._leases = leases
+        self._tiers = tiers
+        self._keyspace = keyspace
+        self._wait_s = wait_s
+        self._life_s = wait_s / 2
+        self._name = f"{name or secrets.token_hex(4)}/".encode()
+        self._number = 0
+        self._timer = timer
+        self._sleep = sleep
+        self._jitter = jitter
+        self._resting_until = float("-inf")
+        self._held: dict[Mark, None] = {}
+        self._renewal: asyncio.TimerHandle | None = None
+
+    async def answer(
+        self,
+        view: View,
+        want: Want,
+        digest: bytes,
+        limit_s: float,
+        compute: Callable[[Mark | None], Awaitable[T]],
+    ) -> T | Found:
+        """What `compute` makes, at most in one process at a time, or what another process has just stored.
+
+        `compute` stores its answer with the mark that it is given; its errors are the caller's.
+        """
+        began = self._timer()
+        if began < self._resting_until:
+            self.counts.unavailable += 1
+            return await compute(None)
+        self._number += 1
+        mark = Mark(
+            self._keyspace.lease(view.generation, want.table.name, hash_hex(want.key), digest),
+            self._name + b"%d" % self._number,
+        )
+        stands = await self._take(mark)
+        if stands is not None:
+            give_up = began + min(self._wait_s, limit_s / 2)
+            found = await self._follow(mark, stands, view, want, give_up)
+            if isinstance(found, Found):
+                return found
+            if not found:
+                return await compute(mark)
+        return await self._lead(mark, compute)
+
+    async def _lead(self, mark: Mark, compute: Callable[[Mark | None], Awaitable[T]]) -> T:
+        self.counts.led += 1
+        self._held[mark] = None
+        if self._renewal is None:
+            self._renew_later()
+        try:
+            computed = await compute(mark)
+        except BaseException:
+            # No answer: somebody else may try at once.
+            self._leases.lease(LeaseSwap(mark.key, mark.token, GIVEN_BACK, 1))
+            raise
+        finally:
+            del self._held[mark]
+        return computed
+
+    async def _follow(
+        self, mark: Mark, stands: bytes | TierUnavailable, view: View, want: Want, give_up: float
+    ) -> Found | bool:
+        """The stored answer, else whether this process leads now."""
+        if not isinstance(stands, TierUnavailable):
+            self.counts.waited += 1
+        pause_s = _FIRST_POLL_S
+        now: bytes | TierUnavailable | None = stands
+        while now is not None:
+            if isinstance(now, TierUnavailable):
+                self.counts.unavailable += 1
+                return False
+            if now.startswith(DONE):
+                if (found := await self._tiers.look_again(view, want)) is not None:
+                    self.counts.adopted += 1
+                    return found
+                # Stored and gone again, or replaced by the answer to another input: nobody computes it now.
+                if await self._leases.lease(self._instead(mark, now)) == mark.token:
+                    break
+            left_s = give_up - self._timer()
+            if left_s <= 0:
+                self.counts.timed_out += 1
+                return False
+            await self._sleep(min(left_s, pause_s * (0.75 + self._jitter() / 2)))
+            pause_s = min(pause_s * _GROWTH, _POLL_MAX_S)
+            now = await self._take(mark)
+        self.counts.taken_over += 1
+        return True
+
+    def _instead(self, mark: Mark, seen: bytes) -> LeaseSwap:
+        return LeaseSwap(mark.key, seen, mark.token, self._life_ms)
+
+    @property
+    def _life_ms(self) -> int:
+        return max(1, round(1000 * self._life_s))
+
+    async def _take(self, mark: Mark) -> bytes | TierUnavailable | None:
+        began = self._timer()
+        stands = await self._leases.lease(LeaseTake(mark.key, mark.token, self._life_ms))
+        now = self._timer()
+        if isinstance(stands, TierUnavailable) or now - began > self._wait_s / 8:
+            self._resting_until = now + REST_S
+        return stands
+
+    def _renew_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._renewal = loop.call_later(self._life_s / 3, self._renew)
+
+    def _renew(self) -> None:
+        # All leases of the process in one pipeline, and no timer for those that end before it.
+        self._renewal = None
+        for mark in self._held:
+            self._leases.lease(self._instead(mark, mark.token))
+        if self._held:
+            self._renew_later()
