@@ -1,0 +1,120 @@
+"""Many callers of the same cold answers at once, over a real Redis: one inference and one read for each."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import redis
+
+from cache.embedded import Server
+from cache.keys import Keyspace
+from cache.local import LocalTier, NegativeCache
+from cache.remote import RemoteConfig, RemoteTier
+from cache.tiered import Tiered
+from serving.ask import Entity
+from serving.holding import Holding
+from serving.infer import Inferences
+from serving.ladder import Ladder
+from serving.lead import Lead
+from serving.live import MicroBatcher, compute
+from tests.unit.serving.world import World, ask, entity, ids
+
+BATCH = 64
+WAITERS = 10_000
+
+
+@dataclass
+class Replica:
+    """Everything between a caller and Redis, with a model that counts."""
+
+    world: World
+    tiers: Tiered
+    ladder: Ladder
+    lead: Lead
+
+    async def __call__(self, entities: Sequence[Entity]) -> list[Any]:
+        """One request for each of them, all at once."""
+        holding = Holding(self.world.snapshot())
+        requests = [
+            self.ladder.lookup(holding, ask(each, deadline_s=60.0), time.monotonic())
+            for each in entities
+        ]
+        return [answer for (answer,) in await asyncio.gather(*requests)]
+
+    @property
+    def batches(self) -> list[int]:
+        """Sizes of the inferences so far."""
+        return [len(batch) for batch in self.world.predictor.batches]
+
+
+@pytest.fixture
+async def replica(own_redis: Server, keyspace: Keyspace) -> AsyncIterator[Replica]:
+    """One with generous deadlines: what is counted here must not depend on the machine's speed."""
+    world = World()
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=30.0), keyspace)
+    tiers = Tiered(LocalTier(16 << 20), NegativeCache(100_000, 60.0), remote)
+    with ThreadPoolExecutor(1) as executor:
+        batcher = MicroBatcher(
+            executor, workers=1, max_batch=BATCH, max_queue=2_048, max_queue_bytes=32 << 20, compute=compute
+        )  # fmt: skip
+        lead = Lead(remote, tiers, keyspace, wait_s=60.0)
+        inferences = Inferences(batcher, tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, lead=lead)
+        ladder = Ladder(tiers, inferences, world.metrics, l2_deadline_s=30.0)
+        yield Replica(world, tiers, ladder, lead)
+    await tiers.aclose()
+    await remote.aclose()
+
+
+def calls(server: Server) -> dict[str, int]:
+    """What Redis was asked so far, by command."""
+    with redis.Redis.from_url(server.url, protocol=2) as connection:
+        stats = connection.info("commandstats")
+    return {name.removeprefix("cmdstat_"): each["calls"] for name, each in stats.items()}
+
+
+async def test_ten_thousand_waiters_for_one_cold_answer_cost_one_inference_and_one_read(
+    replica: Replica, own_redis: Server
+) -> None:
+    answers = await replica([entity("stranger", history=ids("i1"))] * WAITERS)
+
+    assert len(answers) == WAITERS
+    assert {answer["source"] for answer in answers} <= {"live", "l1"}
+    assert {tuple(answer["items"]) for answer in answers} == {tuple(answers[0]["items"])}
+    assert replica.batches == [1]
+    assert replica.tiers.counters.l2_reads == 1
+    assert replica.lead.counts.led == 1
+    await replica.tiers.aclose(30.0)
+    asked = calls(own_redis)
+    # The overlay's look-up; the lease, the overlay, and the lease's mark.
+    assert (asked["get"], asked["pttl"], asked["set"]) == (1, 1, 3)
+    assert "getrange" not in asked
+
+
+async def test_waiters_with_different_inputs_never_share_an_inference(replica: Replica) -> None:
+    items = [f"i{number}" for number in range(20)]
+
+    answers = await replica([entity("stranger", history=ids(item)) for item in items * 50])
+
+    assert sum(replica.batches) == len(items)
+    heads = [tuple(answers[at]["items"]) for at in range(20)]
+    assert len(set(heads)) == 20
+    assert all(tuple(answer["items"]) == heads[at % 20] for at, answer in enumerate(answers))
+
+
+async def test_a_thousand_cold_answers_with_ten_waiters_each_are_inferred_once_and_in_batches(
+    replica: Replica, own_redis: Server
+) -> None:
+    strangers = [entity(f"stranger-{number}", history=ids("i1")) for number in range(1_000)]
+
+    answers = await replica(strangers * 10)
+
+    assert {answer["source"] for answer in answers} <= {"live", "l1"}
+    assert sum(replica.batches) == 1_000
+    assert len(replica.batches) <= 2 * -(-1_000 // BATCH)
+    assert replica.tiers.counters.l2_reads == 1_000
+    await replica.tiers.aclose(30.0)
+    assert calls(own_redis)["get"] == 1_000
