@@ -2,19 +2,18 @@
 
 import argparse
 import asyncio
-import gc
+import functools
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
-from types import FrameType
-from typing import Any
+from pathlib import Path
 
 import redis
-import uvicorn
 from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
 from redis.retry import Retry
@@ -23,28 +22,27 @@ from cache.embedded import redis_url
 from cache.errors import ConfigError, LarderError
 from cache.keys import Keyspace
 from cache.releases import newest_release
-from serving.app import check_token, create_app
-from serving.config import ServingConfig
+from serving.config import ServingConfig, check_token
+from serving.workers import Spawn, Workers
 
 log = logging.getLogger("serving")
 
 _BACKLOG = 2_048
-_LOOK_S = 0.05
-_QUIET_LOOKS = 5
-_SWITCH_S = 0.0005
-"""How long a thread that opens the next generation may keep the loop from going on; Python's own 5 ms is felt."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the service; 0 after a clean stop, 2 when it cannot start as configured."""
+    """Runs the service; 0 after a clean stop, 2 when it cannot start as configured, 1 when no worker stays up."""
     sent = _parser().parse_args(arguments)
     # uvicorn raises what stopped it once more when it is done: the default would end us before Redis is stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.setswitchinterval(_SWITCH_S)
     logging.basicConfig(level=sent.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         config = ServingConfig.load(
-            os.environ, host=sent.host, port=sent.port, insecure=sent.insecure or None
+            os.environ,
+            host=sent.host,
+            port=sent.port,
+            workers=sent.workers,
+            insecure=sent.insecure or None,
         )
         config.require_guard()
         check_token(config.token)
@@ -52,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             is_own = not config.redis_url
             config = config.with_redis(url)
             _check_redis(config, is_own=is_own)
-            _serve(config, listener, sent.log_level)
+            serve = _serve if config.workers == 1 else _supervise
+            return serve(config, listener, sent.log_level)
     except LarderError as error:
         print(f"larder: {error.message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 0
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", help="address to bind (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to bind, 0 = any free one (default 8000)")
+    parser.add_argument(
+        "--workers", type=int, help="processes that answer, each with an L1 of its own (default 1)"
+    )
     parser.add_argument(
         "--insecure", action="store_true", help="let others reach the service without a token"
     )
@@ -141,82 +142,34 @@ def _restore(config: ServingConfig) -> None:
         log.warning("restore ended with code %d: pages stay out of reach", done.returncode)
 
 
-def _serve(config: ServingConfig, listener: socket.socket, log_level: str) -> None:
-    server = _Server(
-        uvicorn.Config(
-            create_app(config),
-            loop="uvloop",
-            http="httptools",
-            lifespan="on",
-            access_log=False,
-            log_level=log_level,
-            backlog=_BACKLOG,
-        ),
-        drain_s=config.drain_s,
-    )
+def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    server.announcement = f"Larder serves on {url}"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _announce(listener: socket.socket) -> None:
+    """On a line that a program can read."""
+    print(f"Larder serves on {_url(listener)}", flush=True)
+
+
+def _serve(config: ServingConfig, listener: socket.socket, log_level: str) -> int:
+    # Not above: a parent of workers needs neither the web framework nor the model's runtime.
+    from serving.app import create_app
+    from serving.server import make_server
+
+    announce = functools.partial(_announce, listener)
+    server = make_server(create_app(config), config, log_level, announce)
     server.run(sockets=[listener])
     if not server.started:
         raise ConfigError("the service could not start; the log says why")
+    return 0
 
 
-class _Server(uvicorn.Server):
-    """Says where it serves once it does, on a line that a program can read, and stops when nobody asks any more."""
-
-    announcement = ""
-
-    def __init__(self, config: uvicorn.Config, *, drain_s: float) -> None:
-        super().__init__(config)
-        self._drain_s = drain_s
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: asyncio.Task[None] | None = None
-        self._is_told = False
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts, then announces."""
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-        if self.started:
-            # Modules and models stay for good; a full collection that walks them all held every request for 50 ms.
-            gc.collect()
-            gc.freeze()
-            print(self.announcement, flush=True)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drains at the first signal, exits at once at the second."""
-        if self._loop is None or not self.started or self._is_told:
-            super().handle_exit(sig, frame)
-            self.force_exit = self._is_told
-            if self.force_exit:
-                self.config.timeout_graceful_shutdown = 0
-            return
-        self._is_told = True
-        # A signal handler runs between any two instructions, and the loop may be asleep.
-        self._loop.call_soon_threadsafe(self._start_draining, sig)
-
-    def _start_draining(self, sig: int) -> None:
-        self._draining = asyncio.create_task(self._drain(sig))
-
-    async def _drain(self, sig: int) -> None:
-        """Goes on accepting and answering until a while without requests: who was under way is not reset."""
-        loop, state = asyncio.get_running_loop(), self.server_state
-        give_up = loop.time() + self._drain_s
-        app: Any = self.config.app
-        signing_off = asyncio.create_task(app.state.service.drain())
-        for headers in (self.config.encoded_headers, state.default_headers):
-            headers.append((b"connection", b"close"))  # callers go elsewhere for their next request
-        answered, quiet = state.total_requests, 0
-        # Looks, not seconds: a loop that was busy in between has not yet seen what lies in its sockets.
-        while quiet < _QUIET_LOOKS and loop.time() < give_up and not self.should_exit:
-            await asyncio.sleep(_LOOK_S)
-            is_quiet = not state.tasks and state.total_requests == answered
-            answered, quiet = state.total_requests, quiet + 1 if is_quiet else 0
-        await asyncio.wait({signing_off}, timeout=max(0.0, give_up - loop.time()))
-        if not self.should_exit:
-            self.config.timeout_graceful_shutdown = max(1, int(give_up - loop.time()))
-            super().handle_exit(sig, None)
+def _supervise(config: ServingConfig, listener: socket.socket, log_level: str) -> int:
+    announce = functools.partial(_announce, listener)
+    with tempfile.TemporaryDirectory(prefix="larder-") as folder:  # nobody else may enter it
+        spawn = Spawn(listener, Path(folder), config.redis_url, log_level)
+        return asyncio.run(Workers(config.workers, spawn, config.drain_s, announce).run())
 
 
 if __name__ == "__main__":

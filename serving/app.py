@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 
 from cache.blocklist import Blocklist
 from cache.breaker import Breaker
-from cache.errors import ConfigError
 from cache.keys import Keyspace
 from cache.local import LocalTier, NegativeCache
 from cache.releases import Pointer
@@ -21,7 +20,7 @@ from cache.remote import RemoteConfig, RemoteTier
 from cache.tiered import Tiered
 from serving import openapi
 from serving.clock import RedisClock
-from serving.config import ServingConfig
+from serving.config import ServingConfig, check_token
 from serving.follower import Follower
 from serving.front import Front
 from serving.heartbeat import Heartbeat
@@ -33,6 +32,7 @@ from serving.lead import Lead
 from serving.live import MicroBatcher, compute
 from serving.metrics import Events, Metrics
 from serving.nights import Nights
+from serving.peers import Peers
 from serving.problem import Problem
 from serving.refresh import Refresher
 from serving.routes import Service, routes
@@ -45,13 +45,16 @@ _BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def create_app(config: ServingConfig) -> Front:
-    """The application; nothing is opened before it starts. Raises ConfigError for a token nobody could send."""
+def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
+    """The application; nothing is opened before it starts. Raises ConfigError for a token nobody could send.
+
+    `peers`: the workers of the same parent, if there are any.
+    """
     check_token(config.token)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with running(config) as service:
+        async with running(config, peers) as service:
             app.state.service = service
             # Routes are tried in order: what is asked most comes before the documentation.
             documentation = list(app.router.routes)
@@ -80,15 +83,6 @@ def create_app(config: ServingConfig) -> Front:
     return app
 
 
-def check_token(token: str) -> None:
-    """Raises ConfigError for a token that no header can carry as it is."""
-    if not token.isprintable() or any(each.isspace() for each in token):
-        raise ConfigError(
-            "a token is printable characters without spaces; without any, leave LARDER_TOKEN unset",
-            field="token",
-        )
-
-
 def _document_token(app: FastAPI) -> None:
     undocumented = app.openapi
 
@@ -102,7 +96,7 @@ def _document_token(app: FastAPI) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(config: ServingConfig) -> AsyncIterator[Service]:
+async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIterator[Service]:
     """Everything behind the routes, opened in order and closed in reverse."""
     metrics = Metrics()
     breaker = Breaker(config.breaker_threshold, config.breaker_cooldown_s)
@@ -204,11 +198,16 @@ async def running(config: ServingConfig) -> AsyncIterator[Service]:
         trial,
         tiers,
         remote.bound_s,
+        metrics.exposition if peers is None else peers.exposition,
     )
     try:
         await refresher.start()
+        if peers is not None:
+            await peers.open(metrics.expose)
         yield service
     finally:
+        if peers is not None:
+            await peers.aclose()
         await refresher.aclose()
         await tiers.aclose()
         await remote.aclose()

@@ -29,6 +29,7 @@ class ServingConfig:
     port: int = 8000
     token: str = ""
     insecure: bool = False
+    workers: int = 1
 
     state: Path = Path(".larder")
     artifacts: str = ".larder/artifacts"
@@ -159,7 +160,17 @@ class ServingConfig:
         return replace(self, redis_url=url)
 
 
+def check_token(token: str) -> None:
+    """Raises ConfigError for a token that no header can carry as it is."""
+    if not token.isprintable() or any(each.isspace() for each in token):
+        raise ConfigError(
+            "a token is printable characters without spaces; without any, leave LARDER_TOKEN unset",
+            field="token",
+        )
+
+
 _POSITIVE = (
+    "workers",
     "l1_bytes", "negative_entries", "negative_ttl_s", "overlay_ttl_s", "outage_ttl_s",
     "deadline_ms", "deadline_max_ms", "l2_deadline_ms", "l2_connections", "breaker_threshold", "breaker_cooldown_s",
     "live_workers", "live_threads", "live_batch", "live_queue", "live_queue_bytes",

@@ -217,6 +217,10 @@ class Metrics:
     def _settle(self, flip: int) -> None:
         self._is_flipping = self._flips != flip
 
+    async def exposition(self) -> bytes:
+        """What a scrape is answered with where this process is the whole service."""
+        return self.expose()
+
     def expose(self) -> bytes:
         """The text format of Prometheus."""
         answers, requests = self.tally.take()

@@ -58,6 +58,7 @@ class Service:
     trial: Trial
     tiers: Tiered
     l2_bound_s: Callable[[], float]
+    expose: Callable[[], Awaitable[bytes]]
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:
@@ -140,7 +141,7 @@ def routes(service: Service) -> APIRouter:
         return as_json(200 if health.ready else 503, body)
 
     async def metrics(_request: Request) -> Response:
-        return Response(service.metrics.expose(), media_type=CONTENT_TYPE)
+        return Response(await service.expose(), media_type=CONTENT_TYPE)
 
     def add(path: str, method: str, handler: Handler, extra: dict[str, Any] | None = None) -> None:
         route = path.partition("{entity")[0].rstrip("/") if "{entity" in path else path

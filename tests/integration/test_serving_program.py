@@ -1,17 +1,13 @@
 """`python -m serving` as a program: what it prints, what it refuses, how it stops and what it starts itself."""
 
 import contextlib
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from queue import Empty, Queue
 
 import httpx
 import orjson
@@ -21,10 +17,8 @@ from cache.embedded import server
 from precompute.config import NightConfig
 from serving.client import Client, Entity, Options
 from tests.integration.nights import build_night, histories
+from tests.integration.program import ROOT, alive, environment, started
 from tests.polling import until
-
-ROOT = Path(__file__).parents[2]
-ANNOUNCED = "Larder serves on "
 
 
 @pytest.fixture(scope="module")
@@ -32,52 +26,11 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
     return build_night(tmp_path_factory.mktemp("night"), redis_url)
 
 
-def environment(night: NightConfig, state: Path, **more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
-    kept.pop("REDIS_URL", None)
-    return kept | {
-        "LARDER_ARTIFACTS": str(night.path(night.artifacts)),
-        "LARDER_NAMESPACE": night.namespace,
-        "LARDER_STATE": str(state),
-        "LARDER_DEADLINE_MS": "3000",
-        "LARDER_L2_DEADLINE_MS": "500",
-        "PYTHONPATH": str(ROOT),
-    } | more  # fmt: skip
-
-
 def run(environ: dict[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "serving", *arguments],
         env=environ, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def started(environ: dict[str, str]) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """The running program and the URL that it announced."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "serving", "--port", "0"],
-        env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    lines: Queue[str] = Queue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.put(line)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        line = lines.get(timeout=60)
-        assert line.startswith(ANNOUNCED), line
-        yield process, line.removeprefix(ANNOUNCED).strip()
-    except Empty as error:
-        raise AssertionError("nothing was announced") from error
-    finally:
-        process.kill()
-        process.wait(10)
-        reader.join(10)
 
 
 def test_help_says_where_settings_come_from(night: NightConfig, tmp_path: Path) -> None:
@@ -252,12 +205,3 @@ def test_a_killed_service_takes_its_redis_along(night: NightConfig, tmp_path: Pa
 
 def running_redis(state: Path) -> int:
     return int(orjson.loads((state / "redis.json").read_bytes())["pid"])
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    status = Path(f"/proc/{pid}/status")
-    return not (status.exists() and "State:\tZ" in status.read_text())

@@ -1,0 +1,93 @@
+"""What all workers of a host count, in the answer of whichever of them is scraped."""
+
+import asyncio
+import contextlib
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+_ANSWER_S = 1.0
+_TEXT_MAX = 8 << 20
+
+
+class Peers:
+    """A unix socket per worker in a folder that only they may enter; on each, a worker tells its own counts."""
+
+    def __init__(self, folder: Path, slot: int) -> None:
+        self._folder = folder
+        self._slot = slot
+        self._server: asyncio.Server | None = None
+        self._expose: Callable[[], bytes] = bytes
+
+    async def open(self, expose: Callable[[], bytes]) -> None:
+        """Answers peers from now on."""
+        self._expose = expose
+        path = self._folder / f"{self._slot}.sock"
+        self._server = await asyncio.start_unix_server(self._tell, path)
+
+    async def aclose(self) -> None:
+        """Answers no more."""
+        if self._server is not None:
+            self._server.close()
+            (self._folder / f"{self._slot}.sock").unlink(missing_ok=True)
+
+    async def exposition(self) -> bytes:
+        """The counts of every worker that answers in time, each series with the label `worker`."""
+        others = [each for each in self._folder.glob("*.sock") if each.stem != str(self._slot)]
+        told = await asyncio.gather(*map(_ask, others))
+        texts = {each.stem: text for each, text in zip(others, told, strict=True) if text}
+        texts[str(self._slot)] = self._expose()
+        return merged(dict(sorted(texts.items(), key=lambda each: int(each[0]))))
+
+    async def _tell(self, _reader: StreamReader, writer: StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError):
+            writer.write(self._expose())
+            async with asyncio.timeout(_ANSWER_S):
+                await writer.drain()
+        writer.close()
+
+
+async def _ask(path: Path) -> bytes:
+    """What a peer tells; nothing from one that died or hangs."""
+    writer: StreamWriter | None = None
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            reader, writer = await asyncio.open_unix_connection(path)
+            text = bytearray()
+            while len(text) <= _TEXT_MAX and (part := await reader.read(1 << 16)):
+                text += part
+    except (OSError, TimeoutError):
+        return b""
+    finally:
+        if writer is not None:
+            writer.close()
+    # One that died while it told has told half a line.
+    return bytes(text) if len(text) <= _TEXT_MAX and text.endswith(b"\n") else b""
+
+
+def merged(texts: Mapping[str, bytes]) -> bytes:
+    """One exposition (text format 0.0.4) of several, by worker: each family once, with the series of all."""
+    heads: dict[bytes, list[bytes]] = {}
+    samples: dict[bytes, list[bytes]] = {}
+    for worker, text in texts.items():
+        label = b'worker="%s"' % worker.encode()
+        family = b""
+        head: list[bytes] = []
+        for line in text.splitlines():
+            if line.startswith(b"# HELP "):
+                family, head = line.split(b" ", 3)[2], []
+                heads.setdefault(family, head)
+            if line.startswith(b"#"):
+                head.append(line)
+            else:
+                samples.setdefault(family, []).append(_labelled(line, label))
+    lines = [line for family, head in heads.items() for line in head + samples.get(family, [])]
+    return b"".join(line + b"\n" for line in lines)
+
+
+def _labelled(sample: bytes, label: bytes) -> bytes:
+    name, brace, rest = sample.partition(b"{")
+    if brace and b" " not in name:
+        return b"%s{%s%s%s" % (name, label, b"" if rest.startswith(b"}") else b",", rest)
+    name, _, value = sample.partition(b" ")
+    return b"%s{%s} %s" % (name, label, value)

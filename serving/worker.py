@@ -1,0 +1,64 @@
+"""One of several workers: serves on its parent's socket, and ends when the parent does. Started by `workers` only."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cache.errors import ConfigError, LarderError
+from serving.app import create_app
+from serving.config import ServingConfig
+from serving.peers import Peers
+from serving.server import Server, make_server
+from serving.workers import READY
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Arguments: listening and control file descriptors, the workers' folder, slot, log level; 2 for bad settings."""
+    listener, control = (socket.socket(fileno=int(each)) for each in arguments[:2])
+    folder, slot, log_level = Path(arguments[2]), int(arguments[3]), arguments[4]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    logging.basicConfig(
+        level=log_level.upper(), format=f"%(levelname)s worker {slot} %(name)s: %(message)s"
+    )
+    try:
+        config = ServingConfig.load(os.environ)
+        app = create_app(config, Peers(folder, slot))
+
+        def announce() -> None:
+            control.setblocking(False)
+            asyncio.get_running_loop().add_reader(control, _heard, server, control)
+            with contextlib.suppress(OSError):
+                control.send(READY)
+
+        server = make_server(app, config, log_level, announce)
+        server.run(sockets=[listener])
+        if not server.started:
+            raise ConfigError("the worker could not start; the log says why")
+    except LarderError as error:
+        print(f"larder: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _heard(server: Server, control: socket.socket) -> None:
+    try:
+        said = control.recv(64)
+    except OSError:
+        said = b""
+    if said:
+        server.retire()
+    else:  # nobody is left to start a successor, or to tell this one to stop
+        asyncio.get_running_loop().remove_reader(control)
+        server.handle_exit(signal.SIGTERM, None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

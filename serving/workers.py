@@ -1,0 +1,251 @@
+"""The parent of several workers: one listening socket for all, and another worker for each that dies."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+READY, RETIRE = b"ready", b"retire"
+"""What worker and parent tell each other over their control socket; its end says that the other is gone."""
+
+START_S = 600.0
+"""A generation's files are read and checked before a worker is ready."""
+GRACE_S = 5.0
+STEADY_S = 10.0
+"""A worker that was ready for so long starts the count of failures anew."""
+TRIES = 5
+
+
+def pause_s(failures: int) -> float:
+    """Before the next start, after so many short lives in a row."""
+    return 0.0 if failures < 1 else min(30.0, 0.2 * 2.0 ** min(failures - 1, 10))
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One process; no other that lives has its slot."""
+
+    slot: int
+    process: asyncio.subprocess.Process
+    control: socket.socket
+    ready_at: float | None = None
+
+    def tell(self, signal_: signal.Signals) -> None:
+        """Sends a signal, unless it has ended."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal_)
+
+    def retire(self) -> None:
+        """Asks it to take no new connections, to answer what it has, and to end."""
+        with contextlib.suppress(OSError):
+            self.control.send(RETIRE)
+
+    def __str__(self) -> str:
+        return f"worker {self.slot} (process {self.process.pid})"
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Starts workers; each is a program of its own and reads its settings anew."""
+
+    listener: socket.socket
+    folder: Path
+    redis_url: str
+    log_level: str
+    program: tuple[str, ...] = ("-m", "serving.worker")
+
+    async def __call__(self, slot: int) -> Worker:
+        """A worker that is starting."""
+        ours, its = socket.socketpair()
+        ours.setblocking(False)
+        files = (self.listener.fileno(), its.fileno())
+        with its:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *self.program, *map(str, files),
+                str(self.folder), str(slot), self.log_level,
+                # Not among the arguments: they can be read by anybody on the host, and the URL holds a password.
+                env=os.environ | {"REDIS_URL": self.redis_url},
+                stdin=asyncio.subprocess.DEVNULL, pass_fds=files,
+                start_new_session=True,  # Ctrl-C is told to the parent, which tells its workers once
+            )  # fmt: skip
+        return Worker(slot, process, ours)
+
+    def clean(self, slot: int) -> None:
+        """Removes what a worker that ended may have left."""
+        (self.folder / f"{slot}.sock").unlink(missing_ok=True)
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    worker: Worker | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Workers:
+    """Keeps `count` workers until it is told to stop."""
+
+    count: int
+    spawn: Spawn
+    drain_s: float
+    announce: Callable[[], None]
+    pause_s: Callable[[int], float] = pause_s
+    _places: list[_Place] = field(default_factory=list)
+    _slots: set[int] = field(default_factory=set)
+    _living: set[Worker] = field(default_factory=set)
+    _reaping: set[asyncio.Task[None]] = field(default_factory=set)
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _rolling: asyncio.Event = field(default_factory=asyncio.Event)
+    _code: int = 0
+    _is_announced: bool = False
+
+    async def run(self) -> int:
+        """The exit code: 0 after a clean stop, else 1, or a worker's own if none could start."""
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(each, self._stop)
+        loop.add_signal_handler(signal.SIGHUP, self._rolling.set)
+        self._places = [_Place() for _ in range(self.count)]
+        rolling = asyncio.create_task(self._roll_when_told())
+        await asyncio.gather(*map(self._keep, self._places))
+        while self._reaping:  # one that a rolling restart has just started or retired
+            await asyncio.wait(self._reaping)
+        rolling.cancel()
+        await asyncio.wait({rolling})
+        return self._code
+
+    def _stop(self) -> None:
+        """At the first signal workers drain, at the second they end at once."""
+        bound_s = GRACE_S + (0.0 if self._stopping.is_set() else self.drain_s)
+        self._stopping.set()
+        self.spawn.listener.close()  # the workers' own keep it open while they drain
+        for each in self._living:
+            each.tell(signal.SIGTERM)
+        asyncio.get_running_loop().call_later(bound_s, self._kill)
+
+    def _kill(self) -> None:
+        for each in self._living:
+            log.warning("%s did not stop in time and is killed", each)
+            each.tell(signal.SIGKILL)
+
+    async def _keep(self, place: _Place) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            worker: Worker | None = await self._start()
+            place.worker = worker
+            while worker is not None:
+                self._announce_once()
+                code = await worker.process.wait()
+                # A rolling restart may have put another one in its place.
+                last, worker = worker, place.worker if place.worker is not worker else None
+            place.worker = None
+            if self._stopping.is_set():
+                return
+            is_steady = last.ready_at is not None and time.monotonic() - last.ready_at >= STEADY_S
+            failures = 1 if is_steady else failures + 1
+            if self._is_hopeless(last, code, failures):
+                return
+            log.warning(
+                "%s ended with code %d: another starts in %.1f s",
+                last,
+                code,
+                self.pause_s(failures),
+            )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.pause_s(failures)):
+                    await self._stopping.wait()
+
+    def _is_hopeless(self, last: Worker, code: int, failures: int) -> bool:
+        """Whether starting again is given up; never while any worker answers."""
+        if any(each.ready_at is not None for each in self._living):
+            return False
+        is_refused = code == 2 and not self._is_announced  # its settings; it said what is wrong
+        if last.ready_at is not None or not (is_refused or failures >= TRIES):
+            return False
+        if not self._stopping.is_set():
+            log.error("%s ended with code %d: giving up after %d starts", last, code, failures)
+            self._code = 2 if is_refused else 1
+            self._stop()
+        return True
+
+    def _announce_once(self) -> None:
+        is_whole = all(each.worker and each.worker.ready_at is not None for each in self._places)
+        if is_whole and not self._is_announced:
+            self._is_announced = True
+            self.announce()
+
+    async def _start(self) -> Worker:
+        """A worker that is ready, or that has ended or is about to."""
+        slot = min(set(range(len(self._slots) + 1)) - self._slots)
+        self._slots.add(slot)
+        worker = await self.spawn(slot)
+        self._living.add(worker)
+        reaping = asyncio.create_task(self._reap(worker))
+        self._reaping.add(reaping)
+        reaping.add_done_callback(self._reaping.discard)
+        if self._stopping.is_set():
+            worker.tell(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(START_S):
+                said = await asyncio.get_running_loop().sock_recv(worker.control, len(READY))
+        except (TimeoutError, OSError):
+            said = b""
+        if said == READY:
+            worker.ready_at = time.monotonic()
+        elif not self._stopping.is_set():
+            await self._end(worker, GRACE_S)
+        return worker
+
+    async def _reap(self, worker: Worker) -> None:
+        await worker.process.wait()
+        worker.control.close()
+        self.spawn.clean(worker.slot)
+        self._slots.discard(worker.slot)
+        self._living.discard(worker)
+
+    async def _end(self, worker: Worker, bound_s: float) -> None:
+        """Waits for its end, and brings it about when that takes too long."""
+        try:
+            async with asyncio.timeout(bound_s):
+                await worker.process.wait()
+        except TimeoutError:
+            log.warning("%s did not end in time and is killed", worker)
+            worker.tell(signal.SIGKILL)
+            await worker.process.wait()
+
+    async def _roll_when_told(self) -> None:
+        while True:
+            await self._rolling.wait()
+            self._rolling.clear()
+            await self._roll()
+
+    async def _roll(self) -> None:
+        """Replaces one worker after the other, the new one ready before the old one is let go."""
+        for place in self._places:
+            old = place.worker
+            if self._stopping.is_set():
+                return
+            if old is None or old.ready_at is None:
+                continue  # it is starting, with the settings of today
+            new = await self._start()
+            if self._stopping.is_set():
+                return
+            if new.ready_at is None:
+                log.error("%s did not become ready: the workers that run go on as they are", new)
+                return
+            if place.worker is old:
+                place.worker = new
+            else:  # it died meanwhile, and has a successor
+                old = new
+            old.retire()
+            await self._end(old, self.drain_s + GRACE_S)
+        log.info("all workers have been replaced")
