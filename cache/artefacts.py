@@ -255,7 +255,9 @@ class ArtefactStore:
             beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
             try:
                 fs.get_file(url, str(beside))
-                beside.replace(target)
+                # What another worker brought meanwhile is mapped there: all map one file, or each holds its own.
+                with contextlib.suppress(FileExistsError):
+                    os.link(beside, target)
             except FileNotFoundError as error:
                 raise StoreError(f"{path} is not in {self.url}") from error
             except OSError as error:

@@ -1,0 +1,27 @@
+"""What a process maps of files, page by page, as the kernel counts it (`/proc/PID/smaps`)."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+_HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+ *(.*)$")
+
+
+def mapped(pid: int, under: Path) -> dict[str, Counter[str]]:
+    """File name -> kB by counter (Rss, Pss, Private_Clean, Private_Dirty, ...) of what lies under a folder."""
+    found: dict[str, Counter[str]] = {}
+    path = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if (head := _HEAD.match(line)) is not None:
+            path = head[1]
+        elif path.startswith(f"{under}/") and line.endswith(" kB"):
+            name, value = line.split(":")
+            counted = found.setdefault(path.removeprefix(f"{under}/"), Counter())
+            counted[name] += int(value.removesuffix("kB"))
+    return found
+
+
+def private_kb(pid: int) -> int:
+    """What this process alone occupies."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return sum(map(int, re.findall(r"^Private_(?:Clean|Dirty): +(\d+) kB$", text, re.MULTILINE)))

@@ -1,0 +1,89 @@
+"""What a generation's files occupy on a host: once, however many workers there are."""
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import faiss
+import httpx
+import numpy as np
+import pytest
+
+from tests.integration.mapped import mapped, private_kb
+from tests.integration.mapping_reader import HASHES, INDEX, VECTORS
+from tests.integration.nights import build_night, histories
+from tests.integration.program import ROOT, environment, started
+from tests.polling import until
+
+ITEMS, DIMS, USERS = 100_000, 64, 3_000_000
+FILES_KB = (ITEMS * DIMS * 4 * 2 + USERS * 8) // 1024
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not count shared pages"
+)
+
+
+def test_a_second_process_shares_directory_vectors_and_index(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    vectors = rng.random((ITEMS, DIMS), np.float32)
+    np.sort(rng.integers(0, 2**63, USERS, np.uint64)).tofile(tmp_path / HASHES)
+    vectors.tofile(tmp_path / VECTORS)
+    index = faiss.IndexFlatIP(DIMS)
+    index.add(vectors)
+    faiss.write_index(index, str(tmp_path / INDEX))
+    command = [sys.executable, "-m", "tests.integration.mapping_reader", str(tmp_path)]
+    with ExitStack() as stack:
+        readers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [*command, str(ITEMS), str(DIMS)], cwd=ROOT, text=True,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                )
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+        told = [json.loads(each.stdout.readline()) for each in readers if each.stdout is not None]
+        files = [mapped(each.pid, tmp_path) for each in readers]
+        privates = [private_kb(each.pid) for each in readers]
+        for each in readers:
+            each.communicate("", timeout=30)
+
+    for found in files:
+        assert set(found) == {HASHES, VECTORS, INDEX}
+        for counted in found.values():
+            assert counted["Rss"] >= 0.95 * counted["Size"]  # all of it was read
+            assert counted["Pss"] <= 0.52 * counted["Rss"]
+    for (before, _, is_right), after in zip(told, privates, strict=True):
+        assert is_right and after - before <= 0.1 * FILES_KB
+
+
+def test_workers_keep_no_copy_of_what_they_map(tmp_path: Path, redis_url: str) -> None:
+    night = build_night(tmp_path / "night", redis_url, users=400, items=120)
+    more = {"REDIS_URL": redis_url, "LARDER_WORKERS": "2"}
+    known = histories(night)
+    asked = [{"id": f"new-{user}", "history": known[user]} for user in sorted(known)[:50]]
+    artefacts = night.path(night.artifacts)
+    with started(environment(night, tmp_path / "state", **more)) as (process, url):
+        children = f"/proc/{process.pid}/task/{process.pid}/children"
+        first, second = map(int, Path(children).read_text().split())
+
+        def are_shared() -> bool:
+            """After one more request each on many connections: whoever answers has read what is needed."""
+            for user in sorted(known)[:20]:
+                httpx.get(f"{url}/v1/lookup/user_topk/{user}").raise_for_status()
+                httpx.post(f"{url}/v1/lookup/user_topk", json={"entities": asked})
+            ours, theirs = mapped(first, artefacts), mapped(second, artefacts)
+            assert set(ours) == set(theirs)
+            return all(
+                each["Private_Clean"] + each["Private_Dirty"] == 0
+                and each["Pss"] * 2 <= each["Rss"]
+                for each in (*ours.values(), *theirs.values())
+            )
+
+        assert until(are_shared, 60)
+        files = mapped(first, artefacts)
+    kinds = {Path(name).suffix for name in files}
+    assert ".faiss" in kinds and any("directory/" in name for name in files), sorted(files)
+    assert any("items/" in name for name in files)
