@@ -28,7 +28,7 @@ child=$!
   kill -KILL "$child" 2>/dev/null
 ) &
 trap : TERM
-while kill -0 "$child" 2>/dev/null; do wait "$child"; status=$?; done
+while wait "$child"; status=$?; kill -0 "$child" 2>/dev/null; do :; done
 
 end() { [ "$1" = "$$" ] || kill -KILL "$1" 2>/dev/null; }
 if [ -r /proc/self/stat ]; then
