@@ -1,6 +1,7 @@
 """The item table: an item's ordinal is the position of its hash in the item directory."""
 
 from collections.abc import Sequence
+from operator import eq
 from pathlib import Path
 from typing import NewType, Self
 
@@ -82,9 +83,15 @@ class ItemTable:
         if len(raws) < 4:  # below that, numpy's fixed cost per call exceeds the searches
             return Ordinals(np.array([self.ordinal_of(raw) for raw in raws], np.int64))
         found = self.directory.find_many(hash_ids(raws, self.directory.seed))
-        for slot, ordinal in enumerate(found.tolist()):
-            if ordinal >= 0 and self.raw_id(ordinal) != raws[slot]:
-                found[slot] = -1
+        places = np.flatnonzero(found >= 0)
+        named = found[places]
+        starts, ends = self._offsets[named].tolist(), self._offsets[named + 1].tolist()
+        ids = self._ids
+        sent = [raws[at] for at in places.tolist()]
+        kept = [bytes(ids[start:end]) for start, end in zip(starts, ends, strict=True)]
+        if kept != sent:
+            same = np.fromiter(map(eq, kept, sent), np.bool_, len(kept))
+            found[places[~same]] = -1
         return Ordinals(found)
 
     def to_model(self, ordinals: Ordinals) -> ModelIndices:

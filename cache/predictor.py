@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -10,39 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
-from cache.features import check_features, stack_features
-from cache.items import ItemTable, Ordinals
+from cache.features import stack_features
+from cache.items import ItemTable
 from cache.keys import FeatureValue
 from cache.manifest import Manifest, Model, Table
+from cache.preparing import LiveInput, Prepared, prepare_all
 from cache.ranking import Metric, rank, score
 from cache.records import encode_topk, encode_values, encode_vectors
 from cache.search import Searcher
 from cache.tower import Histories, InputSpec, Tower, TowerSpec
 
+__all__ = ["LiveInput", "ModelPrecision", "Predictor", "Prepared"]
+
 ModelPrecision = Literal["int8", "fp32"]
 
 _NOTHING = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class LiveInput:
-    """What a caller sent to compute from; `item` is the ordinal of an item table's entity."""
-
-    history: tuple[bytes, ...] | None = None
-    features: Mapping[str, FeatureValue] | None = None
-    item: int | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """Input ready for its tower; `excluded` never appears in the answer, `dropped` ids the model lacks."""
-
-    table: str
-    history: NDArray[np.int64]
-    features: Mapping[str, FeatureValue]
-    item_index: int
-    excluded: NDArray[np.int64]
-    dropped: int
 
 
 class Predictor:
@@ -73,8 +54,9 @@ class Predictor:
         *,
         precision: ModelPrecision = "int8",
         threads: int = 1,
+        cores: Sequence[int] = (),
     ) -> Self:
-        """Load what the tables' producers name.
+        """Load what the tables' producers name; `threads` per inference and search, the towers' own kept on `cores`.
 
         A model that the night could not quantize runs in fp32, and `precisions` says so.
         """
@@ -85,7 +67,7 @@ class Predictor:
             if name in wanted:
                 spec = TowerSpec.from_json(model.spec)
                 precisions[name], file = _file(model, precision)
-                towers[name] = Tower.open(root / file, spec, threads=threads)
+                towers[name] = Tower.open(root / file, spec, threads=threads, cores=cores)
         searchers = {
             name: Searcher.open(
                 root / index.file.path, index.metric, count=items.count, threads=threads
@@ -109,28 +91,16 @@ class Predictor:
 
         Raises InvalidInput for features that the model does not take as sent.
         """
-        spec = self._tower(table).spec
-        ordinals = self._items.ordinals_of(_latest_of_each(source.history or ()))
-        indices = self._items.to_model(ordinals)
-        known = indices[indices >= 0]
-        excluded = ordinals[ordinals >= 0]
-        item_index = -1
-        if source.item is not None:
-            item_index = int(self._items.to_model(Ordinals(np.array([source.item], np.int64)))[0])
-            excluded = np.append(excluded, source.item)
-        binds = {each.bind for each in spec.inputs}
-        features: dict[str, FeatureValue] = {}
-        if source.features is not None:
-            features = check_features(spec.features, source.features)
-        if "feature" in binds and source.features is None:
-            return None
-        if "item_index" in binds and item_index < 0:
-            return None
-        if binds == {"history"} and not len(known):
-            return None
-        return Prepared(
-            table, known, features, item_index, np.unique(excluded), len(ordinals) - len(known)
-        )
+        (found,) = self.prepare_all(table, [source])
+        if isinstance(found, InvalidInput):
+            raise found
+        return found
+
+    def prepare_all(
+        self, table: str, sources: Sequence[LiveInput]
+    ) -> list[Prepared | InvalidInput | None]:
+        """The same for many inputs at once; an error stands where its input was."""
+        return prepare_all(table, self._tower(table).spec, self._items, sources)
 
     def predict(
         self,
@@ -207,7 +177,9 @@ class Predictor:
         searcher = self._searchers[str(self._tables[table].producer.index)]
         inside = searcher.filters(blocked)
         outside = _NOTHING if inside else blocked
-        excluded = [np.concatenate([each.excluded, outside]) for each in batch]
+        excluded = [each.excluded for each in batch]
+        if len(outside):
+            excluded = [np.concatenate([each, outside]) for each in excluded]
         counts = searcher.fetch(k, np.array([len(each) for each in excluded]))
         ordinals = np.empty((len(batch), k), np.uint32)
         scores = np.empty((len(batch), k), np.float32)
@@ -223,11 +195,6 @@ class Predictor:
                 metric=searcher.metric,
             )
         return ordinals, scores
-
-
-def _latest_of_each(history: Sequence[bytes]) -> list[bytes]:
-    """Each item once, where it stood last: as the night groups its histories."""
-    return list(dict.fromkeys(reversed(history)))[::-1]
 
 
 def _file(model: Model, precision: ModelPrecision) -> tuple[ModelPrecision, str]:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -17,8 +17,23 @@ class Abandoned(RuntimeError):
 @dataclass(slots=True, eq=False)
 class _Flight(Generic[K, V]):
     keys: tuple[K, ...]
-    work: asyncio.Future[Sequence[V]]
+    work: asyncio.Future[Any]
+    is_single: bool
+    """The work yields one value and no sequence of them."""
     waiters: dict[asyncio.Future[Sequence[V]], None] = field(default_factory=dict)
+
+
+class Boarded(NamedTuple, Generic[K, V]):
+    """A place in a flight, to be given back by `leave`."""
+
+    flight: _Flight[K, V]
+    place: int
+    waiter: asyncio.Future[Sequence[V]]
+    """Done when the flight has landed."""
+
+    def value(self) -> V:
+        """What came of it, once the waiter is done; raises as the work did."""
+        return self.waiter.result()[self.place]
 
 
 class SingleFlight(Generic[K, V]):
@@ -40,11 +55,7 @@ class SingleFlight(Generic[K, V]):
         """The value of `key`: from the flight under way, else from `work()`, whose errors all waiters get."""
         place = self._flights.get(key)
         if place is None:
-
-            async def alone(_: Sequence[K]) -> Sequence[V]:
-                return (await work(),)
-
-            place = self._take_off((key,), alone), 0
+            place = self._take_off((key,), work(), is_single=True), 0
         else:
             self.shared += 1
         flight, index = place
@@ -54,7 +65,7 @@ class SingleFlight(Generic[K, V]):
         """The same for work that is a future of one value: a caller and its work in one coroutine."""
         place = self._flights.get(key)
         if place is None:
-            place = self._take_off((key,), lambda _: work()), 0
+            place = self._take_off((key,), work()), 0
         else:
             self.shared += 1
         flight, index = place
@@ -63,6 +74,20 @@ class SingleFlight(Generic[K, V]):
             return (await waiter)[index]
         finally:
             self._leave(flight, waiter)
+
+    def board(self, key: K, work: Callable[[], Awaitable[V]]) -> Boarded[K, V]:
+        """A place for a caller that waits for many keys at once, without a coroutine for each."""
+        place = self._flights.get(key)
+        if place is None:
+            place = self._take_off((key,), work(), is_single=True), 0
+        else:
+            self.shared += 1
+        flight, index = place
+        return Boarded(flight, index, self._join(flight))
+
+    def leave(self, place: Boarded[K, V]) -> None:
+        """Ends what `board` began, whether the flight has landed or not."""
+        self._leave(place.flight, place.waiter)
 
     async def do_many(
         self, keys: Sequence[K], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]
@@ -75,7 +100,7 @@ class SingleFlight(Generic[K, V]):
         new = [key for key in dict.fromkeys(keys) if key not in flights]
         self.shared += len(keys) - len(new)
         if new:
-            flight = self._take_off(tuple(new), work)
+            flight = self._take_off(tuple(new), work(tuple(new)))
             if len(new) == len(keys):
                 return list(await self._wait(flight))
         places = [flights[key] for key in keys]
@@ -91,16 +116,12 @@ class SingleFlight(Generic[K, V]):
         """
         flights, every = self._flights, range(len(keys))
         if flights.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
-            flight = self._take_off(tuple(keys), lambda _: work(every))
+            flight = self._take_off(tuple(keys), work(every))
             return every, await self._wait(flight), {}
         firsts = {key: place for place, key in reversed(list(enumerate(keys)))}
         new = sorted(place for key, place in firsts.items() if key not in flights)
         self.shared += len(keys) - len(new)
-        own = (
-            self._take_off(tuple([keys[place] for place in new]), lambda _: work(new))
-            if new
-            else None
-        )
+        own = self._take_off(tuple([keys[place] for place in new]), work(new)) if new else None
         rest = {place: flights[keys[place]] for place in sorted(set(every).difference(new))}
         boarded = [flight for flight, _ in rest.values()]
         landed = await self._wait_all(boarded if own is None else [own, *boarded])
@@ -125,10 +146,10 @@ class SingleFlight(Generic[K, V]):
             self._leave(flight, waiter)
 
     def _take_off(
-        self, keys: tuple[K, ...], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]
+        self, keys: tuple[K, ...], work: Awaitable[Any], *, is_single: bool = False
     ) -> _Flight[K, V]:
         # A future is used as it is; a coroutine becomes a task of its own, detached from the caller.
-        flight = _Flight(keys, asyncio.ensure_future(work(keys)))
+        flight: _Flight[K, V] = _Flight(keys, asyncio.ensure_future(work), is_single)
         self.started += len(keys)
         self._flights.update(
             zip(keys, zip(repeat(flight), range(len(keys)), strict=False), strict=True)
@@ -157,13 +178,16 @@ class SingleFlight(Generic[K, V]):
             error = Abandoned(f"the work for {flight.keys[0]!r} was cancelled")
         else:
             error = flight.work.exception()
+        values: Sequence[V] = ()
+        if error is None:
+            values = (flight.work.result(),) if flight.is_single else flight.work.result()
         for waiter in flight.waiters:
             if waiter.done():
                 continue
             if error is not None:
                 waiter.set_exception(error)
             else:
-                waiter.set_result(flight.work.result())
+                waiter.set_result(values)
 
     def _forget(self, flight: _Flight[K, V]) -> None:
         for key in flight.keys:

@@ -1,5 +1,6 @@
 """A tower: one ONNX model with its inputs bound by name, run so that a row never depends on its batch."""
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,14 +111,20 @@ class Histories:
         return type(self)(indptr, self.indices[np.arange(indptr[-1]) + shifts])
 
     def padded(
-        self, rows: NDArray[np.int64], length: int, pad: int, dtype: str
+        self,
+        rows: NDArray[np.int64],
+        length: int,
+        pad: int,
+        dtype: str,
+        out: NDArray[Any] | None = None,
     ) -> NDArray[np.int32] | NDArray[np.int64]:
-        """Matrix [len(rows), length]: the last `length` indices of each row, then `pad`."""
+        """Matrix [len(rows), length] (`out`, if given): the last `length` indices of each row, then `pad`."""
         ends = self.indptr[rows + 1]
         counts = np.minimum(ends - self.indptr[rows], length)
         slots = np.arange(length)
         used = slots < counts[:, None]
-        matrix = np.full((len(rows), length), pad, dtype)
+        matrix = np.empty((len(rows), length), dtype) if out is None else out
+        matrix.fill(pad)
         matrix[used] = self.indices[((ends - counts)[:, None] + slots)[used]]
         return matrix
 
@@ -135,16 +142,17 @@ class Tower:
         self.spec = spec
         self.buckets = buckets
         self._session = session
+        self._buffers = _Buffers()
 
     @classmethod
-    def open(cls, path: Path, spec: TowerSpec, *, threads: int = 1) -> Self:
-        """Load a model; raises BundleError naming both sides when a name, dtype or shape does not fit."""
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        # An idle pool that spins would take the cores from the event loop beside it.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    def open(
+        cls, path: Path, spec: TowerSpec, *, threads: int = 1, cores: Sequence[int] = ()
+    ) -> Self:
+        """Load a model; raises BundleError naming both sides when a name, dtype or shape does not fit.
+
+        `threads` run one inference, the caller's being one of them; the others stay on `cores`, if any are named.
+        """
+        options = _options(threads, cores)
         try:
             session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's errors share no base class of their own
@@ -161,7 +169,7 @@ class Tower:
         the batch.
         """
         out = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
-        for rows, feed in self.batches(inputs):
+        for rows, feed in self._batches(inputs, self._buffers):
             out[rows] = self._session.run([self.spec.output], feed)[0]
         return out
 
@@ -169,6 +177,11 @@ class Tower:
         self, inputs: Inputs
     ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]]:
         """(row numbers, what ONNX Runtime is fed for them): the batches that `run` runs."""
+        return self._batches(inputs, None)
+
+    def _batches(
+        self, inputs: Inputs, buffers: "_Buffers | None"
+    ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]]:
         histories = next((each for each in inputs.values() if isinstance(each, Histories)), None)
         if histories is None:
             lengths: tuple[int, ...] = (0,)
@@ -185,21 +198,62 @@ class Tower:
             step = max(1, min(_TILE_ROWS, _TILE_NUMBERS // numbers))
             for start in range(0, len(members), step):
                 rows = members[start : start + step]
-                yield rows, self._feed(inputs, rows, length)
+                yield rows, self._feed(inputs, rows, length, buffers)
 
     def _feed(
-        self, inputs: Inputs, rows: NDArray[np.int64], length: int
+        self,
+        inputs: Inputs,
+        rows: NDArray[np.int64],
+        length: int,
+        buffers: "_Buffers | None",
     ) -> dict[str, NDArray[Any]]:
         feed: dict[str, NDArray[Any]] = {}
         for each in self.spec.inputs:
             value = inputs[each.name]
             if isinstance(value, Histories):
-                feed[each.name] = value.padded(rows, length, each.pad or 0, each.dtype)
+                space = None
+                if buffers is not None:
+                    space = buffers.matrix(each.name, len(rows), length, each.dtype)
+                feed[each.name] = value.padded(rows, length, each.pad or 0, each.dtype, space)
             elif each.dtype == "string":
                 feed[each.name] = value[rows].astype(object)
             else:
                 feed[each.name] = np.ascontiguousarray(value[rows], each.dtype)
         return feed
+
+
+class _Buffers(threading.local):
+    """Space for padded histories, per thread and input: made once for the largest batch so far, then reused.
+
+    A tile bounds it: 16 MB at most.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[str, NDArray[Any]] = {}
+
+    def matrix(self, name: str, rows: int, length: int, dtype: str) -> NDArray[Any]:
+        """[rows, length], with whatever was there before; valid until the thread asks again."""
+        size = rows * length
+        flat = self._flat.get(name)
+        if flat is None or len(flat) < size:
+            flat = self._flat[name] = np.empty(1 << (size - 1).bit_length(), dtype)
+        return flat[:size].reshape(rows, length)
+
+
+def _options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # An idle pool that spins would take the cores from the event loop beside it.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    if cores and threads > 1:
+        # ONNX Runtime counts processors from 1, and wants a set for each thread but the caller's own.
+        each = ",".join(str(core + 1) for core in cores)
+        affinities = ";".join([each] * (threads - 1))
+        options.add_session_config_entry("session.intra_op_thread_affinities", affinities)
+    return options
 
 
 def rows_of(inputs: Inputs) -> int:

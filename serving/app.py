@@ -21,6 +21,7 @@ from cache.tiered import Tiered
 from serving import openapi
 from serving.clock import RedisClock
 from serving.config import ServingConfig, check_token
+from serving.cores import check_cores, parse_cores, pin_thread
 from serving.follower import Follower
 from serving.front import Front
 from serving.heartbeat import Heartbeat
@@ -99,6 +100,8 @@ def _document_token(app: FastAPI) -> None:
 async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIterator[Service]:
     """Everything behind the routes, opened in order and closed in reverse."""
     metrics = Metrics()
+    cores = parse_cores(config.live_cores)
+    check_cores(cores)
     breaker = Breaker(config.breaker_threshold, config.breaker_cooldown_s)
     remote = RemoteTier(
         RemoteConfig(
@@ -111,7 +114,10 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     )
     local = LocalTier(config.l1_bytes)
     tiers = Tiered(local, NegativeCache(config.negative_entries, config.negative_ttl_s), remote)
-    executor = ThreadPoolExecutor(config.live_workers, thread_name_prefix="larder-live")
+    # FAISS searches in threads that a worker starts, so they inherit its cores.
+    executor = ThreadPoolExecutor(
+        config.live_workers, "larder-live", initializer=pin_thread, initargs=(cores,)
+    )
     batcher = MicroBatcher(
         executor,
         workers=config.live_workers,
@@ -142,6 +148,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             blocklist=blocklist,
             precision=config.precision,
             threads=config.live_threads,
+            cores=cores,
         )
 
     def events() -> dict[str, float]:
@@ -152,6 +159,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             "breaker_opened": breaker.opened,
             "flights_shared": tiers.flights.shared,
             "inferences_shared": inferences.flights.shared,
+            "inferences_hopeless": batcher.hopeless,
             "overlays_stored": tiers.writes.stored,
             "overlays_failed": tiers.writes.failed,
             "overlays_dropped": tiers.writes.dropped,

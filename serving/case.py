@@ -34,7 +34,10 @@ class Pace:
 
 @dataclass(slots=True, eq=False)
 class Case:
-    """`reason` says why there is no plain hit, `live_reason` why live did not answer though it had an input."""
+    """`reason` says why there is no plain hit, `live_reason` why live did not answer though it had an input.
+
+    `dropped` counts the ids of the history that the model lacked, where live has counted them.
+    """
 
     entity: Entity
     table: Table
@@ -45,6 +48,7 @@ class Case:
     live_reason: str | None = None
     found: Found | None = None
     answer: Answer | None = None
+    dropped: int | None = None
     _history: tuple[str, History] | None = None
 
     @property

@@ -11,6 +11,7 @@ from cache.artefacts import ArtefactStore
 from cache.errors import ConfigError
 from cache.schedule import CRON, GRACE_S, TIMEZONE, Schedule
 from serving.ask import Limits
+from serving.cores import parse_cores
 
 Precision = Literal["int8", "fp32"]
 
@@ -57,7 +58,8 @@ class ServingConfig:
     precision: Precision = "int8"
     live_workers: int = 1
     live_threads: int = 1
-    live_batch: int = 64
+    live_cores: str = ""
+    live_batch: int = 256
     live_queue: int = 2_048
     live_queue_bytes: int = 32 << 20
 
@@ -93,7 +95,7 @@ class ServingConfig:
                 f"lease_wait_ms is 0 (no leases) to 60000, not {self.lease_wait_ms}",
                 field="lease_wait_ms",
             )
-
+        parse_cores(self.live_cores)
         self.nights()
 
     @classmethod

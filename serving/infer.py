@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 from cache.lease import Mark
 from cache.outcomes import OUTAGES, MissReason
-from cache.singleflight import SingleFlight
+from cache.singleflight import Boarded, SingleFlight
 from cache.tiered import Found, View, Want
 from serving.case import Case, Pace
 from serving.lead import Lead
@@ -48,8 +49,12 @@ class Keeper(Protocol):
 class Batcher(Protocol):
     """What computes."""
 
-    async def infer(self, job: Job) -> Computed:
-        """Raises LiveUnavailable."""
+    def infer(self, job: Job) -> Awaitable[Computed]:
+        """One outcome; LiveUnavailable where there is none."""
+
+
+Key = tuple[str, str, int | bytes, bytes]
+"""Generation, table, entity and digest of the input: what one inference answers."""
 
 
 class Inferences:
@@ -64,7 +69,8 @@ class Inferences:
         outage_ttl_s: float,
         lead: Lead | None = None,
     ) -> None:
-        self.flights: SingleFlight[tuple[str, str, int | bytes, bytes], Computed] = SingleFlight()
+        self.flights: SingleFlight[Key, Computed] = SingleFlight()
+        self._jobs: dict[Key, Job] = {}
         self._batcher = batcher
         self._keeper = keeper
         self._overlay_ttl_s = overlay_ttl_s
@@ -77,54 +83,77 @@ class Inferences:
         """One outcome per case within `limit_s`, in order."""
         if snapshot.predictor is None:
             return [LiveUnavailable("no_model")] * len(cases)
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + limit_s
-        inferring: list[asyncio.Task[Computed | LiveUnavailable]] = []
+        give_up = time.monotonic() + limit_s
+        boarded: list[Boarded[Key, Computed]] = []
         pace = Pace()
         try:
             for case in cases:
-                if loop.time() >= give_up:
+                if time.monotonic() >= give_up:
                     break
-                inferring.append(loop.create_task(self._one(snapshot, case, limit_s)))
+                boarded.append(self._board(snapshot, case, give_up))
                 await pace.step(case.entity)
-            late: set[asyncio.Task[Computed | LiveUnavailable]] = set()
-            if inferring:
-                _, late = await asyncio.wait(inferring, timeout=max(0.0, give_up - loop.time()))
+            if boarded:
+                waiters = {each.waiter for each in boarded}
+                await asyncio.wait(waiters, timeout=max(0.0, give_up - time.monotonic()))
+            outcomes = [_outcome(case, each) for case, each in zip(cases, boarded, strict=False)]
         finally:
-            for each in inferring:
-                each.cancel()  # late ones; those that are done do not notice
-        outcomes = [
-            LiveUnavailable("timeout") if each in late else each.result() for each in inferring
-        ]
-        return outcomes + [LiveUnavailable("timeout")] * (len(cases) - len(inferring))
+            for each in boarded:
+                self.flights.leave(each)
+        return outcomes + [LiveUnavailable("timeout")] * (len(cases) - len(boarded))
 
-    async def _one(
-        self, snapshot: Snapshot, case: Case, limit_s: float
-    ) -> Computed | LiveUnavailable:
-        want, digest = case.want, case.digest
-        unknown, outage = want.position < 0, case.reason in OUTAGES
+    def _board(self, snapshot: Snapshot, case: Case, deadline: float) -> Boarded[Key, Computed]:
+        """A place in the one flight for this input; a future per entity, and no task unless others may compute it."""
+        want, table = case.want, case.table.name
+        key = snapshot.generation, table, want.key, case.digest
+        if (job := self._jobs.get(key)) is not None:
+            job.deadline = max(job.deadline, deadline)
 
-        async def infer(mark: Mark | None = None) -> Computed:
-            computed = await self._batcher.infer(
-                Job(snapshot, case.table.name, case.source, want.fingerprint, case.size_bytes)
-            )
-            # An id of the night gets a live answer kept (beside, here only) while its page is out of reach.
-            if unknown or outage:
+        def work() -> asyncio.Future[Computed]:
+            job = Job(snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline)
+            self._jobs[key] = job
+            if self._lead is None or want.position >= 0 or case.reason not in SHARED:
+                computing = self._infer(job, case)
+            else:
+                computing = asyncio.ensure_future(self._led(self._lead, job, case))
+            computing.add_done_callback(lambda _: self._forget(key, job))
+            return computing
+
+        return self.flights.board(key, work)
+
+    def _infer(self, job: Job, case: Case, mark: Mark | None = None) -> asyncio.Future[Computed]:
+        # An id of the night gets a live answer kept (beside, here only) while its page is out of reach.
+        unknown, outage = case.want.position < 0, case.reason in OUTAGES
+
+        def keep(done: asyncio.Future[Computed]) -> None:
+            if (unknown or outage) and not done.cancelled() and done.exception() is None:
                 ttl_s = self._overlay_ttl_s if unknown else self._outage_ttl_s
-                self._keeper.put_live(snapshot.view, want, computed.record, digest, ttl_s, mark)
-            return computed
+                record, view = done.result().record, job.snapshot.view
+                self._keeper.put_live(view, case.want, record, case.digest, ttl_s, mark)
 
-        async def work() -> Computed:
-            if self._lead is None or not unknown or case.reason not in SHARED:
-                return await infer()
-            answer = await self._lead.answer(snapshot.view, want, digest, limit_s, infer)
-            return Computed(answer.record) if isinstance(answer, Found) else answer
+        computing = asyncio.ensure_future(self._batcher.infer(job))
+        computing.add_done_callback(keep)
+        return computing
 
-        try:
-            key = (snapshot.generation, case.table.name, want.key, digest)
-            return await self.flights.do(key, work)
-        except LiveUnavailable as unavailable:
-            return unavailable
-        except Exception:  # the model is a guest: whatever it raises, the next rung answers
-            log.warning("live inference for %s failed", case.table.name, exc_info=True)
-            return LiveUnavailable("failed")
+    async def _led(self, lead: Lead, job: Job, case: Case) -> Computed:
+        async def compute(mark: Mark | None) -> Computed:
+            return await self._infer(job, case, mark)
+
+        limit_s = max(0.0, job.deadline - time.monotonic())
+        answer = await lead.answer(job.snapshot.view, case.want, case.digest, limit_s, compute)
+        return Computed(answer.record) if isinstance(answer, Found) else answer
+
+    def _forget(self, key: Key, job: Job) -> None:
+        if self._jobs.get(key) is job:
+            del self._jobs[key]
+
+
+def _outcome(case: Case, place: Boarded[Key, Computed]) -> Computed | LiveUnavailable:
+    if not place.waiter.done():
+        return LiveUnavailable("timeout")
+    try:
+        return place.value()
+    except LiveUnavailable as unavailable:
+        return unavailable
+    except Exception:  # the model is a guest: whatever it raises, the next rung answers
+        log.warning("live inference for %s failed", case.table.name, exc_info=True)
+        return LiveUnavailable("failed")

@@ -183,6 +183,7 @@ class Ladder:
 
     def _take_live(self, case: Case, snapshot: Snapshot, computed: Computed, turn: Turn) -> None:
         missed = case.reason
+        case.dropped = computed.dropped
         try:
             record = case.decoded(snapshot, computed.record)
             self._reply.answer(case, snapshot, record, "live", turn)

@@ -1,13 +1,16 @@
 """Live inference off the event loop: a micro-batch that waits for nobody while the model is idle."""
 
 import asyncio
+import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from cache.predictor import LiveInput, Predictor, Prepared
+from serving.cost import Cost
 from serving.snapshot import Snapshot
 
 
@@ -19,30 +22,37 @@ class LiveUnavailable(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Job:
-    """One input for one table of one snapshot."""
+    """One input for one table of one snapshot; who joins with more time moves `deadline` (monotonic) back."""
 
     snapshot: Snapshot
     table: str
     source: LiveInput
     fingerprint: int
     size_bytes: int
+    deadline: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """What live made of an input."""
+    """What live made of an input; `dropped` counts the history's ids that the model lacks, None: not counted."""
 
     record: bytes
+    dropped: int | None = None
 
 
 Outcome = Computed | Exception
 Compute = Callable[[Sequence[Job]], list[Outcome]]
+Place = tuple[Job, asyncio.Future[Computed]]
 
 
 class MicroBatcher:
-    """Groups jobs of the same snapshot and table; full queues refuse at once, so overload sheds to the ladder."""
+    """Groups jobs of the same snapshot and table; full queues refuse at once, so overload sheds to the ladder.
+
+    An idle worker takes what is there; while all are busy, what comes gathers and is the next batch. A batch holds
+    no more than can end before the first deadline in it, and no more than pays: the recent ones tell what that is.
+    """
 
     def __init__(
         self,
@@ -54,7 +64,7 @@ class MicroBatcher:
         max_queue_bytes: int,
         compute: Compute,
         observe: Callable[[int, float], None] = lambda _size, _seconds: None,
-        timer: Callable[[], float] = time.perf_counter,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
         self._idle = workers
@@ -64,74 +74,117 @@ class MicroBatcher:
         self._compute = compute
         self._observe = observe
         self._timer = timer
-        self._lanes: dict[tuple[int, str], deque[tuple[Job, asyncio.Future[Computed]]]] = {}
+        self._lanes: dict[tuple[int, str], deque[Place]] = {}
+        self._costs: dict[str, Cost] = {}
         self._pump_due = False
         self.queued = 0
         self.queued_bytes = 0
+        self.hopeless = 0
+        """Jobs that were not computed since they could not have ended in time."""
 
-    async def infer(self, job: Job) -> Computed:
-        """The outcome for one job; raises LiveUnavailable when the queue is full or nothing came of it."""
+    def infer(self, job: Job) -> "asyncio.Future[Computed]":
+        """The outcome for one job; LiveUnavailable when the queue is full, time too short or nothing came of it."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Computed] = loop.create_future()
         if (
             self.queued >= self._max_queue
             or self.queued_bytes + job.size_bytes > self._max_queue_bytes
         ):
-            raise LiveUnavailable("busy")
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Computed] = loop.create_future()
-        self._lanes.setdefault((id(job.snapshot), job.table), deque()).append((job, done))
+            done.set_exception(LiveUnavailable("busy"))
+            return done
+        lane = id(job.snapshot), job.table
+        waiting = self._lanes.get(lane)
+        if waiting is None:
+            waiting = self._lanes[lane] = deque()
+        waiting.append((job, done))
         self.queued += 1
         self.queued_bytes += job.size_bytes
-        if not self._pump_due:
+        if self._idle and not self._pump_due:
             # At the end of this turn of the loop: whatever the turn submits travels in one batch.
             self._pump_due = True
             loop.call_soon(self._pump)
-        return await done
+        return done
 
     def _pump(self) -> None:
         self._pump_due = False
         while self._idle and self._lanes:
             lane = next(iter(self._lanes))
             waiting = self._lanes.pop(lane)
-            batch: list[tuple[Job, asyncio.Future[Computed]]] = []
-            while waiting and len(batch) < self._max_batch:
-                job, done = waiting.popleft()
-                self.queued -= 1
-                self.queued_bytes -= job.size_bytes
-                if not done.done():  # its last caller may have left
-                    batch.append((job, done))
+            batch = self._take(waiting, self._costs.setdefault(lane[1], Cost()))
             if waiting:
                 self._lanes[lane] = waiting  # behind the other lanes
             if batch:
                 self._start(batch)
 
-    def _start(self, batch: list[tuple[Job, asyncio.Future[Computed]]]) -> None:
-        self._idle -= 1
-        started = self._timer()
-        jobs = [job for job, _ in batch]
-        running = asyncio.get_running_loop().run_in_executor(self._executor, self._compute, jobs)
-
-        def finish(future: "asyncio.Future[list[Outcome]]") -> None:
-            self._idle += 1
-            self._observe(len(batch), self._timer() - started)
-            outcomes: Sequence[Outcome]
-            if future.cancelled():
-                outcomes = [LiveUnavailable("failed")] * len(batch)
-            elif (error := future.exception()) is not None:
-                outcomes = [
-                    error if isinstance(error, Exception) else LiveUnavailable("failed")
-                ] * len(batch)
-            else:
-                outcomes = future.result()
-            for (_, done), outcome in zip(batch, outcomes, strict=True):
-                if done.done():
-                    continue
-                if isinstance(outcome, Computed):
-                    done.set_result(outcome)
+    def _take(self, waiting: deque[Place], cost: Cost) -> list[Place]:
+        """The next batch of a lane, oldest first; who left is dropped, and who would get it too late is told."""
+        batch: list[Place] = []
+        now, limit = self._timer(), cost.enough(self._max_batch)
+        while waiting and len(batch) < limit:
+            job, done = waiting[0]
+            if not done.done():
+                within = cost.size_within(job.deadline - now, limit)
+                if within < 1:
+                    self.hopeless += 1
+                    cost.fade()
+                    done.set_exception(LiveUnavailable("timeout"))
+                elif within <= len(batch):
+                    break  # its time is too short for this batch, not for the next
                 else:
-                    done.set_exception(outcome)
-            self._pump()
+                    limit = within
+                    batch.append((job, done))
+            waiting.popleft()
+            self.queued -= 1
+            self.queued_bytes -= job.size_bytes
+        return batch
 
-        running.add_done_callback(finish)
+    def _start(self, batch: list[Place]) -> None:
+        self._idle -= 1
+        loop = asyncio.get_running_loop()
+        started = self._timer()
+
+        def run() -> tuple[list[Outcome], float]:
+            return self._compute([job for job, _ in batch]), self._timer()
+
+        def tell(running: "Future[tuple[list[Outcome], float]]") -> None:
+            # One hop back: a future of the loop's own in between would cost a lone request two turns more.
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the loop is closed, and with it every caller gone
+                loop.call_soon_threadsafe(self._finish, batch, started, running)
+
+        try:
+            self._executor.submit(run).add_done_callback(tell)
+        except RuntimeError:  # shut down
+            self._idle += 1
+            _resolve(batch, [LiveUnavailable("failed")] * len(batch))
+
+    def _finish(
+        self, batch: list[Place], started: float, running: "Future[tuple[list[Outcome], float]]"
+    ) -> None:
+        self._idle += 1
+        outcomes: Sequence[Outcome] = [LiveUnavailable("failed")] * len(batch)
+        if not running.cancelled():
+            error = running.exception()
+            if error is None:
+                outcomes, ended = running.result()
+                self._observe(len(batch), ended - started)
+                self._costs[batch[0][0].table].add(len(batch), ended - started)
+            elif isinstance(error, Exception):
+                outcomes = [error] * len(batch)
+        # The next batch first: the model works while answers are handed out.
+        self._pump()
+        _resolve(batch, outcomes)
+
+
+def _resolve(batch: Sequence[Place], outcomes: Sequence[Outcome]) -> None:
+    for (_, done), outcome in zip(batch, outcomes, strict=True):
+        if done.done():
+            continue
+        if isinstance(outcome, Computed):
+            done.set_result(outcome)
+        else:
+            done.set_exception(outcome)
 
 
 def compute(jobs: Sequence[Job], *, clock: Callable[[], float] = time.time) -> list[Outcome]:
@@ -142,13 +195,15 @@ def compute(jobs: Sequence[Job], *, clock: Callable[[], float] = time.time) -> l
         return [LiveUnavailable("no_model")] * len(jobs)
     outcomes: list[Outcome] = [LiveUnavailable("no_usable_input")] * len(jobs)
     ready: list[tuple[int, Prepared]] = []
-    for place, job in enumerate(jobs):
-        try:
-            prepared = predictor.prepare(table, job.source)
-            if prepared is not None:
-                ready.append((place, prepared))
-        except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on
-            outcomes[place] = error
+    try:
+        found = predictor.prepare_all(table, [job.source for job in jobs])
+    except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on
+        return [error] * len(jobs)
+    for place, prepared in enumerate(found):
+        if isinstance(prepared, Prepared):
+            ready.append((place, prepared))
+        elif prepared is not None:
+            outcomes[place] = prepared
     _predict(predictor, jobs, ready, outcomes, int(clock()))
     return outcomes
 
@@ -170,8 +225,8 @@ def _predict(
             scored_at,
             blocked=jobs[0].snapshot.blocked_ordinals,
         )
-        for (place, _), record in zip(ready, records, strict=True):
-            outcomes[place] = Computed(record)
+        for (place, prepared), record in zip(ready, records, strict=True):
+            outcomes[place] = Computed(record, prepared.dropped)
     except Exception as error:
         if len(ready) == 1:
             outcomes[ready[0][0]] = error

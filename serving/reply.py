@@ -87,7 +87,10 @@ class Reply:
         table = case.table.name
         # Of a history that only kept items out of a list of the night, nothing was used to compute.
         is_used = producer == "live" or case.live_reason == "no_usable_input"
-        dropped = case.history_in(snapshot).dropped if is_used else 0
+        dropped = 0
+        if is_used:
+            counted = case.dropped if source == "live" else None
+            dropped = case.history_in(snapshot).dropped if counted is None else counted
         # A caller need not know that the unknown was remembered.
         unknown = case.reason == MissReason.NEGATIVE
         reason = MissReason.NOT_IN_GENERATION.value if unknown else case.reason

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -69,6 +69,7 @@ class Snapshot:
         blocklist: Blocklist,
         precision: Precision,
         threads: int,
+        cores: Sequence[int] = (),
     ) -> Self:
         """Fetches, verifies, maps and warms a generation; slow, so never on the event loop.
 
@@ -84,7 +85,7 @@ class Snapshot:
             name: Directory.open(root, each) for name, each in manifest.entity_sets.items()
         }
         items = ItemTable.open(root, manifest)
-        predictor, degraded = _open_predictor(store, manifest, items, precision, threads)
+        predictor, degraded = _open_predictor(store, manifest, items, precision, threads, cores)
         blocked, blocked_ordinals = _blocked(blocklist, items)
         return cls(
             generation=generation,
@@ -170,12 +171,15 @@ def _open_predictor(
     items: ItemTable,
     precision: Precision,
     threads: int,
+    cores: Sequence[int],
 ) -> tuple[Predictor | None, str | None]:
     root = store.local(generation_path(manifest.generation))
     try:
         for artefact in _live_files(manifest, precision):
             fetch_checked(store, manifest.generation, artefact)
-        predictor = Predictor.open(manifest, root, items, precision=precision, threads=threads)
+        predictor = Predictor.open(
+            manifest, root, items, precision=precision, threads=threads, cores=cores
+        )
         predictor.warm()
     except Exception as error:  # models are guests: a broken one must not take the pages along
         log.exception("generation %s has no working model", manifest.generation)

@@ -2,14 +2,16 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from cache.predictor import LiveInput
-from serving.live import Computed, Job, LiveUnavailable, MicroBatcher, compute
+from serving.live import Computed, Job, LiveUnavailable, MicroBatcher, Outcome, compute
 from serving.snapshot import Snapshot
+from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ids
 
 
@@ -17,10 +19,10 @@ def job(snapshot: Snapshot, *history: str, table: str = "user_topk", size_bytes:
     return Job(snapshot, table, LiveInput(ids(*history)), 1, size_bytes)
 
 
-def batcher(executor: ThreadPoolExecutor, **changes: int) -> MicroBatcher:
+def batcher(executor: ThreadPoolExecutor, **changes: Any) -> MicroBatcher:
     settings: dict[str, Any] = {"workers": 1, "max_batch": 4, "max_queue": 100}
-    settings |= {"max_queue_bytes": 1 << 20} | changes
-    return MicroBatcher(executor, compute=compute, **settings)
+    settings |= {"max_queue_bytes": 1 << 20, "compute": compute} | changes
+    return MicroBatcher(executor, **settings)
 
 
 @pytest.fixture
@@ -129,3 +131,63 @@ async def test_a_job_whose_caller_left_is_not_computed(executor: ThreadPoolExecu
 
     assert [len(batch) for batch in world.predictor.batches] == [1, 1]
     assert batches.queued == 0
+
+
+async def test_a_job_that_cannot_end_in_time_is_told_so_and_not_computed(
+    executor: ThreadPoolExecutor,
+) -> None:
+    # Given batches that are known to take a second
+    world = World()
+    snapshot, clock = world.snapshot(), FakeClock(100.0)
+
+    def slow(jobs: Sequence[Job]) -> list[Outcome]:
+        clock.now += 1.0
+        return compute(jobs)
+
+    batches = batcher(executor, compute=slow, timer=clock)
+    await batches.infer(job(snapshot, "i0"))
+
+    # When one has half a second left and another two
+    late, early = job(snapshot, "i1"), job(snapshot, "i2")
+    late.deadline, early.deadline = clock.now + 0.5, clock.now + 2.0
+    done = await asyncio.gather(batches.infer(late), batches.infer(early), return_exceptions=True)
+
+    # Then only the second is computed
+    assert isinstance(done[0], LiveUnavailable) and done[0].reason == "timeout"
+    assert isinstance(done[1], Computed)
+    assert [len(batch) for batch in world.predictor.batches] == [1, 1]
+    assert batches.hopeless == 1 and batches.queued == batches.queued_bytes == 0
+
+
+async def test_a_wrong_estimate_does_not_stop_the_model_for_good(
+    executor: ThreadPoolExecutor,
+) -> None:
+    world = World()
+    snapshot, clock = world.snapshot(), FakeClock(100.0)
+    seconds = iter([60.0])
+
+    def once_slow(jobs: Sequence[Job]) -> list[Outcome]:
+        clock.now += next(seconds, 0.001)
+        return compute(jobs)
+
+    batches = batcher(executor, compute=once_slow, timer=clock)
+    await batches.infer(job(snapshot, "i0"))
+
+    answered = 0
+    for _ in range(100):
+        soon = job(snapshot, "i1")
+        soon.deadline = clock.now + 0.3
+        done = await asyncio.gather(batches.infer(soon), return_exceptions=True)
+        answered += isinstance(done[0], Computed)
+
+    assert answered > 40
+
+
+async def test_a_pool_that_is_shut_down_fails_what_waits(executor: ThreadPoolExecutor) -> None:
+    batches = batcher(executor)
+    executor.shutdown()
+
+    with pytest.raises(LiveUnavailable) as refused:
+        await batches.infer(job(World().snapshot(), "i0"))
+
+    assert refused.value.reason == "failed"

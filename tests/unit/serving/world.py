@@ -72,15 +72,28 @@ class FakePredictor:
         for name, value in (source.features or {}).items():
             if name != "age" or isinstance(value, str | tuple):
                 raise InvalidInput(f"feature {name!r} is not taken", field=name)
-        ordinals = self.items.ordinals_of(source.history or ())
+        sent = list(dict.fromkeys(source.history or ()))
+        ordinals = self.items.ordinals_of(sent)
         known = ordinals[ordinals >= 0]
         if source.item is not None:
             known = np.append(known, source.item)
         if not len(known) and not source.features:
             return None
         marks = {"poisoned": self.poison in (source.history or ())}
-        dropped = len(source.history or ()) - int((ordinals >= 0).sum())
+        dropped = len(sent) - int((ordinals >= 0).sum())
         return Prepared(table, known, marks, -1, known, dropped)
+
+    def prepare_all(
+        self, table: str, sources: Sequence[LiveInput]
+    ) -> list[Prepared | InvalidInput | None]:
+        """As the real one: an error stands where its input was."""
+        found: list[Prepared | InvalidInput | None] = []
+        for source in sources:
+            try:
+                found.append(self.prepare(table, source))
+            except InvalidInput as error:
+                found.append(error)
+        return found
 
     def predict(
         self,

@@ -1,0 +1,40 @@
+"""Which cores the live path may use."""
+
+import os
+
+from cache.errors import ConfigError
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """Cores of "0-3,8", in order; none for "". Raises ConfigError for anything else."""
+    cores: set[int] = set()
+    for part in filter(None, text.replace(" ", "").split(",")):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
+            raise ConfigError(
+                f"live_cores is a list like 2,3 or 0-3, not {text!r}", field="live_cores"
+            )
+        cores.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(cores))
+
+
+def check_cores(cores: tuple[int, ...]) -> None:
+    """Raises ConfigError when this process may not run on one of them, or the system cannot pin threads."""
+    if not cores:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(
+            "threads cannot be pinned here: leave live_cores empty", field="live_cores"
+        )
+    allowed = os.sched_getaffinity(0)
+    if missing := sorted(set(cores) - allowed):
+        raise ConfigError(
+            f"live_cores names {missing}, this process may use {sorted(allowed)}",
+            field="live_cores",
+        )
+
+
+def pin_thread(cores: tuple[int, ...]) -> None:
+    """Keeps the calling thread, and the threads that it starts, on these cores; without any, wherever it was."""
+    if cores:
+        os.sched_setaffinity(0, cores)

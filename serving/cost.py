@@ -1,0 +1,62 @@
+"""What a batch of the model costs, learned from the recent ones. Pure."""
+
+import math
+
+_FORGET = 0.95
+"""Weight that each further batch leaves to those before it: about the last twenty count."""
+_OVERHEAD = 0.05
+"""A batch is large enough when its fixed cost is this share of the rest: more adds latency, hardly throughput."""
+
+
+class Cost:
+    """Seconds of a batch as `fixed + each * size`: a least-squares line whose evidence fades."""
+
+    def __init__(self) -> None:
+        self._weight = self._sizes = self._seconds = self._squares = self._products = 0.0
+        self._faded = 1.0
+
+    def add(self, size: int, seconds: float) -> None:
+        """One more batch; what was doubted and proves far off is forgotten at once."""
+        if self._faded < 1 and seconds < self.of(size) / self._faded / 2:
+            self._weight = self._sizes = self._seconds = self._squares = self._products = 0.0
+        self._faded = 1.0
+        self._weight = self._weight * _FORGET + 1
+        self._sizes = self._sizes * _FORGET + size
+        self._seconds = self._seconds * _FORGET + seconds
+        self._squares = self._squares * _FORGET + size * size
+        self._products = self._products * _FORGET + size * seconds
+
+    def fade(self) -> None:
+        """Believe the estimate a little less: what it keeps from running could never prove it wrong."""
+        self._faded *= 0.9
+
+    def of(self, size: int) -> float:
+        """Seconds that a batch of this size is expected to take; 0 while nothing is known."""
+        fixed, each = self._line()
+        return (fixed + each * size) * self._faded
+
+    def size_within(self, seconds: float, most: int) -> int:
+        """The most inputs, up to `most`, of which a batch is expected to end in time."""
+        fixed, each = self._line()
+        left = seconds / self._faded - fixed
+        if left < 0:
+            return 0
+        return most if left >= each * most else int(left / each)
+
+    def enough(self, most: int) -> int:
+        """The size, up to `most`, beyond which a larger batch saves next to nothing per input."""
+        fixed, each = self._line()
+        if each <= 0 or fixed / each >= most * _OVERHEAD:
+            return most
+        return max(1, math.ceil(fixed / (each * _OVERHEAD)))
+
+    def _line(self) -> tuple[float, float]:
+        if not self._weight:
+            return 0.0, 0.0
+        size, seconds = self._sizes / self._weight, self._seconds / self._weight
+        spread = self._squares / self._weight - size * size
+        if spread < 0.01 * size:  # sizes were all alike: nothing tells the two parts apart
+            return seconds, 0.0
+        each = (self._products / self._weight - size * seconds) / spread
+        each = min(max(each, 0.0), seconds / size)
+        return seconds - each * size, each

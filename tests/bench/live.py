@@ -1,0 +1,208 @@
+"""Live inference without HTTP: what the micro-batcher adds to the work itself, and what int8 saves.
+
+The unit is the whole of an answer from a history: tower, search, exclusion, exact re-score and encoding, over the
+index of a real night.
+
+- `lone_vs_direct`: seconds of one request at a time through the batcher, over the same work called in the same pool
+  with one hop there and back (at most 1.05 is wanted).
+- `vs_offline`: answers/s of the batcher at its best of 64 to 1024 in flight, over the unit called in a row at the
+  best of the batch sizes 1 to 512 (at least 0.8 is wanted).
+- `int8_vs_fp32`: answers/s of the unit in int8 over fp32 at that size; bytes of both models stand in the figures.
+
+The processor-time twins (`..._cpu`) hold on a machine that others use as well; the batcher's include the event loop.
+"""
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import uvloop
+
+from cache.blocklist import Blocklist
+from cache.predictor import LiveInput
+from serving.config import Precision, ServingConfig
+from serving.live import Computed, Job, MicroBatcher, compute
+from serving.snapshot import Snapshot
+from tests.bench.harness import Options, Report, alternate, parse
+from tests.bench.place import own_server
+from tests.bench.read_path import TABLE, Case, make_case
+from tests.integration.serving_app import settings
+
+SIZES = tuple(1 << power for power in range(10))
+IN_FLIGHT = (64, 256, 1024)
+Measured = Callable[[], tuple[float, float]]
+"""(seconds, processor seconds) of one run."""
+
+
+def open_snapshot(config: ServingConfig, precision: Precision) -> Snapshot:
+    """The newest generation of the night's store, as a replica would hold it."""
+    store = config.store()
+    generation = max(store.names("generations"))
+    return Snapshot.open(
+        store, generation, epoch=1, published_at=0, blocklist=Blocklist(),
+        precision=precision, threads=config.live_threads,
+    )  # fmt: skip
+
+
+def make_jobs(snapshot: Snapshot, case: Case, count: int) -> list[Job]:
+    """Histories of 5 to 30 items, each its own."""
+    rng = random.Random(0)
+    drawn = [rng.sample(case.items, rng.randint(5, 30)) for _ in range(count)]
+    return [
+        Job(snapshot, TABLE, LiveInput(tuple(each.encode() for each in history)), 1, 1)
+        for history in drawn
+    ]
+
+
+def offline(jobs: list[Job], size: int) -> Measured:
+    """The unit in a row, in batches of one size."""
+
+    def run() -> tuple[float, float]:
+        began, spent = time.perf_counter(), time.process_time()
+        for at in range(0, len(jobs), size):
+            for outcome in compute(jobs[at : at + size]):
+                _check(outcome)
+        return time.perf_counter() - began, time.process_time() - spent
+
+    return run
+
+
+class Through:
+    """The micro-batcher as the service sets it up, and the bare pool beside it."""
+
+    def __init__(self, runner: asyncio.Runner, pool: ThreadPoolExecutor) -> None:
+        config = ServingConfig()
+        self._runner, self._pool = runner, pool
+        self.sizes: list[int] = []
+        self._batcher = MicroBatcher(
+            pool,
+            workers=config.live_workers,
+            max_batch=config.live_batch,
+            max_queue=config.live_queue,
+            max_queue_bytes=config.live_queue_bytes,
+            compute=compute,
+            observe=lambda size, _: self.sizes.append(size),
+        )
+
+    def lone(self, jobs: list[Job]) -> Measured:
+        """One request at a time."""
+        return self.saturated(jobs, 1)
+
+    def saturated(self, jobs: list[Job], in_flight: int) -> Measured:
+        """So many callers, each asking again as soon as it is answered."""
+
+        async def work() -> None:
+            waiting = iter(jobs)
+
+            async def caller() -> None:
+                for job in waiting:
+                    _check(await self._batcher.infer(job))
+
+            await asyncio.gather(*(caller() for _ in range(in_flight)))
+
+        return lambda: self._timed(work())
+
+    def hop(self, jobs: list[Job]) -> Measured:
+        """The unit called for one job at a time, in the pool."""
+
+        async def work() -> None:
+            loop = asyncio.get_running_loop()
+            for job in jobs:
+                _check((await loop.run_in_executor(self._pool, compute, [job]))[0])
+
+        return lambda: self._timed(work())
+
+    def _timed(self, work: Coroutine[Any, Any, None]) -> tuple[float, float]:
+        began, spent = time.perf_counter(), time.process_time()
+        self._runner.run(work)
+        return time.perf_counter() - began, time.process_time() - spent
+
+
+def _check(outcome: object) -> None:
+    if not isinstance(outcome, Computed):
+        raise RuntimeError(f"not an answer: {outcome}")
+
+
+def compare(
+    report: Report, name: str, base: Measured, candidate: Measured, rounds: int, *, rate: bool
+) -> None:
+    """Both clocks: as rates (higher is better) or as seconds."""
+    for suffix, clock in (("", 0), ("_cpu", 1)):
+
+        def figure(run: Measured, clock: int = clock) -> float:
+            return 1 / run()[clock] if rate else run()[clock]
+
+        report.ratios[name + suffix] = alternate(
+            lambda figure=figure: figure(base),  # type: ignore[misc]
+            {"": lambda figure=figure: figure(candidate)},  # type: ignore[misc]
+            rounds=rounds,
+        )[""]
+
+
+def measure(report: Report, case: Case, options: Options) -> None:
+    """All ratios over one night."""
+    config = settings(case.night)
+    snapshots = {each: open_snapshot(config, each) for each in ("int8", "fp32")}
+    count = 1_024 if options.quick else 8_192
+    jobs = {name: make_jobs(each, case, count) for name, each in snapshots.items()}
+    rates = {
+        size: count / min(offline(jobs["int8"], size)()[0] for _ in range(3)) for size in SIZES
+    }
+    best = max(rates, key=lambda size: rates[size])
+    for size, rate in rates.items():
+        report.figures[f"offline, batches of {size}: answers/s"] = round(rate)
+    report.figures["best batch"] = best
+    with (
+        ThreadPoolExecutor(1, "larder-live") as pool,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        through = Through(runner, pool)
+        few = jobs["int8"][: count // 4]
+        compare(
+            report,
+            "lone_vs_direct",
+            through.hop(few),
+            through.lone(few),
+            options.rounds,
+            rate=False,
+        )
+        found = {
+            each: count / min(through.saturated(jobs["int8"], each)()[0] for _ in range(2))
+            for each in IN_FLIGHT
+        }
+        callers = max(found, key=lambda each: found[each])
+        report.figures["callers at saturation"] = callers
+        through.sizes.clear()
+        compare(
+            report, "vs_offline", offline(jobs["int8"], best),
+            through.saturated(jobs["int8"], callers), options.rounds, rate=True,
+        )  # fmt: skip
+        report.figures["median batch at saturation"] = sorted(through.sizes)[
+            len(through.sizes) // 2
+        ]
+    compare(
+        report, "int8_vs_fp32", offline(jobs["fp32"], best), offline(jobs["int8"], best),
+        options.rounds, rate=True,
+    )  # fmt: skip
+    for name, model in itertools.islice(snapshots["int8"].manifest.models.items(), 8):
+        report.figures[f"{name}: fp32 bytes"] = model.fp32.size_bytes
+        report.figures[f"{name}: int8 bytes"] = 0 if model.int8 is None else model.int8.size_bytes
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("live", ("onnxruntime", "faiss-cpu", "uvloop"))
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        measure(report, make_case(Path(folder), server.url, options.quick), options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()

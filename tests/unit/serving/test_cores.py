@@ -1,0 +1,42 @@
+"""Which cores the model's threads stay on."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cache.errors import ConfigError
+from serving.config import ServingConfig
+from serving.cores import check_cores, parse_cores, pin_thread
+
+needs_pinning = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="threads cannot be pinned here"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("", ()), ("3", (3,)), ("0-2, 8", (0, 1, 2, 8)), ("2,1,2", (1, 2))]
+)
+def test_cores_are_a_list_with_ranges(text: str, cores: tuple[int, ...]) -> None:
+    assert parse_cores(text) == cores
+
+
+@pytest.mark.parametrize("text", ["a", "-1", "1-", "1-2-3", "0x1"])
+def test_anything_else_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="live_cores"):
+        ServingConfig(live_cores=text)
+
+
+@needs_pinning
+def test_a_core_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(ConfigError, match="live_cores names"):
+        check_cores((100_000,))
+
+
+@needs_pinning
+def test_a_worker_stays_on_its_cores_and_nobody_else_does() -> None:
+    ours = os.sched_getaffinity(0)
+    core = min(ours)
+    with ThreadPoolExecutor(1, initializer=pin_thread, initargs=((core,),)) as pool:
+        assert pool.submit(os.sched_getaffinity, 0).result() == {core}
+    assert os.sched_getaffinity(0) == ours
