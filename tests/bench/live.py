@@ -9,12 +9,12 @@ index of a real night.
   best of the batch sizes 1 to 512 (at least 0.8 is wanted).
 - `int8_vs_fp32`: answers/s of the unit in int8 over fp32 at that size; bytes of both models stand in the figures.
 
-The processor-time twins (`..._cpu`) hold on a machine that others use as well; the batcher's include the event loop.
+The same ratios by processor time, which hold on a machine that others use too, include the event loop.
 """
 
 import asyncio
-import itertools
 import random
+import statistics
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -130,26 +130,35 @@ def _check(outcome: object) -> None:
 
 
 def compare(
-    report: Report, name: str, base: Measured, candidate: Measured, rounds: int, *, rate: bool
+    report: Report, name: str, base: Measured, candidate: Measured, options: Options, *, rate: bool
 ) -> None:
-    """Both clocks: as rates (higher is better) or as seconds."""
-    for suffix, clock in (("", 0), ("_cpu", 1)):
+    """As rates (higher is better) or as seconds; the processor's share of the same runs is a figure beside it."""
+    spent: dict[str, list[float]] = {"base": [], "candidate": []}
 
-        def figure(run: Measured, clock: int = clock) -> float:
-            return 1 / run()[clock] if rate else run()[clock]
+    def figure(which: str, run: Measured) -> Callable[[], float]:
+        def once() -> float:
+            seconds, processor = run()
+            spent[which].append(processor)
+            return 1 / seconds if rate else seconds
 
-        report.ratios[name + suffix] = alternate(
-            lambda figure=figure: figure(base),  # type: ignore[misc]
-            {"": lambda figure=figure: figure(candidate)},  # type: ignore[misc]
-            rounds=rounds,
-        )[""]
+        return once
+
+    report.ratios[name] = alternate(
+        figure("base", base),
+        {"": figure("candidate", candidate)},
+        rounds=options.rounds,
+        rounds_max=7 if options.quick else None,
+    )[""]
+    over, under = (statistics.median(spent[each]) for each in ("candidate", "base"))
+    ratio = under / over if rate else over / under
+    report.figures[f"{name}, by processor time"] = round(ratio, 3)
 
 
 def measure(report: Report, case: Case, options: Options) -> None:
     """All ratios over one night."""
     config = settings(case.night)
     snapshots = {each: open_snapshot(config, each) for each in ("int8", "fp32")}
-    count = 1_024 if options.quick else 8_192
+    count = 768 if options.quick else 8_192
     jobs = {name: make_jobs(each, case, count) for name, each in snapshots.items()}
     rates = {
         size: count / min(offline(jobs["int8"], size)()[0] for _ in range(3)) for size in SIZES
@@ -169,7 +178,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
             "lone_vs_direct",
             through.hop(few),
             through.lone(few),
-            options.rounds,
+            options,
             rate=False,
         )
         found = {
@@ -181,16 +190,16 @@ def measure(report: Report, case: Case, options: Options) -> None:
         through.sizes.clear()
         compare(
             report, "vs_offline", offline(jobs["int8"], best),
-            through.saturated(jobs["int8"], callers), options.rounds, rate=True,
+            through.saturated(jobs["int8"], callers), options, rate=True,
         )  # fmt: skip
         report.figures["median batch at saturation"] = sorted(through.sizes)[
             len(through.sizes) // 2
         ]
     compare(
         report, "int8_vs_fp32", offline(jobs["fp32"], best), offline(jobs["int8"], best),
-        options.rounds, rate=True,
+        options, rate=True,
     )  # fmt: skip
-    for name, model in itertools.islice(snapshots["int8"].manifest.models.items(), 8):
+    for name, model in snapshots["int8"].manifest.models.items():
         report.figures[f"{name}: fp32 bytes"] = model.fp32.size_bytes
         report.figures[f"{name}: int8 bytes"] = 0 if model.int8 is None else model.int8.size_bytes
 

@@ -1,0 +1,160 @@
+"""Traffic that no cache can help: every id is new and brings a history of its own.
+
+`vs_no_cache`: answers/s of the whole path without HTTP (parse, directory, L1, an overlay read, live inference,
+write-through, reply) over the same path that calls the model directly: nothing is looked up and nothing is kept. At
+least 0.9 is wanted. `batch_vs_no_cache` is the same for requests of 100 entities. The ratios by processor time of this
+process stand in the figures; Redis has a core of its own.
+"""
+
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import uvloop
+
+from cache.outcomes import MissReason
+from cache.tiered import Missed, Outcome, View, Want
+from serving.app import running
+from serving.ask import Ask
+from serving.config import ServingConfig
+from serving.infer import Inferences
+from serving.ladder import Ladder
+from serving.live import MicroBatcher, compute
+from serving.metrics import Metrics
+from serving.parse import lookup_body
+from serving.routes import Service
+from tests.bench.harness import Options, Report, alternate, parse
+from tests.bench.place import own_server
+from tests.bench.read_path import TABLE, Case, make_case
+from tests.integration.serving_app import settings
+
+IN_FLIGHT = {1: 64, 100: 4}
+"""Requests at once, by entities per request."""
+
+
+class NoTiers:
+    """No cache at all."""
+
+    async def get_many(
+        self, view: View, wants: Sequence[Want], deadline: float
+    ) -> Sequence[Outcome]:
+        """Nothing is stored."""
+        return [Missed(MissReason.NOT_IN_GENERATION)] * len(wants)
+
+    def discard(self, view: View, want: Want) -> None:
+        """There is nothing to forget."""
+
+    def put_live(self, view: View, want: Want, record: bytes, digest: bytes, ttl_s: float) -> None:
+        """Nothing is kept."""
+
+
+def without_cache(config: ServingConfig, stack: AsyncExitStack) -> Ladder:
+    """The ladder straight over a model thread of its own."""
+    pool = stack.enter_context(ThreadPoolExecutor(config.live_workers))
+    batcher = MicroBatcher(
+        pool,
+        workers=config.live_workers,
+        max_batch=config.live_batch,
+        max_queue=config.live_queue,
+        max_queue_bytes=config.live_queue_bytes,
+        compute=compute,
+    )
+    nothing = NoTiers()
+    inferences = Inferences(
+        batcher, nothing, overlay_ttl_s=config.overlay_ttl_s, outage_ttl_s=config.outage_ttl_s
+    )
+    return Ladder(nothing, inferences, Metrics(), l2_deadline_s=config.l2_deadline_ms / 1000)
+
+
+class Strangers:
+    """Requests whose ids and histories never come again."""
+
+    def __init__(self, case: Case) -> None:
+        self._items = case.items
+        self._rng = random.Random(1)
+        self._numbers = itertools.count()
+
+    def bodies(self, requests: int, entities: int) -> list[bytes]:
+        """JSON bodies of so many requests."""
+        return [
+            json.dumps({"entities": [self._entity() for _ in range(entities)], "k": 20}).encode()
+            for _ in range(requests)
+        ]
+
+    def _entity(self) -> dict[str, object]:
+        history = self._rng.sample(self._items, self._rng.randint(5, 30))
+        return {"id": f"stranger-{next(self._numbers)}", "history": history}
+
+
+def measure(report: Report, case: Case, options: Options) -> None:
+    """Both request sizes, over one night."""
+    config = settings(case.night, deadline_ms=10_000.0)
+    strangers = Strangers(case)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        stack = AsyncExitStack()
+        service = runner.run(stack.enter_async_context(running(config)))
+        ladders = {"no_cache": without_cache(config, stack), "cached": service.ladder}
+        for entities, name in ((1, "vs_no_cache"), (100, "batch_vs_no_cache")):
+            count = (800 if options.quick else 8_000) // entities
+            spent: dict[str, list[float]] = {each: [] for each in ladders}
+
+            def run(
+                which: str,
+                entities: int = entities,
+                count: int = count,
+                spent: dict[str, list[float]] = spent,
+            ) -> Callable[[], float]:
+                def once() -> float:
+                    bodies = strangers.bodies(count, entities)
+                    began, processor = time.perf_counter(), time.process_time()
+                    runner.run(_answer(service, ladders[which], bodies, IN_FLIGHT[entities]))
+                    spent[which].append(time.process_time() - processor)
+                    return count * entities / (time.perf_counter() - began)
+
+                return once
+
+            report.ratios[name] = alternate(
+                run("no_cache"),
+                {"": run("cached")},
+                rounds=options.rounds,
+                rounds_max=7 if options.quick else None,
+            )[""]
+            share = statistics.median(spent["no_cache"]) / statistics.median(spent["cached"])
+            report.figures[f"{name}, by processor time"] = round(share, 3)
+        runner.run(stack.aclose())
+
+
+async def _answer(
+    service: Service, ladder: Ladder, bodies: Sequence[bytes], in_flight: int
+) -> None:
+    waiting = iter(bodies)
+
+    async def caller() -> None:
+        for body in waiting:
+            ask: Ask = lookup_body(body, TABLE, service.limits)
+            for answer in await ladder.lookup(service.holding(), ask, time.monotonic()):
+                if answer["source"] != "live":
+                    raise RuntimeError(f"not a live answer: {answer}")
+
+    await asyncio.gather(*(caller() for _ in range(in_flight)))
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("all_miss", ("redis", "onnxruntime", "faiss-cpu", "uvloop"))
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        measure(report, make_case(Path(folder), server.url, options.quick), options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()
