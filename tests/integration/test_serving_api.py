@@ -288,8 +288,9 @@ async def test_the_probes_and_the_overview_describe_the_replica(
     assert ready["ready"] and ready["generation"] == generation and ready["stale"] is None
     assert overview["live"]["generation"] == generation and overview["previous"] is None
     assert overview["live"]["tables"]["user_topk"]["width"] == K
-    assert overview["live"]["models"]["user_tower"]["precision"] == "int8"
-    assert overview["live"]["models"]["user_tower"]["int8_bytes"]
+    model = overview["live"]["models"]["user_tower"]
+    assert model["precision"] == "int8" and 0 < model["int8_bytes"] < model["fp32_bytes"]
+    assert model["agreement"]["speedup_single"] > 0 < model["agreement"]["speedup_batch_32"]
     assert info[generation, "live"] == 1
 
 
