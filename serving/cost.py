@@ -1,11 +1,7 @@
 """What a batch of the model costs, learned from the recent ones. Pure."""
 
-import math
-
 _FORGET = 0.95
 """Weight that each further batch leaves to those before it: about the last twenty count."""
-_OVERHEAD = 0.05
-"""A batch is large enough when its fixed cost is this share of the rest: more adds latency, hardly throughput."""
 
 
 class Cost:
@@ -42,13 +38,6 @@ class Cost:
         if left < 0:
             return 0
         return most if left >= each * most else int(left / each)
-
-    def enough(self, most: int) -> int:
-        """The size, up to `most`, beyond which a larger batch saves next to nothing per input."""
-        fixed, each = self._line()
-        if each <= 0 or fixed / each >= most * _OVERHEAD:
-            return most
-        return max(1, math.ceil(fixed / (each * _OVERHEAD)))
 
     def _line(self) -> tuple[float, float]:
         if not self._weight:

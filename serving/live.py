@@ -51,7 +51,7 @@ class MicroBatcher:
     """Groups jobs of the same snapshot and table; full queues refuse at once, so overload sheds to the ladder.
 
     An idle worker takes what is there; while all are busy, what comes gathers and is the next batch. A batch holds
-    no more than can end before the first deadline in it, and no more than pays: the recent ones tell what that is.
+    no more than can end before the first deadline in it, as the recent ones tell.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class MicroBatcher:
     def _take(self, waiting: deque[Place], cost: Cost) -> list[Place]:
         """The next batch of a lane, oldest first; who left is dropped, and who would get it too late is told."""
         batch: list[Place] = []
-        now, limit = self._timer(), cost.enough(self._max_batch)
+        now, limit = self._timer(), self._max_batch
         while waiting and len(batch) < limit:
             job, done = waiting[0]
             if not done.done():

@@ -130,16 +130,22 @@ def _check(outcome: object) -> None:
 
 
 def compare(
-    report: Report, name: str, base: Measured, candidate: Measured, options: Options, *, rate: bool
+    report: Report,
+    name: str,
+    base: Measured,
+    candidate: Measured,
+    options: Options,
+    *,
+    answers: int | None = None,
 ) -> None:
-    """As rates (higher is better) or as seconds; the processor's share of the same runs is a figure beside it."""
+    """As `answers` per second or, without them, as seconds; processor time as a figure beside it."""
     spent: dict[str, list[float]] = {"base": [], "candidate": []}
 
     def figure(which: str, run: Measured) -> Callable[[], float]:
         def once() -> float:
             seconds, processor = run()
             spent[which].append(processor)
-            return 1 / seconds if rate else seconds
+            return answers / seconds if answers else seconds
 
         return once
 
@@ -150,7 +156,7 @@ def compare(
         rounds_max=7 if options.quick else None,
     )[""]
     over, under = (statistics.median(spent[each]) for each in ("candidate", "base"))
-    ratio = under / over if rate else over / under
+    ratio = under / over if answers else over / under
     report.figures[f"{name}, by processor time"] = round(ratio, 3)
 
 
@@ -179,7 +185,6 @@ def measure(report: Report, case: Case, options: Options) -> None:
             through.hop(few),
             through.lone(few),
             options,
-            rate=False,
         )
         found = {
             each: count / min(through.saturated(jobs["int8"], each)()[0] for _ in range(2))
@@ -190,14 +195,14 @@ def measure(report: Report, case: Case, options: Options) -> None:
         through.sizes.clear()
         compare(
             report, "vs_offline", offline(jobs["int8"], best),
-            through.saturated(jobs["int8"], callers), options, rate=True,
+            through.saturated(jobs["int8"], callers), options, answers=count,
         )  # fmt: skip
         report.figures["median batch at saturation"] = sorted(through.sizes)[
             len(through.sizes) // 2
         ]
     compare(
         report, "int8_vs_fp32", offline(jobs["fp32"], best), offline(jobs["int8"], best),
-        options, rate=True,
+        options, answers=count,
     )  # fmt: skip
     for name, model in snapshots["int8"].manifest.models.items():
         report.figures[f"{name}: fp32 bytes"] = model.fp32.size_bytes

@@ -19,7 +19,7 @@ def test_fixed_and_variable_cost_are_told_apart() -> None:
 
 
 def test_before_the_first_batch_everything_is_possible() -> None:
-    assert Cost().of(64) == 0 and Cost().size_within(0.0, 64) == Cost().enough(64) == 64
+    assert Cost().of(64) == 0 and Cost().size_within(0.0, 64) == 64
 
 
 def test_only_as_many_are_taken_as_end_in_time() -> None:
@@ -29,11 +29,6 @@ def test_only_as_many_are_taken_as_end_in_time() -> None:
     assert cost.size_within(0.0041, 64) == pytest.approx(20, abs=1)
     assert cost.size_within(0.001, 64) == 0
     assert cost.size_within(-1.0, 64) == 0
-
-
-def test_a_batch_grows_until_its_fixed_cost_hardly_counts() -> None:
-    assert learned(0.0001, 0.0001).enough(256) == pytest.approx(20, abs=1)
-    assert learned(0.1, 0.0001).enough(256) == 256
 
 
 def test_batches_of_one_size_tell_nothing_about_others() -> None:
