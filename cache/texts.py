@@ -23,6 +23,7 @@ class Texts:
         self._ids_of = ids_of
         self._write = write
         self._known: NDArray[np.object_] | None = None
+        self._is_known = np.zeros(0, np.bool_)
         self._kept = 0
 
     def row(self, ordinals: NDArray[np.uint32]) -> bytes:
@@ -43,16 +44,17 @@ class Texts:
         known = self._known
         if known is None:
             known = self._known = np.full(self._count, None, object)
-        found: list[list[bytes]] = known[ordinals].tolist()
-        if any(None in row for row in found):
+            self._is_known = np.zeros(self._count, np.bool_)
+        if not self._is_known[ordinals].all():
             self._read(known, np.unique(ordinals))
-            found = known[ordinals].tolist()
-            if self._kept > TEXTS_MAX:
-                self._known, self._kept = None, 0
+        found: list[list[bytes]] = known[ordinals].tolist()
+        if self._kept > TEXTS_MAX:
+            self._known, self._kept = None, 0
         return found
 
     def _read(self, known: NDArray[np.object_], ordinals: NDArray[np.uint32]) -> None:
-        new = ordinals[[text is None for text in known[ordinals].tolist()]]
+        new = ordinals[~self._is_known[ordinals]]
         for ordinal, text in zip(new.tolist(), self._ids_of(new), strict=True):
             known[ordinal] = self._write(text)
+        self._is_known[new] = True
         self._kept += len(new)

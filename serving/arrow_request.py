@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from cache.keys import ID_BYTES_MAX
 from serving.arrow_flat import Malformed
-from serving.arrow_read import Frame, Unsupported, read
+from serving.arrow_messages import Unsupported
+from serving.arrow_read import Frame, read
 from serving.ask import Ask, Entity, Limits
 from serving.fields import check_length, read_id
 from serving.options import text_options

@@ -50,12 +50,13 @@ def stream(
     places: list[int] = []
     at = 0
     for each in buffers:
-        size = len(each)
-        places += (at, size)
-        pieces.append(each)
-        if pad := -size % 8:
-            pieces.append(_PADDING[pad])
-        at += size + pad
+        places += at, (size := len(each))
+        if size:
+            pieces.append(each)
+            if pad := -size & 7:
+                pieces.append(_PADDING[pad])
+                size += pad
+            at += size
     head = bytearray(template.metadata)
     struct.pack_into("<q", head, template.body_at, at)
     struct.pack_into("<q", head, template.rows_at, rows)
@@ -95,8 +96,10 @@ def _pairs(builder: flatbuffers.Builder, count: int) -> int:
 
 def texts(values: Sequence[bytes | None]) -> Column:
     """utf8, None is null."""
-    if None not in values:
+    try:
         return whole_texts(values)  # type: ignore[arg-type]
+    except TypeError:  # None has no length: that is cheaper than to look for one first
+        pass
     there = [each is not None for each in values]
     column = whole_texts([each or b"" for each in values])
     return Column(((len(values), there.count(False)),), (bits(there), *column.buffers[1:]))
@@ -109,6 +112,7 @@ def whole_texts(values: Sequence[bytes]) -> Column:
     return Column(((len(values), 0),), (b"", offsets.tobytes(), b"".join(values)))
 
 
+@functools.lru_cache(maxsize=64)
 def same_text(value: bytes, rows: int) -> Column:
     """utf8, the same in each row."""
     size = len(value)
@@ -116,6 +120,7 @@ def same_text(value: bytes, rows: int) -> Column:
     return Column(((rows, 0),), (b"", offsets.tobytes(), value * rows))
 
 
+@functools.lru_cache(maxsize=64)
 def no_text(rows: int) -> Column:
     """utf8, null in each row."""
     return Column(((rows, rows),), (bytes((rows + 7) // 8), bytes(4 * rows + 4), b""))

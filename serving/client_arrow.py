@@ -5,7 +5,8 @@ from itertools import starmap
 from typing import Any
 
 from serving.arrow_flat import Malformed
-from serving.arrow_read import Unsupported, read
+from serving.arrow_messages import Unsupported
+from serving.arrow_read import read
 from serving.arrow_schema import Field
 from serving.arrow_write import stream, whole_texts
 from serving.client_answer import Answer

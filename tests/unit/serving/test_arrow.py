@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from serving.arrow_flat import Malformed
-from serving.arrow_read import Unsupported, read
+from serving.arrow_messages import Unsupported
+from serving.arrow_read import read
 from serving.arrow_request import batch, lookup_arrow
 from serving.arrow_schema import Field
 from serving.arrow_write import fixed_lists, flags, lists, numbers, stream, texts
