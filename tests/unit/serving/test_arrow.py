@@ -16,7 +16,7 @@ from serving.arrow_messages import Unsupported
 from serving.arrow_read import read
 from serving.arrow_request import batch, lookup_arrow
 from serving.arrow_schema import Field
-from serving.arrow_write import fixed_lists, flags, lists, numbers, stream, texts
+from serving.arrow_write import Column, fixed_lists, flags, lists, numbers, stream, texts
 from serving.ask import Limits
 from serving.client_arrow import read_arrow_answers, write_arrow_ids
 from serving.client_failure import Garbled
@@ -179,6 +179,39 @@ def test_what_is_not_read_is_refused_with_its_reason(name: str) -> None:
         lookup_arrow(raw, "t", LIMITS)
 
     assert (refused.value.status, refused.value.reason) == (422, code)
+
+
+ID = (Field("id", "utf8"),)
+
+
+def offsets(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+LIES = {
+    "falling offsets": (Column(((2, 0),), (b"", offsets(0, 2, 1), b"ab")), 2),
+    "negative offsets": (Column(((2, 0),), (b"", offsets(-1, 0, 1), b"ab")), 2),
+    "too few offsets": (Column(((2, 0),), (b"", offsets(0, 1), b"ab")), 2),
+    "texts beyond their bytes": (Column(((2, 0),), (b"", offsets(0, 1, 3), b"ab")), 2),
+    "half a character": (Column(((2, 0),), (b"", offsets(0, 1, 2), "ü".encode())), 2),
+    "another number of rows": (Column(((1, 0),), (b"", offsets(0, 1), b"a")), 2),
+    "more nulls than rows": (Column(((1, 2),), (b"", offsets(0, 1), b"a")), 1),
+    "nulls without a bitmap": (Column(((1, 1),), (b"", offsets(0, 1), b"a")), 1),
+    "a buffer less": (Column(((1, 0),), (b"", offsets(0, 1))), 1),
+    "a buffer more": (Column(((1, 0),), (b"", offsets(0, 1), b"a", b"a")), 1),
+    "a column more": (Column(((1, 0), (1, 0)), (b"", offsets(0, 1), b"a")), 1),
+    "no column": (Column((), ()), 1),
+    "fewer rows than none": (Column(((-1, 0),), (b"", b"", b"")), -1),
+    "rows for ever": (Column(((2**62, 0),), (b"", b"", b"")), 2**62),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_numbers_that_do_not_agree_are_refused(name: str) -> None:
+    column, rows = LIES[name]
+
+    with pytest.raises(Malformed):
+        read(stream(ID, [column], rows), 50)
 
 
 VALID = body(pa.array(["u-1", "用户", "a/b"]), k="5")
