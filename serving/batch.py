@@ -13,7 +13,7 @@ from cache.columns import Rows, Wants
 from cache.keys import fingerprints, hash_ids
 from cache.outcomes import Found, Missed, Outcome, Want
 from serving.answer import Answer, complete
-from serving.arrow_rows import resolved_stream
+from serving.arrow_rows import items_of, resolved_stream
 from serving.ask import Ask, Entity
 from serving.render import JSON, Marks, Unfit, prediction_of
 from serving.resolved import Lookup, Resolved
@@ -54,7 +54,13 @@ class Batches:
     async def stream(self, lookup: Lookup) -> bytes:
         """The body of the response as an Arrow IPC stream."""
         resolved = await self.resolve(lookup)
-        return resolved_stream(lookup, resolved, self._clock(), self._service.follower.stale)
+        items: list[list[bytes]] = []
+        for start in range(0, len(resolved.places), _SLICE):
+            if start:
+                await asyncio.sleep(0)
+            items += items_of(lookup, resolved, slice(start, start + _SLICE))
+        stale = self._service.follower.stale
+        return resolved_stream(lookup, resolved, items, self._clock(), stale)
 
     async def resolve(self, lookup: Lookup) -> Resolved:
         """Every answer, counted, in no form yet."""

@@ -136,6 +136,15 @@ def test_known_ids_alone_take_the_hot_way_and_are_counted(ways: Ways, users: lis
     assert ways.service.metrics.tally.requests["POST /v1/lookup/{table}"] == 2
 
 
+def test_a_long_batch_is_whole_and_in_order(ways: Ways, night: NightConfig) -> None:
+    ids = [*sorted(histories(night)), "no-such"]
+    assert len(ids) > 300
+
+    answers = same_both_ways(ways, {"entities": ids, "k": 3}, "user_topk")
+
+    assert [each["id"] for each in answers] == ids
+
+
 def test_inputs_and_options_say_the_same(ways: Ways, users: list[str]) -> None:
     generation = ways.service.holding().live.generation
     previous = ways.service.holding().previous
