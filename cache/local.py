@@ -1,16 +1,18 @@
 """L1: records of this process, bounded by bytes."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from sys import getsizeof
 from typing import NamedTuple
 
-from cachetools import LRUCache
+OVERHEAD_BYTES = 328
+"""Memory per entry besides the record and the table: key, entry, two numbers, and what the allocator rounds up."""
 
-OVERHEAD_BYTES = 540
-"""Memory per entry besides the record: key, entry and the LRU's three dictionaries; measured 405 to 555, most just
-after the dictionaries have grown."""
+LIVE_BYTES = 96
+"""What digest and expiry of a live answer add to it."""
 
-READY_BYTES = 620
+READY_BYTES = 416
 """The same for a ready answer, whose key is the request's own bytes."""
 
 
@@ -45,36 +47,38 @@ class Ready(NamedTuple):
     request: bytes
 
 
-def _size_bytes(entry: Entry | Ready | None) -> int:
-    if type(entry) is Entry:
-        return len(entry.record) + OVERHEAD_BYTES
-    if not isinstance(entry, Ready):
-        return 0
-    return len(entry.head) + len(entry.tail) + len(entry.request) + READY_BYTES
-
-
-class _Entries(LRUCache[LocalKey | bytes, Entry | Ready | None]):
-    """An absent key is None and no exception: a miss is as common as a hit, and raising costs more than looking."""
-
-    def __missing__(self, key: LocalKey | bytes) -> None:
-        return None
+def size_of(entry: Entry | Ready) -> int:
+    """Bytes of one entry without its place in the table."""
+    if isinstance(entry, Ready):
+        sent = len(entry.head) + len(entry.tail) + len(entry.request)
+        return sent + len(entry.asked[1]) + READY_BYTES
+    live = 0 if entry.digest is None else LIVE_BYTES
+    return len(entry.record) + OVERHEAD_BYTES + live
 
 
 class LocalTier:
-    """Least recently used records go first; an entry past its life is never returned."""
+    """Least recently used records go first; an entry past its life is never returned.
+
+    The table is counted as it is, not per entry: under churn Python sizes it for three to six times what it holds.
+    """
 
     def __init__(self, max_bytes: int, timer: Callable[[], float] = time.monotonic) -> None:
         self.too_large = 0
         self._timer = timer
         self._max_bytes = max_bytes
-        self._entries = _Entries(max_bytes, _size_bytes)
+        self._entries: OrderedDict[LocalKey | bytes, Entry | Ready] = OrderedDict()
+        self._find, self._touch = self._entries.get, self._entries.move_to_end
+        self._bytes = 0
 
     def get(self, key: LocalKey) -> Entry | None:
         """The entry, unless it is absent or its life is over."""
-        entry: Entry | None = self._entries[key]  # type: ignore[assignment]  # a LocalKey names a record
-        if entry is None or entry[3] is None or entry[3] > self._timer():
+        entry: Entry | None = self._find(key)  # type: ignore[assignment]  # a LocalKey names a record
+        if entry is None:
+            return None
+        if entry[3] is None or entry[3] > self._timer():
+            self._touch(key)
             return entry
-        del self._entries[key]
+        self._drop(key)
         return None
 
     def get_many(self, keys: Sequence[LocalKey]) -> list[Entry | None]:
@@ -87,7 +91,10 @@ class LocalTier:
 
     def ready(self, request: bytes) -> Ready | None:
         """What was kept for exactly this request; whether it still counts is for its stamp to say."""
-        return self._entries[request]  # type: ignore[return-value]  # bytes name a ready answer
+        ready = self._find(request)
+        if ready is not None:
+            self._touch(request)
+        return ready  # type: ignore[return-value]  # bytes name a ready answer
 
     def keep(self, ready: Ready) -> None:
         """Keeps an answer beside its record, within the same bound."""
@@ -98,28 +105,41 @@ class LocalTier:
         self._put(key, entry)
 
     def _put(self, key: LocalKey | bytes, entry: Entry | Ready) -> None:
-        if _size_bytes(entry) <= self._max_bytes:
-            self._entries[key] = entry
-        else:
-            self._entries.pop(key, None)
+        entries, size_bytes = self._entries, size_of(entry)
+        if (before := entries.get(key)) is not None:
+            self._bytes -= size_of(before)
+            self._touch(key)
+        entries[key] = entry
+        self._bytes += size_bytes
+        if size_bytes > self._max_bytes:
+            self._drop(key)
             self.too_large += 1
+        while self._bytes + getsizeof(entries) > self._max_bytes and entries:
+            _, oldest = entries.popitem(last=False)
+            self._bytes -= size_of(oldest)
+        if not entries:
+            entries.clear()  # an emptied table keeps its memory
+
+    def _drop(self, key: LocalKey | bytes) -> None:
+        if (entry := self._entries.pop(key, None)) is not None:
+            self._bytes -= size_of(entry)
 
     def discard(self, key: LocalKey) -> None:
         """Forgets the key if it is there."""
-        self._entries.pop(key, None)
+        self._drop(key)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def size_bytes(self) -> int:
-        """Records and overhead of all entries, never above `max_bytes`."""
-        return int(self._entries.currsize)
+        """All entries and their table, never above `max_bytes`."""
+        return self._bytes + getsizeof(self._entries) if self._entries else 0
 
     @property
     def max_bytes(self) -> int:
         """The bound."""
-        return int(self._entries.maxsize)
+        return self._max_bytes
 
 
 class NegativeCache:

@@ -12,6 +12,7 @@ from cache.directory import Directory
 from cache.errors import TierUnavailable
 from cache.keys import canonical_id, fingerprint, hash_id, hash_ids
 from cache.lease import DONE, DONE_MS, Lease, LeaseTake
+from cache.local import Entry, LocalKey, LocalTier
 from cache.manifest import Artefact, Producer, Table, TablePart
 from cache.outcomes import View, Want
 from cache.records import Layout, encode_vectors
@@ -170,3 +171,11 @@ class Night:
 
 DIGEST_A = bytes(range(16))
 DIGEST_B = bytes(range(16, 32))
+
+
+def room_for(count: int, record_bytes: int) -> int:
+    """What so many records of that size occupy in L1."""
+    local = LocalTier(1 << 30)
+    for number in range(count):
+        local.put(LocalKey("g", "t", number), Entry(bytes(record_bytes), number))
+    return local.size_bytes

@@ -53,7 +53,9 @@ class Ways:
 
     def forget(self) -> None:
         """Empties L1 and what is known to be unknown."""
-        self.service.tiers.local._entries.clear()
+        local = self.service.tiers.local
+        for key in list(local._entries):
+            local._drop(key)
         self.service.tiers.negative._expires_at.clear()
 
     def ask(self, asked: Asked, *, hot: bool = True) -> Sent:

@@ -1,11 +1,13 @@
+import random
 import tracemalloc
+from sys import getsizeof
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.local import OVERHEAD_BYTES, Entry, LocalKey, LocalTier, NegativeCache, Ready
-from tests.fakes import FakeClock
+from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready, size_of
+from tests.fakes import FakeClock, room_for
 
 
 def key(number: int, generation: str = "g", table: str = "t") -> LocalKey:
@@ -35,7 +37,7 @@ def test_generation_and_table_are_part_of_the_key() -> None:
 
 
 def test_the_least_recently_used_record_goes_first() -> None:
-    local = LocalTier(3 * (OVERHEAD_BYTES + 10))
+    local = LocalTier(room_for(3, 10))
     for number in range(3):
         local.put(key(number), Entry(bytes(10), number))
 
@@ -57,7 +59,7 @@ def test_an_entry_is_gone_at_the_very_end_of_its_life() -> None:
     clock.tick(0.1)
 
     assert local.get(key(1)) is None
-    assert local.size_bytes == 0
+    assert len(local) == local.size_bytes == 0
 
 
 def test_a_record_of_the_night_has_no_end() -> None:
@@ -72,7 +74,7 @@ def test_a_record_of_the_night_has_no_end() -> None:
 
 def test_overwriting_with_a_larger_record_stays_within_the_bound() -> None:
     """C12."""
-    local = LocalTier(4 * (OVERHEAD_BYTES + 100))
+    local = LocalTier(room_for(4, 100))
     for number in range(4):
         local.put(key(number), Entry(bytes(100), number))
 
@@ -84,7 +86,7 @@ def test_overwriting_with_a_larger_record_stays_within_the_bound() -> None:
 
 def test_a_record_larger_than_the_tier_is_left_out_and_takes_its_predecessor_along() -> None:
     """C12: after a refused overwrite the old value must not be served as if it were the new one."""
-    local = LocalTier(OVERHEAD_BYTES + 100)
+    local = LocalTier(room_for(1, 100))
     local.put(key(1), Entry(b"old", 1))
 
     local.put(key(1), Entry(bytes(10_000), 1))
@@ -123,11 +125,10 @@ def test_the_accounted_bytes_are_those_of_the_entries_whatever_happens(
                 local.discard(key(number))
             case "tick":
                 clock.tick(size / 100)
-        held = [
-            each for each in map(local._entries.get, list(local._entries)) if type(each) is Entry
-        ]
-        assert local.size_bytes == sum(len(each.record) + OVERHEAD_BYTES for each in held)
-        assert local.size_bytes <= max_bytes
+        held = sum(map(size_of, local._entries.values()))
+        assert local.size_bytes == (held + getsizeof(local._entries) if held else 0)
+        if step == "put":
+            assert local.size_bytes <= max_bytes
 
 
 @pytest.mark.parametrize("count", [20_000, 44_000])
@@ -157,6 +158,40 @@ def test_ready_answers_are_accounted_for_like_records(count: int) -> None:
     tracemalloc.stop()
 
     assert 0.85 <= spent / local.size_bytes <= 1.05
+
+
+@pytest.mark.parametrize("max_bytes", [2 << 20, 3_300_000])
+@pytest.mark.parametrize("record_bytes", [8, 616, 4_096, 65_536])
+@pytest.mark.parametrize("has_ready", [False, True])
+def test_under_churn_real_memory_stays_within_five_percent_of_the_budget(
+    record_bytes: int, max_bytes: int, has_ready: bool
+) -> None:
+    """C12: tables that Python grows for keys which come and go are part of the budget."""
+    rng = random.Random(record_bytes)
+    rounds = 5 * max_bytes // (record_bytes + 400) + 100
+    tracemalloc.start()
+    local, worst, share = LocalTier(max_bytes), 0.0, 0.0
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(rounds):
+        entity = rng.randrange(1 << 61) if rng.random() < 0.7 else int(rng.paretovariate(1.0))
+        name = key(entity | 1 << 61, f"g{3 * number // rounds}")
+        live = (rng.randbytes(16), 1e12 + number) if rng.random() < 0.2 else (None, None)
+        if local.get(name) is None:
+            local.put(name, Entry(rng.randbytes(record_bytes), entity | 1 << 60, *live))
+        if has_ready:
+            raw = b"u-%016x" % entity
+            path = b"/v1/lookup/user_topk/%b?k=20" % raw
+            head, tail = rng.randbytes(record_bytes // 2), rng.randbytes(90)
+            local.keep(Ready(7, head, tail, 1_700_000_000, ("t", raw), path))
+        if rng.random() < 0.02:
+            local.discard(name)
+        if number > rounds // 2:
+            share = (tracemalloc.get_traced_memory()[0] - before) / max_bytes
+            worst = max(worst, share)
+    tracemalloc.stop()
+
+    assert worst <= 1.05
+    assert share >= 0.8
 
 
 def test_a_ready_answer_is_found_under_its_request_only() -> None:
