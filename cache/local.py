@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from sys import getsizeof
 from typing import NamedTuple
 
+from cachetools import TTLCache
+
 OVERHEAD_BYTES = 328
 """Memory per entry besides the record and the table: key, entry, two numbers, and what the allocator rounds up."""
 
@@ -148,33 +150,20 @@ class NegativeCache:
     def __init__(
         self, max_entries: int, ttl_s: float, timer: Callable[[], float] = time.monotonic
     ) -> None:
-        self._max_entries = max_entries
-        self._ttl_s = ttl_s
-        self._timer = timer
-        # One life for all: insertion order is expiry order.
-        self._expires_at: dict[LocalKey, float] = {}
+        # cachetools takes no entry into a cache of none.
+        self._keys: TTLCache[LocalKey, None] = TTLCache(max(0, max_entries), ttl_s, timer)
 
     def __contains__(self, key: LocalKey) -> bool:
-        expires_at = self._expires_at.get(key)
-        if expires_at is None:
-            return False
-        if expires_at <= self._timer():
-            del self._expires_at[key]
-            return False
-        return True
+        return key in self._keys
 
     def add(self, key: LocalKey) -> None:
-        """Remembers the key for `ttl_s`; the oldest makes room."""
-        if self._max_entries < 1:
-            return
-        self._expires_at.pop(key, None)
-        while len(self._expires_at) >= self._max_entries:
-            del self._expires_at[next(iter(self._expires_at))]
-        self._expires_at[key] = self._timer() + self._ttl_s
+        """Remembers the key for its time; the one not added for longest makes room."""
+        if self._keys.maxsize >= 1:
+            self._keys[key] = None
 
     def discard(self, key: LocalKey) -> None:
         """Forgets the key: a record for it exists now."""
-        self._expires_at.pop(key, None)
+        self._keys.pop(key, None)
 
     def __len__(self) -> int:
-        return len(self._expires_at)
+        return len(self._keys)
