@@ -1,6 +1,6 @@
 """The Redis commands of the read path as bytes, and their replies as values. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import hiredis
@@ -12,6 +12,8 @@ from cache.lease import Lease, LeaseSwap, LeaseTake, Mark, pack_lease, pack_mark
 
 _HEADS_MAX = 1 << 16
 _TAILS_MAX = 1 << 14
+_PIECES_MAX = 1 << 14
+_RUNS_MAX = 16
 
 
 class PageRead(NamedTuple):
@@ -89,6 +91,20 @@ _LEASES = (LeaseTake, LeaseSwap)
 Answer = bytes | Overlay | TierUnavailable | None
 
 
+class _Pieces(dict[int, bytes]):
+    """What repeats of the commands for one table, by page or by offset."""
+
+    def __init__(self, make: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, number: int) -> bytes:
+        if len(self) >= _PIECES_MAX:
+            self.clear()
+        made = self[number] = self._make(number)
+        return made
+
+
 class Packer:
     """Formats commands as RESP; keeps the parts that repeat, which beats redis-py's packing by a factor of three."""
 
@@ -96,6 +112,7 @@ class Packer:
         self._keyspace = keyspace
         self._heads: dict[tuple[str, str, int], bytes] = {}
         self._tails: dict[tuple[int, int], bytes] = {}
+        self._runs: dict[tuple[str, str, int], tuple[_Pieces, _Pieces]] = {}
 
     def pack(self, commands: Sequence[Command]) -> tuple[bytes, int]:
         """The bytes to send and the number of replies to expect."""
@@ -128,15 +145,23 @@ class Packer:
 
     def pages(self, reads: PageReads) -> bytes:
         """The bytes to send for many records of one table."""
-        generation, table, length = reads.generation, reads.table, reads.length
-        heads, tails = self._heads, self._tails
-        pieces: list[bytes] = []
-        for page, offset in zip(reads.pages, reads.offsets, strict=True):
-            pieces.append(
-                heads.get((generation, table, page)) or self._head(generation, table, page)
-            )
-            pieces.append(tails.get((offset, length)) or self._tail(offset, length))
+        named = reads.generation, reads.table, reads.length
+        run = self._runs.get(named)
+        if run is None:
+            if len(self._runs) >= _RUNS_MAX:
+                self._runs.clear()
+            run = self._runs[named] = self._run(*named)
+        heads, tails = run
+        pieces = [b""] * (2 * len(reads))
+        pieces[::2] = [heads[page] for page in reads.pages]
+        pieces[1::2] = [tails[offset] for offset in reads.offsets]
         return b"".join(pieces)
+
+    def _run(self, generation: str, table: str, length: int) -> tuple["_Pieces", "_Pieces"]:
+        return (
+            _Pieces(lambda page: self._head(generation, table, page)),
+            _Pieces(lambda offset: self._tail(offset, length)),
+        )
 
     def _write(self, pieces: list[bytes], write: OverlayWrite) -> None:
         key = self._keyspace.overlay(write.generation, write.table, write.hash_hex).encode()

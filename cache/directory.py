@@ -60,16 +60,20 @@ class Directory:
         """int64[n] positions, -1 where a hash is absent."""
         if hashes.dtype != np.uint64:
             raise TypeError(f"hashes are uint64, not {hashes.dtype}")
+        order = hashes.argsort()
+        wanted = hashes[order]
+        ends = [*wanted.searchsorted(self._firsts[1:]).tolist(), len(wanted)]
         found = np.full(len(hashes), -1, np.int64)
-        shards = self._firsts.searchsorted(hashes, "right") - 1
-        for shard in np.unique(shards):
-            part = self.parts[shard]
-            mask = np.flatnonzero(shards == shard)
-            places = part.searchsorted(hashes[mask])
-            inside = places < len(part)
-            mask, places = mask[inside], places[inside]
-            equal = part[places] == hashes[mask]
-            found[mask[equal]] = places[equal] + self._starts[shard]
+        start = 0
+        for shard, end in enumerate(ends):
+            part, these = self.parts[shard], wanted[start:end]
+            if start < end and len(part):
+                places = part.searchsorted(these)
+                np.minimum(places, len(part) - 1, out=places)
+                is_there = part[places] == these
+                places += self._starts_list[shard]
+                found[order[start:end]] = np.where(is_there, places, -1)
+            start = end
         return found
 
     def place(self, position: int) -> tuple[int, int]:

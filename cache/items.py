@@ -20,6 +20,9 @@ ModelIndices = NewType("ModelIndices", NDArray[np.int64])
 """Positions in a bundle's own vocabulary; -1 = the model does not know the item."""
 
 
+_AT_ONCE = 1 << 18
+
+
 class ItemTable:
     """Ids, vectors and model indices of all items of a generation, memory-mapped."""
 
@@ -37,7 +40,7 @@ class ItemTable:
         self._model_index = model_index
         self._offsets = offsets
         self._ids = ids.data
-        self.texts = Texts(self.count, self.ids_of)
+        self.texts = Texts(self.count, self.ids_of, longest=_longest(offsets))
         """As JSON."""
         self.raw_texts = Texts(self.count, self.ids_of, str.encode)
 
@@ -98,3 +101,8 @@ class ItemTable:
         """The one place where ordinals become the model's own indices; -1 stays -1."""
         known = ordinals >= 0
         return ModelIndices(np.where(known, self._model_index[np.where(known, ordinals, 0)], -1))
+
+
+def _longest(offsets: NDArray[np.uint64]) -> int:
+    starts = range(0, len(offsets) - 1, _AT_ONCE)
+    return max((int(np.diff(offsets[at : at + _AT_ONCE + 1]).max()) for at in starts), default=0)

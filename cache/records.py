@@ -27,6 +27,9 @@ DIGEST_BYTES = 16
 _TOP_EXPONENT = (
     15  # float16 holds up to 65504 < 2**16, so a record's largest number lies in [2**14, 2**15)
 )
+SAFE_EXPONENT = 111
+"""Up to it no float16 times its record's power of two leaves float32."""
+
 _HEADER: list[Any] = [
     ("fingerprint", "<u8"),
     ("scored_at", "<u4"),
@@ -221,11 +224,14 @@ def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = 
     width, precision = layout.width, layout.precision
     at = len(record) - width * _NUMBER[precision].itemsize
     numbers = np.frombuffer(record, _NUMBER[precision], width, at)[:count].astype(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
-        if precision == "f2":
-            numbers = np.ldexp(numbers, exponent)
-        elif precision == "i1":
-            numbers = numbers * np.frombuffer(record, "<f4", 1, _HEADER_BYTES)[0]
+    if precision == "f2" and exponent <= SAFE_EXPONENT:
+        numbers = np.ldexp(numbers, exponent)
+    elif precision != "f4":
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
+            if precision == "f2":
+                numbers = np.ldexp(numbers, exponent)
+            else:
+                numbers = numbers * np.frombuffer(record, "<f4", 1, _HEADER_BYTES)[0]
     if not np.isfinite(numbers).all():
         raise CorruptArtefact("a record holds a number that is not finite", rule="non_finite")
     items = None

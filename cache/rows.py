@@ -29,10 +29,16 @@ class Remote(Protocol):
 
 
 class Landed(Sequence[Entry | Missed]):
-    """What a flight of many keys brought: as rows for who asked for them, one by one for who joined."""
+    """What a flight of many keys brought: as rows for who asked for them, one by one for who joined.
 
-    def __init__(self, rows: NDArray[Any], missed: dict[int, Missed]) -> None:
+    `records[i]` means nothing where `missed` has `i`.
+    """
+
+    def __init__(
+        self, rows: NDArray[Any], records: Sequence[bytes], missed: dict[int, Missed]
+    ) -> None:
         self.rows = rows
+        self.records = records
         self.missed = missed
 
     def __len__(self) -> int:
@@ -41,7 +47,7 @@ class Landed(Sequence[Entry | Missed]):
     def __getitem__(self, index: int) -> Entry | Missed:  # type: ignore[override]
         if (missed := self.missed.get(index)) is not None:
             return missed
-        record = self.rows[index].tobytes()
+        record = self.records[index]
         return Entry(record, peek_fingerprint(record))
 
 
@@ -63,33 +69,53 @@ class RowReads:
     async def read(self, view: View, wants: Wants, left_s: float | None) -> Rows:
         """One row per want, or why there is none; None: the deadline of L2 itself is the caller's too."""
         keys = wants.local_keys(view.generation)
-        entries: list[Entry | Missed | None] = list(self._local.get_many(keys))
+        entries = self._local.get_many(keys)
         absent = [place for place, entry in enumerate(entries) if entry is None]
-        is_l2 = np.zeros(len(wants), bool)
+        got = _Got(wants, [b"" if entry is None else entry.record for entry in entries])
         if not absent:
-            return _rows(wants, entries, is_l2)
-        is_l2[absent] = True
-        asked, names = wants.of(absent), [keys[place] for place in absent]
+            return got.rows()
+        got.is_l2[absent] = True
+        if len(absent) == len(keys):
+            asked, names = wants, keys
+        else:
+            asked, names = wants.of(absent), [keys[place] for place in absent]
 
         def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Missed]]:
             return self._fetch(view, asked.of(new), [names[place] for place in new])
 
         try:
-            if left_s is not None and left_s <= 0:
-                raise TimeoutError
-            async with asyncio.timeout(left_s):
-                new, landed, others = await self._flights.do_batch(names, work)
+            new, landed, others = await self._wait(names, work, left_s)
         except TimeoutError:
-            for place in absent:
-                entries[place] = MISSED[MissReason.L2_TIMEOUT]
-            return _rows(wants, entries, is_l2)
-        if len(new) == len(wants) and isinstance(landed, Landed):
-            return Rows(landed.rows, is_l2, dict(landed.missed))
-        for index, place in enumerate(new):
-            entries[absent[place]] = landed[index]
+            got.missed.update(dict.fromkeys(absent, MISSED[MissReason.L2_TIMEOUT]))
+            return got.rows()
+        if not isinstance(landed, Landed):
+            others.update(zip(new, landed, strict=True))
+        elif len(new) == len(keys):
+            return Rows(landed.rows, got.is_l2, dict(landed.missed))
+        else:
+            for place, record in zip(new, landed.records, strict=True):
+                got.records[absent[place]] = record
+            for index, missed in landed.missed.items():
+                got.missed[absent[new[index]]] = missed
         for place, entry in others.items():
-            entries[absent[place]] = entry
-        return _rows(wants, entries, is_l2)
+            if type(entry) is Missed:
+                got.missed[absent[place]] = entry
+            else:
+                got.records[absent[place]] = entry.record  # type: ignore[union-attr]
+        return got.rows()
+
+    async def _wait(
+        self,
+        keys: Sequence[LocalKey],
+        work: Callable[[Sequence[int]], asyncio.Future[Sequence[Entry | Missed]]],
+        left_s: float | None,
+    ) -> tuple[Sequence[int], Sequence[Entry | Missed], dict[int, Entry | Missed]]:
+        if left_s is None:
+            return await self._flights.do_batch(keys, work)
+        if left_s <= 0:
+            raise TimeoutError
+        async with asyncio.timeout(left_s):
+            return await self._flights.do_batch(keys, work)
 
     def _fetch(
         self, view: View, wants: Wants, keys: Sequence[LocalKey]
@@ -99,23 +125,40 @@ class RowReads:
         def keep(answers: Sequence[Answer]) -> Sequence[Entry | Missed]:
             landed = _landed(wants, answers)
             # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
-            self._fill(keys, wants, landed, answers)
+            self._fill(keys, wants, landed)
             return landed
 
         return self._remote.submit(page_reads(view, wants), keep)
 
-    def _fill(
-        self, keys: Sequence[LocalKey], wants: Wants, landed: Landed, answers: Sequence[Answer]
-    ) -> None:
+    def _fill(self, keys: Sequence[LocalKey], wants: Wants, landed: Landed) -> None:
         if not self._local.takes(wants.table.layout.size_bytes):
             self._local.too_large += len(keys) - len(landed.missed)
             return
-        records = answers.payloads() if isinstance(answers, Frames) else answers
         prints = wants.fingerprints.tolist()
         put, missed = self._local.put, landed.missed
-        for place, record in enumerate(records):
+        for place, record in enumerate(landed.records):
             if place not in missed:
-                put(keys[place], Entry(record, prints[place]))  # type: ignore[arg-type]
+                put(keys[place], Entry(record, prints[place]))
+
+
+class _Got:
+    """The records of a batch as they come together from both tiers."""
+
+    def __init__(self, wants: Wants, records: list[bytes]) -> None:
+        self.records = records
+        self.is_l2 = np.zeros(len(records), bool)
+        self.missed: dict[int, Outcome] = {}
+        self._wants = wants
+
+    def rows(self) -> Rows:
+        """All of them, each checked to be its entity's."""
+        layout = self._wants.table.layout
+        for place in self.missed:
+            self.records[place] = bytes(layout.size_bytes)
+        rows = np.frombuffer(b"".join(self.records), layout.dtype)
+        for place in np.flatnonzero(rows["fingerprint"] != self._wants.fingerprints).tolist():
+            self.missed.setdefault(place, MISSED[MissReason.CORRUPT])
+        return Rows(rows, self.is_l2, self.missed)
 
 
 def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
@@ -123,7 +166,7 @@ def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
     layout = wants.table.layout
     missed: dict[int, Missed] = {}
     if isinstance(answers, Frames):
-        rows = answers.rows(layout.dtype)
+        rows, records = answers.rows(layout.dtype), answers.payloads()
     else:
         blank = bytes(layout.size_bytes)
         records = [each if isinstance(each, bytes) else blank for each in answers]
@@ -137,17 +180,4 @@ def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
     if not sound.all():
         for place in np.flatnonzero(~sound).tolist():
             missed.setdefault(place, MISSED[MissReason.CORRUPT])
-    return Landed(rows, missed)
-
-
-def _rows(wants: Wants, entries: Sequence[Entry | Missed | None], is_l2: NDArray[np.bool_]) -> Rows:
-    layout = wants.table.layout
-    blank = bytes(layout.size_bytes)
-    records = [each.record if type(each) is Entry else blank for each in entries]
-    rows = np.frombuffer(b"".join(records), layout.dtype)
-    others: dict[int, Outcome] = {
-        place: each for place, each in enumerate(entries) if type(each) is Missed
-    }
-    for place in np.flatnonzero(rows["fingerprint"] != wants.fingerprints).tolist():
-        others.setdefault(place, MISSED[MissReason.CORRUPT])
-    return Rows(rows, is_l2, others)
+    return Landed(rows, records, missed)

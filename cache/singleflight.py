@@ -114,19 +114,27 @@ class SingleFlight(Generic[K, V]):
 
         Returns those places, what `work` gave as it gave it, and the values of all other places.
         """
-        flights, every = self._flights, range(len(keys))
-        if flights.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
-            flight = self._take_off(tuple(keys), work(every))
-            return every, await self._wait(flight), {}
-        firsts = {key: place for place, key in reversed(list(enumerate(keys)))}
-        new = sorted(place for key, place in firsts.items() if key not in flights)
-        self.shared += len(keys) - len(new)
-        own = self._take_off(tuple([keys[place] for place in new]), work(new)) if new else None
-        rest = {place: flights[keys[place]] for place in sorted(set(every).difference(new))}
-        boarded = [flight for flight, _ in rest.values()]
-        landed = await self._wait_all(boarded if own is None else [own, *boarded])
+        flights = self._flights
+        new: dict[K, int] = {}
+        rest: dict[int, tuple[_Flight[K, V], int]] = {}
+        again: list[int] = []
+        for place, key in enumerate(keys):
+            if (boarded := flights.get(key)) is not None:
+                rest[place] = boarded
+            elif key in new:
+                again.append(place)
+            else:
+                new[key] = place
+        places = list(new.values())
+        own = self._take_off(tuple(new), work(places)) if new else None
+        rest.update((place, flights[keys[place]]) for place in again)
+        self.shared += len(rest)
+        if own is not None and not rest:
+            return places, await self._wait(own), {}
+        joined = [flight for flight, _ in rest.values()]
+        landed = await self._wait_all(joined if own is None else [own, *joined])
         others = {place: landed[id(flight)][index] for place, (flight, index) in rest.items()}
-        return new, () if own is None else landed[id(own)], others
+        return places, () if own is None else landed[id(own)], others
 
     async def _wait_all(self, flights: Sequence[_Flight[K, V]]) -> dict[int, Sequence[V]]:
         joined = {id(flight): flight for flight in flights}
@@ -190,7 +198,8 @@ class SingleFlight(Generic[K, V]):
                 waiter.set_result(values)
 
     def _forget(self, flight: _Flight[K, V]) -> None:
+        flights = self._flights
         for key in flight.keys:
-            place = self._flights.get(key)
-            if place is not None and place[0] is flight:
-                del self._flights[key]
+            place = flights.pop(key, None)
+            if place is not None and place[0] is not flight:
+                flights[key] = place

@@ -6,18 +6,24 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from cache.lines import LONGEST, Lines
+
 TEXTS_MAX = 1 << 18
 """Ids kept as text: about 25 MB; beyond it what is asked next starts afresh."""
 
 
 class Texts:
-    """Each ordinal's id as `write` has it, by default a JSON string; `ids_of` reads those that are new."""
+    """Each ordinal's id as `write` has it, by default a JSON string; `ids_of` reads those that are new.
+
+    JSON of ids none of which is longer than `longest` bytes is kept at one width.
+    """
 
     def __init__(
         self,
         count: int,
         ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
         write: Callable[[str], bytes] = orjson.dumps,
+        longest: int | None = None,
     ) -> None:
         self._count = count
         self._ids_of = ids_of
@@ -25,6 +31,9 @@ class Texts:
         self._known: NDArray[np.object_] | None = None
         self._is_known = np.zeros(0, np.bool_)
         self._kept = 0
+        self._lines = None
+        if longest is not None and longest <= LONGEST:
+            self._lines = Lines(count, longest, ids_of)
 
     def row(self, ordinals: NDArray[np.uint32]) -> bytes:
         """The texts of ordinals uint32[k], with commas between them."""
@@ -37,6 +46,8 @@ class Texts:
 
     def lines(self, ordinals: NDArray[np.uint32]) -> list[bytes]:
         """`row` of each of uint32[n, k]."""
+        if self._lines is not None and (lines := self._lines.of(ordinals)) is not None:
+            return lines
         return [b",".join(row) for row in self.rows(ordinals)]
 
     def rows(self, ordinals: NDArray[np.uint32]) -> list[list[bytes]]:

@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 
 import uvloop
 
+from cache.lease import Mark
 from cache.outcomes import MissReason
 from cache.tiered import Missed, Outcome, View, Want
 from serving.app import running
@@ -52,7 +53,15 @@ class NoTiers:
     def discard(self, view: View, want: Want) -> None:
         """There is nothing to forget."""
 
-    def put_live(self, view: View, want: Want, record: bytes, digest: bytes, ttl_s: float) -> None:
+    def put_live(
+        self,
+        view: View,
+        want: Want,
+        record: bytes,
+        digest: bytes,
+        ttl_s: float,
+        mark: Mark | None = None,
+    ) -> None:
         """Nothing is kept."""
 
 

@@ -56,7 +56,7 @@ class Ways:
         local = self.service.tiers.local
         for key in list(local._entries):
             local._drop(key)
-        self.service.tiers.negative._expires_at.clear()
+        self.service.tiers.negative._keys.clear()
 
     def ask(self, asked: Asked, *, hot: bool = True) -> Sent:
         """One request one way."""

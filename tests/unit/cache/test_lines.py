@@ -1,0 +1,55 @@
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache import lines
+from cache.lines import Lines
+from cache.texts import Texts
+
+
+@given(
+    names=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=30),
+    k=st.integers(1, 4),
+    data=st.data(),
+)
+def test_lines_are_the_json_of_the_ids_whatever_these_hold(
+    names: list[str], k: int, data: st.DataObject
+) -> None:
+    """NUL, line breaks, quotes and every length: what cannot be kept at one width is written another way."""
+    longest = max(len(each.encode()) for each in names)
+    found = Texts(len(names), lambda ordinals: [names[each] for each in ordinals], longest=longest)
+
+    for _ in range(3):
+        rows = data.draw(
+            st.lists(
+                st.lists(st.integers(0, len(names) - 1), min_size=k, max_size=k),
+                min_size=1,
+                max_size=5,
+            )
+        )
+        expected = [b",".join(orjson.dumps(names[each]) for each in row) for row in rows]
+        assert found.lines(np.array(rows, np.uint32)) == expected
+
+
+def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "KEPT_MAX", 10)
+    read: list[int] = []
+
+    def names(ordinals: Sequence[int] | np.ndarray[Any, Any]) -> list[str]:
+        read.extend(int(each) for each in ordinals)
+        return [f"i-{each}" for each in ordinals]
+
+    found = Lines(100, 4, names)
+    for first in range(0, 95, 5):
+        row = np.arange(first, first + 5, dtype=np.uint32)
+        for _ in range(2):  # the second time from what is kept
+            assert found.of(row[None]) == [b",".join(b'"i-%d"' % each for each in row)]
+        assert np.count_nonzero(found._slots) <= 10
+
+    assert read == list(range(95)) and len(found._texts) == 11
+    assert found.of(np.arange(20, dtype=np.uint32)[None]) is None, "more at once than has room"

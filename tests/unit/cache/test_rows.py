@@ -1,0 +1,223 @@
+"""A batch as columns comes to what its entities come to one by one."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.columns import Rows, Wants
+from cache.commands import Packer, PageReads
+from cache.directory import Directory
+from cache.errors import TierUnavailable
+from cache.keys import Keyspace
+from cache.local import OVERHEAD_BYTES, LocalTier, NegativeCache
+from cache.locating import page_reads, reads_of
+from cache.outcomes import Found, Missed, MissReason, Outcome, View, Want
+from cache.singleflight import SingleFlight
+from cache.tiered import Tiered
+from tests.fakes import DIGEST_A, GENERATION, FakeClock, FakeRemote, Night
+
+NIGHT = Night()
+VIEW = NIGHT.view()
+RECORD_BYTES = NIGHT.layout.size_bytes
+
+
+class Bench:
+    """A read path on fakes."""
+
+    def __init__(self, entries_max: int = 100, l2_deadline_s: float = float("inf")) -> None:
+        self.clock = FakeClock()
+        self.remote = FakeRemote(self.clock)
+        NIGHT.load(self.remote)
+        self.cache = Tiered(
+            LocalTier(entries_max * (OVERHEAD_BYTES + RECORD_BYTES), self.clock),
+            NegativeCache(100, 5.0, self.clock),
+            self.remote,
+            l2_deadline_s=l2_deadline_s,
+            timer=self.clock,
+        )
+
+    async def rows(self, wants: Sequence[Want], left_s: float = 60.0) -> list[Outcome]:
+        return outcomes(await self.cache.get_rows(VIEW, columns(wants), self.clock() + left_s))
+
+
+def columns(wants: Sequence[Want]) -> Wants:
+    return Wants(
+        wants[0].table,
+        [int(each.key) for each in wants],
+        np.array([each.fingerprint for each in wants], np.uint64),
+        np.array([each.position for each in wants], np.int64),
+        wants[0].digest,
+    )
+
+
+def outcomes(rows: Rows) -> list[Outcome]:
+    return [
+        rows.others.get(place) or Found(record.tobytes(), "l2" if is_l2 else "l1", False, None)
+        for place, (record, is_l2) in enumerate(zip(rows.records, rows.is_l2, strict=True))
+    ]
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["ask", "ask", "spoil", "lose", "fail", "heal", "discard"]),
+            st.lists(st.integers(0, 9), min_size=1, max_size=12),
+        ),
+        max_size=12,
+    ),
+    st.sampled_from([0, 3, 100]),
+    st.sampled_from([None, DIGEST_A]),
+)
+def test_whatever_happened_rows_and_single_reads_agree(
+    script: list[tuple[str, list[int]]], entries_max: int, digest: bytes | None
+) -> None:
+    async def run() -> None:
+        both = Bench(entries_max), Bench(entries_max)
+        asked = 0
+        for action, numbers in script:
+            wants = [NIGHT.want(NIGHT.ids[each], digest) for each in numbers]
+            if action == "ask":
+                asked += len(wants)
+                whole = await both[0].rows(wants)
+                each = await both[1].cache.get_many(VIEW, wants, both[1].clock() + 60)
+                assert whole == each
+            for bench in both:
+                pages = bench.remote.pages
+                if action == "spoil":
+                    for name, page in pages.items():
+                        cut = numbers[0] * RECORD_BYTES
+                        pages[name] = page[:cut] + b"\xff" * 8 + page[cut + 8 :]
+                elif action == "lose":
+                    pages.pop((GENERATION, NIGHT.table.name, numbers[0] % 5), None)
+                elif action == "fail":
+                    bench.remote.fails_with = TierUnavailable("no", reason="connection")
+                elif action == "heal":
+                    bench.remote.fails_with = None
+                    NIGHT.load(bench.remote)
+                elif action == "discard":
+                    bench.cache.discard(VIEW, wants[0])
+        assert both[0].cache.counters == both[1].cache.counters
+        assert both[0].cache.counters.total == asked
+        assert both[0].cache.local.size_bytes == both[1].cache.local.size_bytes
+        assert both[0].remote.calls == both[1].remote.calls
+
+    asyncio.run(run())
+
+
+async def test_a_batch_and_whoever_reads_the_same_at_that_time_share_its_flight() -> None:
+    bench = Bench(entries_max=0)
+    wants = [NIGHT.want(each) for each in NIGHT.ids[:6]]
+    bench.remote.gate = asyncio.Event()
+
+    asked = [
+        asyncio.create_task(bench.rows(wants[:4])),
+        asyncio.create_task(bench.rows([*wants[2:], wants[5]])),
+        asyncio.create_task(bench.cache.get_many(VIEW, wants[3:5], bench.clock() + 60)),
+        asyncio.create_task(bench.rows(wants[:1])),
+    ]
+    await turns()
+    asked[0].cancel()  # leaves alone: others have boarded
+    await turns()
+    bench.remote.gate.set()
+    await asyncio.wait(asked)
+
+    assert [len(call) for call in bench.remote.calls] == [4, 2]
+    for task, expected in zip(
+        asked[1:], ([*wants[2:], wants[5]], wants[3:5], wants[:1]), strict=True
+    ):
+        for want, outcome in zip(expected, task.result(), strict=True):
+            assert isinstance(outcome, Found) and outcome.tier == "l2"
+            assert outcome.record[:8] == want.fingerprint.to_bytes(8, "little")
+    assert len(bench.cache.flights) == 0 and bench.cache.flights.shared == 6
+
+
+async def test_a_batch_that_has_less_time_than_l2_leaves_alone_and_keeps_what_l1_had() -> None:
+    bench = Bench(l2_deadline_s=30.0)
+    wants = [NIGHT.want(each) for each in NIGHT.ids[:3]]
+    await bench.rows(wants[:1])
+    bench.remote.gate = asyncio.Event()
+    patient = asyncio.create_task(bench.rows(wants, left_s=60.0))
+    await turns()
+
+    assert await bench.rows(wants, left_s=0.0) == await bench.rows(wants, left_s=0.001)
+    late = await bench.rows(wants, left_s=0.001)
+    bench.remote.gate.set()
+
+    assert late[1:] == [Missed(MissReason.L2_TIMEOUT)] * 2
+    assert isinstance(late[0], Found) and late[0].tier == "l1"
+    assert [type(each) for each in await patient] == [Found] * 3
+
+
+async def test_a_live_answer_beside_a_missing_page_stands_in_for_it() -> None:
+    bench = Bench()
+    bench.remote.pages.clear()
+    wants = [NIGHT.want(each, DIGEST_A) for each in NIGHT.ids[:2]]
+    bench.cache.put_live(VIEW, wants[1], NIGHT.live_record(NIGHT.ids[1]), DIGEST_A, 30)
+
+    missed, stands_in = await bench.rows(wants)
+
+    assert missed == Missed(MissReason.PAGE_MISSING)
+    assert isinstance(stands_in, Found) and stands_in.live
+    assert stands_in.reason == MissReason.PAGE_MISSING
+
+
+def test_reads_of_many_are_those_of_each() -> None:
+    """Over parts, each with pages of its own."""
+    hashes = NIGHT.directory.hashes()
+    directory = Directory(7, [0, int(hashes[9])], [hashes[:9], hashes[9:]])
+    first = replace(NIGHT.table.parts[0], count=9, first_page=3)
+    table = replace(NIGHT.table, parts=(first, replace(first, count=31, first_page=70)))
+    wants = [
+        Want(table, int(hashes[at]), at, directory.find(int(hashes[at])))
+        for at in (39, 0, 8, 9, 20)
+    ]
+    view = View(GENERATION, {"user": directory})
+
+    found = page_reads(view, columns(wants))
+
+    assert list(found) == reads_of(view, wants)
+    packer = Packer(Keyspace("a"))
+    for _ in range(2):  # made, then remembered
+        assert packer.pages(found) == packer.pack(list(found))[0]
+
+
+def test_what_a_packer_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache.commands._PIECES_MAX", 4)
+    monkeypatch.setattr("cache.commands._RUNS_MAX", 2)
+    packer = Packer(Keyspace("a"))
+    for number in range(30):
+        numbers = [number % 7, number]
+        reads = PageReads(f"g{number % 5}", "t", numbers, numbers, 16)
+        assert packer.pages(reads) == packer.pack(list(reads))[0]
+        assert len(packer._runs) <= 2
+        assert all(len(each) <= 4 for run in packer._runs.values() for each in run)
+
+
+async def test_work_for_several_keys_fails_for_all_who_wait_for_it() -> None:
+    flights: SingleFlight[str, int] = SingleFlight()
+    go = asyncio.Event()
+
+    async def fails(places: Sequence[int]) -> Sequence[int]:
+        await go.wait()
+        raise ValueError(str(list(places)))
+
+    both = [
+        asyncio.create_task(flights.do_batch(["a", "b", "a"], fails)),
+        asyncio.create_task(flights.do_batch(["c", "b"], fails)),
+    ]
+    await turns()
+    go.set()
+    failed = await asyncio.gather(*both, return_exceptions=True)
+
+    assert str(failed[0]) == "[0, 1]" and isinstance(failed[1], ValueError)
+    assert len(flights) == 0 and flights.shared == 2
