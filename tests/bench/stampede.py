@@ -1,0 +1,223 @@
+"""Many callers of the same cold answers at once: what is computed, what Redis is asked, how long it takes.
+
+- `loads_per_key`: inferences over cold answers, the worst of all rounds of two scenes in one process: 10,000 callers of
+  one answer and 10 callers of each of 1,000 (`--quick`: a fifth), over the whole read path and a real model, without
+  HTTP.
+- `two_replicas_loads_per_key`: the same two scenes in two processes at once.
+
+Deadlines and the wait for another process are long, so that the machine's speed decides nothing. Counts are exact, so
+A/A is 1; seconds and processor time stand beside them. Other libraries' decorators run over the
+same Redis with a loader of 5 ms in place of the model, where there is an environment for them (they need an older
+redis-py): `python -m venv .venv-peers && .venv-peers/bin/pip install cashews "aiocache[redis]" "cacheme[redis]"`.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import redis
+
+from serving.app import running
+from serving.ask import Ask
+from serving.config import ServingConfig
+from serving.parse import lookup_body
+from serving.routes import Service
+from tests.bench import stampede_peers
+from tests.bench.harness import Options, Ratio, Report, parse
+from tests.bench.place import own_server, pin
+from tests.bench.read_path import TABLE, Case, make_case
+from tests.integration.serving_app import settings
+
+PEERS = Path(".venv-peers/bin/python")
+SCENES = {False: ((1, 10_000), (1_000, 10)), True: ((1, 2_000), (200, 10))}
+"""Cold answers, and callers of each; smaller with `--quick`."""
+_PEER_S = {False: 60.0, True: 6.0}
+_LONG_MS = 60_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one stampede cost a process; `reads` are look-ups of overlays in Redis, by everybody."""
+
+    loads: int
+    batches: int
+    reads: int
+    seconds: float
+    cpu_s: float
+    sources: tuple[str, ...]
+
+
+def asks(service: Service, items: list[str], name: str, keys: int) -> list[Ask]:
+    """One request for each of so many users whom the night does not know."""
+    rng = random.Random(name)
+    found = []
+    for number in range(keys):
+        entity = {"id": f"{name}-{number}", "history": rng.sample(items, 20)}
+        body = json.dumps({"entities": [entity], "k": 20}).encode()
+        found.append(lookup_body(body, TABLE, service.limits))
+    return found
+
+
+async def stampede(service: Service, url: str, asked: list[Ask], waiters: int) -> Run:
+    """All callers at once."""
+    holding = service.holding()
+    loads, batches = _inferred(service)
+    reads, cpu, began = _reads(url), time.process_time(), time.perf_counter()
+    answers = await asyncio.gather(
+        *(service.ladder.lookup(holding, ask, time.monotonic()) for ask in asked * waiters)
+    )
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    loads_now, batches_now = _inferred(service)
+    sources = {str(answer["source"]) for (answer,) in answers}
+    return Run(
+        int(loads_now - loads), int(batches_now - batches), _reads(url) - reads, seconds, cpu_s,
+        tuple(sorted(sources)),
+    )  # fmt: skip
+
+
+def _inferred(service: Service) -> tuple[float, float]:
+    (family,) = service.metrics.live_batch.collect()
+    found = {sample.name: sample.value for sample in family.samples}
+    return found["larder_live_batch_size_sum"], found["larder_live_batch_size_count"]
+
+
+def _reads(url: str) -> int:
+    with redis.Redis.from_url(url, protocol=2) as connection:
+        stats = connection.info("commandstats")
+    return int(stats.get("cmdstat_pttl", {}).get("calls", 0))
+
+
+def replica(config: ServingConfig, items: list[str], pipe: Connection) -> None:
+    """A process that answers stampedes until its pipe says None; each is named, with its size."""
+
+    async def serve() -> None:
+        async with running(config) as service:
+            while (order := await asyncio.to_thread(pipe.recv)) is not None:
+                name, keys, waiters = order
+                asked = asks(service, items, name, keys)
+                pipe.send("ready")
+                await asyncio.to_thread(pipe.recv)
+                pipe.send(await stampede(service, config.redis_url, asked, waiters))
+
+    asyncio.run(serve())
+
+
+@contextmanager
+def replicas(case: Case, config: ServingConfig, count: int) -> Iterator[list[Connection]]:
+    """So many processes with one service each."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(count)]
+    processes = [
+        context.Process(target=replica, args=(config, case.items, theirs)) for _, theirs in pipes
+    ]
+    ours = [ours for ours, _ in pipes]
+    try:
+        for process in processes:
+            process.start()
+        yield ours
+        for pipe in ours:
+            pipe.send(None)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
+def measure(report: Report, case: Case, options: Options) -> None:
+    """One process, then two; every stampede is for answers that nobody has asked for before."""
+    # What is counted must not depend on how fast the machine is: nobody runs out of time.
+    config = settings(
+        case.night,
+        deadline_ms=_LONG_MS,
+        deadline_max_ms=_LONG_MS,
+        l2_deadline_ms=_LONG_MS / 2,
+        lease_wait_ms=_LONG_MS / 2,
+    )
+    rounds = options.rounds
+    for count, name in ((1, "loads_per_key"), (2, "two_replicas_loads_per_key")):
+        with replicas(case, config, count) as pipes:
+            scenes = {
+                keys: [
+                    _together(pipes, f"{name}-{keys}-{at}", keys, waiters) for at in range(rounds)
+                ]
+                for keys, waiters in SCENES[options.quick]
+            }
+        for keys, runs in scenes.items():
+            _figures(report, f"{count} process(es), {keys:,} answers", runs)
+        loads, keys = max(
+            ((sum(run.loads for run in each), keys) for keys, runs in scenes.items() for each in runs),
+            key=lambda pair: pair[0] / pair[1],
+        )  # fmt: skip
+        report.ratios[name] = Ratio(loads / keys, 1.0, rounds, loads, keys)
+
+
+def _together(pipes: list[Connection], name: str, keys: int, waiters: int) -> list[Run]:
+    for pipe in pipes:
+        pipe.send((name, keys, waiters))
+    for pipe in pipes:
+        pipe.recv()
+    for pipe in pipes:
+        pipe.send("go")
+    return [pipe.recv() for pipe in pipes]
+
+
+def _figures(report: Report, name: str, runs: list[list[Run]]) -> None:
+    loads = [sum(run.loads for run in each) for each in runs]
+    middle = sorted(runs, key=lambda each: max(run.seconds for run in each))[len(runs) // 2]
+    report.figures[f"{name}: loads"] = f"{min(loads):,} to {max(loads):,}"
+    report.figures[f"{name}: inferences' batches"] = sum(run.batches for run in middle)
+    report.figures[f"{name}: overlay reads"] = max(run.reads for run in middle)
+    report.figures[f"{name}: seconds"] = round(max(run.seconds for run in middle), 3)
+    report.figures[f"{name}: processor seconds"] = round(sum(run.cpu_s for run in middle), 3)
+    report.figures[f"{name}: sources"] = ", ".join(
+        sorted({source for run in middle for source in run.sources})
+    )
+
+
+def peers(report: Report, url: str, options: Options) -> None:
+    """Each library once in each scene."""
+    if not PEERS.exists():
+        report.figures["other libraries"] = f"absent: no {PEERS}, see this bench's docstring"
+        return
+    for library in stampede_peers.LIBRARIES:
+        for keys, waiters in SCENES[options.quick]:
+            name = f"{library}, {keys:,} answers x {waiters:,}"
+            report.figures[name] = _peer(library, url, keys, waiters, _PEER_S[options.quick])
+
+
+def _peer(library: str, url: str, keys: int, waiters: int, limit_s: float) -> str:
+    program = Path(stampede_peers.__file__)
+    command: list[str | Path] = [PEERS, program, library, url, str(keys), str(waiters)]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return f"not done after {limit_s:g} s"
+    if done.returncode:
+        return f"failed: {done.stderr.decode().strip().splitlines()[-1]}"
+    found = json.loads(done.stdout.splitlines()[-1])
+    return ", ".join(f"{name} {value}" for name, value in found.items())
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("stampede", ("redis", "hiredis", "onnxruntime"))
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        report.figures["placement"] = f"Redis on {pin(server.pid, -1)}, all else anywhere"
+        case = make_case(Path(folder), server.url, options.quick)
+        measure(report, case, options)
+        peers(report, server.url, options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()
