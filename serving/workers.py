@@ -213,7 +213,6 @@ class Workers:
         self._living.discard(worker)
 
     async def _end(self, worker: Worker, bound_s: float) -> None:
-        """Waits for its end, and brings it about when that takes too long."""
         try:
             async with asyncio.timeout(bound_s):
                 await worker.process.wait()
