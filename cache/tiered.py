@@ -71,7 +71,7 @@ class Tiered:
         self.negative = negative
         self.counters = Counters()
         self.flights: SingleFlight[LocalKey, Entry | Missed] = SingleFlight()
-        self.writes = WriteBehind(remote.write_overlays, writes_max_bytes)
+        self.writes = WriteBehind(remote.write_overlays, writes_max_bytes, timer)
         self._remote = remote
         self._rows = RowReads(local, self.flights, remote, self.counters)
         self._l2_deadline_s = l2_deadline_s
@@ -249,18 +249,19 @@ class Tiered:
         self, view: View, keys: Sequence[LocalKey], wants: Sequence[Want]
     ) -> asyncio.Future[list[Entry | Missed]]:
         self.counters.l2_reads += len(keys)
+        # What is left of a life is left from then on: an answer that comes late must not make it longer.
+        asked_at = self._timer()
 
         def keep(answers: Sequence[Answer]) -> list[Entry | Missed]:
-            now = self._timer()
             # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
             return [
-                self._keep(key, want, answer, now)
+                self._keep(key, want, answer, asked_at)
                 for key, want, answer in zip(keys, wants, answers, strict=True)
             ]
 
         return self._remote.submit(reads_of(view, wants), keep)
 
-    def _keep(self, key: LocalKey, want: Want, answer: Answer, now: float) -> Entry | Missed:
+    def _keep(self, key: LocalKey, want: Want, answer: Answer, asked_at: float) -> Entry | Missed:
         if type(answer) is bytes:
             if answer[14] >> 4 != FORMAT or int.from_bytes(answer[:8], "little") != want[2]:
                 return MISSED[MissReason.CORRUPT]
@@ -277,10 +278,10 @@ class Tiered:
         if answer is None:
             self.negative.add(key)
             return MISSED[MissReason.NOT_IN_GENERATION]
-        return self._keep_overlay(key, want, cast(Overlay, answer), now)
+        return self._keep_overlay(key, want, cast(Overlay, answer), asked_at)
 
     def _keep_overlay(
-        self, key: LocalKey, want: Want, overlay: Overlay, now: float
+        self, key: LocalKey, want: Want, overlay: Overlay, asked_at: float
     ) -> Entry | Missed:
         unpacked = unpack_overlay(want.table.layout, overlay.payload)
         if unpacked is None or peek_format(unpacked[0]) != FORMAT:
@@ -288,7 +289,7 @@ class Tiered:
         if overlay.ttl_s <= 0:
             return MISSED[MissReason.EXPIRED]
         record, digest = unpacked
-        entry = Entry(record, peek_fingerprint(record), digest, now + overlay.ttl_s)
+        entry = Entry(record, peek_fingerprint(record), digest, asked_at + overlay.ttl_s)
         if entry.fingerprint != want.fingerprint:
             return MISSED[MissReason.CORRUPT]
         self.local.put(key, entry)

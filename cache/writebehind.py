@@ -1,6 +1,7 @@
 """Overlay writes in the background: bounded, merged, counted."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -13,16 +14,22 @@ Write = Callable[[Sequence[OverlayWrite]], Awaitable[list[TierUnavailable | None
 
 
 class WriteBehind:
-    """Every write handed over ends as stored, failed or dropped; none is retried, for each can be recomputed."""
+    """Every write handed over ends as stored, failed or dropped; none is retried, for each can be recomputed.
 
-    def __init__(self, write: Write, max_bytes: int) -> None:
+    Waiting shortens the life of what is written, so that it ends when the answer's does.
+    """
+
+    def __init__(
+        self, write: Write, max_bytes: int, timer: Callable[[], float] = time.monotonic
+    ) -> None:
         self.stored = 0
         self.failed = 0
         self.dropped = 0
         self._write = write
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._queue: deque[OverlayWrite] = deque()
+        self._timer = timer
+        self._queue: deque[tuple[OverlayWrite, float]] = deque()
         self._task: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -34,7 +41,7 @@ class WriteBehind:
             self.dropped += 1
             return
         self._bytes += len(write.payload)
-        self._queue.append(write)
+        self._queue.append((write, self._timer() + write.ttl_s))
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._drain())
 
@@ -53,9 +60,9 @@ class WriteBehind:
         under_way = 0
         try:
             while self._queue:
-                writes = [self._queue.popleft() for _ in range(min(_AT_ONCE, len(self._queue)))]
-                self._bytes -= sum(len(write.payload) for write in writes)
-                under_way = len(writes)
+                writes = self._next()
+                if not (under_way := len(writes)):
+                    continue
                 errors = await self._write(writes)
                 under_way = 0
                 failed = sum(error is not None for error in errors)
@@ -64,3 +71,16 @@ class WriteBehind:
         finally:
             self.failed += under_way
             self._task = None
+
+    def _next(self) -> list[OverlayWrite]:
+        """Some of those that wait, with what is left of their lives; what has none left is dropped."""
+        writes: list[OverlayWrite] = []
+        now = self._timer()
+        for _ in range(min(_AT_ONCE, len(self._queue))):
+            write, ends_at = self._queue.popleft()
+            self._bytes -= len(write.payload)
+            if ends_at > now:
+                writes.append(write._replace(ttl_s=ends_at - now))
+            else:
+                self.dropped += 1
+        return writes

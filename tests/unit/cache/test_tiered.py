@@ -291,6 +291,36 @@ async def test_an_overlay_lives_here_no_longer_than_in_redis(bench: Bench) -> No
     assert await bench.get(NIGHT.want(STRANGER)) == Missed(MissReason.NOT_IN_GENERATION)
 
 
+async def test_an_overlay_whose_reply_came_late_lives_no_longer_for_that(bench: Bench) -> None:
+    """C1: what was left of its life was left when Redis was asked."""
+    bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
+    bench.remote.gate = asyncio.Event()
+    reading = asyncio.create_task(bench.get(NIGHT.want(STRANGER)))
+    await turns()
+    ends_at = bench.clock() + 10
+    bench.clock.tick(4)
+    bench.remote.gate.set()
+
+    found = await reading
+    assert isinstance(found, Found) and found.expires_at == ends_at
+
+
+async def test_a_write_that_waited_does_not_outlive_its_answer(bench: Bench) -> None:
+    """C1: 256 travel at a time, the rest waits for its turn; what has no life left by then is dropped."""
+    bench.remote.gate = asyncio.Event()
+    for number in range(257):
+        id_ = f"stranger-{number}"
+        bench.cache.put_live(VIEW, NIGHT.want(id_), NIGHT.live_record(id_), DIGEST_A, 30)
+    bench.cache.put_live(VIEW, NIGHT.want(STRANGER), NIGHT.live_record(STRANGER), DIGEST_A, 3)
+    await turns()
+    bench.clock.tick(4)
+    bench.remote.gate.set()
+    await bench.cache.aclose()
+
+    assert len(bench.remote.writes) == 257 and bench.remote.writes[-1].ttl_s == 26
+    assert bench.cache.writes.dropped == 1
+
+
 async def test_an_overlay_without_life_left_is_expired_and_not_kept(bench: Bench) -> None:
     """C1."""
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
