@@ -21,6 +21,7 @@ from precompute.config import NightConfig
 from precompute.releases.control import Control
 from precompute.releases.registry import open_releases
 from precompute.releases.states import State, demand
+from precompute.releases.sweep import note_loaded
 from precompute.sealing import seal
 
 
@@ -57,7 +58,7 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
                 else:
                     loaded += part.pages.file.size_bytes
         if state in (None, State.BEGUN):
-            releases.note(made.generation, State.LOADED)
+            note_loaded(releases, keys, made.generation)
     seconds = time.perf_counter() - started
     return {
         "generation": made.generation,

@@ -353,7 +353,7 @@ class Life:
                 releases.note(generation, State.BEGUN)
         load_missing(releases.control, KEYS, self.store, generation)
         if state in (None, State.BEGUN):
-            releases.note(generation, State.LOADED)
+            sweep_module.note_loaded(releases, KEYS, generation)
 
     def _do_verify(self, generation: str, attempt: str, good: bool) -> None:
         releases = self.releases()

@@ -108,6 +108,11 @@ class MemoryRedis:
             raise AssertionError("the pointer was written without comparing")
         self.data[name] = _bytes(value)
 
+    def exists(self, name: str) -> int:
+        """1 if there is such a key, else 0."""
+        self.watch("exists", name)
+        return int(name in self.data)
+
     def strlen(self, name: str) -> int:
         """Length of a string."""
         self.watch("strlen", name)

@@ -141,10 +141,24 @@ def unlink_recorded(
     return removed + int(client.unlink(keys.loaded(generation)))
 
 
+def note_loaded(releases: ReleaseLog, keys: Keyspace, generation: str) -> None:
+    """Write into the registry that a generation is loaded; Conflict when it was retired meanwhile.
+
+    Whoever loaded it then takes its pages away again: those who retired it may have looked before they came.
+    """
+    try:
+        releases.note(generation, State.LOADED)
+    except Conflict:
+        view = releases.view()
+        if standing(generation, view.ledger, view.rows.get(generation)) is State.RETIRED:
+            unlink_recorded(releases, keys, generation, view.history)
+        raise
+
+
 def is_back(
     releases: ReleaseLog, keys: Keyspace, generation: str, history: Sequence[Release]
 ) -> bool:
-    """Whether the first or the last page of any table of a retired generation is in Redis again."""
+    """Whether the first or the last page of any table of a retired generation is in Redis again, or its marks."""
     pages = next(
         (each.pages for each in history if each.generation == generation and each.pages), {}
     )
@@ -154,7 +168,8 @@ def is_back(
         if count
         for page in (0, count - 1)
     ]
-    return any(releases.control.client.strlen(each) for each in ends)
+    client = releases.control.client
+    return bool(client.exists(keys.loaded(generation))) or any(client.strlen(each) for each in ends)
 
 
 def _manifest(releases: ReleaseLog, generation: str) -> Manifest | None:

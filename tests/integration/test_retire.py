@@ -7,15 +7,17 @@ import pytest
 from cache.artefacts import (
     ArtefactStore,
     generation_path,
+    read_manifest,
 )
 from cache.errors import Conflict
 from cache.releases import (
     Pointer,
     all_releases,
 )
+from precompute.bulk.load import parts_of
 from precompute.releases.control import Row, connect
 from precompute.releases.states import State
-from precompute.releases.sweep import drop_old_rows, retire, sweepable
+from precompute.releases.sweep import drop_old_rows, is_back, note_loaded, retire, sweepable
 from tests.integration.release_world import A, B, C, D, World, pages_of
 
 
@@ -40,6 +42,34 @@ def test_p8_and_p9_retiring_removes_every_key_and_file_and_nothing_else(world):
     world.clock.now += 90_000
     assert drop_old_rows(world.releases, overlay_ttl_s=86_400) == 2
     assert set(world.control.rows()) == {C, D}
+
+
+def test_a_loader_that_comes_late_to_its_retirement_takes_its_pages_away_again(world):
+    """Found by a random life: Redis was wiped in between, so whoever retired it saw no page to remove."""
+    world.publish(A, B, C, D)
+    manifest = read_manifest(world.store, A)
+    world.clock.now += 100
+    retire(world.releases, world.keys, A, attempt=world.attempt())
+    for part in parts_of(manifest):
+        world.client.set(part.key(world.keys, A, 0), b"page")
+        world.client.hset(world.keys.loaded(A), part.name, part.mark.decode())
+
+    with pytest.raises(Conflict, match="retired while it was being made"):
+        note_loaded(world.releases, world.keys, A)
+
+    assert not world.client.keys(f"*:g:{A}*")
+
+
+def test_marks_alone_say_that_a_retired_generation_is_back(world):
+    world.publish(A, B, C, D)
+    world.clock.now += 100
+    retire(world.releases, world.keys, A, attempt=world.attempt())
+    history = world.releases.view().history
+    assert not is_back(world.releases, world.keys, A, history)
+
+    world.client.hset(world.keys.loaded(A), "user_topk/0", "mark")
+
+    assert is_back(world.releases, world.keys, A, history)
 
 
 def test_retire_spares_what_is_held_pinned_or_just_superseded(world):
