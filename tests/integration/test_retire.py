@@ -57,7 +57,7 @@ def test_a_loader_that_comes_late_to_its_retirement_takes_its_pages_away_again(w
     with pytest.raises(Conflict, match="retired while it was being made"):
         note_loaded(world.releases, world.keys, A)
 
-    assert not world.client.keys(f"*:g:{A}*")
+    assert not world.client.keys(f"larder:1:{world.keys.namespace}:g:{A}*")
 
 
 def test_marks_alone_say_that_a_retired_generation_is_back(world):

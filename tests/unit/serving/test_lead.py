@@ -250,7 +250,7 @@ async def test_only_answers_that_are_stored_and_may_be_anothers_are_led(leads: b
     inferences = Inferences(
         world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, lead=lead if leads else None
     )
-    ladder = Ladder(world.tiers, inferences, world.metrics, l2_deadline_s=0.05, clock=world.clock)
+    ladder = Ladder(world.tiers, inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
     holding = Holding(world.snapshot())
 
     async def source(id_: str, **options: object) -> object:

@@ -177,7 +177,7 @@ class World:
         self.tiers = Tiered(LocalTier(1 << 20), NegativeCache(100, 5.0), self.remote)
         self.inferences = Inferences(self, self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0)
         self.ladder = Ladder(
-            self.tiers, self.inferences, self.metrics, l2_deadline_s=0.05, clock=self.clock
+            self.tiers, self.inferences, self.metrics, l2_deadline_s=1.0, clock=self.clock
         )
         self.jobs: list[Job] = []
 
