@@ -193,7 +193,8 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
         try:
             with (
                 translated(),
-                open_governor(config.governor, releases.control) as governor,
+                # Right beside the flip: going slower is better than being felt.
+                open_governor(config.governor, releases.control, awake=False) as governor,
             ):
                 found["mended"] = releases.mend(pointer.generation, governor=governor)
         except (LarderError, OSError) as error:

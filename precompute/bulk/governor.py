@@ -54,6 +54,7 @@ class Governor:
         sleep: Callable[[float], None] = time.sleep,
         spin: Callable[[], None] = _spin,
         yielding: Callable[[bool], bool] = lambda _on: False,
+        awake: bool = True,
     ) -> None:
         self.throttle = Throttle(
             p99_factor=config.p99_factor,
@@ -64,6 +65,7 @@ class Governor:
         self.slept_s = 0.0
         self._config, self._watch = config, watch
         self._timer, self._sleep, self._spin, self._yielding = timer, sleep, spin, yielding
+        self._awake = awake
         self._opened_at = self._stepped_at = self._due = timer()
         self._calibrated = self._known = False
         self._done_bytes = 0
@@ -180,11 +182,12 @@ class Governor:
     def _pause(self, seconds: float) -> None:
         """A core that halts takes long to wake, and would make rest look slower than work: this and Redis' stay awake.
 
-        Only where the thread gives way to everything else, and for a fifth of the time.
+        Only where the thread gives way to everything else, and for a fifth of the time; never beside what matters
+        more than how fast the work goes (`awake` False).
         """
         until = self._timer() + seconds
         while (left_s := until - self._timer()) > 0:
-            if self._yields:
+            if self._yields and self._awake:
                 self._watch.stir()
                 self._spin()
             else:
@@ -219,10 +222,12 @@ class Governor:
 
 
 @contextmanager
-def open_governor(config: GovernorConfig, control: Control) -> Iterator[Governor]:
-    """For the length of one step's work, in the thread that does it."""
+def open_governor(
+    config: GovernorConfig, control: Control, *, awake: bool = True
+) -> Iterator[Governor]:
+    """For the length of one step's work, in the thread that does it; `awake`: rests keep the cores from halting."""
     watch = Watcher(control, probe_ms=config.probe_ms)
-    governor = Governor(config, watch, yielding=GiveWay())
+    governor = Governor(config, watch, yielding=GiveWay(), awake=awake)
     try:
         yield governor
     finally:

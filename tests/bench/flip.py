@@ -111,7 +111,6 @@ def _cycle(config: NightConfig, control: Control, second: str, cycle: int) -> li
     asked_at = time.time()
     pipeline.roll_back(config, to=None, reason="the bench says so", attempt=f"back-{cycle}")
     rolled_back = _swapped(control, asked_at, is_rollback=True)
-    time.sleep(AFTER_S)
     return [published, rolled_back]
 
 
@@ -124,6 +123,7 @@ def _swapped(control: Control, asked_at: float, *, is_rollback: bool) -> Flip:
         found = [each for each in control.replicas() if each.epoch == pointer.epoch]
         return [each.swapped_at for each in found if each.swapped_at is not None]
 
+    time.sleep(AFTER_S)  # looking would be work on the same cores
     if not until(lambda: len(swaps()) == REPLICAS):
         raise RuntimeError(f"{len(swaps())} of {REPLICAS} replicas follow epoch {pointer.epoch}")
     return Flip(is_rollback, asked_at, pointer.published_at, tuple(swaps()))

@@ -149,7 +149,8 @@ def test_with_readers_their_p99_stays_within_the_factor_and_the_rate_near_what_t
     assert rate > 0.5 * plant.knee
 
 
-def test_while_it_rests_neither_core_halts():
+@pytest.mark.parametrize("awake", [True, False])
+def test_while_it_rests_neither_core_halts_unless_that_would_be_felt(awake):
     plant = Plant()
     governor = Governor(
         GovernorConfig(piece_bytes=PIECE),
@@ -158,11 +159,15 @@ def test_while_it_rests_neither_core_halts():
         sleep=plant.sleep,
         spin=lambda: plant.sleep(SPIN_S),
         yielding=lambda on: on,
+        awake=awake,
     )
     plant.work(governor, 10 * STEP_S)
     rests = plant.stirred * SPIN_S
 
-    assert rests > 5 * REST_S and governor.slept_s < rests
+    if awake:
+        assert rests > 5 * REST_S and governor.slept_s < rests
+    else:
+        assert rests == 0 and governor.slept_s > 5 * REST_S
 
 
 @pytest.mark.parametrize("seed", range(5))
