@@ -417,8 +417,10 @@ class Life:
             self.pins[generation] = expires_at
 
     def _do_unpin(self, generation: str, attempt: str) -> None:
-        self.pins.pop(generation, None)
-        self.releases().unpin(generation, attempt=attempt)
+        try:
+            self.releases().unpin(generation, attempt=attempt)
+        finally:  # also a pin that came while this was under way: the later record counts
+            self.pins.pop(generation, None)
 
     def _do_retire(self, keep: int) -> None:
         releases = self.releases()
