@@ -7,7 +7,7 @@ from typing import Any
 
 from cache.artefacts import read_manifest
 from cache.errors import Conflict, UnknownGeneration
-from cache.releases import Action, Pointer, done_path
+from cache.releases import MOVES, Action, Pointer, done_path
 from precompute.releases.control import Row
 from precompute.releases.judgements import Judgements
 from precompute.releases.release_log import CUT_CHARS, View, standing
@@ -86,6 +86,8 @@ class Moves(Judgements):
             if newest.attempt == to.attempt:
                 return  # a repeat of this very move, which the pointer recognises
             raise Conflict("another publisher moved the pointer meanwhile; try again")
+        if action in MOVES and to.previous and ledger.state(to.previous) is State.RETIRED:
+            raise Conflict(f"{to.previous} was retired meanwhile; try again")
         if action != "end_canary":
             about = to.canary.generation if to.canary is not None else to.generation
             demand(action, about, standing(about, ledger, view.rows.get(about)))

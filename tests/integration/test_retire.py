@@ -72,6 +72,28 @@ def test_marks_alone_say_that_a_retired_generation_is_back(world):
     assert is_back(world.releases, world.keys, A, history)
 
 
+def test_a_roll_back_names_no_previous_that_was_retired_while_it_looked(world, monkeypatch):
+    """Found by a random life: Redis had forgotten the retirement, the release records had not."""
+    world.publish(A, B, C)
+    world.clock.now += 100
+    record = world.releases.record
+
+    def retire_first(action, generation, **entry):
+        if action == "roll_back":
+            monkeypatch.undo()
+            row = world.control.rows()[A]
+            retire(world.releases, world.keys, A, attempt=world.attempt())
+            world.control.set_row(A, row)
+        return record(action, generation, **entry)
+
+    monkeypatch.setattr(world.releases, "record", retire_first)
+    with pytest.raises(Conflict, match=f"{A} was retired meanwhile"):
+        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+
+    moved = world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+    assert (moved.pointer.generation, moved.pointer.previous) == (B, None)
+
+
 def test_retire_spares_what_is_held_pinned_or_just_superseded(world):
     world.publish(A, B, C, D)
     assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
