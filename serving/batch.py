@@ -92,11 +92,13 @@ class Batches:
         if live.has_blocked_entities:
             is_known &= [not live.blocks(table, raw) for raw in lookup.raws]
         known = np.flatnonzero(is_known)
-        return known, wants.of(known.tolist())
+        return known, wants if len(known) == len(wants) else wants.of(known.tolist())
 
     async def _stored(self, lookup: Lookup, places: NDArray[np.int64], wants: Wants) -> Resolved:
         live, table = lookup.holding.live, lookup.table
-        deadline = self._ladder.l2_deadline(lookup.options, lookup.started, len(wants))
+        deadline = None  # the tier keeps its own
+        if lookup.options.deadline_s < self._service.l2_bound_s():
+            deadline = self._ladder.l2_deadline(lookup.options, lookup.started, len(wants))
         found = await self._tiers.get_rows(live.view, wants, deadline)
         is_plain = plain(live, table, found.records, lookup.k)
         is_plain[list(found.others)] = False
