@@ -12,8 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving import arrow_schema as arrow
-from serving.arrow_flat import Flat, Malformed
-from serving.arrow_messages import KEPT_MAX, Unsupported, first_message, messages, schema
+from serving.arrow_flat import Malformed
+from serving.arrow_messages import (
+    KEPT_MAX,
+    Layout,
+    Unsupported,
+    first_message,
+    layout,
+    messages,
+    schema,
+)
 from serving.arrow_schema import Field
 
 _NUMBERS: dict[str, np.dtype[Any]] = {
@@ -39,14 +47,15 @@ def read(raw: bytes, rows_max: int) -> Frame:
     metadata, fields = schema(first) if len(first) <= KEPT_MAX else schema.__wrapped__(first)
     columns: dict[str, list[Any]] = {each.name: [] for each in fields}
     rows = 0
-    for kind, header, body in messages(memoryview(raw)[len(first) :]):
-        if kind != arrow.RECORD_BATCH:
+    for message, body in messages(memoryview(raw)[len(first) :]):
+        if message.kind != arrow.RECORD_BATCH:
             raise Unsupported("only record batches are read: send no dictionaries")
-        count = header.number(0, "<q")
+        described = layout(message)
+        count = described.rows
         if count < 0 or rows + count > rows_max:
             raise Malformed(f"the stream has more than {rows_max} rows")
         rows += count
-        batch = _Batch(header, body)
+        batch = _Batch(described, body)
         for each in fields:
             columns[each.name] += batch.column(each, count)
         batch.check_end()
@@ -56,11 +65,9 @@ def read(raw: bytes, rows_max: int) -> Frame:
 class _Batch:
     """Hands out a record batch's nodes and buffers in the order of its columns."""
 
-    def __init__(self, header: Flat, body: memoryview) -> None:
-        if header.has(3):
-            raise Unsupported("the stream is compressed: send it without compression")
-        self._nodes = iter(header.pairs(1))
-        self._buffers = iter(header.pairs(2))
+    def __init__(self, described: Layout, body: memoryview) -> None:
+        self._nodes = iter(described.nodes)
+        self._buffers = iter(described.buffers)
         self._body = body
 
     def column(self, field: Field, rows: int) -> list[Any]:
@@ -118,11 +125,11 @@ class _Batch:
         if cuts[-1] > len(data):
             raise Malformed("a text reaches beyond its bytes")
         try:
-            whole = str(data[cuts[0] : cuts[-1]], "utf-8")
-            if len(whole) == cuts[-1] - cuts[0]:  # one byte each: cut the text, not the bytes
-                first = cuts[0]
-                return [whole[a - first : b - first] for a, b in pairwise(cuts)]
-            return [str(data[a:b], "utf-8") for a, b in pairwise(cuts)]
+            whole = bytes(data[: cuts[-1]])
+            if whole.isascii():  # cut the text, not the bytes
+                text = whole.decode()
+                return [text[a:b] for a, b in pairwise(cuts)]
+            return list(map(bytes.decode, [whole[a:b] for a, b in pairwise(cuts)]))
         except UnicodeDecodeError as error:
             raise Malformed("a text is not UTF-8") from error
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cache.columns import Rows, Wants
 from cache.keys import fingerprints, hash_ids
+from cache.names import Named
 from cache.outcomes import Found, Missed, Outcome, Want
 from serving.answer import Answer, complete
 from serving.arrow_rows import items_of, resolved_stream
@@ -54,11 +55,11 @@ class Batches:
     async def stream(self, lookup: Lookup) -> bytes:
         """The body of the response as an Arrow IPC stream."""
         resolved = await self.resolve(lookup)
-        items: list[list[bytes]] = []
+        items: list[Named] = []
         for start in range(0, len(resolved.places), _SLICE):
             if start:
                 await asyncio.sleep(0)
-            items += items_of(lookup, resolved, slice(start, start + _SLICE))
+            items.append(items_of(lookup, resolved, slice(start, start + _SLICE)))
         stale = self._service.follower.stale
         return resolved_stream(lookup, resolved, items, self._clock(), stale)
 
