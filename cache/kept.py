@@ -36,12 +36,12 @@ class Kept:
 
     def slots(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32] | None:
         """Where the texts are kept until the next call; None if one is too long, or they are too many."""
-        slots = self._slots[ordinals]
-        if slots.all():
+        slots = self._slots.take(ordinals)
+        if np.count_nonzero(slots) == slots.size:
             return slots
         self._read(np.unique(ordinals))
-        slots = self._slots[ordinals]
-        return slots if slots.all() else None
+        slots = self._slots.take(ordinals)
+        return slots if np.count_nonzero(slots) == slots.size else None
 
     def texts(self, slots: NDArray[np.int32]) -> bytes:
         """One behind the other, each with its padding."""

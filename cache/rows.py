@@ -170,7 +170,7 @@ def _checked(wants: Wants, records: NDArray[Any]) -> Rows:
     """Those of L1 and of other flights; each must be its entity's."""
     others: dict[int, Outcome] = {}
     is_own = records["fingerprint"] == wants.fingerprints
-    if not is_own.all():
+    if np.count_nonzero(is_own) < len(is_own):
         others = dict.fromkeys(np.flatnonzero(~is_own).tolist(), MISSED[MissReason.CORRUPT])
     return Rows(records, np.zeros(len(wants), bool), others)
 
@@ -190,7 +190,7 @@ def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
             elif not isinstance(each, bytes):
                 missed[place] = MISSED[MissReason.PAGE_MISSING]
     sound = (rows["fingerprint"] == wants.fingerprints) & (rows["flags"] >> 4 == FORMAT)
-    if not sound.all():
+    if np.count_nonzero(sound) < len(sound):
         for place in np.flatnonzero(~sound).tolist():
             missed.setdefault(place, MISSED[MissReason.CORRUPT])
     return Landed(rows, missed)

@@ -102,10 +102,9 @@ def _stream(table: Table, fields: tuple[Field, ...], columns: list[Column], rows
 
 def _origins(rows: int, answers: Mapping[int, Answer], stored: Stored) -> list[Column]:
     l1, l2 = stored.by_tier
-    if not answers and stored.is_l2.all():
-        return [_same(field, value, rows) for field, value in zip(_ORIGIN, l2, strict=True)]
-    if not answers and not stored.is_l2.any():
-        return [_same(field, value, rows) for field, value in zip(_ORIGIN, l1, strict=True)]
+    if not answers and (count := np.count_nonzero(stored.is_l2)) in (0, rows):
+        one = l2 if count else l1
+        return [_same(field, value, rows) for field, value in zip(_ORIGIN, one, strict=True)]
     origins: list[Origin] = [()] * rows
     for place, is_l2 in zip(stored.places.tolist(), stored.is_l2.tolist(), strict=True):
         origins[place] = l2 if is_l2 else l1

@@ -41,8 +41,8 @@ class Frame:
     rows: int
 
 
-def read(raw: bytes, rows_max: int) -> Frame:
-    """The columns: utf8 as str, lists as tuples or read-only float32 arrays, None for null."""
+def read(raw: bytes, rows_max: int, *, as_bytes: bool = False) -> Frame:
+    """The columns: utf8 as str (or its bytes), lists as tuples or read-only float32 arrays, None for null."""
     first = first_message(raw)
     metadata, fields = schema(first) if len(first) <= KEPT_MAX else schema.__wrapped__(first)
     columns: dict[str, list[Any]] = {each.name: [] for each in fields}
@@ -55,7 +55,7 @@ def read(raw: bytes, rows_max: int) -> Frame:
         if count < 0 or rows + count > rows_max:
             raise Malformed(f"the stream has more than {rows_max} rows")
         rows += count
-        batch = _Batch(described, body)
+        batch = _Batch(described, body, as_bytes)
         for each in fields:
             columns[each.name] += batch.column(each, count)
         batch.check_end()
@@ -65,10 +65,11 @@ def read(raw: bytes, rows_max: int) -> Frame:
 class _Batch:
     """Hands out a record batch's nodes and buffers in the order of its columns."""
 
-    def __init__(self, described: Layout, body: memoryview) -> None:
+    def __init__(self, described: Layout, body: memoryview, as_bytes: bool) -> None:
         self._nodes = iter(described.nodes)
         self._buffers = iter(described.buffers)
         self._body = body
+        self._as_bytes = as_bytes
 
     def column(self, field: Field, rows: int) -> list[Any]:
         """The values of the next column, which has `rows` of them."""
@@ -120,16 +121,20 @@ class _Batch:
             raise Unsupported("a list holds nulls")
         self._buffer()
 
-    def _texts(self, ends: NDArray[Any]) -> list[str]:
+    def _texts(self, ends: NDArray[Any]) -> list[Any]:
         cuts, data = ends.tolist(), self._buffer()
         if cuts[-1] > len(data):
             raise Malformed("a text reaches beyond its bytes")
         try:
             whole = bytes(data[: cuts[-1]])
-            if whole.isascii():  # cut the text, not the bytes
+            if whole.isascii() and not self._as_bytes:  # cut the text, not the bytes
                 text = whole.decode()
                 return [text[a:b] for a, b in pairwise(cuts)]
-            return list(map(bytes.decode, [whole[a:b] for a, b in pairwise(cuts)]))
+            pieces = [whole[a:b] for a, b in pairwise(cuts)]
+            if whole.isascii():
+                return pieces
+            decoded = list(map(bytes.decode, pieces))
+            return pieces if self._as_bytes else decoded
         except UnicodeDecodeError as error:
             raise Malformed("a text is not UTF-8") from error
 

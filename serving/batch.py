@@ -49,7 +49,7 @@ class Batches:
             by_place = dict(zip(resolved.places.tolist(), texts, strict=True))
             for place, answer in resolved.answers.items():
                 by_place[place] = orjson.dumps(answer, option=JSON)
-            texts = [by_place[place] for place in range(len(lookup.ids))]
+            texts = [by_place[place] for place in range(len(lookup.raws))]
         return b'{"answers":[%b]}' % b",".join(texts)
 
     async def stream(self, lookup: Lookup) -> bytes:
@@ -66,9 +66,9 @@ class Batches:
     async def resolve(self, lookup: Lookup) -> Resolved:
         """Every answer, counted, in no form yet."""
         places, wants = self._known(lookup)
-        if len(places) == len(lookup.ids):
+        if len(places) == len(lookup.raws):
             return await self._stored(lookup, places, wants)
-        unknown = np.setdiff1d(np.arange(len(lookup.ids)), places).tolist()
+        unknown = np.setdiff1d(np.arange(len(lookup.raws)), places).tolist()
         if not len(places):
             lower = await self._lower(lookup, unknown)
             none = np.empty(0, lookup.table.layout.dtype)
@@ -102,13 +102,16 @@ class Batches:
             deadline = self._ladder.l2_deadline(lookup.options, lookup.started, len(wants))
         found = await self._tiers.get_rows(live.view, wants, deadline)
         is_plain = plain(live, table, found.records, lookup.k)
-        is_plain[list(found.others)] = False
-        if is_plain.all():
+        if found.others:
+            is_plain[list(found.others)] = False
+        if np.count_nonzero(is_plain) == len(is_plain):
             resolved = Resolved(places, found.records, found.is_l2)
         else:
             resolved = Resolved(places[is_plain], found.records[is_plain], found.is_l2[is_plain])
         self._count(lookup, resolved.places[~resolved.is_l2].tolist(), "l1")
         self._count(lookup, resolved.places[resolved.is_l2].tolist(), "l2")
+        if len(resolved.places) == len(places):
+            return resolved
         lower: dict[int, str | None] = {}
         for at in np.flatnonzero(~is_plain).tolist():
             place = int(places[at])
@@ -163,14 +166,14 @@ class Batches:
             self._metrics.hot(name, tier, seconds, len(places))
 
     def _texts(self, lookup: Lookup, resolved: Resolved, part: slice) -> list[bytes]:
-        live = lookup.holding.live
+        live, raws = lookup.holding.live, lookup.raws
         marks = self.marks(live)
         ends = marks.ends(marks.age(self._clock()))
         by_tier = ends["l1"], ends["l2"]
         return texts_of(
             live,
             lookup.table,
-            [lookup.ids[place] for place in resolved.places[part].tolist()],
+            [raws[place].decode() for place in resolved.places[part].tolist()],
             resolved.rows[part],
             lookup.k,
             [by_tier[is_l2] for is_l2 in resolved.is_l2[part].tolist()],
@@ -185,7 +188,8 @@ class Batches:
 
 
 def _entity(lookup: Lookup, place: int) -> Entity:
-    return Entity(lookup.table.name, lookup.ids[place], lookup.raws[place], f"entities[{place}]")
+    raw = lookup.raws[place]
+    return Entity(lookup.table.name, raw.decode(), raw, f"entities[{place}]")
 
 
 def _outcome(found: Rows, at: int) -> Outcome:
