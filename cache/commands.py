@@ -153,8 +153,8 @@ class Packer:
             run = self._runs[named] = self._run(*named)
         heads, tails = run
         pieces = [b""] * (2 * len(reads))
-        pieces[::2] = [heads[page] for page in reads.pages]
-        pieces[1::2] = [tails[offset] for offset in reads.offsets]
+        pieces[::2] = map(heads.__getitem__, reads.pages)
+        pieces[1::2] = map(tails.__getitem__, reads.offsets)
         return b"".join(pieces)
 
     def _run(self, generation: str, table: str, length: int) -> tuple["_Pieces", "_Pieces"]:

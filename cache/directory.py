@@ -60,19 +60,19 @@ class Directory:
         """int64[n] positions, -1 where a hash is absent."""
         if hashes.dtype != np.uint64:
             raise TypeError(f"hashes are uint64, not {hashes.dtype}")
+        if len(self.parts) == 1 and len(part := self.parts[0]):
+            return _found(part, hashes)
         order = hashes.argsort()
         wanted = hashes[order]
         ends = [*wanted.searchsorted(self._firsts[1:]).tolist(), len(wanted)]
         found = np.full(len(hashes), -1, np.int64)
         start = 0
         for shard, end in enumerate(ends):
-            part, these = self.parts[shard], wanted[start:end]
+            part = self.parts[shard]
             if start < end and len(part):
-                places = part.searchsorted(these)
-                np.minimum(places, len(part) - 1, out=places)
-                is_there = part[places] == these
-                places += self._starts_list[shard]
-                found[order[start:end]] = np.where(is_there, places, -1)
+                places = _found(part, wanted[start:end])
+                places[places >= 0] += self._starts_list[shard]
+                found[order[start:end]] = places
             start = end
         return found
 
@@ -89,3 +89,11 @@ class Directory:
     def hashes(self) -> NDArray[np.uint64]:
         """All hashes in order, as one array in memory."""
         return np.concatenate(self.parts) if self.parts else np.empty(0, np.uint64)
+
+
+def _found(part: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Positions in one part that is not empty, -1 where a hash is absent."""
+    places = part.searchsorted(hashes)
+    found: NDArray[np.uint64] = part.take(places, mode="clip")
+    places[found != hashes] = -1
+    return places

@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 _END = b"\r\n"
-_END_ARRAY = np.frombuffer(_END, np.uint8)
 
 
 class Frames(Sequence[bytes]):
@@ -44,10 +43,10 @@ class Frames(Sequence[bytes]):
         return Frames(self._data, count, self._length, at)
 
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """All as records of `dtype`, a view."""
+        """All as records of `dtype`: one copy, aligned as numpy likes it."""
         if dtype.itemsize != self._length:
             raise ValueError(f"a reply has {self._length} bytes, a record {dtype.itemsize}")
-        return np.ndarray(self._count, dtype, self._data, self._at, (self._stride,))
+        return _every(self._data, self._at, self._count, self._length, self._stride).view(dtype)
 
 
 def stride(length: int) -> int:
@@ -59,14 +58,19 @@ def could_be(data: bytes, count: int, length: int) -> bool:
     """Whether `data` is the beginning of, or begins with, `count` bulk strings of `length` bytes."""
     head, step = _head(length), stride(length)
     whole = min(count, len(data) // step)
-    rows = np.ndarray((whole, step), np.uint8, data)
-    if not (rows[:, : len(head)] == np.frombuffer(head, np.uint8)).all():
-        return False
-    if not (rows[:, -len(_END) :] == _END_ARRAY).all():
+    if whole and not (
+        _every(data, 0, whole, len(head), step).tobytes() == head * whole
+        and _every(data, step - len(_END), whole, len(_END), step).tobytes() == _END * whole
+    ):
         return False
     # A reply of another length shows in its first bytes: none is waited for in vain.
     rest = data[whole * step : whole * step + len(head)] if whole < count else b""
     return head.startswith(rest)
+
+
+def _every(data: bytes, at: int, count: int, size: int, step: int) -> NDArray[np.void]:
+    """A copy of `size` bytes at `at` and at each `step` from there."""
+    return np.ndarray((count,), f"V{size}", data, at, (step,)).copy()
 
 
 def _head(length: int) -> bytes:

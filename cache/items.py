@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from cache.directory import Directory, map_file
 from cache.keys import hash_id, hash_ids
 from cache.manifest import Manifest
+from cache.names import Names
 from cache.texts import Texts
 
 Ordinals = NewType("Ordinals", NDArray[np.int64])
@@ -40,9 +41,11 @@ class ItemTable:
         self._model_index = model_index
         self._offsets = offsets
         self._ids = ids.data
-        self.texts = Texts(self.count, self.ids_of, longest=_longest(offsets))
+        longest = _longest(offsets)
+        self.texts = Texts(self.count, self.ids_of, longest=longest)
         """As JSON."""
-        self.raw_texts = Texts(self.count, self.ids_of, str.encode)
+        self.names = Names(self.count, longest, self.ids_of)
+        """As they are."""
 
     @classmethod
     def open(cls, root: Path, manifest: Manifest) -> Self:
@@ -70,11 +73,6 @@ class ItemTable:
         ends = self._offsets[np.asarray(ordinals, np.int64) + 1].tolist()
         ids = self._ids
         return [str(ids[start:end], "utf-8") for start, end in zip(starts, ends, strict=True)]
-
-    def sizes(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """The bytes of each id, in the shape of `ordinals`."""
-        ends = self._offsets[ordinals.astype(np.int64) + 1]
-        return (ends - self._offsets[ordinals]).astype(np.int32)
 
     def ordinal_of(self, raw: bytes) -> int:
         """The ordinal of an id, or -1; the id itself is compared, not only its hash."""

@@ -85,7 +85,7 @@ class LocalTier:
 
     def get_many(self, keys: Sequence[LocalKey]) -> list[Entry | None]:
         """`get` of each."""
-        return [self.get(key) for key in keys] if len(self._entries) else [None] * len(keys)
+        return [self.get(key) for key in keys]
 
     def takes(self, size_bytes: int) -> bool:
         """Whether a record of this size fits at all; one that does not is counted when it comes."""

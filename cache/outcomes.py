@@ -116,7 +116,7 @@ class Counters:
 
     def count_rows(self, is_l2: NDArray[np.bool_], others: Mapping[int, Outcome]) -> None:
         """The same for as many rows: from which tier each is, but for those at the places of `others`."""
-        l2 = int(is_l2.sum()) - sum(bool(is_l2[place]) for place in others)
+        l2 = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[place]) for place in others)
         self.l2 += l2
         self.l1 += len(is_l2) - l2 - len(others)
         self.count(list(others.values()))

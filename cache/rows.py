@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from cache.columns import Rows, Wants
 from cache.commands import Answer, PageReads
 from cache.errors import TierUnavailable
+from cache.flightkeys import FlightKey, FlightKeys
 from cache.frames import Frames
 from cache.keys import FORMAT
-from cache.local import Entry, LocalKey, LocalTier
+from cache.local import Entry, LocalTier
 from cache.locating import page_reads
 from cache.outcomes import MISSED, Counters, Missed, MissReason, Outcome, View, unavailable
 from cache.records import peek_fingerprint
@@ -31,14 +32,11 @@ class Remote(Protocol):
 class Landed(Sequence[Entry | Missed]):
     """What a flight of many keys brought: as rows for who asked for them, one by one for who joined.
 
-    `records[i]` means nothing where `missed` has `i`.
+    `rows[i]` means nothing where `missed` has `i`.
     """
 
-    def __init__(
-        self, rows: NDArray[Any], records: Sequence[bytes], missed: dict[int, Missed]
-    ) -> None:
+    def __init__(self, rows: NDArray[Any], missed: dict[int, Missed]) -> None:
         self.rows = rows
-        self.records = records
         self.missed = missed
 
     def __len__(self) -> int:
@@ -47,7 +45,7 @@ class Landed(Sequence[Entry | Missed]):
     def __getitem__(self, index: int) -> Entry | Missed:  # type: ignore[override]
         if (missed := self.missed.get(index)) is not None:
             return missed
-        record = self.records[index]
+        record = self.rows[index].tobytes()
         return Entry(record, peek_fingerprint(record))
 
 
@@ -57,56 +55,74 @@ class RowReads:
     def __init__(
         self,
         local: LocalTier,
-        flights: SingleFlight[LocalKey, Entry | Missed],
+        flights: SingleFlight[FlightKey, Entry | Missed],
+        flight_keys: FlightKeys,
         remote: Remote,
         counters: Counters,
     ) -> None:
         self._local = local
         self._flights = flights
+        self._flight_keys = flight_keys
         self._remote = remote
         self._counters = counters
 
     async def read(self, view: View, wants: Wants, left_s: float | None) -> Rows:
         """One row per want, or why there is none; None: the deadline of L2 itself is the caller's too."""
-        keys = wants.local_keys(view.generation)
-        entries = self._local.get_many(keys)
+        entries = self._local.get_many(wants.local_keys(view.generation)) if self._local else ()
+        if not any(entries):
+            return await self._read(view, wants, left_s)
         absent = [place for place, entry in enumerate(entries) if entry is None]
-        got = _Got(wants, [b"" if entry is None else entry.record for entry in entries])
         if not absent:
-            return got.rows()
-        got.is_l2[absent] = True
-        if len(absent) == len(keys):
-            asked, names = wants, keys
-        else:
-            asked, names = wants.of(absent), [keys[place] for place in absent]
+            return _checked(wants, _rows_of(wants, [entry.record for entry in entries if entry]))
+        there = [place for place, entry in enumerate(entries) if entry is not None]
+        read = await self._read(view, wants.of(absent), left_s)
+        records = np.empty(len(wants), wants.table.layout.dtype)
+        _put(records, there, _rows_of(wants, [entry.record for entry in entries if entry]))
+        _put(records, absent, read.records)
+        rows = _checked(wants, records)
+        rows.is_l2[absent] = True
+        for place, other in read.others.items():
+            rows.others[absent[place]] = other
+        return rows
+
+    async def _read(self, view: View, wants: Wants, left_s: float | None) -> Rows:
+        """From L2 alone."""
 
         def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Missed]]:
-            return self._fetch(view, asked.of(new), [names[place] for place in new])
+            return self._fetch(view, wants.of(new))
 
+        is_l2 = np.ones(len(wants), bool)
+        start = self._flight_keys.start(view.generation, wants.table.name)
         try:
-            new, landed, others = await self._wait(names, work, left_s)
+            new, landed, others = await self._wait(
+                list(map(start.__add__, wants.keys)), work, left_s
+            )
         except TimeoutError:
-            got.missed.update(dict.fromkeys(absent, MISSED[MissReason.L2_TIMEOUT]))
-            return got.rows()
+            late = dict.fromkeys(range(len(wants)), MISSED[MissReason.L2_TIMEOUT])
+            return Rows(np.zeros(len(wants), wants.table.layout.dtype), is_l2, {**late})
         if not isinstance(landed, Landed):
             others.update(zip(new, landed, strict=True))
-        elif len(new) == len(keys):
-            return Rows(landed.rows, got.is_l2, dict(landed.missed))
-        else:
-            for place, record in zip(new, landed.records, strict=True):
-                got.records[absent[place]] = record
-            for index, missed in landed.missed.items():
-                got.missed[absent[new[index]]] = missed
+        elif len(new) == len(wants):
+            return Rows(landed.rows, is_l2, {**landed.missed})
+        records = np.zeros(len(wants), wants.table.layout.dtype)
+        missed: dict[int, Outcome] = {}
+        if isinstance(landed, Landed):
+            _put(records, new, landed.rows)
+            missed = {new[index]: each for index, each in landed.missed.items()}
+        joined: dict[int, bytes] = {}
         for place, entry in others.items():
-            if type(entry) is Missed:
-                got.missed[absent[place]] = entry
+            if isinstance(entry, Missed):
+                missed[place] = entry
             else:
-                got.records[absent[place]] = entry.record  # type: ignore[union-attr]
-        return got.rows()
+                joined[place] = entry.record
+        if joined:
+            _put(records, list(joined), _rows_of(wants, list(joined.values())))
+        rows = _checked(wants, records)
+        return Rows(rows.records, is_l2, {**rows.others, **missed})
 
     async def _wait(
         self,
-        keys: Sequence[LocalKey],
+        keys: Sequence[FlightKey],
         work: Callable[[Sequence[int]], asyncio.Future[Sequence[Entry | Missed]]],
         left_s: float | None,
     ) -> tuple[Sequence[int], Sequence[Entry | Missed], dict[int, Entry | Missed]]:
@@ -117,48 +133,46 @@ class RowReads:
         async with asyncio.timeout(left_s):
             return await self._flights.do_batch(keys, work)
 
-    def _fetch(
-        self, view: View, wants: Wants, keys: Sequence[LocalKey]
-    ) -> asyncio.Future[Sequence[Entry | Missed]]:
-        self._counters.l2_reads += len(keys)
+    def _fetch(self, view: View, wants: Wants) -> asyncio.Future[Sequence[Entry | Missed]]:
+        self._counters.l2_reads += len(wants)
 
         def keep(answers: Sequence[Answer]) -> Sequence[Entry | Missed]:
             landed = _landed(wants, answers)
             # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
-            self._fill(keys, wants, landed)
+            self._fill(view, wants, landed, answers)
             return landed
 
         return self._remote.submit(page_reads(view, wants), keep)
 
-    def _fill(self, keys: Sequence[LocalKey], wants: Wants, landed: Landed) -> None:
+    def _fill(self, view: View, wants: Wants, landed: Landed, answers: Sequence[Answer]) -> None:
+        missed = landed.missed
         if not self._local.takes(wants.table.layout.size_bytes):
-            self._local.too_large += len(keys) - len(landed.missed)
+            self._local.too_large += len(wants) - len(missed)
             return
-        prints = wants.fingerprints.tolist()
-        put, missed = self._local.put, landed.missed
-        for place, record in enumerate(landed.records):
+        prints, put = wants.fingerprints.tolist(), self._local.put
+        records = answers.payloads() if isinstance(answers, Frames) else answers
+        for place, key in enumerate(wants.local_keys(view.generation)):
             if place not in missed:
-                put(keys[place], Entry(record, prints[place]))
+                put(key, Entry(cast(bytes, records[place]), prints[place]))
 
 
-class _Got:
-    """The records of a batch as they come together from both tiers."""
+def _rows_of(wants: Wants, records: Sequence[bytes]) -> NDArray[Any]:
+    return np.frombuffer(b"".join(records), wants.table.layout.dtype)
 
-    def __init__(self, wants: Wants, records: list[bytes]) -> None:
-        self.records = records
-        self.is_l2 = np.zeros(len(records), bool)
-        self.missed: dict[int, Outcome] = {}
-        self._wants = wants
 
-    def rows(self) -> Rows:
-        """All of them, each checked to be its entity's."""
-        layout = self._wants.table.layout
-        for place in self.missed:
-            self.records[place] = bytes(layout.size_bytes)
-        rows = np.frombuffer(b"".join(self.records), layout.dtype)
-        for place in np.flatnonzero(rows["fingerprint"] != self._wants.fingerprints).tolist():
-            self.missed.setdefault(place, MISSED[MissReason.CORRUPT])
-        return Rows(rows, self.is_l2, self.missed)
+def _put(records: NDArray[Any], places: Sequence[int], rows: NDArray[Any]) -> None:
+    """`records[places] = rows`, without looking at the fields."""
+    whole = np.dtype((np.void, records.itemsize))
+    records.view(whole)[np.asarray(places, np.intp)] = rows.view(whole)
+
+
+def _checked(wants: Wants, records: NDArray[Any]) -> Rows:
+    """Those of L1 and of other flights; each must be its entity's."""
+    others: dict[int, Outcome] = {}
+    is_own = records["fingerprint"] == wants.fingerprints
+    if np.count_nonzero(is_own) < len(is_own):
+        others = dict.fromkeys(np.flatnonzero(~is_own).tolist(), MISSED[MissReason.CORRUPT])
+    return Rows(records, np.zeros(len(wants), bool), others)
 
 
 def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
@@ -166,18 +180,17 @@ def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
     layout = wants.table.layout
     missed: dict[int, Missed] = {}
     if isinstance(answers, Frames):
-        rows, records = answers.rows(layout.dtype), answers.payloads()
+        rows = answers.rows(layout.dtype)
     else:
         blank = bytes(layout.size_bytes)
-        records = [each if isinstance(each, bytes) else blank for each in answers]
-        rows = np.frombuffer(b"".join(records), layout.dtype)
+        rows = _rows_of(wants, [each if isinstance(each, bytes) else blank for each in answers])
         for place, each in enumerate(answers):
             if isinstance(each, TierUnavailable):
                 missed[place] = unavailable(each)
             elif not isinstance(each, bytes):
                 missed[place] = MISSED[MissReason.PAGE_MISSING]
     sound = (rows["fingerprint"] == wants.fingerprints) & (rows["flags"] >> 4 == FORMAT)
-    if not sound.all():
+    if np.count_nonzero(sound) < len(sound):
         for place in np.flatnonzero(~sound).tolist():
             missed.setdefault(place, MISSED[MissReason.CORRUPT])
-    return Landed(rows, records, missed)
+    return Landed(rows, missed)

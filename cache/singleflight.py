@@ -1,9 +1,8 @@
 """One computation per key at a time, whoever asks and whoever gives up."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, Generic, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -16,7 +15,8 @@ class Abandoned(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Flight(Generic[K, V]):
-    keys: tuple[K, ...]
+    places: dict[K, int]
+    """Of each key in what the work yields."""
     work: asyncio.Future[Any]
     is_single: bool
     """The work yields one value and no sequence of them."""
@@ -46,44 +46,41 @@ class SingleFlight(Generic[K, V]):
     def __init__(self) -> None:
         self.started = 0
         self.shared = 0
-        self._flights: dict[K, tuple[_Flight[K, V], int]] = {}
+        self._flights: dict[K, _Flight[K, V]] = {}
 
     def __len__(self) -> int:
         return len(self._flights)
 
     async def do(self, key: K, work: Callable[[], Awaitable[V]]) -> V:
         """The value of `key`: from the flight under way, else from `work()`, whose errors all waiters get."""
-        place = self._flights.get(key)
-        if place is None:
-            place = self._take_off((key,), work(), is_single=True), 0
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._take_off({key: 0}, work(), is_single=True)
         else:
             self.shared += 1
-        flight, index = place
-        return (await self._wait(flight))[index]
+        return (await self._wait(flight))[flight.places[key]]
 
     async def do_one(self, key: K, work: Callable[[], asyncio.Future[list[V]]]) -> V:
         """The same for work that is a future of one value: a caller and its work in one coroutine."""
-        place = self._flights.get(key)
-        if place is None:
-            place = self._take_off((key,), work()), 0
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._take_off({key: 0}, work())
         else:
             self.shared += 1
-        flight, index = place
         waiter = self._join(flight)
         try:
-            return (await waiter)[index]
+            return (await waiter)[flight.places[key]]
         finally:
             self._leave(flight, waiter)
 
     def board(self, key: K, work: Callable[[], Awaitable[V]]) -> Boarded[K, V]:
         """A place for a caller that waits for many keys at once, without a coroutine for each."""
-        place = self._flights.get(key)
-        if place is None:
-            place = self._take_off((key,), work(), is_single=True), 0
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._take_off({key: 0}, work(), is_single=True)
         else:
             self.shared += 1
-        flight, index = place
-        return Boarded(flight, index, self._join(flight))
+        return Boarded(flight, flight.places[key], self._join(flight))
 
     def leave(self, place: Boarded[K, V]) -> None:
         """Ends what `board` began, whether the flight has landed or not."""
@@ -94,18 +91,18 @@ class SingleFlight(Generic[K, V]):
     ) -> list[V]:
         """Values in the order of `keys`; one `work(new keys)` for all keys that have no flight yet."""
         flights = self._flights
-        if len(keys) == 1 and (place := flights.get(keys[0])) is not None:
+        if len(keys) == 1 and (flight := flights.get(keys[0])) is not None:
             self.shared += 1
-            return [(await self._wait(place[0]))[place[1]]]
+            return [(await self._wait(flight))[flight.places[keys[0]]]]
         new = [key for key in dict.fromkeys(keys) if key not in flights]
         self.shared += len(keys) - len(new)
         if new:
-            flight = self._take_off(tuple(new), work(tuple(new)))
+            own = self._take_off(_numbered(new), work(tuple(new)))
             if len(new) == len(keys):
-                return list(await self._wait(flight))
-        places = [flights[key] for key in keys]
-        landed = await self._wait_all([flight for flight, _ in places])
-        return [landed[id(flight)][index] for flight, index in places]
+                return list(await self._wait(own))
+        joined = [flights[key] for key in keys]
+        landed = await self._wait_all(joined)
+        return [landed[id(each)][each.places[key]] for key, each in zip(keys, joined, strict=True)]
 
     async def do_batch(
         self, keys: Sequence[K], work: Callable[[Sequence[int]], Awaitable[Sequence[V]]]
@@ -115,26 +112,27 @@ class SingleFlight(Generic[K, V]):
         Returns those places, what `work` gave as it gave it, and the values of all other places.
         """
         flights = self._flights
+        under_way, places = flights.keys() & keys, _numbered(keys)
+        if not under_way and len(places) == len(keys):
+            flight = self._take_off(places, work(range(len(keys))))
+            return range(len(keys)), await self._wait(flight), {}
         new: dict[K, int] = {}
-        rest: dict[int, tuple[_Flight[K, V], int]] = {}
-        again: list[int] = []
+        rest: list[int] = []
         for place, key in enumerate(keys):
-            if (boarded := flights.get(key)) is not None:
-                rest[place] = boarded
-            elif key in new:
-                again.append(place)
+            if key in under_way or key in new:
+                rest.append(place)
             else:
                 new[key] = place
-        places = list(new.values())
-        own = self._take_off(tuple(new), work(places)) if new else None
-        rest.update((place, flights[keys[place]]) for place in again)
+        first = list(new.values())
+        own = self._take_off(_numbered(new), work(first)) if new else None
         self.shared += len(rest)
-        if own is not None and not rest:
-            return places, await self._wait(own), {}
-        joined = [flight for flight, _ in rest.values()]
-        landed = await self._wait_all(joined if own is None else [own, *joined])
-        others = {place: landed[id(flight)][index] for place, (flight, index) in rest.items()}
-        return places, () if own is None else landed[id(own)], others
+        joined = {place: flights[keys[place]] for place in rest}
+        landed = await self._wait_all([*joined.values(), *([] if own is None else [own])])
+        others = {
+            place: landed[id(flight)][flight.places[keys[place]]]
+            for place, flight in joined.items()
+        }
+        return first, () if own is None else landed[id(own)], others
 
     async def _wait_all(self, flights: Sequence[_Flight[K, V]]) -> dict[int, Sequence[V]]:
         joined = {id(flight): flight for flight in flights}
@@ -154,14 +152,12 @@ class SingleFlight(Generic[K, V]):
             self._leave(flight, waiter)
 
     def _take_off(
-        self, keys: tuple[K, ...], work: Awaitable[Any], *, is_single: bool = False
+        self, places: dict[K, int], work: Awaitable[Any], *, is_single: bool = False
     ) -> _Flight[K, V]:
         # A future is used as it is; a coroutine becomes a task of its own, detached from the caller.
-        flight: _Flight[K, V] = _Flight(keys, asyncio.ensure_future(work), is_single)
-        self.started += len(keys)
-        self._flights.update(
-            zip(keys, zip(repeat(flight), range(len(keys)), strict=False), strict=True)
-        )
+        flight: _Flight[K, V] = _Flight(places, asyncio.ensure_future(work), is_single)
+        self.started += len(places)
+        self._flights.update(dict.fromkeys(places, flight))
         flight.work.add_done_callback(lambda _: self._land(flight))
         return flight
 
@@ -183,7 +179,7 @@ class SingleFlight(Generic[K, V]):
         self._forget(flight)
         error: BaseException | None
         if flight.work.cancelled():
-            error = Abandoned(f"the work for {flight.keys[0]!r} was cancelled")
+            error = Abandoned(f"the work for {next(iter(flight.places))!r} was cancelled")
         else:
             error = flight.work.exception()
         values: Sequence[V] = ()
@@ -199,7 +195,10 @@ class SingleFlight(Generic[K, V]):
 
     def _forget(self, flight: _Flight[K, V]) -> None:
         flights = self._flights
-        for key in flight.keys:
-            place = flights.pop(key, None)
-            if place is not None and place[0] is not flight:
-                flights[key] = place
+        for key in flight.places:
+            if flights.get(key) is flight:
+                del flights[key]
+
+
+def _numbered(keys: Collection[K]) -> dict[K, int]:
+    return dict(zip(keys, range(len(keys)), strict=True))

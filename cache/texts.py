@@ -6,7 +6,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.lines import LONGEST, Lines
+from cache.kept import LONGEST
+from cache.lines import Lines
 
 TEXTS_MAX = 1 << 18
 """Ids kept as text: about 25 MB; beyond it what is asked next starts afresh."""

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol, TypeVar, cast
 
 from cache.columns import Rows, Wants
 from cache.commands import Answer, Overlay, OverlayWrite, Read
 from cache.errors import TierUnavailable
+from cache.flightkeys import FlightKey, FlightKeys
 from cache.keys import FORMAT, hash_hex
 from cache.lease import Mark
 from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready
@@ -70,10 +71,11 @@ class Tiered:
         self.local = local
         self.negative = negative
         self.counters = Counters()
-        self.flights: SingleFlight[LocalKey, Entry | Missed] = SingleFlight()
+        self.flights: SingleFlight[FlightKey, Entry | Missed] = SingleFlight()
+        self._flight_keys = FlightKeys()
         self.writes = WriteBehind(remote.write_overlays, writes_max_bytes, timer)
         self._remote = remote
-        self._rows = RowReads(local, self.flights, remote, self.counters)
+        self._rows = RowReads(local, self.flights, self._flight_keys, remote, self.counters)
         self._l2_deadline_s = l2_deadline_s
         self._timer = timer
 
@@ -88,7 +90,8 @@ class Tiered:
     async def read(self, view: View, want: Want) -> Outcome:
         """The record of an id that the night knows, which L1 lacks, within the deadline of L2 itself."""
         key = LocalKey(view.generation, want.table.name, want.key)
-        entry = await self.flights.do_one(key, lambda: self._fetch(view, (key,), (want,)))
+        flight = self._flight_keys.of(view.generation, want)
+        entry = await self.flights.do_one(flight, lambda: self._fetch(view, (key,), (want,)))
         outcome = self._judged(key, entry, want)
         self.counters.count((outcome,))
         return outcome
@@ -101,7 +104,7 @@ class Tiered:
             if want.position < 0 and key in self.negative:
                 outcome = MISSED[MissReason.NEGATIVE]
             else:
-                (entry,) = await self._read(view, {key: want}, (key,), deadline)
+                (entry,) = await self._read(view, (want,), deadline)
                 outcome = self._judged(key, entry, want)
         self.counters.count((outcome,))
         return outcome
@@ -112,10 +115,12 @@ class Tiered:
         self.counters.count(outcomes)
         return outcomes
 
-    async def get_rows(self, view: View, wants: Wants, deadline: float) -> Rows:
-        """The same for entities of one table that the night knows, as columns."""
-        left_s = deadline - self._timer()
-        rows = await self._rows.read(view, wants, None if left_s >= self._l2_deadline_s else left_s)
+    async def get_rows(self, view: View, wants: Wants, deadline: float | None) -> Rows:
+        """The same for entities of one table that the night knows, as columns; None: L2's own deadline is enough."""
+        left_s = None if deadline is None else deadline - self._timer()
+        if left_s is not None and left_s >= self._l2_deadline_s:
+            left_s = None
+        rows = await self._rows.read(view, wants, left_s)
         for place, outcome in rows.others.items():
             if isinstance(outcome, Missed):
                 key = LocalKey(view.generation, wants.table.name, wants.keys[place])
@@ -142,7 +147,8 @@ class Tiered:
         if isinstance(found := self._local(view, want), Found):
             return found
         self.local.discard(key)  # an answer to another input, which a read would not replace
-        entry = await self.flights.do_one(key, lambda: self._fetch(view, (key,), (want,)))
+        flight = self._flight_keys.of(view.generation, want)
+        entry = await self.flights.do_one(flight, lambda: self._fetch(view, (key,), (want,)))
         if isinstance(entry, Entry):
             self.negative.discard(key)
         outcome = self._judged(key, entry, want)
@@ -207,8 +213,7 @@ class Tiered:
                 outcomes.append(None)
                 absent[index] = key
         if absent:
-            by_key = {key: wants[index] for index, key in absent.items()}
-            entries = await self._read(view, by_key, list(absent.values()), deadline)
+            entries = await self._read(view, [wants[index] for index in absent], deadline)
             for index, read in zip(absent, entries, strict=True):
                 outcomes[index] = self._judged(absent[index], read, wants[index])
         return cast(list[Outcome], outcomes)
@@ -226,12 +231,16 @@ class Tiered:
     async def _read(
         self,
         view: View,
-        wants: Mapping[LocalKey, Want],
-        keys: Sequence[LocalKey],
+        wants: Sequence[Want],
         deadline: float,
     ) -> Sequence[Entry | Missed]:
-        def work(new: Sequence[LocalKey]) -> Awaitable[Sequence[Entry | Missed]]:
-            return self._fetch(view, new, [wants[key] for key in new])
+        keys = [self._flight_keys.of(view.generation, want) for want in wants]
+        by_key = dict(zip(keys, wants, strict=True))
+
+        def work(new: Sequence[FlightKey]) -> Awaitable[Sequence[Entry | Missed]]:
+            named = [by_key[key] for key in new]
+            locals_ = [LocalKey(view.generation, want.table.name, want.key) for want in named]
+            return self._fetch(view, locals_, named)
 
         left_s = deadline - self._timer()
         if left_s <= 0:

@@ -1,13 +1,15 @@
 """The answers of a batch as Arrow columns, one row per entity, in the order asked. Pure."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.manifest import Table
+from cache.names import Named
 from serving.answer import Answer
 from serving.arrow_schema import Field
 from serving.arrow_write import (
@@ -15,6 +17,8 @@ from serving.arrow_write import (
     fixed_lists,
     flags,
     lists,
+    no_flags,
+    no_numbers,
     no_text,
     numbers,
     same_text,
@@ -44,6 +48,8 @@ _ITEMS = (
     Field("short", "bool"),
 )
 _LABELS = Field("labels", "list", False, Field("item", "utf8"))
+_FIELDS = (Field("id", "utf8", True), *_ORIGIN)
+_TOP_FIELDS = (*_FIELDS, *_ITEMS)
 
 Origin = tuple[Any, ...]
 """Values of the origin's columns in one row."""
@@ -53,15 +59,17 @@ class Stored(NamedTuple):
     """Rows that stand as plain records: scores of whole lists, vectors or values float32[n, width]."""
 
     places: NDArray[np.int64]
-    origins: Sequence[Origin]
+    by_tier: tuple[Origin, Origin]
+    """What is said of rows from L1, and of rows from L2."""
+    is_l2: NDArray[np.bool_]
     numbers: NDArray[np.float32]
-    items: Sequence[Sequence[bytes]]
-    """The ids of each list, if it is one, and their bytes int32[n, width]."""
-    sizes: NDArray[np.int32]
+    items: Named
+    """Of the lists, if these are such."""
 
 
+NO_ITEMS = Named(b"", np.zeros((0, 0), np.int32))
 _NOTHING = Stored(
-    np.zeros(0, np.int64), (), np.zeros((0, 0), np.float32), (), np.zeros((0, 0), np.int32)
+    np.zeros(0, np.int64), ((), ()), np.zeros(0, bool), np.zeros((0, 0), np.float32), NO_ITEMS
 )
 
 
@@ -73,34 +81,46 @@ def answers_stream(
 ) -> bytes:
     """The body of the response: row i is one of `stored`, or else `answers[i]`."""
     rows = len(ids)
-    if answers:
-        origins: list[Origin] = [()] * rows
-        for place, origin in zip(stored.places.tolist(), stored.origins, strict=True):
-            origins[place] = origin
-        for place, answer in answers.items():
-            origins[place] = origin_of(answer)
-    else:
-        origins = list(stored.origins)
-    columns = [texts(ids)]
-    for field, values in zip(_ORIGIN, zip(*origins, strict=True), strict=True):
-        columns.append(_column(field, values))
-    fields: tuple[Field, ...]
+    columns = [texts(ids), *_origins(rows, answers, stored)]
     if table.kind == "topk":
-        fields = _ITEMS
-        columns += _top_columns(rows, answers, stored)
-    else:
-        name = "vector" if table.kind == "vector" else "values"
-        field, column = _vectors(name, rows, answers, stored, table.layout.width)
-        fields, columns = (field,), [*columns, column]
-        if name == "values":
-            fields = (*fields, _LABELS)
-            own = table.labels
-            listed = [
-                answers[place]["labels"] if place in answers else own for place in range(rows)
-            ]
-            columns.append(_text_lists(listed))
-    metadata = ((TABLE, table.name),)
-    return stream((Field("id", "utf8", True), *_ORIGIN, *fields), columns, rows, metadata)
+        return _stream(table, _TOP_FIELDS, [*columns, *_top_columns(rows, answers, stored)], rows)
+    name = "vector" if table.kind == "vector" else "values"
+    field, column = _vectors(name, rows, answers, stored, table.layout.width)
+    fields: tuple[Field, ...] = (*_FIELDS, field)
+    columns.append(column)
+    if name == "values":
+        fields += (_LABELS,)
+        own = table.labels
+        listed = [answers[place]["labels"] if place in answers else own for place in range(rows)]
+        columns.append(_text_lists(listed))
+    return _stream(table, fields, columns, rows)
+
+
+def _stream(table: Table, fields: tuple[Field, ...], columns: list[Column], rows: int) -> bytes:
+    return stream(fields, columns, rows, ((TABLE, table.name),))
+
+
+def _origins(rows: int, answers: Mapping[int, Answer], stored: Stored) -> list[Column]:
+    l1, l2 = stored.by_tier
+    if not answers and (count := np.count_nonzero(stored.is_l2)) in (0, rows):
+        one = l2 if count else l1
+        return [_same(field, value, rows) for field, value in zip(_ORIGIN, one, strict=True)]
+    origins: list[Origin] = [()] * rows
+    for place, is_l2 in zip(stored.places.tolist(), stored.is_l2.tolist(), strict=True):
+        origins[place] = l2 if is_l2 else l1
+    for place, answer in answers.items():
+        origins[place] = origin_of(answer)
+    by_field = zip(_ORIGIN, zip(*origins, strict=True), strict=True)
+    return [_column(field, values) for field, values in by_field]
+
+
+def _same(field: Field, value: Any, rows: int) -> Column:
+    """A column with one value in each row."""
+    if field.kind == "f8":
+        return numbers(np.full(rows, value, np.float64))
+    if value is None:
+        return no_text(rows) if field.kind == "utf8" else no_numbers(rows)
+    return same_text(value.encode(), rows)
 
 
 def origin_of(answer: Answer) -> Origin:
@@ -109,10 +129,9 @@ def origin_of(answer: Answer) -> Origin:
 
 
 def _column(field: Field, values: Sequence[Any]) -> Column:
-    first, rows = values[0], len(values)
     if field.kind == "utf8":
-        if values.count(first) == rows:
-            return no_text(rows) if first is None else same_text(first.encode(), rows)
+        if values.count(values[0]) == len(values):
+            return _same(field, values[0], len(values))
         return texts([None if each is None else each.encode() for each in values])
     if field.kind == "f8":
         return numbers(np.array(values, np.float64))
@@ -126,35 +145,36 @@ def _top_columns(
     if not answers:
         count, width = stored.numbers.shape
         ends = np.arange(count + 1, dtype=np.int32) * np.int32(width)
-        column = _names(itertools.chain.from_iterable(stored.items), stored.sizes.ravel())
+        column = _names(stored.items.data, stored.items.sizes.ravel())
         scores = numbers(stored.numbers.ravel())
-        return lists(ends, column), lists(ends, scores), flags([False] * rows)
+        return lists(ends, column), lists(ends, scores), no_flags(rows)
     width, short = stored.numbers.shape[1], [False] * rows
-    items: list[Sequence[bytes]] = [()] * rows
+    items, sent = [b""] * rows, {}
     counts = np.zeros(rows, np.int32)
     counts[stored.places] = width
-    for place, listed in zip(stored.places.tolist(), stored.items, strict=True):
-        items[place] = listed
+    cuts = [0, *np.cumsum(stored.items.sizes.sum(axis=1)).tolist()]
+    for place, (start, end) in zip(stored.places.tolist(), pairwise(cuts), strict=True):
+        items[place] = stored.items.data[start:end]
     for place, answer in answers.items():
-        items[place] = [each.encode() for each in answer["items"]]
-        counts[place], short[place] = len(items[place]), answer["short"]
+        sent[place] = names = [each.encode() for each in answer["items"]]
+        items[place], counts[place], short[place] = b"".join(names), len(names), answer["short"]
     ends = np.zeros(rows + 1, np.int32)
     np.cumsum(counts, out=ends[1:])
     sizes, flat = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.float32)
     slots = ends[stored.places][:, None] + np.arange(width, dtype=np.int32)
-    sizes[slots], flat[slots] = stored.sizes, stored.numbers
+    sizes[slots], flat[slots] = stored.items.sizes, stored.numbers
     for place, answer in answers.items():
         own = slice(ends[place], ends[place + 1])
-        sizes[own], flat[own] = list(map(len, items[place])), answer["scores"]
-    column = _names(itertools.chain.from_iterable(items), sizes)
+        sizes[own], flat[own] = list(map(len, sent[place])), answer["scores"]
+    column = _names(b"".join(items), sizes)
     return lists(ends, column), lists(ends, numbers(flat)), flags(short)
 
 
-def _names(names: Iterable[bytes], sizes: NDArray[np.int32]) -> Column:
+def _names(data: bytes, sizes: NDArray[np.int32]) -> Column:
     """utf8 whose sizes are known."""
     cuts = np.zeros(len(sizes) + 1, np.int32)
-    np.cumsum(sizes, out=cuts[1:])
-    return Column(((len(sizes), 0),), (b"", cuts.tobytes(), b"".join(names)))
+    np.add.accumulate(sizes, dtype=np.int32, out=cuts[1:])
+    return Column(((len(sizes), 0),), (b"", cuts.tobytes(), data))
 
 
 def _vectors(

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from serving import arrow_schema as arrow
 from serving.arrow_flat import Flat, Malformed, root
@@ -27,9 +28,10 @@ def first_message(raw: bytes) -> bytes:
 @functools.lru_cache(maxsize=64)
 def schema(first: bytes) -> tuple[tuple[tuple[str, str], ...], tuple[Field, ...]]:
     """Metadata and columns, from the message that begins a stream; who asks often asks with the same one."""
-    kind, header, body = next(messages(memoryview(first)), (0, None, b""))
-    if kind != arrow.SCHEMA or header is None or body:
+    found, body = next(messages(memoryview(first)), (None, b""))
+    if found is None or found.kind != arrow.SCHEMA or body:
         raise Malformed("the stream does not begin with a schema")
+    header = root(found.metadata).table(2)
     if header.number(0, "<h") != 0:
         raise Unsupported("the stream is big-endian: send it little-endian")
     metadata = {each.text(0): each.text(1) for each in header.tables(2, _METADATA_MAX)}
@@ -39,7 +41,30 @@ def schema(first: bytes) -> tuple[tuple[tuple[str, str], ...], tuple[Field, ...]
     return tuple(metadata.items()), fields
 
 
-def messages(raw: memoryview) -> Iterator[tuple[int, Flat, memoryview]]:
+class Message(NamedTuple):
+    """What a message says before its body."""
+
+    metadata: bytes
+    kind: int
+    body_bytes: int
+
+
+class Layout(NamedTuple):
+    """A record batch without its body: (length, nulls) of columns, (position, size) of buffers."""
+
+    rows: int
+    nodes: list[tuple[int, int]]
+    buffers: list[tuple[int, int]]
+
+
+def layout(found: Message) -> Layout:
+    """Batches of as many rows and bytes have the same one, so it is kept."""
+    read = _layout if len(found.metadata) <= KEPT_MAX else _layout.__wrapped__
+    return read(found.metadata)
+
+
+def messages(raw: memoryview) -> Iterator[tuple[Message, memoryview]]:
+    """Each message of a stream with its body."""
     at = 0
     while at < len(raw):
         if raw[at : at + 4] != arrow.CONTINUATION:
@@ -52,12 +77,30 @@ def messages(raw: memoryview) -> Iterator[tuple[int, Flat, memoryview]]:
         start = at + 8 + size
         if start > len(raw):
             raise Malformed("the stream ends within a message")
-        found = root(raw[at + 8 : start])
-        body_bytes = found.number(3, "<q")
-        if body_bytes < 0 or start + body_bytes > len(raw):
+        metadata = bytes(raw[at + 8 : start])
+        found = (_message if size <= KEPT_MAX else _message.__wrapped__)(metadata)
+        at = start + found.body_bytes
+        if at > len(raw):
             raise Malformed("the stream ends within a message's body")
-        yield found.number(1, "<B"), found.table(2), raw[start : start + body_bytes]
-        at = start + body_bytes
+        yield found, raw[start:at]
+
+
+@functools.lru_cache(maxsize=256)
+def _message(metadata: bytes) -> Message:
+    found = root(metadata)
+    body_bytes = found.number(3, "<q")
+    if body_bytes < 0:
+        raise Malformed("a message's body has a negative size")
+    found.table(2)
+    return Message(metadata, found.number(1, "<B"), body_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(metadata: bytes) -> Layout:
+    header = root(metadata).table(2)
+    if header.has(3):
+        raise Unsupported("the stream is compressed: send it without compression")
+    return Layout(header.number(0, "<q"), header.pairs(1), header.pairs(2))
 
 
 def _field(flat: Flat, depth: int) -> Field:

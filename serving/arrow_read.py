@@ -12,8 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving import arrow_schema as arrow
-from serving.arrow_flat import Flat, Malformed
-from serving.arrow_messages import KEPT_MAX, Unsupported, first_message, messages, schema
+from serving.arrow_flat import Malformed
+from serving.arrow_messages import (
+    KEPT_MAX,
+    Layout,
+    Unsupported,
+    first_message,
+    layout,
+    messages,
+    schema,
+)
 from serving.arrow_schema import Field
 
 _NUMBERS: dict[str, np.dtype[Any]] = {
@@ -33,20 +41,21 @@ class Frame:
     rows: int
 
 
-def read(raw: bytes, rows_max: int) -> Frame:
-    """The columns: utf8 as str, lists as tuples or read-only float32 arrays, None for null."""
+def read(raw: bytes, rows_max: int, *, as_bytes: bool = False) -> Frame:
+    """The columns: utf8 as str (or its bytes), lists as tuples or read-only float32 arrays, None for null."""
     first = first_message(raw)
     metadata, fields = schema(first) if len(first) <= KEPT_MAX else schema.__wrapped__(first)
     columns: dict[str, list[Any]] = {each.name: [] for each in fields}
     rows = 0
-    for kind, header, body in messages(memoryview(raw)[len(first) :]):
-        if kind != arrow.RECORD_BATCH:
+    for message, body in messages(memoryview(raw)[len(first) :]):
+        if message.kind != arrow.RECORD_BATCH:
             raise Unsupported("only record batches are read: send no dictionaries")
-        count = header.number(0, "<q")
+        described = layout(message)
+        count = described.rows
         if count < 0 or rows + count > rows_max:
             raise Malformed(f"the stream has more than {rows_max} rows")
         rows += count
-        batch = _Batch(header, body)
+        batch = _Batch(described, body, as_bytes)
         for each in fields:
             columns[each.name] += batch.column(each, count)
         batch.check_end()
@@ -56,12 +65,11 @@ def read(raw: bytes, rows_max: int) -> Frame:
 class _Batch:
     """Hands out a record batch's nodes and buffers in the order of its columns."""
 
-    def __init__(self, header: Flat, body: memoryview) -> None:
-        if header.has(3):
-            raise Unsupported("the stream is compressed: send it without compression")
-        self._nodes = iter(header.pairs(1))
-        self._buffers = iter(header.pairs(2))
+    def __init__(self, described: Layout, body: memoryview, as_bytes: bool) -> None:
+        self._nodes = iter(described.nodes)
+        self._buffers = iter(described.buffers)
         self._body = body
+        self._as_bytes = as_bytes
 
     def column(self, field: Field, rows: int) -> list[Any]:
         """The values of the next column, which has `rows` of them."""
@@ -113,16 +121,20 @@ class _Batch:
             raise Unsupported("a list holds nulls")
         self._buffer()
 
-    def _texts(self, ends: NDArray[Any]) -> list[str]:
+    def _texts(self, ends: NDArray[Any]) -> list[Any]:
         cuts, data = ends.tolist(), self._buffer()
         if cuts[-1] > len(data):
             raise Malformed("a text reaches beyond its bytes")
         try:
-            whole = str(data[cuts[0] : cuts[-1]], "utf-8")
-            if len(whole) == cuts[-1] - cuts[0]:  # one byte each: cut the text, not the bytes
-                first = cuts[0]
-                return [whole[a - first : b - first] for a, b in pairwise(cuts)]
-            return [str(data[a:b], "utf-8") for a, b in pairwise(cuts)]
+            whole = bytes(data[: cuts[-1]])
+            if whole.isascii() and not self._as_bytes:  # cut the text, not the bytes
+                text = whole.decode()
+                return [text[a:b] for a, b in pairwise(cuts)]
+            pieces = [whole[a:b] for a, b in pairwise(cuts)]
+            if whole.isascii():
+                return pieces
+            decoded = list(map(bytes.decode, pieces))
+            return pieces if self._as_bytes else decoded
         except UnicodeDecodeError as error:
             raise Malformed("a text is not UTF-8") from error
 

@@ -19,9 +19,9 @@ _OTHERS = ("pandas", "ARROW:")
 
 
 class Sent(NamedTuple):
-    """Ids that were sent, and options by name as texts."""
+    """Ids that were sent, as bytes of UTF-8, and options by name as texts."""
 
-    ids: list[str]
+    ids: list[bytes]
     options: dict[str, str]
 
 
@@ -29,7 +29,7 @@ def sent(body: bytes, limits: Limits) -> Sent:
     """The ids, unchecked but for their number; raises Problem for what is no such stream."""
     try:
         # One more than allowed is enough to tell.
-        frame = read(body, limits.max_batch + 1)
+        frame = read(body, limits.max_batch + 1, as_bytes=True)
     except Malformed as error:
         raise unprocessable(
             "invalid_arrow", f"the body is no Arrow IPC stream of ids: {error}", "body"
@@ -45,23 +45,23 @@ def sent(body: bytes, limits: Limits) -> Sent:
 def batch(body: bytes, limits: Limits) -> Batch | None:
     """What the hot route understands of it: plain ids and perhaps `k`; None for all that is told elsewhere."""
     try:
-        ids, options = sent(body, limits)
+        raws, options = sent(body, limits)
     except Problem:
         return None
-    raws = [each.encode() for each in ids]
     lengths = list(map(len, raws))
     if min(lengths) == 0 or max(lengths) > ID_BYTES_MAX or not options.keys() <= {"k"}:
         return None
     k = options.get("k")
     if k is None:
-        return Batch(ids, raws, None)
+        return Batch(raws, None)
     is_k = k.isascii() and k.isdigit() and len(k) <= _K_DIGITS_MAX and int(k) > 0
-    return Batch(ids, raws, int(k)) if is_k else None
+    return Batch(raws, int(k)) if is_k else None
 
 
 def lookup_arrow(body: bytes, table: str, limits: Limits) -> Ask:
     """The body of POST /v1/lookup/{table}."""
-    ids, options = sent(body, limits)
+    found, options = sent(body, limits)
+    ids = [each.decode() for each in found]
     raws = [read_id(each, f"entities[{place}]") for place, each in enumerate(ids)]
     entities = tuple(
         Entity(table, id_, raw, f"entities[{place}]")
@@ -70,7 +70,7 @@ def lookup_arrow(body: bytes, table: str, limits: Limits) -> Ask:
     return Ask(entities, text_options(options, limits))
 
 
-def _ids(frame: Frame) -> list[str]:
+def _ids(frame: Frame) -> list[bytes]:
     field = frame.fields.get(ID)
     if field is None or len(frame.fields) != 1 or field.kind not in ("utf8", "large_utf8"):
         raise unprocessable(

@@ -133,6 +133,18 @@ def numbers(values: NDArray[np.generic], there: Sequence[bool] | None = None) ->
     return Column(((len(values), nulls),), (valid, values.tobytes()))
 
 
+@functools.lru_cache(maxsize=64)
+def no_numbers(rows: int) -> Column:
+    """int32, null in each row."""
+    return numbers(np.zeros(rows, np.int32), [False] * rows)
+
+
+@functools.lru_cache(maxsize=64)
+def no_flags(rows: int) -> Column:
+    """bool, False in each row."""
+    return flags([False] * rows)
+
+
 def flags(values: Sequence[bool], there: Sequence[bool] | None = None) -> Column:
     """bool; null where `there` is False."""
     nulls = 0 if there is None else len(there) - sum(there)

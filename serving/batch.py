@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cache.columns import Rows, Wants
 from cache.keys import fingerprints, hash_ids
+from cache.names import Named
 from cache.outcomes import Found, Missed, Outcome, Want
 from serving.answer import Answer, complete
 from serving.arrow_rows import items_of, resolved_stream
@@ -48,26 +49,26 @@ class Batches:
             by_place = dict(zip(resolved.places.tolist(), texts, strict=True))
             for place, answer in resolved.answers.items():
                 by_place[place] = orjson.dumps(answer, option=JSON)
-            texts = [by_place[place] for place in range(len(lookup.ids))]
+            texts = [by_place[place] for place in range(len(lookup.raws))]
         return b'{"answers":[%b]}' % b",".join(texts)
 
     async def stream(self, lookup: Lookup) -> bytes:
         """The body of the response as an Arrow IPC stream."""
         resolved = await self.resolve(lookup)
-        items: list[list[bytes]] = []
+        items: list[Named] = []
         for start in range(0, len(resolved.places), _SLICE):
             if start:
                 await asyncio.sleep(0)
-            items += items_of(lookup, resolved, slice(start, start + _SLICE))
+            items.append(items_of(lookup, resolved, slice(start, start + _SLICE)))
         stale = self._service.follower.stale
         return resolved_stream(lookup, resolved, items, self._clock(), stale)
 
     async def resolve(self, lookup: Lookup) -> Resolved:
         """Every answer, counted, in no form yet."""
         places, wants = self._known(lookup)
-        if len(places) == len(lookup.ids):
+        if len(places) == len(lookup.raws):
             return await self._stored(lookup, places, wants)
-        unknown = np.setdiff1d(np.arange(len(lookup.ids)), places).tolist()
+        unknown = np.setdiff1d(np.arange(len(lookup.raws)), places).tolist()
         if not len(places):
             lower = await self._lower(lookup, unknown)
             none = np.empty(0, lookup.table.layout.dtype)
@@ -92,20 +93,25 @@ class Batches:
         if live.has_blocked_entities:
             is_known &= [not live.blocks(table, raw) for raw in lookup.raws]
         known = np.flatnonzero(is_known)
-        return known, wants.of(known.tolist())
+        return known, wants if len(known) == len(wants) else wants.of(known.tolist())
 
     async def _stored(self, lookup: Lookup, places: NDArray[np.int64], wants: Wants) -> Resolved:
         live, table = lookup.holding.live, lookup.table
-        deadline = self._ladder.l2_deadline(lookup.options, lookup.started, len(wants))
+        deadline = None  # the tier keeps its own
+        if lookup.options.deadline_s < self._service.l2_bound_s():
+            deadline = self._ladder.l2_deadline(lookup.options, lookup.started, len(wants))
         found = await self._tiers.get_rows(live.view, wants, deadline)
         is_plain = plain(live, table, found.records, lookup.k)
-        is_plain[list(found.others)] = False
-        if is_plain.all():
+        if found.others:
+            is_plain[list(found.others)] = False
+        if np.count_nonzero(is_plain) == len(is_plain):
             resolved = Resolved(places, found.records, found.is_l2)
         else:
             resolved = Resolved(places[is_plain], found.records[is_plain], found.is_l2[is_plain])
         self._count(lookup, resolved.places[~resolved.is_l2].tolist(), "l1")
         self._count(lookup, resolved.places[resolved.is_l2].tolist(), "l2")
+        if len(resolved.places) == len(places):
+            return resolved
         lower: dict[int, str | None] = {}
         for at in np.flatnonzero(~is_plain).tolist():
             place = int(places[at])
@@ -160,14 +166,14 @@ class Batches:
             self._metrics.hot(name, tier, seconds, len(places))
 
     def _texts(self, lookup: Lookup, resolved: Resolved, part: slice) -> list[bytes]:
-        live = lookup.holding.live
+        live, raws = lookup.holding.live, lookup.raws
         marks = self.marks(live)
         ends = marks.ends(marks.age(self._clock()))
         by_tier = ends["l1"], ends["l2"]
         return texts_of(
             live,
             lookup.table,
-            [lookup.ids[place] for place in resolved.places[part].tolist()],
+            [raws[place].decode() for place in resolved.places[part].tolist()],
             resolved.rows[part],
             lookup.k,
             [by_tier[is_l2] for is_l2 in resolved.is_l2[part].tolist()],
@@ -182,7 +188,8 @@ class Batches:
 
 
 def _entity(lookup: Lookup, place: int) -> Entity:
-    return Entity(lookup.table.name, lookup.ids[place], lookup.raws[place], f"entities[{place}]")
+    raw = lookup.raws[place]
+    return Entity(lookup.table.name, raw.decode(), raw, f"entities[{place}]")
 
 
 def _outcome(found: Rows, at: int) -> Outcome:

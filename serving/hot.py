@@ -186,7 +186,7 @@ class Hot:
             return None, again
         options = plan.tighter(Options(self._default_s, batch.k), deadline_s)
         try:
-            lookup = Lookup(holding, table, batch.ids, batch.raws, options, started)
+            lookup = Lookup(holding, table, batch.raws, options, started)
             if form.wanted == "arrow":
                 messages = _arrow(await self._batches.stream(lookup))
             else:

@@ -31,7 +31,6 @@ class Single(NamedTuple):
 class Batch(NamedTuple):
     """Ids asked of one table; `k` None = all."""
 
-    ids: list[str]
     raws: list[bytes]
     k: int | None
 
@@ -119,7 +118,7 @@ def batch(body: bytes, longest: int) -> Batch | None:
     except (AttributeError, UnicodeEncodeError):
         return None
     lengths = list(map(len, raws))
-    return Batch(ids, raws, k) if min(lengths) > 0 and max(lengths) <= ID_BYTES_MAX else None
+    return Batch(raws, k) if min(lengths) > 0 and max(lengths) <= ID_BYTES_MAX else None
 
 
 def _k(data: Mapping[str, Any]) -> int | None:

@@ -15,11 +15,10 @@ from serving.holding import Holding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lookup:
-    """One request for `ids` of a table; `started` is monotonic."""
+    """One request for the entities `raws` of a table, their ids' bytes; `started` is monotonic."""
 
     holding: Holding
     table: Table
-    ids: Sequence[str]
     raws: Sequence[bytes]
     options: Options
     started: float

@@ -1,6 +1,7 @@
 """Many stored records at once: which of them are plain answers, their numbers, their JSON. Pure."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from cache.keys import FORMAT
 from cache.manifest import Table
-from cache.records import FLAG_LIVE, SAFE_EXPONENT
+from cache.records import SAFE_EXPONENT
 from serving.render import JSON
 from serving.snapshot import Snapshot
 
@@ -21,8 +22,7 @@ def plain(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArr
     """bool[n]: records of the night that are whole and need nothing left out: `k` items each, or all numbers."""
     flags, counts, width = rows["flags"], rows["count"], table.layout.width
     least = k if table.kind == "topk" else width
-    usable: NDArray[np.bool_] = (counts >= least) & (counts <= width)
-    usable &= (flags >> 4 == FORMAT) & (flags & FLAG_LIVE == 0)
+    usable: NDArray[np.bool_] = (flags == FORMAT << 4) & (counts >= least) & (counts <= width)
     if table.layout.precision == "i1":
         with np.errstate(over="ignore", invalid="ignore"):
             return usable & np.isfinite(rows["scale"] * np.float32(128))
@@ -30,9 +30,8 @@ def plain(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArr
         usable &= rows["exponent"] <= SAFE_EXPONENT
     kind, mask = _OUTSIDE[table.layout.precision]
     bits = rows["numbers"].view(kind) & mask
-    is_finite = bits != mask
-    if not is_finite.all():
-        usable &= is_finite.all(axis=1)
+    if np.maximum.reduce(bits, axis=None, initial=0) == mask:
+        usable &= (bits != mask).all(axis=1)
     if table.kind == "topk":
         usable &= _are_listable(snapshot, rows["items"], counts)
     return usable
@@ -43,11 +42,10 @@ def _are_listable(
 ) -> NDArray[np.bool_]:
     # Beyond a record's count its slots are no item: only what is used must be of the catalogue.
     width = items.shape[1]
-    used = items if (counts == width).all() else np.where(
-        np.arange(width) < counts[:, None], items, 0
-    )  # fmt: skip
+    is_full = np.count_nonzero(counts == width) == len(items)
+    used = items if is_full else np.where(np.arange(width) < counts[:, None], items, 0)
     listable = np.ones(len(items), bool)
-    if used.max(initial=0) >= snapshot.items.count:
+    if np.maximum.reduce(used, axis=None, initial=0) >= snapshot.items.count:
         listable = used.max(axis=1) < snapshot.items.count
     if len(snapshot.blocked_ordinals):
         listable &= ~np.isin(used, snapshot.blocked_ordinals).any(axis=1)
@@ -77,22 +75,19 @@ def texts_of(
     # One call for all numbers and one for all ids; quotes inside a string are escaped, so the cuts are sound.
     lists = [each[2:] for each in _lists(numbers(table, rows, k))]
     names = orjson.dumps(ids)[2:-2].split(b'","')
-    named = b'","table":%b' % orjson.dumps(table.name)
+    head, named = repeat(b'{"id":"'), b'","table":%b' % orjson.dumps(table.name)
     if table.kind == "topk":
-        middle = named + b',"items":['
+        middle, after = repeat(named + b',"items":['), repeat(b'],"scores":[')
         items = snapshot.items.texts.lines(rows["items"][:, :k])
-        return [
-            b'{"id":"%b%b%b],"scores":[%b],"short":false%b' % (name, middle, listed, scores, end)
-            for name, listed, scores, end in zip(names, items, lists, ends, strict=True)
-        ]
-    field, after = (b',"vector":[', b"]")
+        short = repeat(b'],"short":false')
+        pieces = head, names, middle, items, after, lists, short, ends
+        return [b"".join(each) for each in zip(*pieces, strict=False)]
+    field, last = (b',"vector":[', b"]")
     if table.kind == "value":
-        field, after = b',"values":[', b'],"labels":' + orjson.dumps(table.labels)
-    middle = named + field
-    return [
-        b'{"id":"%b%b%b%b%b' % (name, middle, listed, after, end)
-        for name, listed, end in zip(names, lists, ends, strict=True)
-    ]
+        field, last = b',"values":[', b'],"labels":' + orjson.dumps(table.labels)
+    middle = repeat(named + field)
+    parts = head, names, middle, lists, repeat(last), ends
+    return [b"".join(each) for each in zip(*parts, strict=False)]
 
 
 def _lists(found: NDArray[np.float32]) -> list[bytes]:

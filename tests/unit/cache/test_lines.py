@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import lines
+from cache import kept
 from cache.lines import Lines
 from cache.texts import Texts
 
@@ -37,7 +37,7 @@ def test_lines_are_the_json_of_the_ids_whatever_these_hold(
 
 
 def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "KEPT_MAX", 10)
+    monkeypatch.setattr(kept, "KEPT_MAX", 10)
     read: list[int] = []
 
     def names(ordinals: Sequence[int] | np.ndarray[Any, Any]) -> list[str]:
@@ -49,7 +49,7 @@ def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> N
         row = np.arange(first, first + 5, dtype=np.uint32)
         for _ in range(2):  # the second time from what is kept
             assert found.of(row[None]) == [b",".join(b'"i-%d"' % each for each in row)]
-        assert np.count_nonzero(found._slots) <= 10
+        assert np.count_nonzero(found._kept._slots) <= 10
 
-    assert read == list(range(95)) and len(found._texts) == 11
+    assert read == list(range(95)) and len(found._kept._texts) == 11
     assert found.of(np.arange(20, dtype=np.uint32)[None]) is None, "more at once than has room"
