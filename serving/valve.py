@@ -2,19 +2,17 @@
 
 from math import inf
 
-_SAMPLES_MIN = 3
-"""One long pause is not a queue."""
-_CLOSE, _OPEN = 0.5, 0.1
-_SHUT = 0.01
+_CLOSE_MOST, _OPEN = 0.1, 0.1
+_SHUT = 0.001
 
 
 class Valve:
     """A share of 0 to 1 that follows one queue.
 
     The signal is CoDel's (RFC 8289): the shortest wait of an interval. Above `target` even the luckiest had to wait, so
-    the queue stands; a burst that drains within the interval does not count. The reaction is that of WeChat's DAGOR
-    (SoCC 2018): a share of the work goes on, cut by a factor after each interval with a standing queue, and raised by a
-    step after each without.
+    the queue stands; a burst that drains within the interval does not count. The reaction is of DAGOR's kind (WeChat,
+    SoCC 2018): a share of the work goes on. After an interval with a standing queue the share shrinks as `target` is
+    to the wait (the gradient of Netflix' concurrency-limits), after each other one it grows by a step.
     """
 
     def __init__(self, target: float, interval_s: float) -> None:
@@ -23,25 +21,24 @@ class Valve:
         self.wait = 0.0
         """The shortest wait of the interval before, in the unit of `target`."""
         self._interval_s = interval_s
-        self._least, self._samples, self._since = inf, 0, -inf
+        self._least, self._since = inf, 0.0
         self._credit = 0.0
 
     def observe(self, wait: float, now: float) -> None:
-        """One sample of the wait; `now` in seconds."""
-        if not self._samples:
+        """One sample of the wait; `now` in seconds. An interval has two at least: one long pause is not a queue."""
+        if self._least == inf:
             self._since = now
-        self._samples += 1
         self._least = min(self._least, wait)
-        if self._samples < _SAMPLES_MIN or now - self._since < self._interval_s:
+        if now - self._since < self._interval_s:
             return
         self.wait = self._least
         if self.wait <= self.target:
             self.share = min(1.0, self.share + _OPEN)
-        elif self.share > _SHUT:
-            self.share *= _CLOSE
         else:
-            self.share = 0.0
-        self._least, self._samples = inf, 0
+            self.share *= max(_CLOSE_MOST, self.target / self.wait)
+            if self.share < _SHUT:
+                self.share = 0.0
+        self._least = inf
 
     def admit(self) -> bool:
         """Whether one more piece of work may go on: exactly the share of them, evenly spread."""
