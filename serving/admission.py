@@ -9,9 +9,14 @@ from typing import Literal
 
 from serving.valve import Valve
 
-Stage = Literal["live", "late", "full"]
-STAGES: tuple[Stage, ...] = ("live", "late", "full")
-"""What was shed: an inference; a request whose deadline is gone before its turn; one beyond `requests_max`."""
+Stage = Literal["live", "queue", "late", "full"]
+STAGES: tuple[Stage, ...] = ("live", "queue", "late", "full")
+"""What was shed: an inference; a request that would cost much while leaving live out is not enough; one whose deadline
+is gone before its turn; one beyond `requests_max`.
+"""
+
+REFUSE_TARGET = 2.5
+"""Times the target of the loop: what a turn takes when leaving live out was not enough; still less than L2 may take."""
 
 MODEL_TARGET = 1 / 3
 """Of the time that an input has for live, the part that it may spend in a standing queue of the model."""
@@ -23,6 +28,7 @@ class Admission:
     def __init__(self, *, target_s: float, interval_s: float, requests_max: int) -> None:
         self.loop = Valve(target_s, interval_s)
         self.model = Valve(MODEL_TARGET, interval_s)
+        self.costly = Valve(target_s * REFUSE_TARGET, interval_s)
         self.requests_max = requests_max
         self.under_way = 0
         self.shed: Counter[Stage] = Counter(dict.fromkeys(STAGES, 0))
@@ -34,6 +40,13 @@ class Admission:
             return False
         self.under_way += 1
         return True
+
+    def admit_costly(self) -> bool:
+        """Whether a request may go on that costs many times what its refusal does; else it is counted as shed."""
+        if self.costly.admit():
+            return True
+        self.shed["queue"] += 1
+        return False
 
     def leave(self) -> None:
         """One that entered has its response."""
@@ -66,4 +79,5 @@ class Admission:
     def observe(self, turn_s: float, model_wait: float, now: float) -> None:
         """One look at both queues: seconds of a turn, and the part of its time that the model's oldest has waited."""
         self.loop.observe(turn_s, now)
+        self.costly.observe(turn_s, now)
         self.model.observe(model_wait, now)

@@ -40,12 +40,13 @@ class Front(FastAPI):
             await _OVERLOADED(scope, receive, send)
             return
         try:
-            if method == "GET":
-                answer = await hot.get(scope)
-            elif method == "POST":
+            answer = await hot.get(scope) if method == "GET" else None
+            if answer is None and not admission.admit_costly():
+                hot.refused()
+                await _OVERLOADED(scope, receive, send)
+                return
+            if method == "POST":
                 answer, receive = await hot.post(scope, receive)
-            else:
-                answer = None
             if answer is None:
                 await super().__call__(scope, receive, send)
                 return

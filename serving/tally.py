@@ -65,6 +65,11 @@ class Overload(Collector):
                 now.loop.wait,
             ),
             ("live_share", "Of the inputs, those that may go to the model", now.live_share),
+            (
+                "costly_share",
+                "Of the requests that are costly, those that may go on",
+                now.costly.share,
+            ),
             ("requests_under_way", "Requests below L1", now.under_way),
             ("requests_max", "Requests that may be below L1 at once", now.requests_max),
         ):

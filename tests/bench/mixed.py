@@ -36,7 +36,7 @@ from tests.integration.nights import environment
 DEADLINE_S = 0.3
 UNKNOWN = 0.05
 IN_FLIGHT = 64
-CONNECTIONS = 1_024
+CONNECTIONS = 2_048
 P99_TOLERANCE = 0.1
 LIVE, L1 = SOURCES.index("live"), SOURCES.index("l1")
 
