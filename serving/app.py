@@ -19,6 +19,7 @@ from cache.releases import Pointer
 from cache.remote import RemoteConfig, RemoteTier
 from cache.tiered import Tiered
 from serving import openapi
+from serving.admission import Admission
 from serving.clock import RedisClock
 from serving.config import ServingConfig, check_token
 from serving.cores import check_cores, parse_cores, pin_thread
@@ -35,14 +36,18 @@ from serving.metrics import Events, Metrics
 from serving.nights import Nights
 from serving.peers import Peers
 from serving.problem import Problem
+from serving.pulse import Pulse
 from serving.refresh import Refresher
 from serving.routes import Service, routes
 from serving.shelf import Shelf
 from serving.snapshot import Snapshot
+from serving.tally import Overload
 from serving.trial import Trial
 from serving.warming import Warming
 
 _BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
+_LOOKS = 10
+"""At the queues, per interval of the admission."""
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -127,6 +132,14 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         compute=compute,
         observe=metrics.inferred,
     )
+    admission = Admission(
+        target_s=config.queue_target_ms / 1000,
+        interval_s=config.queue_interval_ms / 1000,
+        requests_max=config.requests_max,
+    )
+    pulse = Pulse(
+        admission.observe, batcher.waited, every_s=config.queue_interval_ms / 1000 / _LOOKS
+    )
     name = replica_id()
     lead = Lead(remote, tiers, remote.keyspace, wait_s=config.lease_wait_ms / 1000, name=name)
     inferences = Inferences(
@@ -135,6 +148,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         overlay_ttl_s=config.overlay_ttl_s,
         outage_ttl_s=config.outage_ttl_s,
         lead=lead if config.lease_wait_ms else None,
+        admit=admission.admit_live,
     )
     ladder = Ladder(tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000)
     store = config.store()
@@ -194,6 +208,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     nights = Nights(config.nights(), follower)
     _gauges(metrics, refresher, local, breaker, batcher, nights)
     metrics.registry.register(Events(events))
+    metrics.registry.register(Overload(admission))
     service = Service(
         follower,
         ladder,
@@ -207,13 +222,16 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         tiers,
         remote.bound_s,
         metrics.exposition if peers is None else peers.exposition,
+        admission,
     )
     try:
         await refresher.start()
+        pulse.start()
         if peers is not None:
             await peers.open(metrics.expose)
         yield service
     finally:
+        pulse.stop()
         if peers is not None:
             await peers.aclose()
         await refresher.aclose()

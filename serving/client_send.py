@@ -26,6 +26,7 @@ _ABOVE_0 = (
 _RETRIES_SAVED = 10.0
 _HEDGES_SAVED = 10.0
 _LEAVE_S = 1.0
+_SPREAD = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class Sender:
                 last = refusal(response.status_code, response.content)
                 may_again = call.is_repeatable and response.status_code in _AGAIN
                 least_s = _retry_after(response)
-            pause_s = max(least_s, self._backoff_s(attempt))
+            pause_s = max(self._spread(least_s), self._backoff_s(attempt))
             in_time = timer() + pause_s < until
             if not (may_again and in_time and attempt < policy.attempts and self._retries.take()):
                 raise last
@@ -141,6 +142,10 @@ class Sender:
         if self._leaving:
             await asyncio.wait(self._leaving, timeout=_LEAVE_S)
         await self._http.aclose()
+
+    def _spread(self, least_s: float) -> float:
+        """A little more: all who were refused at one moment were told the same, and must not come back together."""
+        return least_s * self._pace.rng.uniform(1, _SPREAD) if least_s else 0.0
 
     def _backoff_s(self, attempt: int) -> float:
         longest_ms = min(self._policy.backoff_max_ms, self._policy.backoff_ms * 2 ** (attempt - 1))
@@ -175,8 +180,9 @@ class Sender:
             task.exception()
 
     async def _exchange(self, call: Call, until: float) -> httpx.Response:
-        told_ms = max(0.001, (until - self._pace.timer()) * 1000 * self._policy.told_share)
-        headers = {"X-Deadline-Ms": f"{told_ms:.3f}", "Accept": call.accept}
+        told_ms = (until - self._pace.timer()) * 1000 * self._policy.told_share
+        # Whole ones: that is what the service reads on its quickest way.
+        headers = {"X-Deadline-Ms": str(max(1, int(told_ms))), "Accept": call.accept}
         if call.content is not None:
             headers["Content-Type"] = call.content_type
         try:

@@ -63,6 +63,10 @@ class ServingConfig:
     live_queue: int = 2_048
     live_queue_bytes: int = 32 << 20
 
+    queue_target_ms: float = 20.0
+    queue_interval_ms: float = 100.0
+    requests_max: int = 4_096
+
     poll_s: float = 1.0
     blocklist_poll_s: float = 1.0
     heartbeat_s: float = 1.0
@@ -176,6 +180,7 @@ _POSITIVE = (
     "l1_bytes", "negative_entries", "negative_ttl_s", "overlay_ttl_s", "outage_ttl_s",
     "deadline_ms", "deadline_max_ms", "l2_deadline_ms", "l2_connections", "breaker_threshold", "breaker_cooldown_s",
     "live_workers", "live_threads", "live_batch", "live_queue", "live_queue_bytes",
+    "queue_target_ms", "queue_interval_ms", "requests_max",
     "poll_s", "blocklist_poll_s", "heartbeat_s", "drain_s", "load_bound_s", "body_bytes", "max_batch", "max_history",
     "max_exclude", "max_ids",
 )  # fmt: skip

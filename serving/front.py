@@ -6,6 +6,11 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from serving.hot import Hot
+from serving.http import refused
+from serving.problem import Problem
+
+_LOOKUP, _SCORE = b"/v1/lookup", b"/v1/score"
+_OVERLOADED = refused(Problem(503, "overloaded", "more is asked than can be answered in time"))
 
 
 class Front(FastAPI):
@@ -16,18 +21,36 @@ class Front(FastAPI):
         self.hot: Hot | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or the application's life."""
+        """One request, or the application's life; what is ready is answered under any load: a refusal costs as much."""
         hot = self.hot
-        if hot is not None and scope["type"] == "http":
-            method = scope["method"]
-            if method == "GET":
-                answer = hot.ready(scope) or await hot.get(scope)
-            elif method == "POST":
-                answer, receive = await hot.post(scope, receive)
-            else:
-                answer = None
-            if answer is not None:
-                await send(answer[0])
-                await send(answer[1])
+        if hot is None or scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        method = scope["method"]
+        if method == "GET" and (answer := hot.ready(scope)) is not None:
+            await send(answer[0])
+            await send(answer[1])
+            return
+        if not (scope.get("raw_path") or b"").startswith((_LOOKUP, _SCORE)):
+            await super().__call__(scope, receive, send)
+            return
+        admission = hot.admission
+        if (admission.is_behind and hot.is_late(scope)) or not admission.enter():
+            hot.refused()
+            await _OVERLOADED(scope, receive, send)
+            return
+        try:
+            answer = await hot.get(scope) if method == "GET" else None
+            if answer is None and not admission.admit_costly():
+                hot.refused()
+                await _OVERLOADED(scope, receive, send)
                 return
-        await super().__call__(scope, receive, send)
+            if method == "POST":
+                answer, receive = await hot.post(scope, receive)
+            if answer is None:
+                await super().__call__(scope, receive, send)
+                return
+        finally:
+            admission.leave()
+        await send(answer[0])
+        await send(answer[1])

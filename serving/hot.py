@@ -59,7 +59,19 @@ class Hot:
         self._headers = Headers(sent, service.limits)
         self._default_s = service.limits.deadline_ms / 1000
         self._batches = Batches(service, clock)
+        self.admission = service.admission
         self._starts: dict[int, Message] = {}
+
+    def is_late(self, scope: MutableMapping[str, Any]) -> bool:
+        """Whether a request has no time left at its turn; asked only while requests stand before the loop."""
+        deadline_s = self._headers.deadline_s(scope["headers"])
+        if deadline_s is None or b"deadline_ms" in scope["query_string"]:
+            return False
+        return self.admission.is_late(min(deadline_s, self._default_s))
+
+    def refused(self) -> None:
+        """Counts a request that was refused before anybody looked for its route."""
+        self._metrics.requested("any", 503)
 
     def ready(self, scope: MutableMapping[str, Any]) -> Messages | None:
         """The answer to a GET that was answered before, from L1, with today's age."""

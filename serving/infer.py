@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from cache.lease import Mark
@@ -68,6 +68,7 @@ class Inferences:
         overlay_ttl_s: float,
         outage_ttl_s: float,
         lead: Lead | None = None,
+        admit: Callable[[], bool] = lambda: True,
     ) -> None:
         self.flights: SingleFlight[Key, Computed] = SingleFlight()
         self._jobs: dict[Key, Job] = {}
@@ -76,6 +77,7 @@ class Inferences:
         self._overlay_ttl_s = overlay_ttl_s
         self._outage_ttl_s = outage_ttl_s
         self._lead = lead
+        self._admit = admit
 
     async def run(
         self, snapshot: Snapshot, cases: Sequence[Case], limit_s: float
@@ -109,6 +111,8 @@ class Inferences:
             job.deadline = max(job.deadline, deadline)
 
         def work() -> asyncio.Future[Computed]:
+            if not self._admit():  # who finds a flight under way costs nothing, and is not asked
+                return _failed("overloaded")
             job = Job(snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline)
             self._jobs[key] = job
             if self._lead is None or want.position >= 0 or case.reason not in SHARED:
@@ -145,6 +149,12 @@ class Inferences:
     def _forget(self, key: Key, job: Job) -> None:
         if self._jobs.get(key) is job:
             del self._jobs[key]
+
+
+def _failed(reason: str) -> asyncio.Future[Computed]:
+    future: asyncio.Future[Computed] = asyncio.get_running_loop().create_future()
+    future.set_exception(LiveUnavailable(reason))
+    return future
 
 
 def _outcome(case: Case, place: Boarded[Key, Computed]) -> Computed | LiveUnavailable:

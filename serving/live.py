@@ -15,7 +15,7 @@ from serving.snapshot import Snapshot
 
 
 class LiveUnavailable(Exception):
-    """Live has no answer for this input now; `reason` is busy, no_model, no_usable_input or failed."""
+    """Live has no answer for this input now; `reason` is busy, overloaded, no_model, no_usable_input or failed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -24,7 +24,7 @@ class LiveUnavailable(Exception):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One input for one table of one snapshot; who joins with more time moves `deadline` (monotonic) back."""
+    """One input for one table of one snapshot; who joins with more time moves `deadline` back. Times are monotonic."""
 
     snapshot: Snapshot
     table: str
@@ -32,6 +32,7 @@ class Job:
     fingerprint: int
     size_bytes: int
     deadline: float = math.inf
+    queued_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +97,7 @@ class MicroBatcher:
         waiting = self._lanes.get(lane)
         if waiting is None:
             waiting = self._lanes[lane] = deque()
+        job.queued_at = self._timer()
         waiting.append((job, done))
         self.queued += 1
         self.queued_bytes += job.size_bytes
@@ -104,6 +106,12 @@ class MicroBatcher:
             self._pump_due = True
             loop.call_soon(self._pump)
         return done
+
+    def waited(self) -> float:
+        """Of its time, the part that the input has waited that has waited longest; 0 while none waits."""
+        now = self._timer()
+        heads = [waiting[0][0] for waiting in self._lanes.values() if waiting]
+        return max(((now - each.queued_at) / _time_of(each) for each in heads), default=0.0)
 
     def _pump(self) -> None:
         self._pump_due = False
@@ -175,6 +183,10 @@ class MicroBatcher:
         # The next batch first: the model works while answers are handed out.
         self._pump()
         _resolve(batch, outcomes)
+
+
+def _time_of(job: Job) -> float:
+    return max(job.deadline - job.queued_at, 1e-6)
 
 
 def _resolve(batch: Sequence[Place], outcomes: Sequence[Outcome]) -> None:

@@ -59,7 +59,7 @@ def described(
         codes |= {"413": "too large"}
     if has_arrow:
         codes |= {"406": "no such form of an answer", "415": "no such form of a body"}
-    codes |= {"503": "nothing loaded yet"}
+    codes |= {"503": "not_ready: nothing loaded yet; overloaded: come again after Retry-After"}
     extra: Json = {
         "parameters": [
             {"in": where, "name": name, "schema": schema, "required": where == "path"}

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from cache.errors import InvalidInput, LarderError
 from cache.tiered import Tiered
 from serving import openapi, schema
+from serving.admission import Admission
 from serving.answer import Answer
 from serving.arrow_answers import answers_stream
 from serving.arrow_request import lookup_arrow
@@ -59,6 +60,7 @@ class Service:
     tiers: Tiered
     l2_bound_s: Callable[[], float]
     expose: Callable[[], Awaitable[bytes]]
+    admission: Admission
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:

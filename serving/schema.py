@@ -102,7 +102,10 @@ _ORIGIN: Json = {
         "type": "string",
         "description": "Why this is not a plain hit; `exhausted`: fewer than k were left of the stored list",
     },
-    "live": {"type": "string", "description": "Why live did not answer although it was asked"},
+    "live": {
+        "type": "string",
+        "description": "Why live did not answer although it could have; `overloaded`: it was left out",
+    },
     "dropped_history": {"type": "integer", "description": "History ids the model does not know"},
     "stale": {"type": "string", "description": "Why this replica may lag behind"},
 }

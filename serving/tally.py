@@ -4,9 +4,12 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from serving.admission import Admission
 
 
 class Seconds(Collector):
@@ -36,6 +39,41 @@ class Seconds(Collector):
                 buckets.append((name, float(total)))
             family.add_metric([value], buckets, self._sums[value])
         yield family
+
+
+class Overload(Collector):
+    """How full the process is, and what it did about it."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterable[Metric]:
+        """What was shed, and the state that decides it."""
+        now = self._admission
+        shed = CounterMetricFamily(
+            "larder_shed",
+            "Left out under overload: inferences and whole requests",
+            labels=["stage"],
+        )
+        for stage, count in now.shed.items():
+            shed.add_metric([stage], count)
+        yield shed
+        for name, text, value in (
+            (
+                "queue_seconds",
+                "Shortest turn of the event loop in the last interval",
+                now.loop.wait,
+            ),
+            ("live_share", "Of the inputs, those that may go to the model", now.live_share),
+            (
+                "costly_share",
+                "Of the requests that are costly, those that may go on",
+                now.costly.share,
+            ),
+            ("requests_under_way", "Requests below L1", now.under_way),
+            ("requests_max", "Requests that may be below L1 at once", now.requests_max),
+        ):
+            yield GaugeMetricFamily(f"larder_{name}", text, value)
 
 
 class Tally:

@@ -1,0 +1,53 @@
+"""Looks at the queues of a process now and then, whatever it is asked: a turn of the loop in full, and the model's."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+Observe = Callable[[float, float, float], None]
+
+
+class Pulse:
+    """Tells `observe` the seconds of one turn of the event loop, what `model_wait` says, and when.
+
+    A turn is from one callback to the next that it leaves for the turn after: everything that was ready in between is
+    read and begun, so it is what a request waits that comes at the worst moment. Nothing runs between the looks.
+    """
+
+    def __init__(
+        self,
+        observe: Observe,
+        model_wait: Callable[[], float],
+        *,
+        every_s: float,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._observe = observe
+        self._model_wait = model_wait
+        self._every_s = every_s
+        self._timer = timer
+        self._handle: asyncio.Handle | None = None
+        self._began = 0.0
+
+    def start(self) -> None:
+        """From now on; on the running loop."""
+        self._handle = asyncio.get_running_loop().call_later(self._every_s, self._wake)
+
+    def stop(self) -> None:
+        """No look after this."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _wake(self) -> None:
+        # A timer runs before the loop looks at its sockets: the turn begins with the callbacks after that.
+        self._handle = asyncio.get_running_loop().call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._began = self._timer()
+        self._handle = asyncio.get_running_loop().call_soon(self._end)
+
+    def _end(self) -> None:
+        now = self._timer()
+        self._observe(now - self._began, self._model_wait(), now)
+        self.start()

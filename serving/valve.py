@@ -1,0 +1,51 @@
+"""How much of some work may go on, judged by how long work has to wait. Pure."""
+
+from math import inf
+
+_CLOSE_MOST, _OPEN = 0.1, 0.1
+_SHUT = 0.001
+
+
+class Valve:
+    """A share of 0 to 1 that follows one queue.
+
+    The signal is CoDel's (RFC 8289): the shortest wait of an interval. Above `target` even the luckiest had to wait, so
+    the queue stands; a burst that drains within the interval does not count. The reaction is of DAGOR's kind (WeChat,
+    SoCC 2018): a share of the work goes on. After an interval with a standing queue the share shrinks as `target` is
+    to the wait (the gradient of Netflix' concurrency-limits), after each other one it grows by a step.
+    """
+
+    def __init__(self, target: float, interval_s: float) -> None:
+        self.target = target
+        self.share = 1.0
+        self.wait = 0.0
+        """The shortest wait of the interval before, in the unit of `target`."""
+        self._interval_s = interval_s
+        self._least, self._since = inf, 0.0
+        self._credit = 0.0
+
+    def observe(self, wait: float, now: float) -> None:
+        """One sample of the wait; `now` in seconds. An interval has two at least: one long pause is not a queue."""
+        if self._least == inf:
+            self._since = now
+        self._least = min(self._least, wait)
+        if now - self._since < self._interval_s:
+            return
+        self.wait = self._least
+        if self.wait <= self.target:
+            self.share = min(1.0, self.share + _OPEN)
+        else:
+            self.share *= max(_CLOSE_MOST, self.target / self.wait)
+            if self.share < _SHUT:
+                self.share = 0.0
+        self._least = inf
+
+    def admit(self) -> bool:
+        """Whether one more piece of work may go on: exactly the share of them, evenly spread."""
+        if self.share >= 1.0:
+            return True
+        self._credit += self.share
+        if self._credit < 1.0:
+            return False
+        self._credit -= 1.0
+        return True

@@ -1,0 +1,256 @@
+"""Mixed traffic in open loop: known users drawn by Zipf 1.0, and 5 % who are new and bring a history.
+
+Saturation is the rate of a closed loop. Then Poisson arrivals at 50, 70 and 90 % of it: latency from when each request
+was due, by percentiles. At 150 % for a while, then 50 %: what was answered in time, refused, left without inference,
+and how long after the load's end the last of these was due.
+
+- `l1_p99_vs_bare_asgi`: p99 of the L1 hits at 70 % over that of a bare ASGI app at the same arrivals (at most 2 is
+  wanted).
+- `goodput_150_vs_max`: answers with 200 within the deadline per second at 150 %, over saturation (at least 0.9).
+
+The service and the bare app are on the first core, the model's thread with them; callers and Redis on the last.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.bench.harness import Options, Report, alternate, parse
+from tests.bench.http_load import Program, place, program
+from tests.bench.open_loop import SOURCES, Arrivals, Outcomes, caller, drive
+from tests.bench.place import own_server
+from tests.bench.read_path import TABLE, Case, body_of, make_case
+from tests.bench.sockets import request
+from tests.integration.nights import environment
+
+DEADLINE_S = 0.3
+UNKNOWN = 0.05
+IN_FLIGHT = 64
+CONNECTIONS = 2_048
+P99_TOLERANCE = 0.1
+LIVE, L1 = SOURCES.index("live"), SOURCES.index("l1")
+
+
+@dataclass(slots=True)
+class Stream:
+    """Requests in the mix; who is new never comes again."""
+
+    case: Case
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    strangers: int = 0
+    known: list[bytes] = field(init=False)
+    shares: NDArray[np.float64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        users = random.Random(0).sample(self.case.users, len(self.case.users))
+        self.known = [request(path_of(user)) for user in users]
+        weights = 1 / np.arange(1, len(users) + 1)
+        self.shares = weights / weights.sum()
+
+    def draw(self, count: int) -> tuple[list[bytes], NDArray[np.int64]]:
+        """Requests, and which of them comes when."""
+        which = self.rng.choice(len(self.known), count, p=self.shares)
+        new = np.flatnonzero(self.rng.random(count) < UNKNOWN)
+        which[new] = len(self.known) + np.arange(len(new))
+        return self.known + [self._stranger() for _ in range(len(new))], which
+
+    def _stranger(self) -> bytes:
+        self.strangers += 1
+        history = self.rng.choice(self.case.items, int(self.rng.integers(5, 31)), replace=False)
+        entity = {"id": f"stranger-{self.strangers}", "history": history.tolist()}
+        body = json.dumps({"entities": [entity], "k": 20}).encode()
+        return request(f"/v1/lookup/{TABLE}", body)
+
+    def arrivals(self, url: str, *parts: tuple[float, float]) -> Arrivals:
+        """Poisson arrivals: (rate, seconds) after (rate, seconds)."""
+        due, began = [], 0.0
+        for rate, seconds in parts:
+            gaps = self.rng.exponential(1 / rate, int(rate * seconds * 1.1) + 50)
+            times = began + np.cumsum(gaps)
+            due.append(times[times < began + seconds])
+            began += seconds
+        moments = np.concatenate(due)
+        requests, which = self.draw(len(moments))
+        return Arrivals(url, requests, which, moments, CONNECTIONS, DEADLINE_S)
+
+    def closed(self, url: str, count: int) -> Arrivals:
+        """All are due at once, a few under way: as quick as it can."""
+        requests, which = self.draw(count)
+        return Arrivals(url, requests, which, np.zeros(count), IN_FLIGHT)
+
+
+def path_of(user: str) -> str:
+    """An L1 hit of the hot route."""
+    return f"/v1/lookup/{TABLE}/{quote(user, safe='')}?k=20"
+
+
+@dataclass(slots=True)
+class Bench:
+    """What all runs share."""
+
+    report: Report
+    stream: Stream
+    larder: Program
+    bare: Program
+    callers: ProcessPoolExecutor
+    seconds: float
+    busiest: float = 0.0
+
+    def run(self, arrivals: Arrivals) -> Outcomes:
+        """In the callers' process."""
+        outcomes = self.callers.submit(drive, arrivals).result()
+        if len(np.unique(arrivals.due)) > 1:
+            self.busiest = max(self.busiest, outcomes.busy)
+        return outcomes
+
+    def saturation(self, count: int) -> float:
+        """Answers per second in a closed loop; RuntimeError if one is missing."""
+        outcomes = self.run(self.stream.closed(self.larder.url, count))
+        if not (outcomes.status == 200).all():
+            raise RuntimeError(f"{(outcomes.status != 200).sum()} of {count} were not answered")
+        return count / outcomes.ended
+
+    def steady(self, rate: float, share: float) -> None:
+        """Percentiles at a share of saturation."""
+        found = self.run(self.stream.arrivals(self.larder.url, (rate * share, 2 * self.seconds)))
+        name = f"{share:.0%}"
+        for percent in (50, 99, 99.9):
+            self.report.figures[f"{name}: p{percent} ms"] = _ms(found.seconds, percent)
+            hits = found.seconds[found.source == L1]
+            self.report.figures[f"{name}: p{percent} ms of L1 hits"] = _ms(hits, percent)
+        in_time = found.good(DEADLINE_S)
+        self.report.figures[f"{name}: requests"] = len(in_time)
+        self.report.figures[f"{name}: not answered within the deadline"] = int((~in_time).sum())
+        self.report.figures[f"{name}: left without inference"] = int(found.is_shed.sum())
+
+    def l1_p99(self, rate: float) -> Callable[[], float]:
+        """Milliseconds, in the mix."""
+
+        def once() -> float:
+            found = self.run(self.stream.arrivals(self.larder.url, (rate, self.seconds)))
+            return _ms(found.seconds[found.source == L1], 99)
+
+        return once
+
+    def bare_p99(self, rate: float) -> Callable[[], float]:
+        """Milliseconds of the bare app."""
+
+        def once() -> float:
+            mix = self.stream.arrivals(self.bare.url, (rate, self.seconds))
+            same = Arrivals(
+                mix.url, [request("/")], np.zeros_like(mix.which), mix.due, CONNECTIONS, DEADLINE_S
+            )
+            return _ms(self.run(same).seconds, 99)
+
+        return once
+
+    def overload(self, rate: float, seen: list[Outcomes]) -> Callable[[], float]:
+        """Good answers per second at 150 %; the calm after it is in what was seen."""
+
+        def once() -> float:
+            found = self.run(
+                self.stream.arrivals(self.larder.url, (1.5 * rate, self.seconds), (0.5 * rate, 2.5))
+            )
+            seen.append(found)
+            during = found.due < self.seconds
+            return float(found.good(DEADLINE_S)[during].sum()) / self.seconds
+
+        return once
+
+
+def _ms(seconds: NDArray[np.float64], percent: float) -> float:
+    return round(float(np.percentile(seconds, percent, method="higher")) * 1000, 3)
+
+
+def _tell_overload(report: Report, seen: list[Outcomes], seconds: float) -> None:
+    """Figures of all rounds at 150 % together."""
+    figures = report.figures
+    status = np.concatenate([each.status[each.due < seconds] for each in seen])
+    source = np.concatenate([each.source[each.due < seconds] for each in seen])
+    in_time = np.concatenate([each.good(DEADLINE_S)[each.due < seconds] for each in seen])
+    took = np.concatenate([each.seconds[each.due < seconds] for each in seen])
+    figures["150%: requests"] = len(status)
+    figures["150%: in time"] = round(float(in_time.mean()), 4)
+    figures["150%: 503"] = int((status == 503).sum())
+    figures["150%: other errors"] = int(((status != 200) & (status != 503) & (status > 0)).sum())
+    figures["150%: late or without an answer"] = int(((status == 200) & ~in_time).sum()) + int(
+        (status == 0).sum()
+    )
+    figures["150%: left without inference"] = sum(
+        int(each.is_shed[each.due < seconds].sum()) for each in seen
+    )
+    figures["150%: live answers"] = int((source == LIVE).sum())
+    for percent in (50, 99):
+        figures[f"150%: p{percent} ms"] = _ms(took, percent)
+    figures["150%: never sent"] = sum(each.given_up for each in seen)
+    recovery = []
+    for each in seen:
+        after = each.due >= seconds
+        bad = after & (~each.good(DEADLINE_S) | each.is_shed)
+        recovery.append(float(each.due[bad].max(initial=seconds)) - seconds)
+    figures["recovery s, median"] = round(median(recovery), 3)
+    figures["recovery s, worst"] = round(max(recovery), 3)
+
+
+def measure(report: Report, case: Case, options: Options) -> None:
+    """Saturation, then everything at shares of it."""
+    stream = Stream(case)
+    serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
+    settings = {"LARDER_DEADLINE_MS": f"{DEADLINE_S * 1000}", "LARDER_L2_DEADLINE_MS": "50"}
+    body = case.folder / "body.json"
+    with program(serve, case.folder / "serving.log", environment(case.night, **settings)) as larder:
+        body.write_bytes(body_of(larder, [path_of(user) for user in case.users]))
+        bare_app: list[str | Path] = [sys.executable, "-m", "tests.bench.bare_asgi", body]
+        with program(bare_app, case.folder / "bare.log") as bare, caller() as callers:
+            where = place(larder, bare)
+            report.figures["placement"] = f"servers on {where}, callers and redis on the last core"
+            bench = Bench(report, stream, larder, bare, callers, 1.5 if options.quick else 5.0)
+            _measure(bench, options)
+
+
+def _measure(bench: Bench, options: Options) -> None:
+    report = bench.report
+    count = 8_000 if options.quick else 40_000
+    rate = median(bench.saturation(count) for _ in range(3))
+    report.figures["saturation, requests/s"] = round(rate)
+    for share in (0.5, 0.7, 0.9):
+        bench.steady(rate, share)
+    report.ratios["l1_p99_vs_bare_asgi"] = alternate(
+        bench.bare_p99(0.7 * rate),
+        {"": bench.l1_p99(0.7 * rate)},
+        rounds=options.rounds,
+        rounds_max=6 if options.quick else None,
+        tolerance=P99_TOLERANCE,
+    )[""]
+    seen: list[Outcomes] = []
+    report.ratios["goodput_150_vs_max"] = alternate(
+        lambda: bench.saturation(count),
+        {"": bench.overload(rate, seen)},
+        rounds=options.rounds,
+        rounds_max=5 if options.quick else None,
+    )[""]
+    _tell_overload(report, seen, bench.seconds)
+    report.figures["callers: share of a core used, at most"] = round(bench.busiest, 2)
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("mixed", ("fastapi", "uvicorn", "uvloop", "redis", "onnxruntime", "faiss-cpu"))
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        measure(report, make_case(Path(folder), server.url, options.quick), options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A real service with far more to do than it can: it leaves inference out, says so, and is itself again afterwards."""
+
+import asyncio
+import contextlib
+import itertools
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from precompute.config import NightConfig
+from tests.integration.nights import build_night, environment, histories
+from tests.integration.program import started
+from tests.integration.serving_app import eventually
+
+CALLERS, ROUNDS, ENTITIES = 64, 4, 25
+SHED = re.compile(r'larder_shed_total{stage="live"} (\d+)')
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("overload"), redis_url)
+
+
+class Strangers:
+    """Requests for users that never come again, each with a history to compute from."""
+
+    def __init__(self, night: NightConfig) -> None:
+        found = histories(night)
+        self.known = f"/v1/lookup/user_topk/{min(found)}?k=5"
+        self._items = sorted({item for each in found.values() for item in each})
+        self._numbers = itertools.count()
+
+    def body(self, entities: int) -> dict[str, Any]:
+        number = next(self._numbers)
+        history = [self._items[(number * 7 + step * 3) % len(self._items)] for step in range(8)]
+        asked = [
+            {"id": f"stranger-{number}-{place}", "history": history[: 1 + place % 8]}
+            for place in range(entities)
+        ]
+        return {"entities": asked, "k": 5}
+
+
+@contextlib.asynccontextmanager
+async def asking(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=CALLERS, max_keepalive_connections=CALLERS)
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
+        yield http
+
+
+async def crowd(http: httpx.AsyncClient, strangers: Strangers) -> list[httpx.Response]:
+    """What callers get that ask again as soon as they are answered, all at once."""
+    responses: list[httpx.Response] = []
+
+    async def call() -> None:
+        for _ in range(ROUNDS):
+            body = strangers.body(ENTITIES)
+            responses.append(await http.post("/v1/lookup/user_topk", json=body))
+
+    await asyncio.gather(*(call() for _ in range(CALLERS)))
+    return responses
+
+
+def sources(responses: list[httpx.Response]) -> Counter[tuple[str, str | None]]:
+    """`source` and `live` of every answer; each has its items and its generation."""
+    found: Counter[tuple[str, str | None]] = Counter()
+    for response in responses:
+        if response.status_code == 200:
+            answers = response.json()["answers"]
+            assert len(answers) == ENTITIES
+            for answer in answers:
+                assert len(answer["items"]) == 5 and answer["generation"]
+                found[answer["source"], answer.get("live")] += 1
+    return found
+
+
+async def test_overload_goes_down_the_ladder_says_so_and_ends(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    told = environment(night, LARDER_QUEUE_TARGET_MS="5", LARDER_QUEUE_INTERVAL_MS="50")
+    strangers = Strangers(night)
+    with started(told, tmp_path / "service.log") as (_, url):
+        async with asking(url) as http:
+            responses = await crowd(http, strangers)
+        async with asking(url) as http:  # the service closes what was idle for long
+            stored = await http.get(strangers.known)
+            shed = int(SHED.findall((await http.get("/metrics")).text)[0])
+
+            async def is_calm() -> bool:
+                bodies = [await http.post("/v1/lookup", json=only(strangers)) for _ in range(20)]
+                return {each.json()["answers"][0]["source"] for each in bodies} == {"live"}
+
+            recovered = await eventually(is_calm, timeout_s=60)
+            metrics = (await http.get("/metrics")).text
+
+    found = sources(responses)
+    refused = [each for each in responses if each.status_code != 200]
+    assert all(is_honest(each) for each in refused)
+    assert {source for source, _ in found} == {"live", "default"}
+    assert {live for source, live in found if source == "default"} <= {
+        "overloaded", "timeout", "busy",
+    }  # fmt: skip
+    assert shed >= found["default", "overloaded"] > 0
+    assert stored.json()["source"] in ("l1", "l2")
+    assert recovered and "larder_requests_under_way 0.0" in metrics
+
+
+def only(strangers: Strangers) -> dict[str, Any]:
+    """One more of them, for any table."""
+    body = strangers.body(1)
+    return body | {"entities": [body["entities"][0] | {"table": "user_topk"}]}
+
+
+def is_honest(response: httpx.Response) -> bool:
+    """A refusal that says why, and when to come again."""
+    error = response.json()["error"]
+    return (
+        (response.status_code, error["code"]) == (503, "overloaded")
+        and bool(error["message"])
+        and response.headers["retry-after"] == "1"
+    )
+
+
+async def test_beyond_the_most_requests_are_refused_with_a_time_to_come_again(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    told = environment(night, LARDER_REQUESTS_MAX="2")
+    strangers = Strangers(night)
+    with started(told, tmp_path / "service.log") as (_, url):
+        async with asking(url) as http:
+            responses = await crowd(http, strangers)
+        async with asking(url) as http:
+            health, after = await http.get("/healthz"), await http.get(strangers.known)
+
+    refused = [each for each in responses if each.status_code != 200]
+    assert refused and all(is_honest(each) for each in refused)
+    assert sum(sources(responses).values()) == (len(responses) - len(refused)) * ENTITIES
+    assert (health.status_code, after.status_code) == (200, 200)

@@ -1,0 +1,390 @@
+"""Admission: what a standing queue does to live, who is refused, and that every place is given back."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi.responses import PlainTextResponse
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from starlette.types import Message, Scope
+
+from cache.predictor import LiveInput
+from serving.admission import Admission
+from serving.front import Front
+from serving.holding import Holding
+from serving.infer import Inferences
+from serving.ladder import Ladder
+from serving.live import Computed, Job, MicroBatcher, compute
+from serving.pulse import Pulse
+from serving.valve import Valve
+from tests.fakes import FakeClock
+from tests.unit.serving.world import World, ask, entity, ids
+
+TARGET_S, INTERVAL_S, LOOK_S = 0.02, 0.1, 0.01
+
+
+def admission(requests_max: int = 100) -> Admission:
+    return Admission(target_s=TARGET_S, interval_s=INTERVAL_S, requests_max=requests_max)
+
+
+def looks(valve: Valve, clock: FakeClock, wait: float, seconds: float) -> None:
+    """Sees one wait, ten times an interval."""
+    for _ in range(round(seconds / LOOK_S)):
+        clock.tick(LOOK_S)
+        valve.observe(wait, clock())
+
+
+async def turns(is_so: Callable[[], bool]) -> bool:
+    """Lets the event loop go on until it is so, for a bounded number of turns."""
+    for _ in range(1_000):
+        if is_so():
+            return True
+        await asyncio.sleep(0)
+    return False
+
+
+def admitted(valve: Valve, of: int = 1_000) -> int:
+    return sum(valve.admit() for _ in range(of))
+
+
+def test_an_idle_process_admits_everything() -> None:
+    valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
+
+    looks(valve, clock, wait=0.0001, seconds=5)
+
+    assert admitted(valve) == 1_000 and valve.wait == 0.0001
+
+
+def test_a_queue_that_stands_closes_the_valve_and_its_end_opens_it_within_two_seconds() -> None:
+    valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
+
+    looks(valve, clock, wait=0.05, seconds=0.3)
+    some = admitted(valve)
+    looks(valve, clock, wait=0.05, seconds=2)
+    none = admitted(valve)
+    looks(valve, clock, wait=0.001, seconds=2)
+
+    assert 100 <= some <= 600 and none == 0
+    assert admitted(valve) == 1_000
+
+
+def test_a_burst_that_drains_within_the_interval_is_no_overload() -> None:
+    valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
+
+    for _ in range(50):
+        looks(valve, clock, wait=0.09, seconds=0.04)
+        looks(valve, clock, wait=0.001, seconds=0.01)
+        assert valve.share == 1.0
+
+
+def test_one_long_pause_is_no_overload_however_long() -> None:
+    valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
+
+    clock.tick(1.5)
+    valve.observe(1.5, clock())
+    looks(valve, clock, wait=0.001, seconds=0.1)
+    paused = valve.share
+    looks(valve, clock, wait=1.5, seconds=0.3)
+
+    assert paused == 1.0 and valve.share < 1.0
+
+
+class Process:
+    """An event loop with requests of two kinds, in fake time: 5 % are new and may have an inference.
+
+    Each turn answers all that stood before it. After `seconds` at `load` times its most, it is asked for half of that.
+    The costs are those measured of the service, processor time on one core.
+    """
+
+    HIT_S, LIVE_S, DEFAULT_S, REFUSED_S, DEADLINE_S = 30e-6, 735e-6, 450e-6, 45e-6, 0.3
+    MOST = 1 / (0.95 * HIT_S + 0.05 * LIVE_S)
+
+    def __init__(self, gate: Admission, load: float, seconds: float, calm_s: float) -> None:
+        rng = np.random.default_rng(0)
+        rates = ((load * self.MOST, 0.0, seconds), (0.5 * self.MOST, seconds, calm_s))
+        self.due = np.concatenate(
+            [began + np.cumsum(rng.exponential(1 / r, int(r * t))) for r, began, t in rates]
+        )
+        self.is_new = rng.random(len(self.due)) < 0.05
+        self.is_live, self.is_refused = self.is_new.copy(), np.zeros(len(self.due), bool)
+        self.took = np.zeros(len(self.due))
+        self._gate = gate
+        self._run()
+
+    def _run(self) -> None:
+        now, up_to, look = 0.0, 0, 0.0
+        while up_to < len(self.due):
+            now = max(now, self.due[up_to])
+            began, end = now, int(np.searchsorted(self.due, now, side="right"))
+            for at in range(up_to, end):
+                now += self._answer(at) if self.is_new[at] else self.HIT_S
+                self.took[at] = now - self.due[at]
+            up_to = end
+            if now >= look:
+                self._gate.observe(now - began, 0.0, now)
+                look = now + LOOK_S
+
+    def _answer(self, at: int) -> float:
+        if not self._gate.admit_costly():
+            self.is_live[at], self.is_refused[at] = False, True
+            return self.REFUSED_S
+        self.is_live[at] = self._gate.admit_live()
+        return self.LIVE_S if self.is_live[at] else self.DEFAULT_S
+
+    @property
+    def is_good(self) -> NDArray[np.bool_]:
+        """Answered in time."""
+        good: NDArray[np.bool_] = (self.took <= self.DEADLINE_S) & ~self.is_refused
+        return good
+
+
+def test_a_process_asked_for_half_as_much_again_answers_in_time_and_recovers() -> None:
+    never = Admission(target_s=float("inf"), interval_s=INTERVAL_S, requests_max=1)
+    without = Process(never, load=1.5, seconds=3.0, calm_s=3.0)
+    process = Process(admission(), load=1.5, seconds=3.0, calm_s=3.0)
+
+    during = process.due < 3.0
+    assert without.is_good[during].mean() < 0.5
+    assert process.is_good[during].sum() / 3.0 >= 1.2 * Process.MOST
+    assert process.took[during].max() < Process.DEADLINE_S
+    later = process.due > 5.0
+    assert process.is_good[later].all() and process.is_live[later & process.is_new].all()
+
+
+def test_where_leaving_live_out_is_enough_hardly_anybody_is_refused() -> None:
+    process = Process(admission(), load=1.1, seconds=3.0, calm_s=0.5)
+
+    assert not process.is_live[process.is_new].all()
+    assert process.is_refused[process.is_new].mean() < 0.03
+    assert process.took.max() < Process.DEADLINE_S
+
+
+def test_a_process_that_is_nearly_full_leaves_nothing_out() -> None:
+    process = Process(admission(), load=0.9, seconds=3.0, calm_s=0.5)
+
+    assert process.is_good.all() and process.is_live[process.is_new].all()
+
+
+@given(st.floats(0.011, 1.0), st.integers(1, 500))
+def test_the_share_is_kept_exactly_and_spread_evenly(share: float, of: int) -> None:
+    valve = Valve(1.0, 1.0)
+    valve.share = share
+
+    went = [valve.admit() for _ in range(of)]
+
+    for upto in range(1, of + 1):
+        assert abs(sum(went[:upto]) - share * upto) < 1 + 1e-6
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 2), st.floats(0, 0.5)), max_size=200),
+)
+def test_the_share_stays_between_none_and_all_whatever_is_seen(
+    seen: list[tuple[float, float]],
+) -> None:
+    valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
+
+    for wait, passed in seen:
+        clock.tick(passed)
+        valve.observe(wait, clock())
+        assert 0.0 <= valve.share <= 1.0
+
+
+def test_either_queue_keeps_live_from_new_work() -> None:
+    for turn_s, model_wait in ((0.05, 0.0), (0.001, 0.9)):
+        gate, clock = admission(), FakeClock()
+        for _ in range(300):
+            clock.tick(LOOK_S)
+            gate.observe(turn_s, model_wait, clock())
+
+        assert not gate.admit_live() and gate.live_share == 0.0 and gate.shed["live"] == 1
+
+
+def test_a_request_is_late_only_when_the_queue_has_taken_all_its_time() -> None:
+    gate, clock = admission(), FakeClock()
+    assert not gate.is_behind
+    looks(gate.loop, clock, wait=0.25, seconds=0.2)
+
+    assert gate.is_behind and not gate.is_late(0.3) and gate.shed["late"] == 0
+    assert gate.is_late(0.2) and gate.shed["late"] == 1
+
+
+async def test_overload_leaves_live_out_and_says_so_and_only_for_new_work() -> None:
+    world, is_open, goes_on = World(), True, asyncio.Event()
+    compute_at_once = world.infer
+
+    async def infer(job: Job) -> Computed:
+        await goes_on.wait()
+        return await compute_at_once(job)
+
+    world.infer = infer  # type: ignore[method-assign]
+    inferences = Inferences(
+        world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, admit=lambda: is_open
+    )
+    ladder = Ladder(world.tiers, inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
+    holding = Holding(world.snapshot())
+    now = asyncio.get_running_loop().time()
+
+    async def look(id_: str) -> dict[str, Any]:
+        stranger = entity(id_, history=ids("i3"))
+        return (await ladder.lookup(holding, ask(stranger), now))[0]
+
+    first = asyncio.ensure_future(look("new"))
+    assert await turns(lambda: len(inferences.flights) == 1)
+    is_open = False
+    joiner = asyncio.ensure_future(look("new"))
+    assert await turns(lambda: inferences.flights.shared == 1)
+    goes_on.set()
+    assert [(await each)["source"] for each in (first, joiner)] == ["live", "live"]
+    shed, stored, known = await look("other"), await look("new"), await look("u3")
+
+    assert (shed["source"], shed["reason"], shed["live"]) == (
+        "default", "not_in_generation", "overloaded",
+    )  # fmt: skip
+    assert stored["source"] == "l1" and known["source"] == "l2" and len(world.jobs) == 1
+    await world.tiers.aclose()
+
+
+async def test_the_oldest_input_tells_how_much_of_its_time_it_has_waited() -> None:
+    world, clock, gate = World(), FakeClock(), threading.Event()
+    world.predictor.gate = gate
+    snapshot = world.snapshot()
+    with ThreadPoolExecutor(1) as pool:
+        batches = MicroBatcher(
+            pool, workers=1, max_batch=4, max_queue=100, max_queue_bytes=1 << 20,
+            compute=compute, timer=clock,
+        )  # fmt: skip
+
+        def job(time_s: float) -> Job:
+            return Job(snapshot, "user_topk", LiveInput(ids("i1")), 1, 1, clock() + time_s)
+
+        running = batches.infer(job(1.0))
+        await asyncio.to_thread(world.predictor.started.wait, 5)
+        assert batches.waited() == 0.0
+        waiting = [batches.infer(job(each)) for each in (0.4, 0.1)]
+        clock.tick(0.1)
+
+        assert batches.waited() == pytest.approx(0.25)
+        gate.set()
+        await asyncio.gather(running, *waiting, return_exceptions=True)
+        assert batches.waited() == 0.0
+
+
+async def test_a_pulse_sees_what_one_turn_takes_and_ends() -> None:
+    clock, seen, loop = FakeClock(), list[tuple[float, float]](), asyncio.get_running_loop()
+    enough = asyncio.Event()
+
+    def observe(turn_s: float, model_wait: float, now: float) -> None:
+        seen.append((turn_s, model_wait))
+        if len(seen) == 3:
+            enough.set()
+
+    def work() -> None:
+        clock.tick(0.03)
+        if not enough.is_set():
+            loop.call_soon(work)
+
+    pulse = Pulse(observe, lambda: 0.5, every_s=0.001, timer=clock)
+    pulse.start()
+    work()
+    async with asyncio.timeout(10):
+        await enough.wait()
+    pulse.stop()
+
+    assert [turn_s for turn_s, _ in seen] == pytest.approx([0.03] * 3)
+    assert {model_wait for _, model_wait in seen} == {0.5}
+
+
+class Request:
+    """One request to the application, answered once."""
+
+    def __init__(self, path: str, method: str = "PUT") -> None:
+        self.scope: Scope = {
+            "type": "http", "method": method, "path": path, "raw_path": path.encode(),
+            "query_string": b"", "headers": [], "root_path": "",
+        }  # fmt: skip
+        self.sent: list[Message] = []
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    @property
+    def statuses(self) -> list[int]:
+        return [each["status"] for each in self.sent if each["type"] == "http.response.start"]
+
+
+def front(gate: Admission, open_: asyncio.Event, crowd: list[int]) -> Front:
+    """An application whose lookups wait for `open_` and say how many are under way."""
+    app = Front()
+
+    async def slow() -> PlainTextResponse:
+        crowd.append(gate.under_way)
+        await open_.wait()
+        return PlainTextResponse("done")
+
+    async def fails() -> None:
+        raise RuntimeError("a defect")
+
+    app.add_api_route("/v1/lookup/slow", slow, methods=["PUT"])
+    app.add_api_route("/v1/lookup/fails", fails, methods=["PUT"])
+    app.add_api_route("/healthz", lambda: {"status": "ok"}, methods=["PUT"])
+    app.hot = SimpleNamespace(  # type: ignore[assignment]
+        admission=gate, refused=lambda: None, is_late=lambda _scope: gate.is_late(0.3)
+    )
+    return app
+
+
+@given(st.integers(1, 6), st.lists(st.sampled_from(["slow", "fails", "gone"]), max_size=30))
+def test_never_more_than_the_limit_are_under_way_and_each_is_answered_once(
+    most: int, kinds: list[str]
+) -> None:
+    async def play() -> None:
+        gate, open_, crowd = admission(most), asyncio.Event(), list[int]()
+        app = front(gate, open_, crowd)
+        requests = [Request(f"/v1/lookup/{'slow' if k == 'gone' else k}") for k in kinds]
+        tasks = [asyncio.ensure_future(app(r.scope, r.receive, r.send)) for r in requests]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        for task, kind in zip(tasks, kinds, strict=True):
+            if kind == "gone":
+                task.cancel()
+        open_.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+        assert max(crowd, default=0) <= most and gate.under_way == 0
+        refused = 0
+        for request, kind, task in zip(requests, kinds, tasks, strict=True):
+            if task.cancelled():
+                continue
+            (status,) = request.statuses
+            refused += status == 503
+            assert status in ({200, 503} if kind != "fails" else {500, 503})
+        assert refused == gate.shed["full"]
+
+    asyncio.run(play())
+
+
+async def test_who_is_refused_is_told_when_to_come_again_and_health_is_never_refused() -> None:
+    gate = admission(requests_max=1)
+    app = front(gate, asyncio.Event(), [])
+    looks(gate.loop, FakeClock(), wait=0.5, seconds=0.2)
+    late, health = Request("/v1/lookup/slow"), Request("/healthz")
+
+    await app(late.scope, late.receive, late.send)
+    await app(health.scope, health.receive, health.send)
+
+    head = dict(late.sent[0]["headers"])
+    assert late.statuses == [503] and head[b"retry-after"] == b"1"
+    assert head[b"content-type"] == b"application/json"
+    assert b'"code":"overloaded"' in late.sent[1]["body"] and gate.shed["late"] == 1
+    assert health.statuses == [200] and gate.under_way == 0
