@@ -65,7 +65,9 @@ def program(
 def _url(process: "subprocess.Popen[bytes]", log: Path, timeout_s: float = 60.0) -> str:
     give_up = time.monotonic() + timeout_s
     while time.monotonic() < give_up and process.poll() is None:
-        if found := re.search(r"^\S.* on (http://\S+)$", log.read_text(), re.MULTILINE):
+        if found := re.search(
+            r"^\S.* (?:on|at:) (http://\S+)(?: \(\d+\))?$", log.read_text(), re.MULTILINE
+        ):
             return found[1]
         time.sleep(0.05)
     raise RuntimeError(f"the server did not start:\n{log.read_text()[-2000:]}")
