@@ -142,7 +142,7 @@ def served(folder: Path, rows: Mapping[str, Row], redis_url: str) -> Iterator[tu
         raise RuntimeError(f"Feast could not be filled:\n{said.stderr[-2000:]}")
     filled = json.loads(said.stdout.splitlines()[-1])
     serve: list[str | Path] = [ENVIRONMENT / "feast", "--chdir", folder, "serve", "--port", "0"]
-    serve += ["--workers", "1", "--no-access-log", "--max-requests", "0", "-r", "3600"]
+    serve += ["--workers", "1", "--no-access-log", "--max-requests", "0", "-r", "0"]
     with program(serve, folder / "serving.log", {"HOME": str(folder)}) as parent:
         ask(parent, "bytes", [next(iter(rows))])
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()

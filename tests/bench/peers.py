@@ -30,7 +30,7 @@ from tests.bench import feast_side
 from tests.bench.feast_side import ABSENT, ENVIRONMENT, FORMS, Row, ask, call, differing, rows_of
 from tests.bench.harness import Options, Report, Run, compare, parse
 from tests.bench.http_load import Program, place, program
-from tests.bench.place import own_server, pin
+from tests.bench.place import own_server, pin, unpin
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.sockets import Driven, drive, request
 from tests.integration.nights import environment
@@ -39,8 +39,15 @@ K = 20
 BATCH = 100
 CONNECTIONS = {1: 32, BATCH: 4}
 """Requests under way, by users per request."""
-COUNTS = {"feast": {1: 3_000, BATCH: 200}, "larder": {1: 40_000, BATCH: 1_500}}
-"""Requests of one run, by side and users per request; `--quick`: a fourth."""
+COUNTS = {
+    "feast bytes": {1: 3_000, BATCH: 200},
+    "feast arrays": {1: 3_000, BATCH: 200},
+    "larder L1": {1: 40_000},
+    "larder L2": {1: 10_000},
+    "larder L2 binary": {BATCH: 1_000},
+    "larder L2 JSON": {BATCH: 1_000},
+}
+"""Requests of one run, by users per request, so that each takes seconds; `--quick`: a fifth."""
 _NO_L1 = "1"
 """Bytes: nothing fits."""
 
@@ -49,16 +56,16 @@ class Drivers:
     """Timed runs, and what each of them saw."""
 
     def __init__(self, quick: bool) -> None:
-        self._share = 4 if quick else 1
+        self._share = 5 if quick else 1
         self.seen: dict[str, list[Driven]] = defaultdict(list)
 
     def run(self, name: str, target: Program, requests: Sequence[bytes], batch: int) -> Run:
         """A run whose figure is users per second of the server's processor time."""
-        count = COUNTS[name.split()[0]][batch] // self._share
+        count = COUNTS[name][batch] // self._share
 
         def once() -> float:
             driven = drive(target, requests, count, CONNECTIONS[batch])
-            self.seen[name].append(driven)
+            self.seen[f"{name}, {batch}"].append(driven)
             return batch * driven.per_cpu_s
 
         return once
@@ -110,7 +117,7 @@ def measure(
             asked = _batches(case.users, batch)
             baselines = {
                 form: drivers.run(
-                    f"feast {form}, {batch}",
+                    f"feast {form}",
                     feast,
                     [feast_side.post(form, ids) for ids in asked],
                     batch,
@@ -118,7 +125,7 @@ def measure(
                 for form in forms
             }
             candidates = {
-                suffix: drivers.run(f"larder {name}, {batch}", larder[tier], requests, batch)
+                suffix: drivers.run(f"larder {name}", larder[tier], requests, batch)
                 for suffix, (name, tier, requests) in _ours(asked, batch).items()
             }
             found = compare(
@@ -159,6 +166,7 @@ def main() -> None:
         with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
             case = make_case(Path(folder), server.url, options.quick)
             measure(report, case, rows_of(case, K), server.url, options)
+        unpin()
     report.show(options)
 
 
