@@ -28,16 +28,13 @@ def baselines(
 def test_a_stretch_is_held_against_what_was_measured_right_before_and_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    flat = [
-        [100.0, 1.0, 100.0],
-        [104.0, 104.0, 900.0],
-        [300.0, 300.0, 300.0],
-    ]  # one stall, one leap
-    sets = [[10.0, 10.0, 10.0], [10.0, 10.0, 10.0], [20.0, 20.0, 20.0]]
+    a_stall, a_leap = [100.0, 1.0, 100.0], [104.0, 104.0, 900.0]
+    flat = [[300.0, 300.0, 300.0], a_stall, a_leap]
+    sets = [[20.0, 20.0, 20.0], [10.0, 10.0, 10.0], [10.0, 10.0, 10.0]]
     base = baselines(monkeypatch, flat, sets)
 
     base.measure()
-    for how in ("closed", "open"):
+    for how in ("open", "closed"):
         base.measure()
         base.around(how)
     found = base.ratios("closed", [51.0])
