@@ -18,10 +18,10 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm check format bench lock clean
+.PHONY: help env demo serve test storm check format bench feast-env lock clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(READY)  ## the environment in .venv, from the lock file
 
@@ -58,8 +58,12 @@ format: env  ## apply the formatter and the safe fixes
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
 
 bench: env  ## the quick benches, each with its JSON line
-	@for name in all_miss bulk_load http_floor l2 live load read_path topk; do \
+	@for name in all_miss bulk_load http_floor l2 live load peers read_path topk; do \
 	  $(BIN)/python -m tests.bench.$$name --json --quick || exit 1; done
+
+feast-env: env  ## Feast in .venv-feast, for the bench `peers`
+	@test -x .venv-feast/bin/python || $(UV) venv -q --python $(BIN)/python .venv-feast
+	@VIRTUAL_ENV=$(CURDIR)/.venv-feast $(UV) pip sync -q --compile-bytecode tests/bench/feast.txt
 
 lock: env  ## resolve pyproject.toml again; names, versions and hashes only
 	@$(LOCKING) --upgrade --all-extras -o infra/locks/all.txt
@@ -67,5 +71,5 @@ lock: env  ## resolve pyproject.toml again; names, versions and hashes only
 	@$(LOCKING) --constraint infra/locks/all.txt --extra precompute --extra airflow -o infra/locks/airflow.txt
 
 clean:  ## removes the environment, caches and what the demo wrote
-	@rm -rf $(VENV) $(STATE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-feast $(STATE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,22 +50,25 @@ def program(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=None if env is None else {**os.environ, **env},
+            start_new_session=True,
         )
     try:
         yield Program(_url(process, log), process.pid)
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
             process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with suppress(ProcessLookupError):  # workers too, where it has some
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _url(process: "subprocess.Popen[bytes]", log: Path, timeout_s: float = 60.0) -> str:
     give_up = time.monotonic() + timeout_s
     while time.monotonic() < give_up and process.poll() is None:
-        if found := re.search(r"^\S.* on (http://\S+)$", log.read_text(), re.MULTILINE):
+        if found := re.search(
+            r"^\S.* (?:on|at:) (http://\S+)(?: \(\d+\))?$", log.read_text(), re.MULTILINE
+        ):
             return found[1]
         time.sleep(0.05)
     raise RuntimeError(f"the server did not start:\n{log.read_text()[-2000:]}")

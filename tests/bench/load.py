@@ -5,11 +5,11 @@ Redis has one core, a reader and the loader share another (with two cores there 
 under one that runs flat out, and alone again. A p99 is the median of those of its stretches, so that one burst of a
 restless host is not the figure. Loads write generation after generation and remove the last but one, as nights do. A
 governed load is watched once its slow start is over; its rate stands beside flat out (no reader, no governor) and
-beside pipelines of 1,000 `SET`.
+beside pipelines of 1,000 `SET`, both measured shortly before and after each loaded stretch.
 
 On a virtual machine a core at rest halts and takes long to wake, so that a load may make a reader faster. `awake` rows
-say the same of cores that never halt: Redis' own, and the reader's while no loader keeps it awake. `--sweep` prints
-rate and p99 over page and piece sizes instead.
+(not with `--quick`) say the same of cores that never halt: Redis' own, and the reader's while no loader keeps it awake.
+`--sweep` prints rate and p99 over page and piece sizes instead.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,14 +32,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from cache.manifest import Manifest
 from cache.releases import Pointer
-from precompute.bulk.governor import open_governor
-from precompute.bulk.load import load_part, unlink_pages
+from precompute.bulk.load import load_part
 from precompute.config import NightConfig
-from precompute.releases.control import Control
-from tests.bench.bulk_load import AT_ONCE, GENERATION, KEYS, LAYOUT, Case, make_case
+from tests.bench.bulk_load import GENERATION, KEYS, LAYOUT, Case, make_case
 from tests.bench.harness import Ratio, Report, parse
+from tests.bench.load_rates import Baselines, flat_out, loaded
 from tests.bench.place import awake, own_server, pin, unpin
 
 KIB = 1024
@@ -97,40 +95,15 @@ def load(
 ) -> None:
     """The loader: (time, bytes so far) as Redis confirms them."""
     pin(0, READER_CORE)
-    steps: list[tuple[float, float]] = [(time.perf_counter(), 0.0)]
-    with redis.Redis.from_url(url, protocol=3) as client:
-        control = Control(client, KEYS)
-        until = time.perf_counter() + seconds
-
-        def advance(size_bytes: int) -> None:
-            steps.append((time.perf_counter(), steps[-1][1] + size_bytes))
-            if steps[-1][0] > until:
-                raise TimeoutError
-
-        opened = open_governor(config.governor, control) if governed else nullcontext()
-        with opened as governor:
-            manifests: list[Manifest] = []
-            try:
-                while True:
-                    name = f"20270101T000000Z-{len(manifests):012x}"
-                    manifests.append(replace(case.manifest, generation=name))
-                    load_part(
-                        client, KEYS, manifests[-1], case.root, case.part,
-                        chunk_bytes=config.load_chunk_bytes, progress=advance, governor=governor,
-                    )  # fmt: skip
-                    if len(manifests) > 1:
-                        unlink_pages(client, KEYS, manifests[-2], governor=governor)
-            except TimeoutError:
-                answer.send(np.array(steps))
-            for manifest in manifests[-2:]:
-                unlink_pages(client, KEYS, manifest, governor=governor)
+    answer.send(loaded(url, case, config, governed, seconds))
 
 
 @contextmanager
 def process(run: Any, *arguments: Any) -> Iterator[Connection]:
     """A process that answers once."""
     here, there = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.bench.load_rates"])  # so that none imports for a second
     running = context.Process(target=run, args=(*arguments, there))
     running.start()
     try:
@@ -165,28 +138,6 @@ def watch(
     bytes_then = np.interp([began, ended], steps[:, 0], steps[:, 1])
     rate = (bytes_then[1] - bytes_then[0]) / max(1e-9, ended - began)
     return Watched(found[inside, 1], float(rate))
-
-
-def flat_out(url: str, case: Case, config: NightConfig, seconds: float) -> float:
-    """Bytes per second of the same loads with nobody there."""
-    with process(load, url, case, config, False, seconds) as loader:
-        steps = loader.recv()
-    return float(steps[-1, 1] / (steps[-1, 0] - steps[0, 0]))
-
-
-def set_pipeline(client: "redis.Redis", case: Case, count: int) -> float:
-    """Bytes per second of one `SET` per record, keys and values ready."""
-    pipeline = client.pipeline(transaction=False)
-    began = time.perf_counter()
-    for at in range(0, count, AT_ONCE):
-        chosen = slice(at, at + AT_ONCE)
-        for name, record in zip(case.names[chosen], case.records[chosen], strict=True):
-            pipeline.set(name, record)
-        pipeline.execute()
-    spent_s = time.perf_counter() - began
-    for at in range(0, count, AT_ONCE):
-        client.unlink(*case.names[at : at + AT_ONCE])
-    return count * LAYOUT.size_bytes / spent_s
 
 
 def p99(stretches: list[Watched]) -> float:
@@ -224,7 +175,9 @@ def main() -> None:
             report.figures["page bytes"] = case.part.table.page_bytes
             report.figures["piece bytes"] = config.governor.piece_bytes
             publish_live(client, case, config)
-            measure(report, server.url, client, case, config, options.rounds, seconds)
+            measure(
+                report, server.url, client, case, config, options.rounds, seconds, options.quick
+            )
         unpin()
     report.show(options)
 
@@ -237,25 +190,31 @@ def measure(
     config: NightConfig,
     rounds: int,
     seconds: float,
+    quick: bool,
 ) -> None:
     """Alternating rounds; every other one runs backwards."""
-    seen: dict[str, list[Watched]] = {
-        how: [] for how in ("before", "closed", "open", "after", "before, awake", "closed, awake", "after, awake")
-    }  # fmt: skip
-    flat: list[float] = []
-    single: list[float] = []
+    states = ("", ", awake")[: 1 if quick else 2]
+    order = ("open", *(f"closed{state}" for state in states))
+    idles = [f"{when}{state}" for when in ("before", "after") for state in states]
+    seen: dict[str, list[Watched]] = {how: [] for how in (*idles, *order)}
+
+    def look(how: str) -> None:
+        kind, _, state = how.partition(", ")
+        kind = "idle" if kind in ("before", "after") else kind
+        seen[how].append(watch(url, case, config, kind, seconds, halts=not state))
+
+    base = Baselines(url, client, case, config, seconds / 5)
     for number in range(rounds):
-        order = ("open", "closed", "closed, awake")
-        seen["before"].append(watch(url, case, config, "idle", seconds))
-        seen["before, awake"].append(watch(url, case, config, "idle", seconds, halts=False))
+        for state in states:
+            look(f"before{state}")
+        base.measure()
         for how in order if number % 2 else reversed(order):
-            kind, _, state = how.partition(", ")
-            seen[how].append(watch(url, case, config, kind, seconds, halts=not state))
-        seen["after, awake"].append(watch(url, case, config, "idle", seconds, halts=False))
-        seen["after"].append(watch(url, case, config, "idle", seconds))
-        flat.append(flat_out(url, case, config, seconds / 2))
-        single.append(set_pipeline(client, case, len(case.names)))
-    for state in ("", ", awake"):
+            look(how)
+            base.measure()
+            base.around(how)
+        for state in reversed(states):
+            look(f"after{state}")
+    for state in states:
         before, after = seen[f"before{state}"], seen[f"after{state}"]
         idle, aa, suffix = p99(before + after), p99(after) / p99(before), state.replace(", ", "_")
         for how in ("closed",) if state else ("closed", "open"):
@@ -263,14 +222,12 @@ def measure(
             report.ratios[f"p99_{how}_loop_vs_idle{suffix}"] = Ratio(
                 found / idle, aa, rounds, found * 1e6, idle * 1e6, P99_TOLERANCE
             )
-    for state in ("", ", awake"):
-        rate = statistics.median(each.rate for each in seen[f"closed{state}"])
-        for name, base in (("flat_out", flat), ("set_pipeline", single)):
-            middle = statistics.median(base)
-            report.ratios[f"rate_vs_{name}{state.replace(', ', '_')}"] = Ratio(
-                rate / middle, _against_itself(base), rounds, rate / 1e6, middle / 1e6, 0.10
-            )
-        report.figures[f"loaded beside a reader{state}, MB/s"] = round(rate / 1e6, 1)
+        rates = [each.rate for each in seen[f"closed{state}"]]
+        for name, ratio in base.ratios(f"closed{state}", rates).items():
+            report.ratios[f"rate_vs_{name}{suffix}"] = ratio
+        report.figures[f"loaded beside a reader{state}, MB/s"] = round(
+            statistics.median(rates) / 1e6, 1
+        )
     for how, stretches in seen.items():
         report.figures[f"reads, {how}"] = sum(len(each.round_trips) for each in stretches)
         trips = np.concatenate([each.round_trips for each in stretches])
@@ -281,11 +238,6 @@ def measure(
         statistics.median(each.rate for each in seen["open"]) / 1e6, 1
     )
     report.figures["p99 means"] = "microseconds in the ratios' columns; rates are MB/s"
-
-
-def _against_itself(rates: list[float]) -> float:
-    """Every other one against the rest."""
-    return statistics.median(rates[1::2]) / statistics.median(rates[::2])
 
 
 def sweep(

@@ -60,6 +60,7 @@ class Case:
 
     folder: Path
     night: NightConfig
+    generation: str
     users: list[str]
     items: list[str]
 
@@ -69,10 +70,10 @@ def make_case(folder: Path, redis_url: str, quick: bool) -> Case:
     night = prepare(folder, redis_url, users=2_000 if quick else 10_000, items=2_000)
     tables: dict[str, TableConfig] = {TABLE: TableConfig(TABLE, k=100)}
     night = replace(night, tables=tables, page_bytes=NightConfig().page_bytes)
-    publish_night(night, UNTIL)
+    generation = publish_night(night, UNTIL)
     seen = histories(night, UNTIL)
     items = sorted({item for history in seen.values() for item in history})
-    return Case(folder, night, sorted(seen), items)
+    return Case(folder, night, generation, sorted(seen), items)
 
 
 def over_http(report: Report, case: Case, options: Options) -> None:

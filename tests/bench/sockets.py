@@ -8,6 +8,7 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from tests.bench.http_load import Program
@@ -27,10 +28,41 @@ def request(path: str, body: bytes | None = None, type_: str = "application/json
     return head.encode() + body
 
 
+@dataclass(frozen=True, slots=True)
+class Driven:
+    """One run: requests answered, seconds by the clock and of the server's processor time."""
+
+    count: int
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def per_cpu_s(self) -> float:
+        """Requests per second of the server's processor time."""
+        return self.count / max(self.cpu_s, 1e-9)
+
+    @property
+    def per_s(self) -> float:
+        """Requests per second by the clock."""
+        return self.count / max(self.wall_s, 1e-9)
+
+    @property
+    def busy(self) -> float:
+        """Share of a core that the server used."""
+        return self.cpu_s / max(self.wall_s, 1e-9)
+
+
 def per_cpu_s(
     target: Program, requests: Sequence[bytes], count: int, connections: int = CONNECTIONS
 ) -> float:
-    """Requests answered per second of the server's processor time, one under way on each connection.
+    """Requests answered per second of the server's processor time; see `drive`."""
+    return drive(target, requests, count, connections).per_cpu_s
+
+
+def drive(
+    target: Program, requests: Sequence[bytes], count: int, connections: int = CONNECTIONS
+) -> Driven:
+    """Send `count` requests in turn, one under way on each connection.
 
     Raises RuntimeError for an answer other than 200.
     """
@@ -40,9 +72,9 @@ def per_cpu_s(
         with selectors.DefaultSelector() as selector:
             for each in sockets:
                 selector.register(each, selectors.EVENT_READ, bytearray())
-            before = target.cpu_s()
+            began, before = time.monotonic(), target.cpu_s()
             _drive(selector, sockets, requests, count)
-            return count / max(target.cpu_s() - before, 1e-9)
+            return Driven(count, time.monotonic() - began, target.cpu_s() - before)
     finally:
         for each in sockets:
             each.close()

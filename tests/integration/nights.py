@@ -141,24 +141,34 @@ def histories(config: NightConfig, data_until: str = UNTIL) -> dict[str, list[st
 def top_lists(
     config: NightConfig, generation: str, ids: list[str], table: str = "user_topk"
 ) -> Mapping[str, tuple[str, ...]]:
-    """The records of `ids` as they lie in the generation's own page files, Redis and service left out."""
+    """The lists of `ids` as they lie in the generation's own page files, Redis and service left out."""
     manifest, root = open_generation(config.store(), generation)
     items = ItemTable.open(root, manifest)
-    found = manifest.tables[table]
-    directory = Directory.open(root, manifest.entity_sets[found.entity])
-    size = found.layout.size_bytes
-    parts = [(root / part.file.path).read_bytes() for part in found.parts]
     lists: dict[str, tuple[str, ...]] = {}
-    positions = directory.find_many(hash_ids([each.encode() for each in ids], directory.seed))
-    for name, position in zip(ids, positions.tolist(), strict=True):
-        if position < 0:
-            continue
-        part, offset = directory.place(position)
-        record = decode(found.layout, parts[part][offset * size : (offset + 1) * size])
+    for name, raw in raw_records(config, generation, ids, table).items():
+        record = decode(manifest.tables[table].layout, raw)
         assert record.items is not None
         kept = record.items[record.items != NO_ITEM]
         lists[name] = tuple(items.ids_of(kept))
     return lists
+
+
+def raw_records(
+    config: NightConfig, generation: str, ids: list[str], table: str = "user_topk"
+) -> dict[str, bytes]:
+    """The records of those `ids` that the generation holds, from its page files."""
+    manifest, root = open_generation(config.store(), generation)
+    found = manifest.tables[table]
+    directory = Directory.open(root, manifest.entity_sets[found.entity])
+    size = found.layout.size_bytes
+    parts = [(root / part.file.path).read_bytes() for part in found.parts]
+    records: dict[str, bytes] = {}
+    positions = directory.find_many(hash_ids([each.encode() for each in ids], directory.seed))
+    for name, position in zip(ids, positions.tolist(), strict=True):
+        if position >= 0:
+            part, offset = directory.place(position)
+            records[name] = parts[part][offset * size : (offset + 1) * size]
+    return records
 
 
 def environment(config: NightConfig, **more: str) -> dict[str, str]:

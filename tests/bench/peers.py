@@ -1,0 +1,174 @@
+"""Feast's feature server with its Redis store beside ours, on the same records, Redis and core.
+
+- `vs_feast_batch1`: requests with one user from L1 over Feast's; `vs_feast_batch1_l2`: the same from L2.
+- `vs_feast_batch100`: users of requests with 100 from L2 as Arrow IPC streams over Feast's; `vs_feast_batch100_json`:
+  the same as JSON.
+
+Feast holds each 616-byte record as one feature of bytes, its fastest form; `..._arrays` rows (not with `--quick`) ask
+it for 20 items and scores as arrays, which is what our answers hold. Before anything is timed, a sample of all answers
+is compared with the night's files. The figure is per second of the server's processor time: what it would answer on a
+core of its own, which favours a server that leaves its core idle; rates by the clock and shares of the core stand
+beside it.
+
+`make feast-env` installs Feast, from pinned versions in `tests/bench/feast.txt`; without it the bench says so and ends.
+"""
+
+import json
+import random
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import quote
+
+from serving.arrow_schema import MEDIA_TYPE
+from serving.client_arrow import write_arrow_ids
+from tests.bench import feast_side
+from tests.bench.feast_side import ABSENT, ENVIRONMENT, FORMS, Row, ask, call, differing, rows_of
+from tests.bench.harness import Options, Report, Run, compare, parse
+from tests.bench.http_load import Program, place, program
+from tests.bench.place import own_server, pin, unpin
+from tests.bench.read_path import TABLE, Case, make_case
+from tests.bench.sockets import Driven, drive, request
+from tests.integration.nights import environment
+
+K = 20
+BATCH = 100
+CONNECTIONS = {1: 32, BATCH: 4}
+"""Requests under way, by users per request."""
+COUNTS = {
+    "feast bytes": {1: 3_000, BATCH: 200},
+    "feast arrays": {1: 3_000, BATCH: 200},
+    "larder L1": {1: 40_000},
+    "larder L2": {1: 10_000},
+    "larder L2 binary": {BATCH: 1_000},
+    "larder L2 JSON": {BATCH: 1_000},
+}
+"""Requests of one run, by users per request, so that each takes seconds; `--quick`: a fifth."""
+_NO_L1 = "1"
+"""Bytes: nothing fits."""
+
+
+class Drivers:
+    """Timed runs, and what each of them saw."""
+
+    def __init__(self, quick: bool) -> None:
+        self._share = 5 if quick else 1
+        self.seen: dict[str, list[Driven]] = defaultdict(list)
+
+    def run(self, name: str, target: Program, requests: Sequence[bytes], batch: int) -> Run:
+        """A run whose figure is users per second of the server's processor time."""
+        count = COUNTS[name][batch] // self._share
+
+        def once() -> float:
+            driven = drive(target, requests, count, CONNECTIONS[batch])
+            self.seen[f"{name}, {batch}"].append(driven)
+            return batch * driven.per_cpu_s
+
+        return once
+
+    def figures(self, report: Report) -> None:
+        """Requests per second by the clock, and shares of the core."""
+        for name, runs in self.seen.items():
+            rate, busy = (statistics.median(map(of, runs)) for of in _SHOWN)
+            report.figures[f"{name}: requests/s, share of its core"] = f"{rate:,.0f}, {busy:.2f}"
+
+
+_SHOWN: tuple[Callable[[Driven], float], ...] = (lambda run: run.per_s, lambda run: run.busy)
+
+
+def check_same(rows: dict[str, Row], feast: Program, larders: Sequence[Program]) -> None:
+    """Every side answers what the night's files hold. Raises RuntimeError."""
+    sample = dict(random.Random(0).sample(sorted(rows.items()), BATCH))
+    users = list(sample)
+    forms = {form: ask(feast, form, users) for form in FORMS}
+    body = json.dumps({"entities": users, "k": K}).encode()
+    for larder in larders:
+        ours = call(f"{larder.url}/v1/lookup/{TABLE}", body)["answers"]
+        if wrong := differing(sample, forms, ours):
+            raise RuntimeError(f"the two services hold different records of {', '.join(wrong[:5])}")
+
+
+def measure(
+    report: Report, case: Case, rows: dict[str, Row], redis_url: str, options: Options
+) -> None:
+    """Servers on the first core; the sender and Redis on the last."""
+    serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
+    envs = {"l1": environment(case.night), "l2": environment(case.night, LARDER_L1_BYTES=_NO_L1)}
+    with ExitStack() as stack:
+        larder = {
+            tier: stack.enter_context(program(serve, case.folder / f"{tier}.log", env))
+            for tier, env in envs.items()
+        }
+        feast, version = stack.enter_context(
+            feast_side.served(case.folder / "feast", rows, redis_url)
+        )
+        report.figures["feast"] = f"{version}, one worker"
+        check_same(rows, feast, list(larder.values()))
+        where = place(feast, *larder.values())
+        report.figures["placement"] = f"servers on {where}; sender on {pin(0, -1)}, Redis too"
+        report.figures["unit"] = "users per second of the server's processor time"
+        drivers = Drivers(options.quick)
+        forms = ("bytes",) if options.quick else tuple(FORMS)
+        for batch in (1, BATCH):
+            asked = _batches(case.users, batch)
+            baselines = {
+                form: drivers.run(
+                    f"feast {form}",
+                    feast,
+                    [feast_side.post(form, ids) for ids in asked],
+                    batch,
+                )
+                for form in forms
+            }
+            candidates = {
+                suffix: drivers.run(f"larder {name}", larder[tier], requests, batch)
+                for suffix, (name, tier, requests) in _ours(asked, batch).items()
+            }
+            found = compare(
+                baselines,
+                candidates,
+                rounds=options.rounds,
+                rounds_max=7 if options.quick else None,
+            )
+            for (form, suffix), ratio in found.items():
+                name = f"vs_feast_batch{batch}{suffix}"
+                report.ratios[name + ("" if form == "bytes" else f"_{form}")] = ratio
+        drivers.figures(report)
+
+
+def _ours(asked: list[list[str]], batch: int) -> dict[str, tuple[str, str, list[bytes]]]:
+    """By suffix of the ratio: what it is called, the tier it comes from, the requests."""
+    path = f"/v1/lookup/{TABLE}"
+    if batch == 1:
+        gets = [request(f"{path}/{quote(user, safe='')}?k={K}") for (user,) in asked]
+        return {"": ("L1", "l1", gets), "_l2": ("L2", "l2", gets)}
+    texts = [request(path, json.dumps({"entities": ids, "k": K}).encode()) for ids in asked]
+    streams = [request(path, write_arrow_ids(ids, {"k": str(K)}), MEDIA_TYPE) for ids in asked]
+    return {"": ("L2 binary", "l2", streams), "_json": ("L2 JSON", "l2", texts)}
+
+
+def _batches(users: list[str], batch: int) -> list[list[str]]:
+    rng = random.Random(0)
+    return [rng.sample(users, batch) for _ in range(200 if batch == 1 else 64)]
+
+
+def main() -> None:
+    """Measure and report, or say what is missing."""
+    options = parse(__doc__ or "")
+    report = Report("peers", ("redis", "hiredis", "fastapi", "uvicorn", "uvloop"))
+    if not (ENVIRONMENT / "feast").exists():
+        report.figures["feast"] = ABSENT
+    else:
+        with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+            case = make_case(Path(folder), server.url, options.quick)
+            measure(report, case, rows_of(case, K), server.url, options)
+        unpin()
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()

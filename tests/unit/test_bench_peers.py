@@ -1,0 +1,104 @@
+"""What can be wrong in the bench beside Feast without Feast: its skip, its requests, and who holds what."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.bench import peers
+from tests.bench.feast_side import ABSENT, Row, columns_of, differing, post, write_rows
+from tests.bench.sockets import Driven
+
+RECORD = bytes(range(256))
+ROWS = {
+    "u-1": Row(RECORD, ("i-1", "i-2"), (0.1, 0.05)),
+    "u-2": Row(RECORD[::-1], ("i-3", "i-4"), (3.0, -1.5)),
+}
+
+
+def feast_answer(features: dict[str, list[Any]]) -> dict[str, Any]:
+    return {
+        "metadata": {"feature_names": ["user", *features]},
+        "results": [{"values": list(ROWS)}, *({"values": each} for each in features.values())],
+    }
+
+
+def answers() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What Feast and what our service answer of equal records; scores as float32 in JSON."""
+    scores = [np.array(row.scores, np.float32).tolist() for row in ROWS.values()]
+    records = [base64.b64encode(row.record).decode() for row in ROWS.values()]
+    # The order of features in an answer is Feast's own.
+    arrays = {"scores": scores, "items": [list(row.items) for row in ROWS.values()]}
+    forms = {"bytes": feast_answer({"record": records}), "arrays": feast_answer(arrays)}
+    ours = [{"items": list(row.items), "scores": list(row.scores)} for row in ROWS.values()]
+    return forms, ours
+
+
+def test_without_feast_the_bench_says_what_to_do_and_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "ENVIRONMENT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["peers", "--json", "--quick"])
+
+    peers.main()
+
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["figures"] == {"feast": ABSENT} and "make feast-env" in ABSENT
+    assert said["ratios"] == {}
+
+
+def test_equal_records_differ_for_nobody() -> None:
+    forms, ours = answers()
+
+    assert differing(ROWS, forms, ours) == []
+
+
+@pytest.mark.parametrize("side", ["record", "items", "scores", "ours", "ours' scores", "absent"])
+def test_a_user_whose_record_differs_anywhere_is_named(side: str) -> None:
+    forms, ours = answers()
+    columns = columns_of(forms["bytes"]) | columns_of(forms["arrays"])
+    match side:
+        case "record":
+            columns["record"][1] = base64.b64encode(RECORD).decode()
+        case "items":
+            columns["items"][1].reverse()
+        case "scores":
+            columns["scores"][1][0] += 0.5
+        case "ours":
+            ours[1]["items"] = ["i-3", "i-5"]
+        case "ours' scores":
+            ours[1]["scores"] = [3.0]
+        case "absent":
+            columns["record"][1] = None
+
+    assert differing(ROWS, forms, ours) == ["u-2"]
+
+
+def test_the_file_for_feast_holds_every_record_as_bytes_and_as_arrays(tmp_path: Path) -> None:
+    write_rows(tmp_path / "users.parquet", ROWS)
+
+    held = pq.read_table(tmp_path / "users.parquet").to_pylist()
+    assert [each["user"] for each in held] == list(ROWS)
+    for each, row in zip(held, ROWS.values(), strict=True):
+        assert each["record"] == row.record and tuple(each["items"]) == row.items
+        assert each["scores"] == np.array(row.scores, np.float32).tolist()
+
+
+def test_a_request_asks_for_one_form_of_these_users() -> None:
+    head, _, body = post("arrays", ["u-1", "u-2"]).partition(b"\r\n\r\n")
+
+    assert head.startswith(b"POST /get-online-features HTTP/1.1\r\n")
+    assert json.loads(body) == {
+        "features": ["arrays:items", "arrays:scores"],
+        "entities": {"user": ["u-1", "u-2"]},
+    }
+
+
+def test_a_run_knows_its_rate_by_both_clocks() -> None:
+    run = Driven(count=100, wall_s=2.0, cpu_s=0.5)
+
+    assert (run.per_s, run.per_cpu_s, run.busy) == (50.0, 200.0, 0.25)
