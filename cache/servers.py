@@ -35,6 +35,12 @@ class Cluster(RedisCluster):
             **settings,
         )
 
+    def close(self) -> None:
+        """Every connection to every node, which redis-py's own leaves to the garbage collector."""
+        for node in self.nodes_manager.nodes_cache.values():
+            if node.redis_connection is not None:
+                disconnect(node.redis_connection)
+
 
 def _node(url: str) -> ClusterNode:
     host, _, port = address_of(url).rpartition(":")
@@ -52,6 +58,14 @@ def open_client(url: str, **settings: Any) -> "redis.Redis":
     return cast("redis.Redis", Cluster(url, settings))
 
 
+def disconnect(client: "redis.Redis") -> None:
+    """Close every connection of a client, also where its pool was handed to it."""
+    if isinstance(client, Cluster):
+        client.close()
+    else:
+        client.connection_pool.disconnect()
+
+
 def another(client: "redis.Redis", pool: Pool = redis.ConnectionPool, **changes: Any) -> Any:
     """A client of the same server or cluster whose connections are its own, from `pool`, with other settings."""
     if not isinstance(client, Cluster):
@@ -65,7 +79,7 @@ def another(client: "redis.Redis", pool: Pool = redis.ConnectionPool, **changes:
     nodes.connection_pool_class = pool
     for node in nodes.nodes_cache.values():
         if node.redis_connection is not None:
-            node.redis_connection.close()
+            disconnect(node.redis_connection)
             node.redis_connection = None
     return again
 

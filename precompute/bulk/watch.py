@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.errors import LarderError
-from cache.servers import another, by_server, masters
+from cache.servers import another, by_server, disconnect, masters
 from precompute.bulk.server_info import cpu_s, info_of, lag_bytes, reads_of
 from precompute.releases.control import Control
 
@@ -139,7 +139,7 @@ class Watcher:
         self._closing.set()
         self._thread.join(2 * PROBE_TIMEOUT_S)
         if self._own is not None:
-            self._own.client.close()
+            disconnect(self._own.client)
 
     def _run(self) -> None:
         while not self._closing.is_set():
