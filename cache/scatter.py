@@ -68,7 +68,8 @@ class Scatter:
         self._commands, self._nodes, self._slots, self._window_s = commands, nodes, slots, window_s
         self._part = Part(commands, b"", 0, self.result, keep)
         self._answers: list[Answer] = []
-        self._missing: set[int] = set()
+        self._columns: list[tuple[Sequence[int], Frames]] = []
+        self._parts = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def send(self) -> "asyncio.Future[Any]":
@@ -82,7 +83,7 @@ class Scatter:
             if tier is not None:
                 tier.submit(self._commands, self._all_landed)
                 return self.result
-        self._expect()
+        self._expect(len(groups))
         for tier, places in groups.items():
             if tier is None:
                 self._nobody(places)
@@ -90,15 +91,15 @@ class Scatter:
                 tier.submit(_some(self._commands, places), partial(self._landed, places, 0))
         return self.result
 
-    def _expect(self) -> None:
+    def _expect(self, parts: int) -> None:
         self._answers = [None] * len(self._commands)
-        self._missing = set(range(len(self._commands)))
+        self._parts = parts
 
     def _all_landed(self, answers: Sequence[Answer]) -> None:
         if isinstance(answers, Frames):  # as they are, for who reads columns
             self._part.land(answers)
             return
-        self._expect()
+        self._expect(1)
         self._landed(range(len(answers)), 0, answers)
 
     def _nobody(self, places: Sequence[int]) -> None:
@@ -109,16 +110,18 @@ class Scatter:
     def _landed(self, places: Sequence[int], hop: int, answers: Sequence[Answer]) -> None:
         if self.result.done():  # by whoever left, or by the window's end
             return
-        moved: list[int] = []
-        found = answers.payloads() if isinstance(answers, Frames) else answers
-        for place, answer in zip(places, found, strict=True):
-            self._answers[place] = answer
-            if isinstance(answer, TierUnavailable):
-                moved.append(place)
-        self._missing.difference_update(places)
-        if moved:
-            self._follow(moved, hop)
-        if not self._missing:
+        self._parts -= 1
+        if isinstance(answers, Frames):
+            self._columns.append((places, answers))
+        else:
+            moved: list[int] = []
+            for place, answer in zip(places, answers, strict=True):
+                self._answers[place] = answer
+                if isinstance(answer, TierUnavailable):
+                    moved.append(place)
+            if moved:
+                self._follow(moved, hop)
+        if not self._parts:
             self._end()
 
     def _follow(self, places: Sequence[int], hop: int) -> None:
@@ -132,8 +135,7 @@ class Scatter:
                 onward.setdefault((answer.address, answer.is_ask), []).append(place)
                 if not answer.is_ask:
                     self._nodes.learn(answer.slot, answer.address)
-        for each in onward.values():
-            self._missing.update(each)
+        self._parts += len(onward)
         if onward and self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._window_s, self._end)
@@ -148,6 +150,12 @@ class Scatter:
         """With what there is; a command that is still on its way keeps the redirection as its answer."""
         if self._timer is not None:
             self._timer.cancel()
+        if sum(len(places) for places, _ in self._columns) == len(self._commands):
+            self._part.land(Frames.merged(self._columns))  # for who reads columns
+            return
+        for places, frames in self._columns:
+            for place, payload in zip(places, frames.payloads(), strict=True):
+                self._answers[place] = payload
         self._part.land(self._answers)
 
 

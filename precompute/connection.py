@@ -77,6 +77,10 @@ def translated(place: str = "") -> Iterator[None]:
             f"Redis cannot be reached ({where}): {error}; start it or correct REDIS_URL, then run the step again",
             reason="connection",
         ) from error
+    except redis.exceptions.AskError as error:
+        raise ConfigError(
+            f"{where} is a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)"
+        ) from error
     except redis.exceptions.RedisClusterException as error:
         raise TierUnavailable(
             f"the Redis Cluster cannot be used ({where}): {error}; start its nodes or correct REDIS_URL, then run the "

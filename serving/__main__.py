@@ -15,7 +15,7 @@ from pathlib import Path
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisClusterException, ResponseError
+from redis.exceptions import AskError, RedisClusterException, ResponseError
 from redis.retry import Retry
 
 from cache.embedded import redis_url
@@ -117,6 +117,11 @@ def _check_redis(config: ServingConfig, *, is_own: bool) -> None:
                 field="redis_url",
             )
         is_empty = not client.exists(Keyspace(config.namespace).live)
+    except AskError as error:
+        raise ConfigError(
+            "REDIS_URL names a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)",
+            field="redis_url",
+        ) from error
     except (redis.RedisError, RedisClusterException) as error:
         log.warning("Redis does not answer (%s): starting from the newest release", error)
         return

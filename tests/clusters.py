@@ -3,7 +3,7 @@
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,28 +12,33 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache.embedded import SETTINGS, find_server
+from cache.embedded import SETTINGS
 from cache.guarded import Guarded
 from cache.topology import SLOTS
+from tests.conftest import redis_binary
 from tests.polling import until
 
-NODE_TIMEOUT_MS = 1_000
+MASTERS = 3
+NODE_TIMEOUT_MS = 3_000
 
 
 class Node:
     """One master; its port and its folder outlive its process, and so does what it knows of the cluster."""
 
-    def __init__(self, binary: Path, folder: Path, *more: str) -> None:
+    def __init__(self, binary: Path, folder: Path, tls: Mapping[str, str]) -> None:
         folder.mkdir(parents=True)
-        self.port, self.bus = _free_ports(2)
+        self.port, self.bus, tls_port = _free_ports(3)
+        self.open_port = tls_port if tls else self.port
+        """Where its clients and the other nodes knock."""
         self.client: redis.Redis = redis.Redis(
             port=self.port, protocol=2, socket_timeout=5.0, retry=Retry(NoBackoff(), 0)
         )
-        self._command = [str(binary), *more, "--port", str(self.port), "--dir", str(folder)]
+        self._command = [str(binary), "--port", str(self.port), "--dir", str(folder)]
         self._command += ["--cluster-enabled", "yes", "--cluster-port", str(self.bus)]
         self._command += ["--cluster-node-timeout", str(NODE_TIMEOUT_MS)]
         self._command += ["--cluster-require-full-coverage", "no"]
-        for name, value in SETTINGS.items():
+        own = {"tls-port": str(tls_port), "tls-cluster": "yes", **tls} if tls else {}
+        for name, value in {**SETTINGS, **own}.items():
             self._command += [f"--{name}", value]
         self._log = folder / "log"
         self._process: Guarded | None = None
@@ -41,7 +46,7 @@ class Node:
     @property
     def address(self) -> str:
         """ "host:port"."""
-        return f"127.0.0.1:{self.port}"
+        return f"127.0.0.1:{self.open_port}"
 
     @property
     def name(self) -> str:
@@ -53,8 +58,8 @@ class Node:
         self._process = Guarded(self._command, log=self._log)
         process = self._process
         until(lambda: self._answers() or not process.running)
-        if not self._answers() and "cluster" in process.tail():
-            pytest.skip(f"this server has no cluster mode: {process.tail(3)}")
+        if not self._answers() and ("cluster" in process.tail() or "tls" in process.tail()):
+            pytest.skip(f"this server has no cluster mode, or no TLS: {process.tail(3)}")
         assert self._answers(), process.tail()
 
     def kill(self) -> None:
@@ -63,6 +68,16 @@ class Node:
         assert self._process is not None
         assert until(lambda: not self._answers())
         self._process.stop()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It holds its connections and answers nothing."""
+        pid = int(self.client.info("server")["process_id"])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
     def stop(self) -> None:
         """Ends it, if it runs."""
@@ -90,13 +105,17 @@ class TestCluster:
 
     __test__ = False
 
-    def __init__(self, nodes: list[Node]) -> None:
+    def __init__(self, nodes: list[Node], trusted: str) -> None:
         self.nodes = nodes
+        self._trusted = trusted
 
     @property
     def url(self) -> str:
         """As a deployment would write it."""
-        return f"redis+cluster://{','.join(node.address for node in self.nodes)}"
+        nodes = ",".join(node.address for node in self.nodes)
+        if self._trusted:
+            return f"rediss+cluster://{nodes}/0?ssl_ca_certs={self._trusted}"
+        return f"redis+cluster://{nodes}"
 
     def of_slot(self, slot: int) -> Node:
         """Who serves a slot, as the nodes themselves say."""
@@ -126,27 +145,34 @@ class TestCluster:
         for node in (to, *self.nodes):
             node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", to.name)
 
+    def meet(self) -> bool:
+        """Introduce all to the first; whether they are well. A handshake that a busy machine cut short is made again."""
+        for node in self.nodes[1:]:
+            self.nodes[0].client.execute_command(
+                "CLUSTER MEET", "127.0.0.1", node.open_port, node.bus
+            )
+        return until(self.well, 3.0)
+
     def well(self) -> bool:
         """Whether all nodes say that the cluster is."""
         return all(node.knows(len(self.nodes)) for node in self.nodes)
 
 
 @contextmanager
-def cluster(folder: Path, *more: str, masters: int = 3) -> Iterator[TestCluster]:
-    """Start it, wait until every node knows every slot, stop it."""
-    nodes = [Node(find_server(), folder / f"node-{number}", *more) for number in range(masters)]
+def cluster(folder: Path, tls: Mapping[str, str] | None = None) -> Iterator[TestCluster]:
+    """Start it, wait until every node knows every slot, stop it; `tls`: Redis' settings, also between nodes."""
+    binary, tls = redis_binary(), tls or {}
+    nodes = [Node(binary, folder / f"node-{number}", tls) for number in range(MASTERS)]
     try:
         for node in nodes:
             node.start()
-        share = SLOTS // masters
+        share = SLOTS // MASTERS
         for number, node in enumerate(nodes):
-            last = SLOTS - 1 if number == masters - 1 else (number + 1) * share - 1
+            last = SLOTS - 1 if number == MASTERS - 1 else (number + 1) * share - 1
             node.client.execute_command("CLUSTER ADDSLOTSRANGE", number * share, last)
             node.client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
-        for node in nodes[1:]:
-            nodes[0].client.execute_command("CLUSTER MEET", "127.0.0.1", node.port, node.bus)
-        found = TestCluster(nodes)
-        assert until(found.well, 30.0), "the nodes did not find together"
+        found = TestCluster(nodes, tls.get("tls-ca-cert-file", ""))
+        assert any(found.meet() for _ in range(20)), "the nodes did not find together"
         yield found
     finally:
         for node in nodes:

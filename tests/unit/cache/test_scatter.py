@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import hiredis
+import numpy as np
 import pytest
 
 from cache.commands import (
@@ -116,6 +117,31 @@ async def test_frames_of_a_part_are_put_in_their_places(nodes: FakeNodes) -> Non
         data = b"".join(b"$4\r\n%b\r\n" % payload(each) for each in commands)
         keep(Frames(data, len(commands), 4))
     assert await result == [b"%04d" % page for page in range(50)]
+
+
+async def test_columns_of_all_parts_are_columns(nodes: FakeNodes) -> None:
+    seen: list[Sequence[Answer]] = []
+    result = Scatter(reads(50), seen.append, nodes, Slots(KEYS), 1.0).send()  # type: ignore[arg-type]
+    for tier in (nodes.all["b"], nodes.all["a"]):
+        commands, keep = tier.asked.pop()
+        before = b"$4\r\nskip\r\n"
+        data = before + b"".join(b"$4\r\n%b\r\n" % payload(each) for each in commands)
+        keep(Frames(data, len(commands) + 1, 4).part(1, len(commands)))
+    await result
+    (found,) = seen
+    assert isinstance(found, Frames)
+    assert found.rows(np.dtype("S4")).tolist() == [b"%04d" % page for page in range(50)]
+
+
+async def test_columns_beside_a_dead_node_are_put_in_their_places(nodes: FakeNodes) -> None:
+    result = send(nodes, reads(50))
+    commands, keep = nodes.all["b"].asked.pop()
+    keep(Frames(b"".join(b"$4\r\n%b\r\n" % payload(each) for each in commands), len(commands), 4))
+    nodes.all["a"].land(lambda _: DOWN)
+    assert [
+        DOWN if slot % 2 == 0 else b"%04d" % page
+        for page, slot in enumerate(Slots(KEYS).of(reads(50)))
+    ] == await result
 
 
 async def test_what_one_node_answers_alone_stays_as_it_is(nodes: FakeNodes) -> None:
