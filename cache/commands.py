@@ -1,6 +1,7 @@
 """The Redis commands of the read path as bytes, and their replies as values. Pure."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import hiredis
@@ -9,6 +10,7 @@ from cache.errors import TierUnavailable
 from cache.frames import Frames
 from cache.keys import Keyspace
 from cache.lease import Lease, LeaseSwap, LeaseTake, Mark, pack_lease, pack_mark
+from cache.redirects import ASKING, Asking, refused
 
 _HEADS_MAX = 1 << 16
 _TAILS_MAX = 1 << 14
@@ -86,7 +88,7 @@ class Overlay(NamedTuple):
 
 
 Read = PageRead | OverlayRead
-Command = PageRead | OverlayRead | OverlayWrite | Lease
+Command = PageRead | OverlayRead | OverlayWrite | Lease | Mark | Asking
 _LEASES = (LeaseTake, LeaseSwap)
 Answer = bytes | Overlay | TierUnavailable | None
 
@@ -131,16 +133,16 @@ class Packer:
                 self._write(pieces, command)
                 count += 1 if command.mark is None else 2
             elif type(command) is OverlayRead:
-                key = self._keyspace.overlay(*command).encode()
-                # Life first: if the value is replaced in between, the life read is the shorter one.
-                pieces.append(
-                    b"*2\r\n$4\r\nPTTL\r\n$%d\r\n%b\r\n*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n"
-                    % (len(key), key, len(key), key)
-                )
+                pieces += self._overlay_read(command)
                 count += 2
             elif type(command) is LeaseTake or type(command) is LeaseSwap:
                 pieces.append(pack_lease(command))
                 count += 1
+            elif type(command) is Mark:
+                pieces.append(pack_mark(command))
+                count += 1
+            elif type(command) is Asking:
+                count += self._ask(pieces, command.command)
         return b"".join(pieces), count
 
     def pages(self, reads: PageReads) -> bytes:
@@ -162,6 +164,23 @@ class Packer:
             _Pieces(lambda page: self._head(generation, table, page)),
             _Pieces(lambda offset: self._tail(offset, length)),
         )
+
+    def _overlay_read(self, read: OverlayRead) -> tuple[bytes, bytes]:
+        key = self._keyspace.overlay(*read).encode()
+        key = b"$%d\r\n%b\r\n" % (len(key), key)
+        # Life first: if the value is replaced in between, the life read is the shorter one.
+        return b"*2\r\n$4\r\nPTTL\r\n" + key, b"*2\r\n$3\r\nGET\r\n" + key
+
+    def _ask(self, pieces: list[bytes], command: Command) -> int:
+        """Adds a command whose parts are each preceded by `ASKING`; how many replies that makes."""
+        parts = (
+            self._overlay_read(command)
+            if isinstance(command, OverlayRead)
+            else (self.pack((command,))[0],)
+        )
+        for part in parts:
+            pieces += ASKING, part
+        return 2 * len(parts)
 
     def _write(self, pieces: list[bytes], write: OverlayWrite) -> None:
         key = self._keyspace.overlay(write.generation, write.table, write.hash_hex).encode()
@@ -211,10 +230,11 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answ
         elif type(command) in _LEASES and not isinstance(reply, hiredis.ReplyError):
             answers.append(reply)
             continue
+        elif type(command) is Asking:
+            parts = 2 if isinstance(command.command, OverlayRead) else 1
+            own = [next(place), *(list(islice(place, 2))[1] for _ in range(parts - 1))]
+            answers.extend(unpack((command.command,), own))
+            continue
         # An absent page answers GETRANGE with an empty string, so a wrong length means that it is not there.
-        answers.append(
-            TierUnavailable(f"Redis refused: {reply}", reason="connection")
-            if isinstance(reply, hiredis.ReplyError)
-            else None
-        )
+        answers.append(refused(reply) if isinstance(reply, hiredis.ReplyError) else None)
     return answers

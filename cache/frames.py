@@ -42,6 +42,18 @@ class Frames(Sequence[bytes]):
         at = first + (self._at - len(_head(self._length))) // self._stride
         return Frames(self._data, count, self._length, at)
 
+    @classmethod
+    def merged(cls, parts: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
+        """One run of replies, all of one length, from runs and the place of each reply of them in the whole."""
+        count, length = sum(len(places) for places, _ in parts), parts[0][1]._length
+        whole = np.empty(count, f"V{stride(length)}")
+        for places, frames in parts:
+            first = frames._at - len(_head(length))
+            whole[np.asarray(places)] = np.ndarray(
+                frames._count, whole.dtype, frames._data, first, (frames._stride,)
+            )
+        return cls(whole.tobytes(), count, length)
+
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """All as records of `dtype`: one copy, aligned as numpy likes it."""
         if dtype.itemsize != self._length:

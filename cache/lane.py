@@ -24,7 +24,7 @@ class Lane:
     """Sends each batch on an idle wire if there is one, else behind the fewest others; opens wires up to `max_wires`.
 
     A batch lands within `deadline_s`, more if it is large or behind others, and about a millisecond.
-    Redis Cluster would be one lane per node.
+    In a Redis Cluster there is one lane per node.
     """
 
     def __init__(self, pool: ConnectionPool, deadline_s: float, max_wires: int) -> None:

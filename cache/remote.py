@@ -20,6 +20,7 @@ from cache.keys import Keyspace
 from cache.lane import SECOND_LOOK_S, Lane, deadline_for
 from cache.lease import Lease
 from cache.part import Keep, Part, as_it_is
+from cache.redirects import is_redirect
 from cache.wire import Batch, Replies
 
 PROTOCOL = 2
@@ -106,7 +107,7 @@ class RemoteTier:
             return [late] * len(reads)
 
     def submit(
-        self, reads: Sequence[Read], keep: Callable[[Sequence[Answer]], T]
+        self, reads: Sequence[Command], keep: Callable[[Sequence[Answer]], T]
     ) -> asyncio.Future[T]:
         """What `keep` makes of the answers to at least one read, the moment they land; no task, unlike a coroutine."""
         return cast(asyncio.Future[T], self._submit(reads, keep))
@@ -185,7 +186,9 @@ class RemoteTier:
             self.breaker.failure()
             self._answer_all(parts, outcome)
             return
-        if all(isinstance(reply, hiredis.ReplyError) for reply in outcome):
+        if all(
+            isinstance(reply, hiredis.ReplyError) and not is_redirect(reply) for reply in outcome
+        ):
             self.breaker.failure()  # loading, out of memory, no permission: there, but no use
         else:
             self.breaker.success()
@@ -256,6 +259,10 @@ class RemoteTier:
         """Takes a replica's last payload away; Redis removes at maxmemory too."""
         if (payload := self._payloads.pop(replica_id, None)) is not None:
             await self._ask("ZREM", self.keyspace.replicas, payload)
+
+    async def slots(self) -> Any:
+        """What this node of a Redis Cluster says of who serves which slot: the reply to `CLUSTER SLOTS`."""
+        return await self._ask("CLUSTER", "SLOTS")
 
     async def eviction_policy(self) -> str:
         """`maxmemory-policy` of the server; `allkeys-*` would evict published pages."""

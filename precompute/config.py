@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, TypeVar, get_type_hints
 
 import orjson
 
+from cache import topology
 from cache.artefacts import ArtefactStore
 from cache.errors import ConfigError
 from cache.keys import Keyspace
@@ -46,7 +47,7 @@ __all__ = [
 
 Section = TypeVar("Section")
 
-_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://", *topology.SCHEMES)
 
 KIB = 1024
 

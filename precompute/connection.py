@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 import redis
 
 from cache.errors import ConfigError, Refused, TierUnavailable
+from cache.servers import open_client
 
 
 @contextmanager
@@ -17,9 +18,13 @@ def connect(url: str | None, timeout_s: float) -> Iterator["redis.Redis"]:
             "no Redis is configured: set REDIS_URL, or run through a command that starts one"
         )
     try:
-        client = redis.Redis.from_url(
-            url, protocol=3, socket_timeout=timeout_s, socket_connect_timeout=min(timeout_s, 5.0)
-        )
+        with translated(_place(url)):
+            client = open_client(
+                url,
+                protocol=3,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=min(timeout_s, 5.0),
+            )
     except ValueError as error:
         raise ConfigError(f"REDIS_URL cannot be used: {error}") from error
     try:
@@ -70,6 +75,16 @@ def translated(place: str = "") -> Iterator[None]:
     except redis.exceptions.ConnectionError as error:
         raise TierUnavailable(
             f"Redis cannot be reached ({where}): {error}; start it or correct REDIS_URL, then run the step again",
+            reason="connection",
+        ) from error
+    except redis.exceptions.AskError as error:
+        raise ConfigError(
+            f"{where} is a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)"
+        ) from error
+    except redis.exceptions.RedisClusterException as error:
+        raise TierUnavailable(
+            f"the Redis Cluster cannot be used ({where}): {error}; start its nodes or correct REDIS_URL, then run the "
+            "step again",
             reason="connection",
         ) from error
     except redis.exceptions.RedisError as error:

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import ResponseError
+from redis.exceptions import AskError, RedisClusterException, ResponseError
 from redis.retry import Retry
 
 from cache.embedded import redis_url
 from cache.errors import ConfigError, LarderError
 from cache.keys import Keyspace
 from cache.releases import newest_release
+from cache.servers import masters, open_client
 from serving.config import ServingConfig, check_token
 from serving.workers import Spawn, Workers
 
@@ -97,30 +98,45 @@ def _listening(config: ServingConfig) -> socket.socket:
 def _check_redis(config: ServingConfig, *, is_own: bool) -> None:
     """Refuses a Redis that may evict published pages; fills an empty one of our own from the artefact store."""
     try:
-        client = redis.Redis.from_url(
+        client = open_client(
             config.redis_url, protocol=2, socket_timeout=2.0, retry=Retry(NoBackoff(), 0)
         )
     except ValueError as error:
         raise ConfigError(f"REDIS_URL cannot be used: {error}", field="redis_url") from error
+    except (redis.RedisError, RedisClusterException) as error:
+        log.warning(
+            "no node of the Redis Cluster answers (%s): starting from the newest release", error
+        )
+        return
     try:
-        try:
-            info: dict[str, object] = client.info("memory")
-            policy = str(info.get("maxmemory_policy", ""))
-        except ResponseError:
-            policy = ""  # there, but this user may not ask; keeping up says so
+        policies = [_policy(server) for server in masters(client).values()]
+        policy = next((each for each in policies if each.startswith("allkeys")), "")
         if policy.startswith("allkeys"):
             raise ConfigError(
                 f"Redis has maxmemory-policy {policy}, which may evict published pages; set volatile-lru",
                 field="redis_url",
             )
         is_empty = not client.exists(Keyspace(config.namespace).live)
-    except redis.RedisError as error:
+    except AskError as error:
+        raise ConfigError(
+            "REDIS_URL names a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)",
+            field="redis_url",
+        ) from error
+    except (redis.RedisError, RedisClusterException) as error:
         log.warning("Redis does not answer (%s): starting from the newest release", error)
         return
     finally:
         client.close()
     if is_own and is_empty and newest_release(config.store()) is not None:
         _restore(config)
+
+
+def _policy(server: "redis.Redis") -> str:
+    try:
+        info: dict[str, object] = server.info("memory")
+        return str(info.get("maxmemory_policy", ""))
+    except ResponseError:
+        return ""  # there, but this user may not ask; keeping up says so
 
 
 def _restore(config: ServingConfig) -> None:

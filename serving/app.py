@@ -13,10 +13,11 @@ from starlette.exceptions import HTTPException
 
 from cache.blocklist import Blocklist
 from cache.breaker import Breaker
+from cache.cluster import Breakers, open_tier
 from cache.keys import Keyspace
 from cache.local import LocalTier, NegativeCache
 from cache.releases import Pointer
-from cache.remote import RemoteConfig, RemoteTier
+from cache.remote import RemoteConfig
 from cache.tiered import Tiered
 from serving import openapi
 from serving.admission import Admission
@@ -107,15 +108,14 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     metrics = Metrics()
     cores = parse_cores(config.live_cores)
     check_cores(cores)
-    breaker = Breaker(config.breaker_threshold, config.breaker_cooldown_s)
-    remote = RemoteTier(
+    remote = open_tier(
         RemoteConfig(
             config.redis_url,
             deadline_s=config.l2_deadline_ms / 1000,
             wires_max=config.l2_connections,
         ),
         Keyspace(config.namespace),
-        breaker,
+        lambda: Breaker(config.breaker_threshold, config.breaker_cooldown_s),
     )
     local = LocalTier(config.l1_bytes)
     tiers = Tiered(local, NegativeCache(config.negative_entries, config.negative_ttl_s), remote)
@@ -170,7 +170,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             "l2_reads": tiers.counters.l2_reads,
             "l2_batches": remote.batches,
             "l2_shed": remote.shed,
-            "breaker_opened": breaker.opened,
+            "breaker_opened": remote.breaker.opened,
             "flights_shared": tiers.flights.shared,
             "inferences_shared": inferences.flights.shared,
             "inferences_hopeless": batcher.hopeless,
@@ -206,7 +206,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         heartbeat_s=config.heartbeat_s,
     )
     nights = Nights(config.nights(), follower)
-    _gauges(metrics, refresher, local, breaker, batcher, nights)
+    _gauges(metrics, refresher, local, remote.breaker, batcher, nights)
     metrics.registry.register(Events(events))
     metrics.registry.register(Overload(admission))
     service = Service(
@@ -250,7 +250,7 @@ def _gauges(
     metrics: Metrics,
     refresher: Refresher,
     local: LocalTier,
-    breaker: Breaker,
+    breaker: Breaker | Breakers,
     batcher: MicroBatcher,
     nights: Nights,
 ) -> None:

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import redis
+
 from cache.artefacts import disk_errors
 from cache.errors import Refused
+from cache.servers import masters, shares
 from precompute.config import NightConfig
 from precompute.releases.control import Control
 
@@ -19,40 +22,48 @@ OVERLAY_EXTRA_BYTES = 256
 """What an overlay's key, its expiry and Redis' own bookkeeping add to its record."""
 
 
-def unevictable_bytes(control: Control, *, pages_bytes: int, record_bytes: int) -> int:
-    """Memory of Redis that no pressure frees: all of it but overlays, whichever namespace they are of.
+def unevictable_bytes(
+    control: Control, server: "redis.Redis", *, pages_bytes: float, record_bytes: int
+) -> int:
+    """Memory of one server that no pressure frees: all of it but overlays, whichever namespace they are of.
 
     Redis does not say what its expiring keys take, so each is taken for one overlay of the largest record
     (`record_bytes`): other namespaces' pages stay in the sum. `pages_bytes` are known to stay in any case.
     """
-    info: Any = control.client.info("memory")
-    keyspace: Any = control.client.info("keyspace")
+    info: Any = server.info("memory")
+    keyspace: Any = server.info("keyspace")
     used = int(info["used_memory"])
     expiring = sum(int(each["expires"]) for each in keyspace.values())
     if not expiring or not control.check_policy().startswith("volatile-"):
         return used
     dataset = int(info.get("used_memory_dataset", used))
     overlays = expiring * (record_bytes + OVERLAY_EXTRA_BYTES)
-    return min(used, used - dataset + max(pages_bytes, dataset - overlays))
+    return min(used, used - dataset + max(round(pages_bytes), dataset - overlays))
 
 
 def demand_redis(
     control: Control, generation: str, size_bytes: int, *, pages_bytes: int, record_bytes: int
 ) -> None:
-    """Raises Refused unless Redis' `maxmemory` has room for this much more."""
-    info: Any = control.client.info("memory")
-    limit = int(info.get("maxmemory", 0))
-    if not limit:
-        return
-    used = unevictable_bytes(control, pages_bytes=pages_bytes, record_bytes=record_bytes)
-    if used + size_bytes > REDIS_USED_MAX * limit:
-        raise Refused(
-            f"loading {generation} needs {size_bytes:,} bytes beside {used:,} in use, more than "
-            f"{REDIS_USED_MAX:.0%} of Redis' maxmemory {limit:,}; raise it or retire generations",
-            rule="redis_headroom",
-            value=used + size_bytes,
-            threshold=int(REDIS_USED_MAX * limit),
+    """Raises Refused unless Redis' `maxmemory` has room for this much more; of a cluster, each node's for its share."""
+    share = shares(control.client)
+    for name, server in masters(control.client).items():
+        info: Any = server.info("memory")
+        limit = int(info.get("maxmemory", 0))
+        if not limit:
+            continue
+        more = round(size_bytes * share[name])
+        used = unevictable_bytes(
+            control, server, pages_bytes=pages_bytes * share[name], record_bytes=record_bytes
         )
+        if used + more > REDIS_USED_MAX * limit:
+            where = "" if name == "primary" else f" on {name}"
+            raise Refused(
+                f"loading {generation} needs {more:,} bytes{where} beside {used:,} in use, more than "
+                f"{REDIS_USED_MAX:.0%} of Redis' maxmemory {limit:,}; raise it or retire generations",
+                rule="redis_headroom",
+                value=used + more,
+                threshold=int(REDIS_USED_MAX * limit),
+            )
 
 
 def demand_disk(folder: Path, size_bytes: int) -> None:

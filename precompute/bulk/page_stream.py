@@ -1,16 +1,26 @@
-"""A stream of pages into Redis over one connection: whole when nobody reads, in paced pieces when somebody does."""
+"""A stream of pages into Redis, over one connection to each server: whole when nobody reads, in paced pieces else."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 
+from cache.servers import by_server
 from precompute.bulk.governor import Governor
 
 UNANSWERED = 2
 """Pages (or chunks of them) that may wait for their replies: Redis has the next, memory is bounded."""
+
+
+class _Sent(NamedTuple):
+    """Pages of one chunk that went over one connection; `ends_bytes` is the chunk's size, told with its last part."""
+
+    connection: Any
+    pages: list[int]
+    ends_pages: int
+    ends_bytes: int
 
 
 class PageStream:
@@ -18,19 +28,25 @@ class PageStream:
 
     def __init__(
         self,
-        connection: Any,
+        client: "redis.Redis",
         governor: Governor | None,
         *,
         chunk_bytes: int,
         landed: Callable[[int, int], None],
     ) -> None:
-        self._connection, self._governor, self._chunk_bytes = connection, governor, chunk_bytes
+        self._client, self._governor, self._chunk_bytes = client, governor, chunk_bytes
         self._landed = landed
-        # Of each chunk sent: replies to come, pages and bytes that are then there.
-        self._waiting: deque[tuple[int, int, int]] = deque()
+        self._connections: dict[Any, Any] = {}
+        self._waiting: deque[_Sent] = deque()
+        self._chunks = 0
 
     def send(self, names: list[bytes], pages: memoryview, first: int, size: int) -> None:
         """Send the pages from number `first` on; page n lies at `pages[n * size:]`, the last one may be shorter."""
+
+        def again(page: int) -> None:
+            with pages[page * size : (page + 1) * size] as whole:
+                self._client.set(names[page], whole)
+
         page = first
         while page < len(names):
             piece = None if self._governor is None else self._governor.piece_bytes
@@ -38,14 +54,25 @@ class PageStream:
                 page += self._send_whole(names, pages, page, size)
             else:
                 with pages[page * size : (page + 1) * size] as whole:
-                    self._send_paced(self._governor, names[page], whole, piece)
+                    self._send_paced(self._governor, names[page], page, whole, piece)
                 page += 1
-        self.finish()
-
-    def finish(self) -> None:
-        """Wait for every reply."""
+            if self._chunks >= UNANSWERED:
+                self._await_chunk(again)
         while self._waiting:
-            self._await_one()
+            self._await_chunk(again)
+
+    def close(self, *, is_broken: bool) -> None:
+        """Give the connections back. Replies may still be on their way to a broken stream: it serves nothing more."""
+        for pool, connection in self._connections.items():
+            if is_broken:
+                connection.disconnect()
+            pool.release(connection)
+
+    def _to(self, server: "redis.Redis") -> Any:
+        pool = server.connection_pool
+        if pool not in self._connections:
+            self._connections[pool] = pool.get_connection()
+        return self._connections[pool]
 
     def _send_whole(self, names: list[bytes], pages: memoryview, page: int, size: int) -> int:
         """One chunk of `SET`s, from where the pages are mapped: packing would copy each of them twice."""
@@ -55,23 +82,32 @@ class PageStream:
                 views.enter_context(pages[each * size : (each + 1) * size])
                 for each in range(page, page + len(chunk))
             ]
-            packed: list[bytes | memoryview] = []
-            for name, value in zip(chunk, values, strict=True):
-                packed += (_head_of_set(name, len(value)), value, b"\r\n")
             sent_bytes = sum(len(value) for value in values)
             if self._governor is not None:
                 self._governor.pace(sent_bytes)
-            self._connection.send_packed_command(packed, check_health=False)
-            self._sent(len(chunk), len(chunk), sent_bytes)
+            parts = []
+            for server, places in by_server(self._client, chunk):
+                packed: list[bytes | memoryview] = []
+                for place in places:
+                    value = values[place]
+                    packed += (_head_of_set(chunk[place], len(value)), value, b"\r\n")
+                connection = self._to(server)
+                connection.send_packed_command(packed, check_health=False)
+                parts.append(_Sent(connection, [page + place for place in places], 0, 0))
+        self._sent(parts, len(chunk), sent_bytes)
         return len(chunk)
 
-    def _send_paced(self, governor: Governor, name: bytes, page: memoryview, piece: int) -> None:
+    def _send_paced(
+        self, governor: Governor, name: bytes, number: int, page: memoryview, piece: int
+    ) -> None:
         """One page as one `SET`, whose bytes trickle in.
 
         Redis takes in what has come, serves others, and keeps the finished buffer as the value: it neither waits for
         the rest nor copies it. A `SETRANGE` per piece costs a round trip each, and zeroes the whole value first.
         """
         size = len(page)
+        ((server, _),) = by_server(self._client, [name])
+        connection = self._to(server)
         for at in range(0, size, piece):
             with page[at : at + piece] as value:
                 governor.pace(len(value))
@@ -79,19 +115,27 @@ class PageStream:
                 end = b"\r\n" if at + piece >= size else b""
                 # One buffer, one packet: at this size a copy costs less than three system calls.
                 packet = b"".join((head, value, end))
-            self._connection.send_packed_command([packet], check_health=False)
-        self._sent(1, 1, size)
+            connection.send_packed_command([packet], check_health=False)
+        self._sent([_Sent(connection, [number], 0, 0)], 1, size)
 
-    def _sent(self, replies: int, pages: int, size_bytes: int) -> None:
-        self._waiting.append((replies, pages, size_bytes))
-        if len(self._waiting) >= UNANSWERED:
-            self._await_one()
+    def _sent(self, parts: list[_Sent], pages: int, size_bytes: int) -> None:
+        self._waiting.extend(parts[:-1])
+        self._waiting.append(parts[-1]._replace(ends_pages=pages, ends_bytes=size_bytes))
+        self._chunks += 1
 
-    def _await_one(self) -> None:
-        replies, pages, size_bytes = self._waiting.popleft()
-        for _ in range(replies):
-            self._connection.read_response()
-        self._landed(pages, size_bytes)
+    def _await_chunk(self, again: Callable[[int], None]) -> None:
+        """Wait for every reply to the oldest chunk; a page whose slot is on its way goes where it is sent on to."""
+        while True:
+            sent = self._waiting.popleft()
+            for page in sent.pages:
+                try:
+                    sent.connection.read_response()
+                except redis.exceptions.AskError:  # MOVED is one, too
+                    again(page)
+            if sent.ends_pages:
+                break
+        self._chunks -= 1
+        self._landed(sent.ends_pages, sent.ends_bytes)
 
 
 def _head_of_set(name: bytes, size: int) -> bytes:
@@ -106,14 +150,11 @@ def page_stream(
     chunk_bytes: int,
     landed: Callable[[int, int], None],
 ) -> Iterator[PageStream]:
-    """A stream over a connection of the client's pool, which is dropped if anything goes wrong."""
-    pool = client.connection_pool
-    connection: Any = pool.get_connection()
+    """A stream over connections of the client's own pools, which are dropped if anything goes wrong."""
+    stream = PageStream(client, governor, chunk_bytes=chunk_bytes, landed=landed)
     try:
-        yield PageStream(connection, governor, chunk_bytes=chunk_bytes, landed=landed)
+        yield stream
     except BaseException:
-        # Replies may still be on their way: this connection must never serve another command.
-        connection.disconnect()
+        stream.close(is_broken=True)
         raise
-    finally:
-        pool.release(connection)
+    stream.close(is_broken=False)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import redis
 import xxhash
@@ -10,6 +10,7 @@ import xxhash
 from cache.errors import CorruptArtefact
 from cache.keys import Keyspace
 from cache.manifest import Manifest
+from cache.servers import by_server
 from precompute.bulk.governor import Governor
 from precompute.bulk.parts import Part
 
@@ -115,27 +116,41 @@ def _read_in_pieces(
 def lengths(
     client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part
 ) -> Iterator[tuple[int, int]]:
-    """(number within the part, bytes in Redis) of every page; 0 for one that is not there.
+    """(number within the part, bytes in Redis) of every page; 0 for one that is not there."""
+    for first in range(0, part.pages.pages, AT_ONCE_MAX):
+        numbers = range(first, min(first + AT_ONCE_MAX, part.pages.pages))
+        names = [part.key(keys, manifest.generation, each).encode() for each in numbers]
+        found = dict.fromkeys(numbers, 0)
+        for server, places in by_server(client, names):
+            sizes = _strlens(client, server, [names[place] for place in places])
+            found.update(zip([numbers[place] for place in places], sizes, strict=True))
+        yield from found.items()
 
-    Packed and read as they are: through redis-py's pipeline a large generation would take seconds.
-    """
-    pool = client.connection_pool
+
+def _strlens(client: "redis.Redis", server: "redis.Redis", names: list[bytes]) -> list[int]:
+    """Packed and read as they are: through redis-py's pipeline a large generation would take seconds."""
+    pool = server.connection_pool
     connection: Any = pool.get_connection()
     try:
-        for first in range(0, part.pages.pages, AT_ONCE_MAX):
-            numbers = range(first, min(first + AT_ONCE_MAX, part.pages.pages))
-            packed = b"".join(
-                b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(name), name)
-                for name in (part.key(keys, manifest.generation, each).encode() for each in numbers)
-            )
-            connection.send_packed_command([packed], check_health=False)
-            # All replies are taken before the first is handed out: whoever stops listening leaves none behind.
-            found = [int(connection.read_response()) for _ in numbers]
-            yield from zip(numbers, found, strict=True)
-    except GeneratorExit:
-        raise
+        packed = b"".join(
+            b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(name), name) for name in names
+        )
+        connection.send_packed_command([packed], check_health=False)
+        replies = [_reply(connection) for _ in names]
     except BaseException:
         connection.disconnect()
         raise
     finally:
         pool.release(connection)
+    return [
+        int(cast(Any, client.strlen(name))) if reply is None else reply
+        for name, reply in zip(names, replies, strict=True)
+    ]
+
+
+def _reply(connection: Any) -> int | None:
+    """None where another node of the cluster has to be asked."""
+    try:
+        return int(connection.read_response())
+    except redis.exceptions.AskError:  # MOVED is one, too
+        return None

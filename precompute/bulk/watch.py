@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.errors import LarderError
+from cache.servers import another, by_server, disconnect, masters
+from precompute.bulk.server_info import cpu_s, info_of, lag_bytes, reads_of
 from precompute.releases.control import Control
 
 log = logging.getLogger(__name__)
@@ -30,8 +32,11 @@ KEPT = 4_096
 FOREIGN_READS_S = 20.0
 """Reads per second by others that are taken for readers, even where no replica sends heartbeats."""
 
-READS = ("cmdstat_get", "cmdstat_getrange", "cmdstat_mget")
 PROBED_BYTES = 512
+PAGES_TRIED = 32
+"""Pages among which one of each node of a cluster is looked for."""
+
+_TROUBLE = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
 REPLY_BYTES = 4096
 PING, PONG = b"*1\r\n$4\r\nPING\r\n", b"+PONG\r\n"
 
@@ -83,22 +88,14 @@ class Watcher:
         probe_ms: float,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        pool = control.client.connection_pool
-        settings = {
-            **pool.connection_kwargs,
-            "socket_timeout": PROBE_TIMEOUT_S,
-            "socket_connect_timeout": PROBE_TIMEOUT_S,
-            "retry": Retry(NoBackoff(), 0),
-        }
-        self._pool = redis.ConnectionPool(connection_class=pool.connection_class, **settings)
-        self._control = Control(redis.Redis(connection_pool=self._pool), control.keys)
+        self._theirs = control
+        self._own: Control | None = None
         self._gap_s, self._timer = probe_ms / 1000, timer
         self._found: deque[float] = deque(maxlen=KEPT)
         self._newest: Look | None = None
         self._own_work = self._own_probes = 0  # each written by one thread only
-        self._before: tuple[float, int, float] | None = None
-        self._probe: bytes | None = None
-        self._stirring: Any = None
+        self._before: tuple[float, int, dict[str, float]] | None = None
+        self._stirring: list[Any] | None = None
         self._is_stirred = True
         self._asked_at = -math.inf
         self._closing = threading.Event()
@@ -123,15 +120,17 @@ class Watcher:
 
     def stir(self) -> None:
         """See `Watch`. Over a connection of the calling thread's own; once one has failed there is no other."""
-        if not self._is_stirred:
+        if not self._is_stirred or self._own is None:
             return
         try:
             if self._stirring is None:
-                self._stirring = self._pool.get_connection()
-            wire = self._stirring._sock
-            wire.sendall(PING)
-            self._is_stirred = bool(wire.recv(len(PONG)))
-        except (redis.exceptions.RedisError, OSError):
+                servers = masters(self._own.client).values()
+                self._stirring = [each.connection_pool.get_connection() for each in servers]
+            for connection in self._stirring:
+                connection._sock.sendall(PING)
+            for connection in self._stirring:
+                self._is_stirred &= bool(connection._sock.recv(len(PONG)))
+        except (*_TROUBLE, OSError):
             self._is_stirred = False
 
     def close(self) -> None:
@@ -139,45 +138,52 @@ class Watcher:
         self._is_stirred = False
         self._closing.set()
         self._thread.join(2 * PROBE_TIMEOUT_S)
-        self._pool.disconnect()
+        if self._own is not None:
+            disconnect(self._own.client)
 
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
                 self._watch()
-            except (redis.exceptions.RedisError, LarderError, OSError, ValueError) as error:
+            except (*_TROUBLE, LarderError, OSError, ValueError) as error:
                 log.debug("the watch over readers starts again: %s", error)
                 self._found.append(math.inf)
                 self._closing.wait(RETRY_S)
 
     def _watch(self) -> None:
-        connection: Any = None
+        probes: list[tuple[Any, bytes]] = []
         looks = 0
         due = self._timer()
+        if self._own is None:
+            client = another(
+                self._theirs.client,
+                socket_timeout=PROBE_TIMEOUT_S,
+                socket_connect_timeout=PROBE_TIMEOUT_S,
+                retry=Retry(NoBackoff(), 0),
+            )
+            self._own = Control(client, self._theirs.keys)
         try:
             while not self._closing.is_set():
                 if self._timer() >= due:
-                    self._newest = self._look()
+                    self._newest = self._look(self._own)
                     looks += 1
                     due = self._timer() + (FIRST_LOOK_S if looks == 1 else LOOK_S)
                 if self._timer() - self._asked_at > UNASKED_S:
                     self._closing.wait(max(0.0, min(0.01, due - self._timer())))
                     continue
-                if connection is None:
-                    connection = self._pool.get_connection()
-                    self._probe = b"".join(connection.pack_command("GETRANGE", *self._target()))
-                self._found.append(self._round_trip(connection))
+                if not probes:
+                    probes = list(self._probes(self._own))
+                self._found.append(self._round_trip(*probes[self._own_probes % len(probes)]))
                 time.sleep(self._gap_s * self._jitter.uniform(0.5, 1.5))
         finally:
-            if connection is not None:
+            for connection, _ in probes:
                 connection.disconnect()
-                self._pool.release(connection)
 
-    def _round_trip(self, connection: Any) -> float:
+    def _round_trip(self, connection: Any, probe: bytes) -> float:
         """On the bare socket: readers on this host wait for whatever a probe does beside it."""
         wire = connection._sock
         began = self._timer()
-        wire.sendall(self._probe)
+        wire.sendall(probe)
         reply: bytes = wire.recv(REPLY_BYTES)
         while not _is_whole(reply):
             if not (more := wire.recv(REPLY_BYTES)):
@@ -187,47 +193,43 @@ class Watcher:
         self._own_probes += 1
         return spent_s
 
-    def _target(self) -> tuple[str, int, int]:
-        """A record's length of a live page: what a reader reads."""
-        keys, client = self._control.keys, self._control.client
-        pointer = self._control.pointer()
+    def _probes(self, own: Control) -> Iterator[tuple[Any, bytes]]:
+        """A record's length of a live page of every server, what a reader reads, and the connection to ask over."""
+        keys, pointer = own.keys, own.pointer()
         self._own_probes += 1
-        loaded: Any = client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
+        loaded: Any = own.client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
         tables = sorted({each.decode().partition("/")[0] for each in loaded})
-        if pointer is None or not tables:
-            return keys.live, 0, PROBED_BYTES - 1
-        return keys.page(pointer.generation, tables[0], 0), 0, PROBED_BYTES - 1
+        names = [keys.live]
+        if pointer is not None and tables:
+            names = [keys.page(pointer.generation, tables[0], page) for page in range(PAGES_TRIED)]
+        for server, places in by_server(own.client, names):
+            connection: Any = server.connection_pool.get_connection()
+            command = "GETRANGE", names[places[0]], 0, PROBED_BYTES - 1
+            yield connection, b"".join(connection.pack_command(*command))
 
-    def _look(self) -> Look:
-        replicas = self._control.replicas()
+    def _look(self, own: Control) -> Look:
+        replicas = own.replicas()
         heard = {
             each.name: each.l2_p99_ms
             for each in replicas
             if isinstance(each.l2_p99_ms, int | float)
         }
-        try:
-            info: Any = self._control.client.info("commandstats", "cpu", "replication")
-        except redis.exceptions.NoPermissionError:
-            info = {}
-        now, own = self._timer(), self._own_work + self._own_probes
-        reads = sum(info[name]["calls"] for name in READS if name in info) - own
-        cpu = float(
-            info.get("used_cpu_user_main_thread", 0) + info.get("used_cpu_sys_main_thread", 0)
-        )
+        servers = masters(own.client)
+        infos = {name: info_of(server) for name, server in servers.items()}
+        now, ours = self._timer(), self._own_work + self._own_probes
+        reads = -ours
+        for info in infos.values():
+            reads += reads_of(info)
+        cpu = {server: cpu_s(info) for server, info in infos.items()}
         before, self._before = self._before, (now, reads, cpu)
         foreign, busy = None, 0.0
         if before is not None and (spent_s := now - before[0]) > 0:
             foreign = max(0.0, (reads - before[1]) / spent_s)
-            busy = max(0.0, (cpu - before[2]) / spent_s)
-        followers = int(info.get("connected_slaves", 0))
-        offset = int(info.get("master_repl_offset", 0))
-        behind = [
-            offset - int(found["offset"])
-            for number in range(followers)
-            if isinstance(found := info.get(f"slave{number}"), dict)
-            and found.get("state") == "online"
-        ]
-        return Look(now, heard, len(replicas), foreign, busy, followers, max([0, *behind]))
+            spent = [used - before[2].get(server, used) for server, used in cpu.items()]
+            busy = max([0.0, *spent]) / spent_s
+        followers = sum(int(info.get("connected_slaves", 0)) for info in infos.values())
+        behind = max(map(lag_bytes, infos.values()), default=0)
+        return Look(now, heard, len(replicas), foreign, busy, followers, behind)
 
 
 def _is_whole(reply: bytes) -> bool:

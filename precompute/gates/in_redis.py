@@ -1,9 +1,12 @@
 """Gates on Redis: what it may evict, what it holds, and whether everything fits beside everything."""
 
 from contextlib import nullcontext
-from typing import Any, Final
+from typing import Any, Final, cast
+
+import redis
 
 from cache.manifest import Manifest
+from cache.servers import masters, shares
 from precompute.bulk.governor import open_governor
 from precompute.bulk.headroom import unevictable_bytes
 from precompute.bulk.load import BadPage, parts_of, verify_part
@@ -22,7 +25,18 @@ def maxmemory_policy(candidate: Candidate) -> Verdict:
 
 def redis_headroom(candidate: Candidate) -> Verdict:
     """With this generation loaded beside all others, what cannot be evicted leaves Redis room to work."""
-    threshold, info = candidate.thresholds.redis_headroom, _memory(candidate)
+    servers = masters(candidate.control.client)
+    verdicts = [_headroom(candidate, name, server) for name, server in servers.items()]
+    failed = [each for each in verdicts if not each.passed]
+    return (failed or sorted(verdicts, key=_share_used))[-1]
+
+
+def _share_used(verdict: Verdict) -> float:
+    return verdict.value if isinstance(verdict.value, float) else 0.0
+
+
+def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Verdict:
+    threshold, info = candidate.thresholds.redis_headroom, dict(cast(Any, server.info("memory")))
     limit = int(info.get("maxmemory", 0)) or int(info.get("total_system_memory", 0))
     used = int(info["used_memory"])
     if not limit:
@@ -36,20 +50,17 @@ def redis_headroom(candidate: Candidate) -> Verdict:
     if candidate.pages_bytes is not None:
         used = unevictable_bytes(
             candidate.control,
-            pages_bytes=candidate.pages_bytes,
+            server,
+            pages_bytes=candidate.pages_bytes * shares(candidate.control.client)[name],
             record_bytes=max(each.layout.size_bytes for each in candidate.manifest.tables.values()),
         )
     what = (
         "maxmemory" if int(info.get("maxmemory", 0)) else "its host's memory (maxmemory is not set)"
     )
+    where = "" if name == "primary" else f" of {name}"
     return at_most(
-        "redis_headroom", used / limit, threshold, f"{used:,} bytes of {limit:,}, {what}"
+        "redis_headroom", used / limit, threshold, f"{used:,} bytes of {limit:,}, {what}{where}"
     )
-
-
-def _memory(candidate: Candidate) -> dict[str, Any]:
-    found: Any = candidate.control.client.info("memory")
-    return dict(found)
 
 
 def pages_in_redis(candidate: Candidate) -> Verdict:

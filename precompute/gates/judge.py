@@ -5,11 +5,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import redis
 
 from cache.errors import LarderError, Refused
+from cache.servers import another
 from precompute.gates.candidate import Candidate, Gate
 from precompute.gates.entities import (
     coverage_of_live,
@@ -155,14 +157,13 @@ def run_gates(
 
 def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
     """One gate's verdict. It has a Redis connection of its own, of which nothing is left when its time is over."""
-    pool = _OwnPool.like(candidate.control.client.connection_pool)
-    own = replace(
-        candidate, control=Control(redis.Redis(connection_pool=pool), candidate.control.keys)
-    )
+    leash = _Leash()
+    client = another(candidate.control.client, partial(_OwnPool, leash))
+    own = replace(candidate, control=Control(client, candidate.control.keys))
     try:
         return run_within(gate.__name__, lambda: gate(own), timeout_s)
     finally:
-        pool.end()
+        leash.end()
 
 
 def run_within(rule: str, judge: Callable[[], Verdict], timeout_s: float) -> Verdict:
@@ -181,15 +182,27 @@ def run_within(rule: str, judge: Callable[[], Verdict], timeout_s: float) -> Ver
         return Verdict(rule, False, "timed out", round(timeout_s, 3), "seconds")
 
 
+class _Leash:
+    """All connections of one gate; once it is over there are none, however long its thread goes on."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.pools: list[_OwnPool] = []
+
+    def end(self) -> None:
+        """Close what is open and open nothing more."""
+        self.is_over = True
+        for pool in tuple(self.pools):
+            pool.disconnect(inuse_connections=True)
+
+
 class _OwnPool(redis.ConnectionPool):
-    """Connections of one gate; once it is over there are none, however long its thread goes on."""
+    """Connections of one gate to one server."""
 
-    is_over = False
-
-    @classmethod
-    def like(cls, pool: Any) -> "_OwnPool":
-        """To the same server in the same way."""
-        return cls(connection_class=pool.connection_class, **pool.connection_kwargs)
+    def __init__(self, leash: _Leash, **settings: Any) -> None:
+        self._leash = leash
+        super().__init__(**settings)
+        leash.pools.append(self)
 
     def get_connection(self, *arguments: Any, **named: Any) -> Any:
         """Raises ConnectionError once the gate's time is over."""
@@ -203,15 +216,10 @@ class _OwnPool(redis.ConnectionPool):
         return connection
 
     def _demand_time(self, connection: Any) -> None:
-        if self.is_over:
+        if self._leash.is_over:
             if connection is not None:
                 connection.disconnect()
             raise redis.exceptions.ConnectionError("the gate's time is over")
-
-    def end(self) -> None:
-        """Close what is open and open nothing more."""
-        self.is_over = True
-        self.disconnect(inuse_connections=True)
 
 
 def _judge(rule: str, judge: Callable[[], Verdict]) -> Verdict:

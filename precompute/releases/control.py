@@ -11,6 +11,7 @@ import redis
 from cache.errors import Conflict, CorruptArtefact, Refused
 from cache.keys import Keyspace
 from cache.releases import Pointer
+from cache.servers import home, masters
 from precompute.connection import connect as connect
 from precompute.connection import translated as translated
 from precompute.releases.states import State
@@ -245,7 +246,7 @@ class Control:
 
     def time(self) -> float:
         """Redis' own clock, Unix seconds: what heartbeats and staging notes are compared with."""
-        seconds, microseconds = self.client.time()
+        seconds, microseconds = home(self.client, self.keys.live).time()
         return float(seconds) + float(microseconds) / 1e6
 
     def replicas(self, now: float | None = None) -> list[Replica]:
@@ -278,18 +279,25 @@ class Control:
         )
 
     def check_policy(self) -> str:
-        """The eviction policy; refuses one that could evict published pages."""
-        try:
-            raw: Any = self.client.config_get("maxmemory-policy")
-            policy = str(raw.get("maxmemory-policy", ""))
-        except redis.exceptions.RedisError:  # managed services forbid CONFIG; INFO says it as well
-            info: Any = self.client.info("memory")
-            policy = str(info.get("maxmemory_policy", ""))
-        if not policy.startswith(("volatile-", "noeviction")):
-            raise Refused(
-                f"Redis has maxmemory-policy {policy or 'unknown'}, which may evict published pages; set volatile-lru",
-                rule="maxmemory_policy",
-                value=policy,
-                threshold="volatile-* or noeviction",
-            )
-        return policy
+        """The eviction policy (of a cluster, the first node's); refuses one that could evict published pages."""
+        policies = {name: _policy(server) for name, server in masters(self.client).items()}
+        for name, policy in policies.items():
+            if not policy.startswith(("volatile-", "noeviction")):
+                where = "" if name == "primary" else f" ({name})"
+                raise Refused(
+                    f"Redis{where} has maxmemory-policy {policy or 'unknown'}, which may evict published pages; set "
+                    "volatile-lru",
+                    rule="maxmemory_policy",
+                    value=policy,
+                    threshold="volatile-* or noeviction",
+                )
+        return next(iter(policies.values()))
+
+
+def _policy(server: "redis.Redis") -> str:
+    try:
+        raw: Any = server.config_get("maxmemory-policy")
+        return str(raw.get("maxmemory-policy", ""))
+    except redis.exceptions.RedisError:  # managed services forbid CONFIG; INFO says it as well
+        info: Any = server.info("memory")
+        return str(info.get("maxmemory_policy", ""))

@@ -11,6 +11,7 @@ from redis.retry import Retry
 
 from cache.errors import Conflict
 from cache.manifest import GENERATION
+from cache.servers import masters
 from precompute.bulk.governor import Governor
 from precompute.bulk.reload import reload
 from precompute.releases.release_log import ReleaseLog
@@ -22,7 +23,7 @@ CONNECT_S = 1.0
 UNREACHABLE = "unreachable"
 
 RunIds = dict[str, str]
-"""Node -> its run id, which changes whenever it starts: "primary", and each replica by host and port."""
+"""Node -> its run id, which changes whenever it starts: "primary" (a cluster has several), replicas by address."""
 
 
 def run_ids(client: "redis.Redis") -> RunIds:
@@ -30,10 +31,12 @@ def run_ids(client: "redis.Redis") -> RunIds:
 
     Verifying takes them before it reads pages back, and keeps them in its report.
     """
-    info: Any = client.info("server")
-    found = {"primary": str(info.get("run_id", ""))}
-    for name, replica in _replicas(client).items():
-        found[name] = _ask(client, str(replica["ip"]), int(replica["port"]))
+    found = {}
+    for primary, server in masters(client).items():
+        info: Any = server.info("server")
+        found[primary] = str(info.get("run_id", ""))
+        for name, replica in _replicas(server).items():
+            found[name] = _ask(server, str(replica["ip"]), int(replica["port"]))
     return found
 
 
@@ -60,13 +63,19 @@ def confirm(
     changed = [name for name, run_id in now.items() if before.get(name) != run_id]
     if changed:
         reload(control, control.keys, releases.store, generation, governor=governor)
-    wait_for_replicas(control.client, timeout_s=timeout_s, timer=timer)
-    if run_ids(control.client)["primary"] != now["primary"]:
+    ends_at = timer() + timeout_s
+    for server in masters(control.client).values():
+        wait_for_replicas(server, timeout_s=max(0.0, ends_at - timer()), timer=timer)
+    if _primaries(run_ids(control.client)) != _primaries(now):
         raise Conflict(
             f"Redis was restarted while {generation} was being confirmed, nothing was published; publish again",
             generation=generation,
         )
     return changed
+
+
+def _primaries(ids: RunIds) -> RunIds:
+    return {name: run_id for name, run_id in ids.items() if name.startswith("primary")}
 
 
 def wait_for_replicas(

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -22,6 +21,7 @@ from cache.errors import TierUnavailable
 from cache.keys import Keyspace
 from cache.remote import RemoteConfig, RemoteTier
 from precompute.releases.control import Control, connect
+from tests.certificates import self_signed
 from tests.conftest import redis_binary
 
 SIZE = 64
@@ -598,27 +598,16 @@ async def test_a_user_and_password_in_the_url_are_used_and_a_wrong_one_is_no_ans
 @pytest.fixture
 def tls(tmp_path: Path, own_redis: Server) -> tuple[int, Path]:
     """A port of the server that speaks TLS, and the certificate to trust."""
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command += ["-keyout", str(key), "-out", str(certificate)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("openssl cannot make a certificate here")
     port = int(own_redis.url.split(":")[2].split("/")[0])
-    settings = {
-        "tls-cert-file": str(certificate),
-        "tls-key-file": str(key),
-        "tls-ca-cert-file": str(certificate),
-        "tls-auth-clients": "no",
-        "tls-port": str(port + 1 if port < 65_000 else port - 1),
-    }
+    settings = self_signed(tmp_path)
+    settings["tls-port"] = str(port + 1 if port < 65_000 else port - 1)
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
         try:
             for name, value in settings.items():
                 client.config_set(name, value)
         except redis.RedisError:
             pytest.skip(f"{redis_binary().name} was built without TLS")
-    return int(settings["tls-port"]), certificate
+    return int(settings["tls-port"]), Path(settings["tls-ca-cert-file"])
 
 
 async def test_tls_is_a_matter_of_the_url(own_redis: Server, tls: tuple[int, Path]) -> None:

@@ -1,0 +1,41 @@
+"""What a node of Redis Cluster answers when a key is not its own, or not any more. Pure."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cache.errors import TierUnavailable
+
+if TYPE_CHECKING:
+    from cache.commands import Command
+
+ASKING = b"*1\r\n$6\r\nASKING\r\n"
+
+
+class Asking(NamedTuple):
+    """A command to a node that is about to take over the key's slot; each of its parts is preceded by `ASKING`."""
+
+    command: "Command"
+
+
+class Redirected(TierUnavailable):
+    """The key is at `address`: from now on (`MOVED`), or this once (`ASK`)."""
+
+    def __init__(self, message: str, *, slot: int, address: str, is_ask: bool) -> None:
+        super().__init__(message, reason="connection")
+        self.slot = slot
+        self.address = address
+        self.is_ask = is_ask
+
+
+def is_redirect(reply: Any) -> bool:
+    """Whether an error reply says where else the key is: the node that gave it is well."""
+    return str(reply).startswith(("MOVED ", "ASK "))
+
+
+def refused(reply: Any) -> TierUnavailable:
+    """An error reply as the reason why an answer is not known."""
+    message = f"Redis refused: {reply}"
+    if is_redirect(reply):
+        kind, slot, address, *_ = str(reply).split()
+        if slot.isdigit() and not address.startswith((":", "?")):  # else it does not say where
+            return Redirected(message, slot=int(slot), address=address, is_ask=kind == "ASK")
+    return TierUnavailable(message, reason="connection")

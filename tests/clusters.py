@@ -1,0 +1,194 @@
+"""Three masters of a Redis Cluster on loopback, as real processes that a test may kill, start again and re-slot."""
+
+import os
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from cache.embedded import SETTINGS
+from cache.guarded import Guarded
+from cache.topology import SLOTS
+from tests.conftest import redis_binary
+from tests.polling import until
+
+MASTERS = 3
+NODE_TIMEOUT_MS = 3_000
+
+
+class Node:
+    """One master; its port and its folder outlive its process, and so does what it knows of the cluster."""
+
+    def __init__(self, binary: Path, folder: Path, tls: Mapping[str, str]) -> None:
+        folder.mkdir(parents=True)
+        self.port, self.bus, tls_port = _free_ports(3)
+        self.open_port = tls_port if tls else self.port
+        """Where its clients and the other nodes knock."""
+        self.client: redis.Redis = redis.Redis(
+            port=self.port, protocol=2, socket_timeout=5.0, retry=Retry(NoBackoff(), 0)
+        )
+        self._command = [str(binary), "--port", str(self.port), "--dir", str(folder)]
+        self._command += ["--cluster-enabled", "yes", "--cluster-port", str(self.bus)]
+        self._command += ["--cluster-node-timeout", str(NODE_TIMEOUT_MS)]
+        self._command += ["--cluster-require-full-coverage", "no"]
+        own = {"tls-port": str(tls_port), "tls-cluster": "yes", **tls} if tls else {}
+        for name, value in {**SETTINGS, **own}.items():
+            self._command += [f"--{name}", value]
+        self._log = folder / "log"
+        self._process: Guarded | None = None
+
+    @property
+    def address(self) -> str:
+        """ "host:port"."""
+        return f"127.0.0.1:{self.open_port}"
+
+    @property
+    def name(self) -> str:
+        """Its id in the cluster."""
+        return str(_text(self.client.execute_command("CLUSTER MYID")))
+
+    def start(self) -> None:
+        """Returns once it answers; skips the test where the server knows no cluster."""
+        self._process = Guarded(self._command, log=self._log)
+        process = self._process
+        until(lambda: self._answers() or not process.running)
+        if not self._answers() and ("cluster" in process.tail() or "tls" in process.tail()):
+            pytest.skip(f"this server has no cluster mode, or no TLS: {process.tail(3)}")
+        assert self._answers(), process.tail()
+
+    def kill(self) -> None:
+        """As `kill -9` does."""
+        os.kill(int(self.client.info("server")["process_id"]), signal.SIGKILL)
+        assert self._process is not None
+        assert until(lambda: not self._answers())
+        self._process.stop()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It holds its connections and answers nothing."""
+        pid = int(self.client.info("server")["process_id"])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """Ends it, if it runs."""
+        if self._process is not None:
+            self._process.stop()
+        self.client.close()
+
+    def knows(self, count: int) -> bool:
+        """Whether it takes the cluster to be well, with this many nodes."""
+        info = _text(self.client.execute_command("CLUSTER INFO"))
+        found = info if isinstance(info, dict) else dict(
+            line.split(":") for line in str(info).split()
+        )  # fmt: skip
+        return (found["cluster_state"], int(found["cluster_known_nodes"])) == ("ok", count)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except (redis.exceptions.ConnectionError, redis.exceptions.BusyLoadingError):
+            return False
+
+
+class TestCluster:
+    """The nodes, each with a third of the slots."""
+
+    __test__ = False
+
+    def __init__(self, nodes: list[Node], trusted: str) -> None:
+        self.nodes = nodes
+        self._trusted = trusted
+
+    @property
+    def url(self) -> str:
+        """As a deployment would write it."""
+        nodes = ",".join(node.address for node in self.nodes)
+        if self._trusted:
+            return f"rediss+cluster://{nodes}/0?ssl_ca_certs={self._trusted}"
+        return f"redis+cluster://{nodes}"
+
+    def of_slot(self, slot: int) -> Node:
+        """Who serves a slot, as the nodes themselves say."""
+        for first, last, (_, port, *_), *_ in self.nodes[0].client.execute_command(
+            "CLUSTER", "SLOTS"
+        ):
+            if first <= slot <= last:
+                return next(node for node in self.nodes if node.port == port)
+        raise AssertionError(f"nobody serves {slot}")
+
+    def open_slot(self, slot: int, to: Node) -> Node:
+        """Begin to move a slot, no key of it yet; its owner."""
+        owner = self.of_slot(slot)
+        to.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", owner.name)
+        owner.client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", to.name)
+        return owner
+
+    def move_keys(self, slot: int, owner: Node, to: Node) -> int:
+        """Hand over the keys of a slot that is open; how many."""
+        keys = owner.client.execute_command("CLUSTER GETKEYSINSLOT", slot, 10_000)
+        for key in keys:
+            owner.client.migrate("127.0.0.1", to.port, key, 0, 5_000)
+        return len(keys)
+
+    def close_slot(self, slot: int, to: Node) -> None:
+        """It is the other's from now on."""
+        for node in (to, *self.nodes):
+            node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", to.name)
+
+    def meet(self) -> bool:
+        """Introduce all to the first; whether they are well. A handshake that a busy machine cut short is made again."""
+        for node in self.nodes[1:]:
+            self.nodes[0].client.execute_command(
+                "CLUSTER MEET", "127.0.0.1", node.open_port, node.bus
+            )
+        return until(self.well, 3.0)
+
+    def well(self) -> bool:
+        """Whether all nodes say that the cluster is."""
+        return all(node.knows(len(self.nodes)) for node in self.nodes)
+
+
+@contextmanager
+def cluster(folder: Path, tls: Mapping[str, str] | None = None) -> Iterator[TestCluster]:
+    """Start it, wait until every node knows every slot, stop it; `tls`: Redis' settings, also between nodes."""
+    binary, tls = redis_binary(), tls or {}
+    nodes = [Node(binary, folder / f"node-{number}", tls) for number in range(MASTERS)]
+    try:
+        for node in nodes:
+            node.start()
+        share = SLOTS // MASTERS
+        for number, node in enumerate(nodes):
+            last = SLOTS - 1 if number == MASTERS - 1 else (number + 1) * share - 1
+            node.client.execute_command("CLUSTER ADDSLOTSRANGE", number * share, last)
+            node.client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+        found = TestCluster(nodes, tls.get("tls-ca-cert-file", ""))
+        assert any(found.meet() for _ in range(20)), "the nodes did not find together"
+        yield found
+    finally:
+        for node in nodes:
+            node.stop()
+
+
+def _text(reply: object) -> object:
+    return reply.decode() if isinstance(reply, bytes) else reply
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

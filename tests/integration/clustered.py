@@ -1,0 +1,53 @@
+"""What tests of a night in a Redis Cluster ask and know."""
+
+from typing import Any
+
+from cache.artefacts import open_generation
+from cache.directory import Directory
+from cache.keys import hash_id
+from cache.releases import newest_release
+from precompute.config import NightConfig
+from tests.clusters import Node, TestCluster
+from tests.integration.nights import (
+    histories,
+)
+from tests.integration.serving_app import Running
+
+OUTAGES = {"l2_down", "l2_timeout", "breaker_open", "page_missing"}
+
+
+def live(night: NightConfig) -> str:
+    release = newest_release(night.store())
+    assert release is not None
+    return release.generation
+
+
+async def ask(app: Running, users: list[str]) -> dict[str, dict[str, Any]]:
+    """Every user is answered, from one generation, with a source, and with a reason where it is not from L2."""
+    body = await app.post("/v1/lookup/user_topk", {"entities": users})
+    answers = {each["id"]: each for each in body["answers"]}
+    assert list(answers) == users
+    for each in answers.values():
+        assert each["source"] == "l2" or each["reason"] in OUTAGES, each
+    return answers
+
+
+async def all_from_l2(app: Running, users: list[str]) -> bool:
+    return {each["source"] for each in (await ask(app, users)).values()} == {"l2"}
+
+
+def page_key_of(night: NightConfig, user: str) -> str:
+    """The page that holds a user's list."""
+    manifest, root = open_generation(night.store(), live(night))
+    table = manifest.tables["user_topk"]
+    directory = Directory.open(root, manifest.entity_sets[table.entity])
+    page, _ = table.locate(*directory.place(directory.find(hash_id(user.encode(), directory.seed))))
+    return night.keyspace().page(manifest.generation, "user_topk", page)
+
+
+def users_of(night: NightConfig) -> list[str]:
+    return sorted(histories(night))
+
+
+def other_than(servers: TestCluster, home: Node) -> Node:
+    return next(node for node in servers.nodes if node is not home)

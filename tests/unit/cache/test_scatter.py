@@ -1,0 +1,243 @@
+"""A batch over several nodes: who is asked what, how answers come together, and where redirections end."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hiredis
+import numpy as np
+import pytest
+
+from cache.commands import (
+    Answer,
+    Command,
+    Overlay,
+    OverlayRead,
+    Packer,
+    PageRead,
+    PageReads,
+    unpack,
+)
+from cache.errors import TierUnavailable
+from cache.frames import Frames
+from cache.keys import Keyspace
+from cache.redirects import Asking, Redirected, is_redirect, refused
+from cache.scatter import REDIRECTS_MAX, Scatter, Slots
+
+KEYS = Keyspace("default")
+DOWN = TierUnavailable("down", reason="connection")
+
+
+class FakeTier:
+    """Keeps what it is asked until the test says what it answers."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.asked: list[tuple[Sequence[Command], Callable[[Sequence[Answer]], object]]] = []
+
+    def submit(
+        self, commands: Sequence[Command], keep: Callable[[Sequence[Answer]], object]
+    ) -> None:
+        self.asked.append((commands, keep))
+
+    def land(self, make: Callable[[Command], Answer]) -> None:
+        commands, keep = self.asked.pop(0)
+        keep([make(each) for each in commands])
+
+
+class FakeNodes:
+    """Even slots are a's, odd ones b's, unless one was learned."""
+
+    def __init__(self) -> None:
+        self.all = {name: FakeTier(name) for name in "abc"}
+        self.learned: dict[int, str] = {}
+        self.refreshes = 0
+        self.nobody: set[int] = set()
+
+    def of_slot(self, slot: int) -> FakeTier | None:
+        if slot in self.nobody:
+            return None
+        return self.all[self.learned.get(slot, "ab"[slot % 2])]
+
+    def at(self, address: str) -> FakeTier:
+        return self.all[address]
+
+    def learn(self, slot: int, address: str) -> None:
+        self.learned[slot] = address
+
+    def refresh_soon(self) -> None:
+        self.refreshes += 1
+
+
+@pytest.fixture
+def nodes() -> FakeNodes:
+    return FakeNodes()
+
+
+def send(nodes: Any, commands: Sequence[Command], window_s: float = 60.0) -> Any:
+    return Scatter(commands, list, nodes, Slots(KEYS), window_s).send()
+
+
+def reads(count: int) -> PageReads:
+    return PageReads("g1", "t", list(range(count)), [8 * n for n in range(count)], 4)
+
+
+def payload(command: Command) -> bytes:
+    assert isinstance(command, PageRead)
+    return b"%04d" % command.page
+
+
+def moved(to: str, *, ask: bool = False) -> Callable[[Command], Answer]:
+    slots = Slots(KEYS)
+    return lambda command: Redirected(
+        "elsewhere", slot=slots.of_one(command), address=to, is_ask=ask
+    )
+
+
+async def test_answers_come_together_in_the_order_of_the_reads(nodes: FakeNodes) -> None:
+    result = send(nodes, reads(100))
+    a, b = nodes.all["a"], nodes.all["b"]
+    assert len(a.asked) == len(b.asked) == 1
+    (mine, _), (others, _) = a.asked[0], b.asked[0]
+    assert isinstance(mine, PageReads) and len(mine) + len(others) == 100
+    assert all(Slots(KEYS).of_one(each) % 2 == 0 for each in mine)
+
+    b.land(payload)
+    assert not result.done()
+    a.land(payload)
+
+    assert await result == [b"%04d" % page for page in range(100)]
+    assert [each.offset for each in mine] == [8 * each.page for each in mine]
+
+
+async def test_frames_of_a_part_are_put_in_their_places(nodes: FakeNodes) -> None:
+    result = send(nodes, reads(50))
+    for tier in (nodes.all["a"], nodes.all["b"]):
+        commands, keep = tier.asked.pop()
+        data = b"".join(b"$4\r\n%b\r\n" % payload(each) for each in commands)
+        keep(Frames(data, len(commands), 4))
+    assert await result == [b"%04d" % page for page in range(50)]
+
+
+async def test_columns_of_all_parts_are_columns(nodes: FakeNodes) -> None:
+    seen: list[Sequence[Answer]] = []
+    result = Scatter(reads(50), seen.append, nodes, Slots(KEYS), 1.0).send()  # type: ignore[arg-type]
+    for tier in (nodes.all["b"], nodes.all["a"]):
+        commands, keep = tier.asked.pop()
+        before = b"$4\r\nskip\r\n"
+        data = before + b"".join(b"$4\r\n%b\r\n" % payload(each) for each in commands)
+        keep(Frames(data, len(commands) + 1, 4).part(1, len(commands)))
+    await result
+    (found,) = seen
+    assert isinstance(found, Frames)
+    assert found.rows(np.dtype("S4")).tolist() == [b"%04d" % page for page in range(50)]
+
+
+async def test_columns_beside_a_dead_node_are_put_in_their_places(nodes: FakeNodes) -> None:
+    result = send(nodes, reads(50))
+    commands, keep = nodes.all["b"].asked.pop()
+    keep(Frames(b"".join(b"$4\r\n%b\r\n" % payload(each) for each in commands), len(commands), 4))
+    nodes.all["a"].land(lambda _: DOWN)
+    assert [
+        DOWN if slot % 2 == 0 else b"%04d" % page
+        for page, slot in enumerate(Slots(KEYS).of(reads(50)))
+    ] == await result
+
+
+async def test_what_one_node_answers_alone_stays_as_it_is(nodes: FakeNodes) -> None:
+    nodes.learned = dict.fromkeys(range(16_384), "a")
+    seen: list[Sequence[Answer]] = []
+    result = Scatter(reads(9), seen.append, nodes, Slots(KEYS), 1.0).send()  # type: ignore[arg-type]
+    frames = Frames(b"$4\r\nabcd\r\n" * 9, 9, 4)
+    nodes.all["a"].asked[0][1](frames)
+    await result
+    assert seen[0] is frames
+
+
+async def test_a_dead_node_costs_only_its_own_keys(nodes: FakeNodes) -> None:
+    result = send(nodes, reads(100))
+    nodes.all["a"].land(lambda _: DOWN)
+    nodes.all["b"].land(payload)
+    found, slots = await result, list(Slots(KEYS).of(reads(100)))
+    assert [each is DOWN for each in found] == [slot % 2 == 0 for slot in slots]
+    assert nodes.refreshes > 0
+
+
+async def test_a_slot_that_nobody_serves_is_a_miss_at_once(nodes: FakeNodes) -> None:
+    nodes.nobody = set(range(16_384))
+    found = await send(nodes, reads(3))
+    assert all(isinstance(each, TierUnavailable) for each in found) and nodes.refreshes
+
+
+async def test_a_moved_key_is_read_where_it_is_now(nodes: FakeNodes) -> None:
+    result = send(nodes, reads(20))
+    nodes.all["b"].land(payload)
+    nodes.all["a"].land(moved("c"))
+    assert not result.done() and set(nodes.learned.values()) == {"c"}
+    assert all(isinstance(each, PageRead) for each in nodes.all["c"].asked[0][0])
+    nodes.all["c"].land(payload)
+    assert await result == [b"%04d" % page for page in range(20)]
+
+
+async def test_a_key_on_its_way_is_asked_for_this_once(nodes: FakeNodes) -> None:
+    read = PageRead("g1", "t", 0, 0, 4)
+    result = send(nodes, [read])
+    nodes.of_slot(Slots(KEYS).of_one(read)).land(moved("c", ask=True))  # type: ignore[union-attr]
+    assert nodes.all["c"].asked[0][0] == [Asking(read)] and not nodes.learned
+    nodes.all["c"].land(lambda _: b"here")
+    assert await result == [b"here"]
+
+
+async def test_redirections_in_a_circle_end(nodes: FakeNodes) -> None:
+    nodes.learned = dict.fromkeys(range(16_384), "a")
+    result = send(nodes, reads(2))
+    hops = 0
+    while not result.done():
+        nodes.all["a"].land(moved("a"))
+        hops += 1
+    assert hops == REDIRECTS_MAX + 1
+    assert all(isinstance(each, Redirected) for each in await result)
+
+
+async def test_redirections_end_with_their_window(nodes: FakeNodes) -> None:
+    result = send(nodes, reads(20), window_s=0.0)
+    nodes.all["b"].land(payload)
+    nodes.all["a"].land(moved("c"))  # which never answers
+    async with asyncio.timeout(30):
+        found = await result
+    assert {type(each) for each in found} == {bytes, Redirected}
+    nodes.all["c"].land(payload)  # too late, and no harm
+
+
+async def test_a_caller_that_left_is_not_answered(nodes: FakeNodes) -> None:
+    result = send(nodes, reads(20))
+    result.cancel()
+    nodes.all["a"].land(moved("c"))
+    nodes.all["b"].land(payload)
+    assert not nodes.all["c"].asked
+
+
+def test_a_redirection_says_where() -> None:
+    found = refused(hiredis.ReplyError("MOVED 3999 10.0.0.1:6381"))
+    assert isinstance(found, Redirected)
+    assert (found.slot, found.address, found.is_ask) == (3999, "10.0.0.1:6381", False)
+    asked = refused(hiredis.ReplyError("ASK 3999 [::1]:6381"))
+    assert isinstance(asked, Redirected) and asked.is_ask and asked.address == "[::1]:6381"
+
+
+@pytest.mark.parametrize("reply", ["MOVED 1 :6381", "MOVED 1 ?:1", "OOM command not allowed"])
+def test_a_refusal_that_says_nowhere_is_one(reply: str) -> None:
+    assert type(refused(hiredis.ReplyError(reply))) is TierUnavailable
+    assert is_redirect(hiredis.ReplyError(reply)) == reply.startswith("MOVED")
+
+
+def test_every_part_of_a_command_is_preceded_by_asking() -> None:
+    page, overlay = PageRead("g1", "t", 0, 0, 4), OverlayRead("g1", "t", "ab")
+    packer = Packer(KEYS)
+    packed, count = packer.pack([Asking(overlay), Asking(page)])
+    plain = packer.pack([overlay, page])[0]
+    assert count == 6 and packed.count(b"ASKING") == 3
+    assert packed.replace(b"*1\r\n$6\r\nASKING\r\n", b"") == plain
+
+    found = unpack([Asking(overlay), Asking(page)], [b"OK", 1500, b"OK", b"value", b"OK", b"page"])
+    assert found == [Overlay(b"value", 1.5), b"page"]
