@@ -17,6 +17,7 @@ from cache.nodes import Nodes
 from cache.part import Keep, as_it_is
 from cache.remote import RemoteConfig, RemoteTier
 from cache.scatter import Scatter, Slots
+from cache.sketch import Name, Report
 from cache.topology import is_cluster
 
 T = TypeVar("T")
@@ -143,6 +144,14 @@ class ClusterTier:
     async def sign_off(self, replica_id: str) -> None:
         """See `RemoteTier.sign_off`."""
         await self._home(lambda tier: tier.sign_off(replica_id))
+
+    async def report_hot(self, report: Report) -> None:
+        """See `RemoteTier.report_hot`."""
+        await self._home(lambda tier: tier.report_hot(report))
+
+    async def hot(self, hour: int) -> list[Name]:
+        """See `RemoteTier.hot`."""
+        return await self._home(lambda tier: tier.hot(hour))
 
     async def eviction_policy(self) -> str:
         """The first that may evict pages among the nodes that answer, else any; TierUnavailable when none answers."""

@@ -146,6 +146,10 @@ class Keyspace:
         """Sorted set of serving replicas by heartbeat."""
         return f"larder:{FORMAT}:{{{self.namespace}}}:replicas"
 
+    def hot(self, hour: int) -> str:
+        """Sorted set of table and id by how often it was asked for in one hour (since 1970, Redis' clock)."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:hot:{hour}"
+
     @property
     def channel(self) -> str:
         """Pub/sub channel that shortens what polling would find anyway."""

@@ -21,6 +21,7 @@ from cache.lane import SECOND_LOOK_S, Lane, deadline_for
 from cache.lease import Lease
 from cache.part import Keep, Part, as_it_is
 from cache.redirects import is_redirect
+from cache.sketch import MEMBERS_MAX, READ_AT_ONCE, REPORT, Name, Report, hottest
 from cache.wire import Batch, Replies
 
 PROTOCOL = 2
@@ -263,6 +264,24 @@ class RemoteTier:
     async def slots(self) -> Any:
         """What this node of a Redis Cluster says of who serves which slot: the reply to `CLUSTER SLOTS`."""
         return await self._ask("CLUSTER", "SLOTS")
+
+    async def report_hot(self, report: Report) -> None:
+        """Adds to the sketch of recent requests what this replica was asked for."""
+        keys = self.keyspace.hot(report.hour), self.keyspace.hot(report.hour - 1)
+        await self._ask("EVAL", REPORT, len(keys), *keys, *report.arguments())
+
+    async def hot(self, hour: int) -> list[Name]:
+        """What all replicas were asked for most in this hour and the last, hottest first."""
+        return hottest([await self._hot(self.keyspace.hot(each)) for each in (hour, hour - 1)])
+
+    async def _hot(self, key: str) -> list[bytes]:
+        found: list[bytes] = []
+        for start in range(0, MEMBERS_MAX, READ_AT_ONCE):
+            last = start + READ_AT_ONCE - 1
+            found += (piece := await self._ask("ZREVRANGE", key, start, last, "WITHSCORES"))
+            if len(piece) < 2 * READ_AT_ONCE:
+                break
+        return found
 
     async def eviction_policy(self) -> str:
         """`maxmemory-policy` of the server; `allkeys-*` would evict published pages."""

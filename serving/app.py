@@ -41,6 +41,7 @@ from serving.pulse import Pulse
 from serving.refresh import Refresher
 from serving.routes import Service, routes
 from serving.shelf import Shelf
+from serving.sketch import Sketch
 from serving.snapshot import Snapshot
 from serving.tally import Overload
 from serving.trial import Trial
@@ -177,12 +178,16 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             "overlays_stored": tiers.writes.stored,
             "overlays_failed": tiers.writes.failed,
             "overlays_dropped": tiers.writes.dropped,
+            "hot_reported": sketch.reported,
+            "hot_reports_failed": sketch.failed,
             **lead.counts.events(),
         }
 
     aside = ThreadPoolExecutor(1, thread_name_prefix="larder-next")
     clock = RedisClock()
-    warming = Warming(tiers, lambda: ladder.recent)
+    sketch = Sketch(remote, ladder.recent, lambda: shelf.live, clock)
+    hottest = sketch.hottest if config.sketch_s else None
+    warming = Warming(tiers, lambda: ladder.recent, hottest, metrics.warmed)
     trial = Trial(lambda: shelf.canary, metrics)
     shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside)
     follower = Follower(
@@ -204,6 +209,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         poll_s=config.poll_s,
         blocklist_poll_s=config.blocklist_poll_s,
         heartbeat_s=config.heartbeat_s,
+        also=[(config.sketch_s, sketch.report)] if config.sketch_s else (),
     )
     nights = Nights(config.nights(), follower)
     _gauges(metrics, refresher, local, remote.breaker, batcher, nights)

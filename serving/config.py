@@ -70,6 +70,7 @@ class ServingConfig:
     poll_s: float = 1.0
     blocklist_poll_s: float = 1.0
     heartbeat_s: float = 1.0
+    sketch_s: float = 5.0
     drain_s: float = 10.0
     load_bound_s: float = 60.0
 
@@ -98,6 +99,10 @@ class ServingConfig:
             raise ConfigError(
                 f"lease_wait_ms is 0 (no leases) to 60000, not {self.lease_wait_ms}",
                 field="lease_wait_ms",
+            )
+        if not 0 <= self.sketch_s <= 3_600:
+            raise ConfigError(
+                f"sketch_s is 0 (no sketch) to 3600, not {self.sketch_s}", field="sketch_s"
             )
         parse_cores(self.live_cores)
         self.nights()

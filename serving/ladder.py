@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -17,10 +16,8 @@ from serving.infer import Inferences
 from serving.live import Computed
 from serving.metrics import Metrics
 from serving.reply import EXHAUSTED, Reply, Turn
+from serving.sketch import Recent
 from serving.snapshot import Snapshot
-
-RECENT = 4_096
-"""Entities remembered, with repetitions: what is hot is read ahead before the next generation takes over."""
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +47,7 @@ class Ladder:
         timer: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.recent: deque[tuple[str, bytes]] = deque(maxlen=RECENT)
+        self.recent = Recent()
         self._tiers = tiers
         self._inferences = inferences
         self._metrics = metrics

@@ -134,6 +134,13 @@ class Metrics:
         self.warm_seconds = Gauge(
             "larder_warm_seconds", "From staged to ready, at the last staging", registry=registry
         )
+        self.warmed_records = Counter(
+            "larder_warmed_records", "Records read into L1 before they were asked for",
+            registry=registry,
+        )  # fmt: skip
+        self.warming_seconds = Counter(
+            "larder_warming_seconds", "Time spent on reading ahead", registry=registry
+        )
         self.flip_answer_seconds = Histogram(
             "larder_flip_answer_seconds", "Request start to answer, in the second after a flip",
             buckets=_SECONDS, registry=registry,
@@ -200,6 +207,11 @@ class Metrics:
         """One inference for `size` inputs."""
         self.live_batch.observe(size)
         self._stages["inference"].observe(seconds)
+
+    def warmed(self, records: int, seconds: float) -> None:
+        """So many records were read ahead."""
+        self.warmed_records.inc(records)
+        self.warming_seconds.inc(seconds)
 
     def hold(self, roles: Mapping[str, str], *, is_degraded: bool) -> None:
         """The generations held from now on, by role."""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -59,6 +59,7 @@ class Refresher:
         poll_s: float,
         blocklist_poll_s: float,
         heartbeat_s: float,
+        also: Sequence[tuple[float, Step]] = (),
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.follower = follower
@@ -71,12 +72,13 @@ class Refresher:
         self._wake_pointer, self._wake_blocklist, self._wake_beat = (
             asyncio.Event(), asyncio.Event(), asyncio.Event(),
         )  # fmt: skip
-        self._steps: tuple[tuple[Callable[[], float], Step, asyncio.Event], ...] = (
+        self._steps: list[tuple[Callable[[], float], Step, asyncio.Event]] = [
             (self._look_s, follower.look, self._wake_pointer),
             (lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
             (lambda: heartbeat_s, self.beat, self._wake_beat),
             (lambda: _SWEEP_S, self.sweep_copies, asyncio.Event()),
-        )
+            *((lambda pause_s=pause_s: pause_s, step, asyncio.Event()) for pause_s, step in also),
+        ]
         self._tasks: list[asyncio.Task[None]] = []
         self._beating = asyncio.Lock()
         self._is_policy_fine = self._is_policy_unknown = False

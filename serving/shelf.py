@@ -18,8 +18,8 @@ from serving.metrics import Metrics
 from serving.published import Open, open_published
 from serving.snapshot import Snapshot
 
-Warm = Callable[[Snapshot, Snapshot], Coroutine[Any, Any, None]]
-"""(coming, current): reads ahead for the coming one what callers asked of the current."""
+Warm = Callable[[Snapshot, Snapshot | None], Coroutine[Any, Any, None]]
+"""(coming, current): reads ahead for the coming one what callers ask for; nothing is current at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,11 @@ class Shelf:
         self._first: Snapshot | None = None
 
     @property
+    def live(self) -> Snapshot | None:
+        """What is answered from, if anything is yet."""
+        return None if self.holding is None else self.holding.live
+
+    @property
     def generations(self) -> tuple[str, ...]:
         """Ids of all that is here, also before anything is live."""
         if self.holding is not None:
@@ -87,10 +92,10 @@ class Shelf:
         return await loop.run_in_executor(self._aside, self._open, coming, self.blocklist)
 
     async def warm(self, coming: Snapshot) -> None:
-        """Reads ahead what callers ask of the live one; a cold start is slower, never wrong."""
-        if self._warm is not None and self.holding is not None:
+        """Reads ahead what callers ask for; a cold start is slower, never wrong."""
+        if self._warm is not None:
             with contextlib.suppress(Exception):
-                await self._warm(coming, self.holding.live)
+                await self._warm(coming, self.live)
 
     def is_worse(self, coming: Snapshot) -> str | None:
         """A generation whose models do not open here would answer less than the live one does."""

@@ -18,6 +18,7 @@ from precompute.display import Found, err
 from precompute.erasures.erasing import (
     Standing,
     begin_erasing,
+    drop_hot,
     drop_overlays,
     forget,
     look_without_redis,
@@ -50,6 +51,7 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
                 if erasure is not None:
                     # Also of one that is done: a request under way when it was blocked may have left a record since.
                     dropped = drop_overlays(config, store, releases.control, [erasure])
+                    drop_hot(config, store, releases.control, [erasure])
                 standings = settle(config, releases)
         except LarderError as error:
             err.print(f"Redis could not be asked: {error.message}", markup=False)

@@ -1,5 +1,6 @@
 """Erasing an entity: blocked at once, overlays dropped, left out from the next night on, done when nothing holds it."""
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from cache.blocklist import change_blocklist, latest_blocklist
 from cache.errors import Conflict, LarderError
 from cache.keys import hash_hex, hash_id
 from cache.manifest import EntityKind, Manifest
+from cache.sketch import HOUR_S, LIFE_S, hour_of, member
 from precompute.checks import demand_reason
 from precompute.config import NightConfig
 from precompute.erasures.erasure import (
@@ -99,6 +101,24 @@ def drop_overlays(
     return sum(int(control.client.unlink(*batch)) for batch in batches)
 
 
+def drop_hot(
+    config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]
+) -> int:
+    """Take these entities out of the sketch of recent requests; how often they stood there."""
+    tables = set(config.tables)
+    for generation in sorted(control.rows()):
+        with contextlib.suppress(LarderError):  # its files are gone
+            tables |= set(read_manifest(store, generation).tables)
+    members = [member((table, each.raw)) for each in erasures for table in sorted(tables)]
+    batches = [members[at : at + UNLINK_BATCH] for at in range(0, len(members), UNLINK_BATCH)]
+    now, keys = hour_of(control.time()), config.keyspace()
+    # A replica's idea of Redis' clock may be a little ahead.
+    hours = range(now - LIFE_S // HOUR_S, now + 2)
+    return sum(
+        int(control.client.zrem(keys.hot(hour), *batch)) for batch in batches for hour in hours
+    )
+
+
 def _overlay_keys(
     config: NightConfig, store: ArtefactStore, generation: str, erasures: Sequence[Erasure]
 ) -> list[str]:
@@ -131,6 +151,7 @@ def settle(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
     pending = [each for each in erasures if each.is_pending]
     if pending:
         drop_overlays(config, store, control, pending)
+        drop_hot(config, store, control, pending)
         # Rows before files: a night notes itself before it looks for erasures, and writes files after.
         held = holders(store, pending, control.rows())
         for each in pending:

@@ -17,6 +17,7 @@ from cache.keys import Keyspace
 from cache.lease import LeaseSwap, LeaseTake, Mark
 from cache.releases import Pointer
 from cache.remote import RemoteConfig, RemoteTier
+from cache.sketch import Report
 from precompute.releases.control import Control, Row
 from precompute.releases.staging import Stage
 from precompute.releases.states import State
@@ -112,6 +113,8 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     assert await remote.write_overlays([marked, marked._replace(mark=None)]) == [None, None]
     assert await remote.lease(LeaseTake(*mark, 60_000)) == b"done:replica/1"
     assert await remote.lease(LeaseSwap(*mark, mark.token, 60_000)) is None
+    await remote.report_hot(Report(5, [(("user_topk", b"u1"), 2)], [("user_topk", b"u2")]))
+    assert await remote.hot(5) == [("user_topk", b"u1")]
     assert await remote.eviction_policy() == "volatile-lru"
     await remote.heartbeat("replica-1", b"{}", 1.0)
     await remote.heartbeat("replica-1", b'{"holds":[]}', 2.0)
@@ -144,6 +147,14 @@ def test_the_service_hears_of_a_publish(reader: redis.Redis, loader: redis.Redis
         ("UNLINK", KEYS.page("g1", "user_topk", 0)),
         ("DEL", KEYS.live),
         ("SET", KEYS.next, "{}"),
+        ("ZINCRBY", KEYS.replicas, "1", "x"),
+        ("ZINCRBY", KEYS.live, "1", "x"),
+        ("ZREVRANGE", KEYS.replicas, "0", "-1"),
+        ("EXPIRE", KEYS.page("g1", "user_topk", 0), "1"),
+        ("ZADD", KEYS.hot(1), "1", "x"),
+        ("SET", KEYS.hot(1), "x"),
+        ("UNLINK", KEYS.hot(1)),
+        ("ZINCRBY", "larder:1:{other}:hot:1", "1", "x"),
         ("HSET", KEYS.generations, "g1", "live"),
         ("SET", "larder:1:other:w:g1:user_topk:ab", "x"),
         ("GET", "somebody-elses-key"),
@@ -172,6 +183,8 @@ def test_the_service_can_neither_move_the_pointer_nor_touch_a_page(
         f"'SET', '{KEYS.page('g1', 'user_topk', 0)}', 'x'",
         f"'HSET', '{KEYS.generations}', 'g1', 'live'",
         f"'UNLINK', '{KEYS.overlay('g1', 'user_topk', 'ab')}'",
+        f"'ZINCRBY', '{KEYS.replicas}', '1', 'x'",
+        f"'ZADD', '{KEYS.hot(1)}', '1', 'x'",
         f"'PUBLISH', '{KEYS.channel}', 'pointer'",
         "'FLUSHALL'",
     ],
@@ -180,7 +193,7 @@ def test_a_script_of_the_service_reaches_no_further_than_the_service(
     reader: redis.Redis, loader: redis.Redis, call: str
 ) -> None:
     loader.set(KEYS.live, b"{}")
-    for keys in ((), (KEYS.replicas,), (KEYS.live,)):
+    for keys in ((), (KEYS.replicas,), (KEYS.live,), (KEYS.hot(1),)):
         with pytest.raises(redis.exceptions.ResponseError, match=r"(?i)permission|ACL|can't"):
             reader.eval(f"return redis.call({call})", len(keys), *keys)
     assert loader.get(KEYS.live) == b"{}"
@@ -211,6 +224,14 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
     assert loader.get(KEYS.next) is None
     assert loader.info("memory")["maxmemory"] == 2 << 30
     assert loader.unlink(page, KEYS.loaded("g1")) == 2
+
+
+def test_the_night_takes_an_erased_entity_out_of_the_sketch(
+    loader: redis.Redis, reader: redis.Redis
+) -> None:
+    reader.zincrby(KEYS.hot(7), 1.0, "user_topk:u1")
+
+    assert loader.zrem(KEYS.hot(7), "user_topk:u1") == 1
 
 
 def test_the_night_removes_an_overlay_that_it_can_neither_read_nor_write(

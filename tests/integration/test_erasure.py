@@ -17,9 +17,17 @@ from cache.blocklist import change_blocklist, latest_blocklist
 from cache.directory import Directory
 from cache.errors import Conflict
 from cache.keys import hash_hex, hash_id
+from cache.sketch import hour_of
 from precompute import beginning, catalogue, pipeline
 from precompute.config import NightConfig
-from precompute.erasures.erasing import Standing, begin_erasing, drop_overlays, forget, look, settle
+from precompute.erasures.erasing import (
+    Standing,
+    begin_erasing,
+    drop_overlays,
+    forget,
+    look,
+    settle,
+)
 from precompute.erasures.erasure import all_erasures, demand_unerased, request
 from precompute.releases.control import Control, connect
 from precompute.releases.registry import open_releases
@@ -235,6 +243,22 @@ def test_overlays_of_the_entity_are_dropped_and_others_stay(night: NightConfig) 
 
         assert is_new and dropped == 2
         assert [bool(client.exists(name)) for name in names] == [False, True, False, True]
+
+
+def test_the_entity_leaves_the_sketch_of_recent_requests(night: NightConfig) -> None:
+    keys = night.keyspace()
+    with connect(night.redis_url, 5.0) as client:
+        control = Control(client, keys)
+        hour = hour_of(control.time())
+        for each in (hour, hour - 1):
+            for name in (b"user_topk:somebody", b"user_vector:somebody", b"user_topk:else"):
+                client.zincrby(keys.hot(each), 3.0, name)
+        begin_erasing(night.store(), b"somebody", "user", at=1.0)
+
+        settled(night)
+
+        left = [client.zrange(keys.hot(each), 0, -1) for each in (hour, hour - 1)]
+        assert left == [[b"user_topk:else"]] * 2
 
 
 def test_an_entity_that_nothing_holds_is_done_at_once_and_stays_out(night: NightConfig) -> None:

@@ -105,7 +105,7 @@ def test_an_empty_history_is_not_a_missing_one_and_order_matters():
 
 def test_control_keys_share_a_slot_and_pages_do_not():
     keys = Keyspace("shop")
-    assert all("{shop}" in key for key in (keys.live, keys.generations, keys.replicas))
+    assert all("{shop}" in key for key in (keys.live, keys.generations, keys.replicas, keys.hot(1)))
     assert "{" not in keys.page("g", "t", 0) + keys.overlay("g", "t", "0") + keys.loaded("g")
 
 

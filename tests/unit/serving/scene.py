@@ -106,7 +106,7 @@ class Scene:
         changes = {"epoch": to.epoch, "blocklist": blocklist, "degraded": self.degraded}
         return self.world.snapshot(to.generation, **changes)
 
-    async def warm(self, coming: Snapshot, _current: Snapshot) -> None:
+    async def warm(self, coming: Snapshot, _current: Snapshot | None) -> None:
         self.warmed.append(coming.generation)
 
     async def publish(self, to: Pointer | bytes | None) -> None:

@@ -35,7 +35,7 @@ async def test_what_is_staged_is_loaded_and_warmed_and_said_to_be_ready(scene: S
 
     await stage(scene, B)
 
-    assert scene.held == [A, B] and scene.warmed == [B]
+    assert scene.held == [A, B] and scene.warmed == [A, B]
     beat = scene.redis.beats[-1]
     assert (beat["serving"], beat["ready"], beat["failed"]) == (A, [A, B], {})
     assert beat["holds"] == [A, B] and beat["warm_s"] == 0 and beat["swapped_at"] is None
@@ -48,7 +48,7 @@ async def test_the_swap_to_what_is_ready_loads_nothing(scene: Scene) -> None:
     scene.timer.tick(5)
     await scene.publish(pointer(B, 2, A))
 
-    assert scene.opened == [A, B] and scene.held == [B, A] and scene.warmed == [B]
+    assert scene.opened == [A, B] and scene.held == [B, A] and scene.warmed == [A, B]
     held = scene.follower.holding
     assert held is not None and held.next is None and held.live.epoch == 2
     await scene.refresher.beat()

@@ -1,0 +1,66 @@
+"""The sketch of recent requests in Redis: which ids were asked for most, of this hour and the last. Pure."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+HOUR_S = 3_600
+LIFE_S = 2 * HOUR_S
+"""From the last report of an hour: no id stays longer than three hours after it was asked for."""
+MEMBERS_MAX = 4_096
+"""Of each hour; what was counted least goes first."""
+
+READ_AT_ONCE = 1_024
+"""Members in one reply: about 0.4 ms of Redis, which readers wait for."""
+
+Name = tuple[str, bytes]
+"""A table and the raw id of an entity."""
+
+# One script and not a pipeline: at no moment is there more than `MEMBERS_MAX`, or an hour that does not expire. What
+# must go goes first: at maxmemory Redis refuses the rest.
+REPORT = """
+local last = 3 + 2 * ARGV[3]
+for at = last + 1, #ARGV do
+  redis.call('ZREM', KEYS[1], ARGV[at])
+  redis.call('ZREM', KEYS[2], ARGV[at])
+end
+for at = 4, last, 2 do redis.call('ZINCRBY', KEYS[1], ARGV[at], ARGV[at + 1]) end
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -1 - ARGV[1])
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+"""
+
+
+class Report(NamedTuple):
+    """How often a replica was asked for what since its last one, and what must not be in the sketch at all."""
+
+    hour: int
+    counts: Sequence[tuple[Name, int]]
+    gone: Sequence[Name] = ()
+
+    def arguments(self) -> list[Any]:
+        """ARGV of `REPORT`."""
+        found: list[Any] = [MEMBERS_MAX, LIFE_S, len(self.counts)]
+        for name, count in self.counts:
+            found += count, member(name)
+        return found + [member(name) for name in self.gone]
+
+
+def hour_of(at: float) -> int:
+    """The hour that a moment (Unix seconds, Redis' clock) counts for."""
+    return int(at // HOUR_S)
+
+
+def member(name: Name) -> bytes:
+    """How an entity is written; no table has a colon in its name."""
+    return b"%b:%b" % (name[0].encode(), name[1])
+
+
+def hottest(hours: Iterable[Sequence[bytes]]) -> list[Name]:
+    """The names of all hours, most asked first; each hour is what ZREVRANGE WITHSCORES replied."""
+    counts: dict[bytes, float] = {}
+    for replies in hours:
+        # Read in pieces, between which members may have changed places: each counts once.
+        for each, count in dict(zip(replies[::2], replies[1::2], strict=True)).items():
+            counts[each] = counts.get(each, 0.0) + float(count)
+    ranked = sorted(counts, key=counts.__getitem__, reverse=True)[:MEMBERS_MAX]
+    parts = [each.partition(b":") for each in ranked]
+    return [(table.decode(errors="replace"), raw) for table, _, raw in parts if raw]

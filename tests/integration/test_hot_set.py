@@ -1,0 +1,175 @@
+"""The sketch of recent requests in a real Redis, and replicas that read ahead from it."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from cache.blocklist import change_blocklist
+from cache.errors import TierUnavailable
+from cache.keys import Keyspace
+from cache.remote import RemoteConfig, RemoteTier
+from cache.sketch import LIFE_S, MEMBERS_MAX, Report
+from precompute.config import NightConfig
+from tests.integration.nights import NEXT, build_night, build_verified, histories, publish
+from tests.integration.serving_app import Running, eventually, serving
+
+USERS = 40
+
+
+@pytest.fixture
+async def tier(redis_url: str, keyspace: Keyspace) -> AsyncIterator[RemoteTier]:
+    tier = RemoteTier(RemoteConfig(redis_url, deadline_s=5.0), keyspace)
+    yield tier
+    await tier.aclose()
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
+    async with redis.asyncio.Redis.from_url(redis_url, protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
+def night(tmp_path: Path, redis_url: str) -> NightConfig:
+    return build_night(tmp_path / "night", redis_url, users=120, items=60)
+
+
+def known(night: NightConfig) -> list[str]:
+    return sorted(histories(night))[:USERS]
+
+
+async def ask(app: Running, users: list[str]) -> list[str]:
+    """Where the answers came from."""
+    body = {"entities": [{"id": user} for user in users], "k": 10}
+    return [each["source"] for each in (await app.post("/v1/lookup/user_topk", body))["answers"]]
+
+
+async def event(app: Running, name: str) -> float:
+    return (await app.counted("larder_tier_events_total"))[(name,)]
+
+
+async def test_reports_add_up_over_replicas_and_hours(
+    tier: RemoteTier, client: redis.asyncio.Redis
+) -> None:
+    await tier.report_hot(Report(9, [(("t", b"a"), 3)]))
+    await tier.report_hot(Report(10, [(("t", b"a"), 1), (("t", b"b:c"), 2)]))
+    await tier.report_hot(Report(10, [(("u", b"\xff"), 9)]))
+
+    assert await tier.hot(10) == [("u", b"\xff"), ("t", b"a"), ("t", b"b:c")]
+    assert await tier.hot(12) == []
+    for hour in (9, 10):
+        assert LIFE_S - 10 < await client.ttl(tier.keyspace.hot(hour)) <= LIFE_S
+
+
+async def test_an_hour_is_bounded_and_keeps_what_was_asked_most(
+    tier: RemoteTier, client: redis.asyncio.Redis
+) -> None:
+    await tier.report_hot(Report(1, [(("t", b"hot"), 5)]))
+    for start in range(0, MEMBERS_MAX + 500, 500):
+        counts = [(("t", b"%d" % number), 1) for number in range(start, start + 500)]
+        await tier.report_hot(Report(1, counts))
+
+        assert await client.zcard(tier.keyspace.hot(1)) <= MEMBERS_MAX
+    found = await tier.hot(1)
+    assert found[0] == ("t", b"hot") and len(found) == len(set(found)) == MEMBERS_MAX
+
+
+async def test_what_must_go_goes_from_both_hours(tier: RemoteTier) -> None:
+    for hour in (3, 4):
+        await tier.report_hot(Report(hour, [(("t", b"a"), 3), (("t", b"b"), 1)]))
+
+    await tier.report_hot(Report(4, [], [("t", b"a")]))
+
+    assert await tier.hot(4) == [("t", b"b")]
+
+
+async def test_a_damaged_key_is_an_outage_of_the_sketch_only(
+    tier: RemoteTier, client: redis.asyncio.Redis
+) -> None:
+    await client.set(tier.keyspace.hot(2), b"not a sorted set", ex=60)
+
+    with pytest.raises(TierUnavailable):
+        await tier.report_hot(Report(2, [(("t", b"a"), 3)]))
+    with pytest.raises(TierUnavailable):
+        await tier.hot(2)
+    await tier.ping()
+
+
+async def test_a_replica_that_starts_cold_answers_its_first_requests_from_l1(
+    night: NightConfig,
+) -> None:
+    users = known(night)
+    async with serving(night, sketch_s=0.05) as first:
+        assert set(await ask(first, users)) == {"l2"}
+        assert await eventually(lambda: reported(first, USERS))
+
+    async with serving(night) as second:
+        assert set(await ask(second, users)) == {"l1"}
+        assert (await second.counted("larder_warmed_records_total"))[()] == USERS
+        assert (await second.counted("larder_warming_seconds_total"))[()] > 0
+
+    async with serving(night, sketch_s=0.0) as third:
+        assert set(await ask(third, users)) == {"l2"}
+
+
+async def reported(app: Running, count: int) -> bool:
+    return await event(app, "hot_reported") >= count
+
+
+async def test_before_a_flip_a_replica_reads_ahead_what_others_were_asked(
+    night: NightConfig,
+) -> None:
+    users = known(night)
+    coming = build_verified(night, NEXT)
+    async with serving(night, sketch_s=0.05) as busy, serving(night) as idle:
+        await ask(busy, users)
+        assert await eventually(lambda: reported(busy, USERS))
+
+        await asyncio.to_thread(publish, night, coming)
+
+        async def follows() -> bool:
+            live = (await idle.get("/v1/generations"))["live"]
+            return bool(live["generation"] == coming)
+
+        assert await eventually(follows)
+        assert set(await ask(idle, users)) == {"l1"}
+
+
+async def test_who_is_blocked_leaves_the_sketch_and_is_not_read_ahead(night: NightConfig) -> None:
+    users = known(night)
+    async with serving(night, sketch_s=0.05) as app:
+        await ask(app, users)
+        assert await eventually(lambda: reported(app, USERS))
+        await asyncio.to_thread(change_blocklist, night.store(), block_users=[users[0].encode()])
+
+        async def gone() -> bool:
+            await ask(app, users[:1])  # whoever is blocked may go on asking
+            async with redis.asyncio.Redis.from_url(str(night.redis_url)) as client:
+                found = [
+                    each
+                    async for key in client.scan_iter(f"larder:1:{{{night.namespace}}}:hot:*")
+                    for each in await client.zrange(key, 0, -1)
+                ]
+            member = f"user_topk:{users[0]}".encode()
+            return len(found) >= USERS - 1 and member not in found
+
+        assert await eventually(gone)
+
+
+async def test_a_replica_starts_without_redis_and_its_reports_harm_nobody(
+    night: NightConfig,
+) -> None:
+    nowhere = dataclasses.replace(night, redis_url="redis://127.0.0.1:1/0")
+    async with serving(nowhere, sketch_s=0.05) as app:
+        assert set(await ask(app, known(night))) == {"default"}
+
+        async def failed() -> bool:
+            await ask(app, known(night))
+            return await event(app, "hot_reports_failed") >= 1
+
+        assert await eventually(failed)
+        assert await event(app, "hot_reported") == 0

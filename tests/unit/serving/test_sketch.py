@@ -1,0 +1,174 @@
+"""What a replica tells Redis of its hot ids, and what it makes of what others told."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from cache.blocklist import Blocklist
+from cache.errors import TierUnavailable
+from cache.sketch import LIFE_S, MEMBERS_MAX, Name, Report, hottest, member
+from serving.sketch import RECENT, REPORTED, Recent, Sketch
+from serving.snapshot import Snapshot
+from tests.fakes import FakeClock
+from tests.unit.serving.world import World
+
+
+@dataclass
+class FakeRedis:
+    """Keeps reports and answers with what tests say is hot."""
+
+    down: bool = False
+    reports: list[Report] = field(default_factory=list)
+    answers: list[Name] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+
+    async def report_hot(self, report: Report) -> None:
+        if self.down:
+            raise TierUnavailable("gone", reason="connection")
+        self.reports.append(report)
+
+    async def hot(self, hour: int) -> list[Name]:
+        if self.down:
+            raise TierUnavailable("gone", reason="connection")
+        self.asked.append(hour)
+        return self.answers
+
+
+def user(number: int) -> Name:
+    return "user_topk", b"u%d" % number
+
+
+class Replica:
+    """One replica's sketch over a fake Redis."""
+
+    def __init__(self) -> None:
+        self.clock, self.redis, self.recent = FakeClock(7_205.0), FakeRedis(), Recent()
+        self.live: Snapshot | None = World().snapshot()
+        self.sketch = Sketch(self.redis, self.recent, lambda: self.live, self.clock)
+
+    def block(self, **ids: Any) -> None:
+        assert self.live is not None
+        self.live = replace(self.live, blocklist=Blocklist(1, **ids))
+
+
+@pytest.fixture
+def replica() -> Replica:
+    return Replica()
+
+
+async def test_a_report_tells_each_request_once_under_its_hour(replica: Replica) -> None:
+    replica.recent.extend([user(1), user(2), user(1)])
+    await replica.sketch.report()
+    replica.clock.tick(3_600)
+    replica.recent.append(user(2))
+    await replica.sketch.report()
+    await replica.sketch.report()
+
+    assert [(each.hour, dict(each.counts)) for each in replica.redis.reports] == [
+        (2, {user(1): 2, user(2): 1}),
+        (3, {user(2): 1}),
+    ]
+    assert replica.sketch.reported == 3
+
+
+async def test_a_report_is_bounded_and_keeps_what_was_asked_most(replica: Replica) -> None:
+    for number in range(REPORTED + 100):
+        replica.recent.append(user(number))
+    replica.recent.extend([user(REPORTED + 99)] * 2)
+
+    await replica.sketch.report()
+
+    counts = [each for report in replica.redis.reports for each in report.counts]
+    assert len(counts) == len(dict(counts)) == REPORTED == replica.sketch.reported
+    assert counts[0] == (user(REPORTED + 99), 3)
+    assert max(len(report.counts) for report in replica.redis.reports) < REPORTED
+
+
+def test_what_is_remembered_is_bounded_and_a_mark_that_was_pushed_out_loses_nothing() -> None:
+    recent = Recent()
+    recent.append(user(0))
+    assert recent.fresh() == [user(0)]
+    assert recent.fresh() == [] and recent.fresh() == []
+    recent.extend(user(number) for number in range(RECENT + 5))
+
+    assert recent.fresh() == [user(number) for number in range(5, RECENT + 5)]
+    assert len(recent) == RECENT
+
+
+async def test_tables_that_the_live_generation_lacks_are_not_told(replica: Replica) -> None:
+    replica.recent.extend([("gone", b"u1"), user(1)])
+
+    await replica.sketch.report()
+
+    assert dict(replica.redis.reports[0].counts) == {user(1): 1}
+
+
+async def test_what_is_blocked_is_not_told_and_what_was_told_before_is_taken_back(
+    replica: Replica,
+) -> None:
+    replica.recent.extend([user(1), user(2)])
+    await replica.sketch.report()
+    replica.block(users=frozenset({b"u2"}), entities=frozenset({b"u3"}))
+    replica.recent.extend([user(1), user(3)])
+
+    await replica.sketch.report()
+
+    _, report = replica.redis.reports
+    assert dict(report.counts) == {user(1): 1}
+    assert set(report.gone) == {user(2), user(3)}
+    await replica.sketch.report()
+    assert len(replica.redis.reports) == 2
+
+
+async def test_without_redis_a_report_is_lost_but_what_must_go_still_goes_later(
+    replica: Replica,
+) -> None:
+    replica.recent.append(user(2))
+    await replica.sketch.report()
+    replica.block(users=frozenset({b"u2"}))
+    replica.redis.down = True
+    replica.recent.append(user(1))
+    await replica.sketch.report()
+    assert replica.sketch.failed == 1
+
+    replica.redis.down = False
+    await replica.sketch.report()
+
+    assert replica.redis.reports[-1] == Report(2, [], [user(2)])
+
+
+async def test_a_replica_without_a_generation_tells_nothing(replica: Replica) -> None:
+    replica.live = None
+    replica.recent.append(user(1))
+
+    await replica.sketch.report()
+
+    assert replica.redis.reports == []
+
+
+async def test_what_is_hot_is_asked_of_redis_clock_and_nothing_when_it_is_gone(
+    replica: Replica,
+) -> None:
+    replica.redis.answers = [user(3)]
+    assert await replica.sketch.hottest() == [user(3)]
+    assert replica.redis.asked == [2]
+
+    replica.redis.down = True
+
+    assert list(await replica.sketch.hottest()) == []
+
+
+def test_two_hours_are_one_ranking() -> None:
+    now = [b"t:a", b"3", b"t:b:c", b"1"]
+    before = [b"t:b:c", b"4.0", b"nonsense", b"9"]
+
+    assert hottest([now, before]) == [("t", b"b:c"), ("t", b"a")]
+    assert hottest([[], []]) == []
+
+
+def test_a_report_carries_its_bounds() -> None:
+    report = Report(5, [(user(1), 2)], [user(2)])
+
+    assert report.arguments() == [MEMBERS_MAX, LIFE_S, 1, 2, b"user_topk:u1", b"user_topk:u2"]
+    assert member(("t", b"a:b")) == b"t:a:b"
