@@ -7,7 +7,7 @@ stored as value * 2**-exponent, so that the largest of a record uses the upper e
 
 import functools
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -50,6 +50,10 @@ class Layout:
     kind: Kind
     width: int
     precision: Precision
+    dtype: np.dtype[Any] = field(init=False, repr=False, compare=False)
+    """The numpy structured dtype, packed and little-endian."""
+    size_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes per record."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind) or self.precision not in get_args(Precision):
@@ -60,16 +64,8 @@ class Layout:
             raise ConfigError(
                 f"a record holds 1 to 65535 numbers, not {self.width}", width=self.width
             )
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The numpy structured dtype, packed and little-endian."""
-        return _dtype(self.kind, self.width, self.precision)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes per record."""
-        return self.dtype.itemsize
+        object.__setattr__(self, "dtype", _dtype(self.kind, self.width, self.precision))
+        object.__setattr__(self, "size_bytes", self.dtype.itemsize)
 
     def to_json(self) -> dict[str, object]:
         """For the manifest."""
@@ -232,12 +228,17 @@ def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = 
                 numbers = np.ldexp(numbers, exponent)
             else:
                 numbers = numbers * np.frombuffer(record, "<f4", 1, _HEADER_BYTES)[0]
-    if not np.isfinite(numbers).all():
+    if not np.logical_and.reduce(np.isfinite(numbers)):
         raise CorruptArtefact("a record holds a number that is not finite", rule="non_finite")
     items = None
     if layout.kind == "topk":
         items = np.frombuffer(record, _ORDINAL, width, _HEADER_BYTES)[:count]
-    if items is not None and count and item_count is not None and items.max() >= item_count:
+    if (
+        items is not None
+        and count
+        and item_count is not None
+        and np.maximum.reduce(items) >= item_count
+    ):
         raise CorruptArtefact(
             f"a record names item {int(items.max())} of {item_count}", rule="ordinal"
         )
