@@ -7,7 +7,7 @@ stored as value * 2**-exponent, so that the largest of a record uses the upper e
 
 import functools
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -50,10 +50,6 @@ class Layout:
     kind: Kind
     width: int
     precision: Precision
-    dtype: np.dtype[Any] = field(init=False, repr=False, compare=False)
-    """The numpy structured dtype, packed and little-endian."""
-    size_bytes: int = field(init=False, repr=False, compare=False)
-    """Bytes per record."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind) or self.precision not in get_args(Precision):
@@ -64,8 +60,16 @@ class Layout:
             raise ConfigError(
                 f"a record holds 1 to 65535 numbers, not {self.width}", width=self.width
             )
-        object.__setattr__(self, "dtype", _dtype(self.kind, self.width, self.precision))
-        object.__setattr__(self, "size_bytes", self.dtype.itemsize)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The numpy structured dtype, packed and little-endian."""
+        return _dtype(self.kind, self.width, self.precision)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes per record."""
+        return self.dtype.itemsize
 
     def to_json(self) -> dict[str, object]:
         """For the manifest."""
