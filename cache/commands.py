@@ -210,7 +210,7 @@ class Packer:
 
 def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answer]:
     """One answer per command from the replies to what `Packer.pack` made of them."""
-    if isinstance(replies, Frames):  # every one of them is a record
+    if type(replies) is Frames:  # every one of them is a record
         return replies
     answers: list[Answer] = []
     place = iter(replies)

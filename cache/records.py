@@ -232,12 +232,17 @@ def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = 
                 numbers = np.ldexp(numbers, exponent)
             else:
                 numbers = numbers * np.frombuffer(record, "<f4", 1, _HEADER_BYTES)[0]
-    if not np.isfinite(numbers).all():
+    if not np.logical_and.reduce(np.isfinite(numbers)):
         raise CorruptArtefact("a record holds a number that is not finite", rule="non_finite")
     items = None
     if layout.kind == "topk":
         items = np.frombuffer(record, _ORDINAL, width, _HEADER_BYTES)[:count]
-    if items is not None and count and item_count is not None and items.max() >= item_count:
+    if (
+        items is not None
+        and count
+        and item_count is not None
+        and np.maximum.reduce(items) >= item_count
+    ):
         raise CorruptArtefact(
             f"a record names item {int(items.max())} of {item_count}", rule="ordinal"
         )

@@ -134,7 +134,7 @@ class RemoteTier:
             answers.set_result(keep([full] * len(commands)))
             return answers
         length = 0
-        if isinstance(commands, PageReads):
+        if type(commands) is PageReads:
             packed, count, length = self._packer.pages(commands), len(commands), commands.length
         else:
             packed, count = self._packer.pack(commands)
@@ -199,7 +199,7 @@ class RemoteTier:
             if part.count != len(outcome):
                 replies = (
                     outcome.part(start, part.count)
-                    if isinstance(outcome, Frames)
+                    if type(outcome) is Frames
                     else outcome[start : start + part.count]
                 )
             start += part.count

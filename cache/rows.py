@@ -100,13 +100,13 @@ class RowReads:
         except TimeoutError:
             late = dict.fromkeys(range(len(wants)), MISSED[MissReason.L2_TIMEOUT])
             return Rows(np.zeros(len(wants), wants.table.layout.dtype), is_l2, {**late})
-        if not isinstance(landed, Landed):
+        if type(landed) is not Landed:
             others.update(zip(new, landed, strict=True))
         elif len(new) == len(wants):
             return Rows(landed.rows, is_l2, {**landed.missed})
         records = np.zeros(len(wants), wants.table.layout.dtype)
         missed: dict[int, Outcome] = {}
-        if isinstance(landed, Landed):
+        if type(landed) is Landed:
             _put(records, new, landed.rows)
             missed = {new[index]: each for index, each in landed.missed.items()}
         joined: dict[int, bytes] = {}
@@ -179,7 +179,7 @@ def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
     """Answers as rows, each of them checked to be its entity's."""
     layout = wants.table.layout
     missed: dict[int, Missed] = {}
-    if isinstance(answers, Frames):
+    if type(answers) is Frames:
         rows = answers.rows(layout.dtype)
     else:
         blank = bytes(layout.size_bytes)

@@ -1,6 +1,7 @@
 """The answers of a batch as Arrow columns, one row per entity, in the order asked. Pure."""
 
 import itertools
+import struct
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -117,7 +118,7 @@ def _origins(rows: int, answers: Mapping[int, Answer], stored: Stored) -> list[C
 def _same(field: Field, value: Any, rows: int) -> Column:
     """A column with one value in each row."""
     if field.kind == "f8":
-        return numbers(np.full(rows, value, np.float64))
+        return Column(((rows, 0),), (b"", struct.pack("<d", value) * rows))
     if value is None:
         return no_text(rows) if field.kind == "utf8" else no_numbers(rows)
     return same_text(value.encode(), rows)

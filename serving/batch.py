@@ -108,8 +108,11 @@ class Batches:
             resolved = Resolved(places, found.records, found.is_l2)
         else:
             resolved = Resolved(places[is_plain], found.records[is_plain], found.is_l2[is_plain])
-        self._count(lookup, resolved.places[~resolved.is_l2].tolist(), "l1")
-        self._count(lookup, resolved.places[resolved.is_l2].tolist(), "l2")
+        if not (l2 := np.count_nonzero(resolved.is_l2)) or l2 == len(resolved.is_l2):
+            self._count(lookup, resolved.places.tolist(), "l2" if l2 else "l1")
+        else:
+            self._count(lookup, resolved.places[~resolved.is_l2].tolist(), "l1")
+            self._count(lookup, resolved.places[resolved.is_l2].tolist(), "l2")
         if len(resolved.places) == len(places):
             return resolved
         lower: dict[int, str | None] = {}
@@ -161,7 +164,8 @@ class Batches:
         if places:
             name = lookup.table.name
             raws = lookup.raws
-            self._ladder.recent.extend(zip(repeat(name), [raws[place] for place in places]))
+            asked = raws if len(places) == len(raws) else [raws[place] for place in places]
+            self._ladder.recent.extend(zip(repeat(name), asked, strict=False))
             seconds = self._service.timer() - lookup.started
             self._metrics.hot(name, tier, seconds, len(places))
 

@@ -161,7 +161,7 @@ class Hot:
             query = scope["query_string"]
             request = scope["raw_path"] + (b"?" + query if query else b"")
             self._tiers.local.keep(marks.ready(start, name, request))
-        return start + marks.ends(marks.age(self._clock()))[found.tier]
+        return start + marks.end(found.tier, self._clock())
 
     async def _lower(
         self, holding: Holding, asked: Single, options: Options, started: float, reason: str | None

@@ -45,6 +45,10 @@ class Marks:
         """By tier, from the comma after the prediction to the closing brace."""
         return {tier: head + age + self._tail for tier, head in self._heads.items()}
 
+    def end(self, tier: str, now: float) -> bytes:
+        """That of one tier, at a time in Unix seconds."""
+        return b"".join((self._heads[tier], self.age(now), self._tail))
+
     def ready(self, start: bytes, asked: tuple[str, bytes], request: bytes) -> Ready:
         """An answer from L1 whose prediction is `start`, for when it is asked for again."""
         head = start + self._heads["l1"]
