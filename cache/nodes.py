@@ -131,10 +131,11 @@ class Nodes:
             return {}
 
     def _adopt(self, owners: Owners) -> None:
-        for slot in range(SLOTS):
-            address = owners.get(slot)
-            self._owners[slot] = None if address is None else self.at(address)
-        absent = set(self._tiers) - set(owners.values())
+        tiers = {address: self.at(address) for address in set(owners.values())}
+        self._owners = [
+            None if address is None else tiers[address] for address in map(owners.get, range(SLOTS))
+        ]
+        absent = set(self._tiers) - set(tiers)
         # A node that left may still owe replies, and a slot on its way names one that serves nothing yet.
         for address in absent & self._unlisted:
             self._retire(self._tiers.pop(address))

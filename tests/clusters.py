@@ -146,7 +146,7 @@ class TestCluster:
             node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", to.name)
 
     def meet(self) -> bool:
-        """Introduce all to the first; whether they are well. A handshake that was cut short is made again."""
+        """Introduce all to the first; whether they are well then. A busy machine may cut a handshake short."""
         for node in self.nodes[1:]:
             self.nodes[0].client.execute_command(
                 "CLUSTER MEET", "127.0.0.1", node.open_port, node.bus

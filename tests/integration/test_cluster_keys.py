@@ -36,7 +36,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
 
 @pytest.fixture
 async def tier(servers: TestCluster, keyspace: Keyspace) -> AsyncIterator[ClusterTier]:
-    found = ClusterTier(RemoteConfig(servers.url, deadline_s=2.0), keyspace, Breaker)
+    found = ClusterTier(patient(servers), keyspace, Breaker)
     await found.nodes.ready()
     yield found
     await found.aclose()
@@ -73,7 +73,7 @@ async def test_tls_is_a_matter_of_the_url(tmp_path: Path, keyspace: Keyspace) ->
             manifest = world.load(A)
             names = list(page_keys(keyspace, manifest))
             pages = [client.get(name) for name in names]
-        tier = ClusterTier(RemoteConfig(servers.url, deadline_s=5.0), keyspace)
+        tier = ClusterTier(patient(servers), keyspace)
         await tier.nodes.ready()
         size = 10 * LAYOUT.size_bytes
         reads = [PageRead(A, "score", page, 0, size) for page in range(len(names))]
@@ -138,3 +138,10 @@ async def test_an_overlay_on_its_way_is_read_where_it_is(
     (found,) = await tier.read([OverlayRead("g1", "user_topk", "ab")])
     assert isinstance(found, Overlay) and tier.nodes.refreshes >= 1
     assert await tier.read([PageRead("g1", "user_topk", 0, 0, 8)]) == [None]
+
+
+def patient(servers: TestCluster) -> RemoteConfig:
+    """For a machine on which others are at work."""
+    return RemoteConfig(
+        servers.url, deadline_s=10.0, connect_timeout_s=20.0, control_timeout_s=20.0
+    )
