@@ -1,6 +1,7 @@
 """The item table: an item's ordinal is the position of its hash in the item directory."""
 
 from collections.abc import Sequence
+from functools import partial
 from operator import eq
 from pathlib import Path
 from typing import NewType, Self
@@ -41,10 +42,13 @@ class ItemTable:
         self._model_index = model_index
         self._offsets = offsets
         self._ids = ids.data
+        # Not a method of this very table: nothing here may wait for the collector of cycles, which passes over what
+        # was frozen, so every flip would leave a catalogue behind.
+        ids_of = partial(_ids_of, self._ids, offsets)
         longest = _longest(offsets)
-        self.texts = Texts(self.count, self.ids_of, longest=longest)
+        self.texts = Texts(self.count, ids_of, longest=longest)
         """As JSON."""
-        self.names = Names(self.count, longest, self.ids_of)
+        self.names = Names(self.count, longest, ids_of)
         """As they are."""
 
     @classmethod
@@ -69,10 +73,7 @@ class ItemTable:
 
     def ids_of(self, ordinals: NDArray[np.uint32] | Ordinals) -> list[str]:
         """External ids in the order of `ordinals`."""
-        starts = self._offsets[ordinals].tolist()
-        ends = self._offsets[np.asarray(ordinals, np.int64) + 1].tolist()
-        ids = self._ids
-        return [str(ids[start:end], "utf-8") for start, end in zip(starts, ends, strict=True)]
+        return _ids_of(self._ids, self._offsets, ordinals)
 
     def ordinal_of(self, raw: bytes) -> int:
         """The ordinal of an id, or -1; the id itself is compared, not only its hash."""
@@ -99,6 +100,14 @@ class ItemTable:
         """The one place where ordinals become the model's own indices; -1 stays -1."""
         known = ordinals >= 0
         return ModelIndices(np.where(known, self._model_index[np.where(known, ordinals, 0)], -1))
+
+
+def _ids_of(
+    ids: memoryview, offsets: NDArray[np.uint64], ordinals: NDArray[np.uint32] | Ordinals
+) -> list[str]:
+    starts = offsets[ordinals].tolist()
+    ends = offsets[np.asarray(ordinals, np.int64) + 1].tolist()
+    return [str(ids[start:end], "utf-8") for start, end in zip(starts, ends, strict=True)]
 
 
 def _longest(offsets: NDArray[np.uint64]) -> int:

@@ -65,7 +65,7 @@ def prepare_all(
         try:
             features = _features(spec, source)
         except InvalidInput as error:
-            found.append(error)
+            found.append(error.with_traceback(None))  # which holds this list, and so itself
             continue
         is_usable = not (
             ("feature" in binds and source.features is None)

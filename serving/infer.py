@@ -160,10 +160,13 @@ def _failed(reason: str) -> asyncio.Future[Computed]:
 def _outcome(case: Case, place: Boarded[Key, Computed]) -> Computed | LiveUnavailable:
     if not place.waiter.done():
         return LiveUnavailable("timeout")
-    try:
+    # Looked at, not raised: an error whose traceback holds this frame, and so the flight that holds the error, would
+    # keep its generation until a collection that never comes for what was frozen.
+    error = place.waiter.exception()
+    if error is None:
         return place.value()
-    except LiveUnavailable as unavailable:
-        return unavailable
-    except Exception:  # the model is a guest: whatever it raises, the next rung answers
-        log.warning("live inference for %s failed", case.table.name, exc_info=True)
-        return LiveUnavailable("failed")
+    if isinstance(error, LiveUnavailable):
+        return error
+    # The model is a guest: whatever it raises, the next rung answers.
+    log.warning("live inference for %s failed", case.table.name, exc_info=error)
+    return LiveUnavailable("failed")

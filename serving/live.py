@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -210,7 +211,7 @@ def compute(jobs: Sequence[Job], *, clock: Callable[[], float] = time.time) -> l
     try:
         found = predictor.prepare_all(table, [job.source for job in jobs])
     except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on
-        return [error] * len(jobs)
+        return [_without_frames(error)] * len(jobs)
     for place, prepared in enumerate(found):
         if isinstance(prepared, Prepared):
             ready.append((place, prepared))
@@ -241,7 +242,14 @@ def _predict(
             outcomes[place] = Computed(record, prepared.dropped)
     except Exception as error:
         if len(ready) == 1:
-            outcomes[ready[0][0]] = error
+            outcomes[ready[0][0]] = _without_frames(error)
             return
         for one in ready:
             _predict(predictor, jobs, [one], outcomes, scored_at)
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error, its traceback as text: frames hold the jobs and the error itself, and so keep their generation."""
+    if not hasattr(error, "__notes__"):
+        error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
+    return error.with_traceback(None)

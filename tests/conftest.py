@@ -39,6 +39,12 @@ def own_redis(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
+def soak_s() -> float:
+    """How long the soak goes on."""
+    return float(os.environ.get("LARDER_TEST_SOAK_S", "600"))
+
+
+@pytest.fixture
 def keyspace() -> Keyspace:
     """A namespace that no other test uses."""
     return Keyspace(f"test-{uuid.uuid4().hex[:12]}")

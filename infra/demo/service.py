@@ -20,20 +20,26 @@ class ServiceFailed(RuntimeError):
 
 
 class Service:
-    """`python -m serving` on a free loopback port; `url` is set once it answers."""
+    """`python -m serving` (or what stands in for it) on a free loopback port; `url` is set once it answers."""
 
     def __init__(
-        self, log: Path, environment: Mapping[str, str], *, timeout_s: float = 60.0
+        self,
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        timeout_s: float = 60.0,
+        module: str = "serving",
     ) -> None:
         self.url = ""
         self._log = log
         self._environment = {**os.environ, **environment, "PYTHONPATH": _search_path()}
         self._timeout_s = timeout_s
+        self._module = module
         self._process: Guarded | None = None
 
     def __enter__(self) -> Self:
         self._log.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "serving", "--port", "0"]
+        command = [sys.executable, "-m", self._module, "--port", "0"]
         self._process = Guarded(command, log=self._log, env=self._environment, cwd=ROOT)
         try:
             self.url = self._announced()

@@ -191,3 +191,12 @@ async def test_a_pool_that_is_shut_down_fails_what_waits(executor: ThreadPoolExe
         await batches.infer(job(World().snapshot(), "i0"))
 
     assert refused.value.reason == "failed"
+
+
+def test_an_error_of_the_model_says_where_it_came_from_and_holds_nothing() -> None:
+    world = World()
+
+    (error,) = compute([job(world.snapshot(), "i1", "poison")])
+
+    assert isinstance(error, RuntimeError) and error.__traceback__ is None
+    assert "in predict" in error.__notes__[0]

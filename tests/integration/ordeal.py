@@ -1,0 +1,228 @@
+"""Callers of a real service behind a proxy that spoils its Redis, with a model that is spoilt as well."""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import orjson
+
+from infra.demo.http import Connection, get
+from infra.demo.scrape import Counts
+from infra.demo.service import Service
+from precompute.config import NightConfig
+from serving.metrics import SOURCES
+from tests.integration import troubled_service
+from tests.integration.fault_proxy import Fault, FaultProxy
+from tests.integration.nights import environment
+
+DEADLINE_MS = 150
+CALLERS = 12
+PAUSE_S = 0.04
+"""A caller's between two requests, on average: what is measured is the trouble, not a machine at its limit."""
+BATCH = 8
+K = 10
+_TICK_S = 0.01
+
+Lists = Mapping[str, Mapping[str, tuple[str, ...]]]
+"""Generation -> user -> what the night recommends, from the page files themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What is wrong with Redis and with the model while it lasts."""
+
+    redis: Fault = "none"
+    model: str = "ok"
+
+
+TROUBLES = (
+    Trouble(),
+    Trouble("slow"),
+    Trouble("flapping"),
+    Trouble("silent"),
+    Trouble("gone"),
+    Trouble(model="slow 0.4"),
+    Trouble(model="broken"),
+    Trouble("gone", "broken"),
+    Trouble("slow", "slow 0.4"),
+    Trouble("flapping", "slow 0.4"),
+)
+
+
+@dataclass
+class Seen:
+    """What callers got, judged; `wrong` says what nobody should have got."""
+
+    lists: Lists
+    users: list[str]
+    items: list[str]
+    rng: np.random.Generator
+    sources: Counter[str] = field(default_factory=Counter)
+    entities: int = 0
+    requests: int = 0
+    seconds: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    async def ask(self, connection: Connection) -> None:
+        """One request: a known user, a batch of them, or strangers with and without a history."""
+        kind = self.rng.choice(("one", "batch", "live", "stranger"), p=(0.5, 0.2, 0.2, 0.1))
+        entities: list[dict[str, Any]] = [{"id": f"new-{self.rng.integers(1 << 40)}"}]
+        if kind in ("one", "batch"):
+            chosen = self.rng.choice(self.users, BATCH if kind == "batch" else 1, replace=False)
+            entities = [{"id": str(each)} for each in chosen]
+        if kind == "live":
+            entities[0]["history"] = [str(each) for each in self.rng.choice(self.items, 4)]
+        began = time.perf_counter()
+        if kind == "one":
+            path = f"/v1/lookup/user_topk/{quote(entities[0]['id'], safe='')}?k={K}"
+            status, raw = await connection.request("GET", path)
+        else:
+            body = orjson.dumps({"entities": entities, "k": K, "deadline_ms": DEADLINE_MS})
+            status, raw = await connection.request("POST", "/v1/lookup/user_topk", body)
+        self.seconds.append(time.perf_counter() - began)
+        self.requests += 1
+        self.entities += len(entities)
+        if status != 200:
+            self.wrong.append(f"{status} {raw[:200]!r}")
+            return
+        found = orjson.loads(raw)
+        answers = [found] if kind == "one" else found["answers"]
+        if [each["id"] for each in answers] != [each["id"] for each in entities]:
+            self.wrong.append(f"{len(answers)} answers to {len(entities)} entities")
+        for entity, answer in zip(entities, answers, strict=False):
+            self._judge(entity, answer)
+
+    def _judge(self, entity: dict[str, Any], answer: dict[str, Any]) -> None:
+        source, items = answer["source"], tuple(answer["items"])
+        self.sources[source] += 1
+        if source not in SOURCES or answer["generation"] not in self.lists:
+            self.wrong.append(f"{entity['id']}: {source} of {answer['generation']}")
+        elif source not in ("l1", "l2") and not answer.get("reason"):
+            self.wrong.append(f"{entity['id']}: {source} without a reason")
+        elif set(entity.get("history", ())).intersection(items):
+            self.wrong.append(f"{entity['id']}: history came back")
+        elif answer.get("producer") == "batch" and items != self._list(entity, answer):
+            self.wrong.append(f"{entity['id']}: not the list of {answer['generation']}")
+
+    def _list(self, entity: dict[str, Any], answer: dict[str, Any]) -> tuple[str, ...]:
+        return self.lists[answer["generation"]].get(entity["id"], ())[:K]
+
+
+class Ordeal:
+    """The service, what troubles it, and its callers."""
+
+    def __init__(
+        self, service: Service, proxy: FaultProxy, model: Path, seen: Seen, callers: int = CALLERS
+    ) -> None:
+        self.service = service
+        self.proxy = proxy
+        self.seen = seen
+        self._model = model
+        self._late: list[float] = []
+        self._callers = callers
+
+    async def endure(self, trouble: Trouble, *, seconds: float = 0.0, requests: int = 0) -> str:
+        """Callers ask while the trouble lasts, for so long and so many; a line of figures."""
+        self._model.write_text(trouble.model)
+        self.proxy.set(trouble.redis)
+        first, until = self.seen.requests, time.monotonic() + seconds
+        self.seen.seconds.clear()
+
+        async def call() -> None:
+            async with Connection(self.service.url) as connection:
+                while time.monotonic() < until or self.seen.requests - first < requests:
+                    await self.seen.ask(connection)
+                    await asyncio.sleep(self.seen.rng.exponential(PAUSE_S))
+
+        before = Counter(self.seen.sources)
+        self._late.clear()
+        witness = asyncio.create_task(self._witness())
+        await asyncio.gather(*(call() for _ in range(self._callers)))
+        witness.cancel()
+        p50, p99 = np.quantile(self.seen.seconds, (0.5, 0.99)) * 1000
+        found = ", ".join(f"{name} {n}" for name, n in (self.seen.sources - before).items())
+        return (
+            f"Redis {trouble.redis:8} model {trouble.model:8} {len(self.seen.seconds):6} requests, "
+            f"p50 {p50:6.1f} ms, p99 {p99:6.1f} ms of {DEADLINE_MS} "
+            f"(this machine's own {self.lateness_ms:.1f}): {found}"
+        )
+
+    async def _witness(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            self._late.append(loop.time() - due)
+
+    @property
+    def lateness_ms(self) -> float:
+        """How late a timer of these callers was, p99 of the last trouble: what the machine alone costs a request."""
+        return float(np.quantile(self._late, 0.99)) * 1000 if self._late else 0.0
+
+    @property
+    def p99_ms(self) -> float:
+        """Of the last trouble."""
+        return float(np.quantile(self.seen.seconds, 0.99)) * 1000
+
+    async def recovered(self) -> bool:
+        """Without trouble, whether it finds its way back to Redis, for the pointer and for records."""
+        for _ in range(200):
+            before = self.seen.sources["l2"]
+            await self.endure(Trouble(), requests=1)
+            status, raw = await get(self.service.url, "/readyz")
+            is_reading = self.seen.sources["l2"] > before
+            if status == 200 and orjson.loads(raw)["stale"] is None and is_reading:
+                return True
+            await asyncio.sleep(0.05)
+        return False
+
+    async def stale(self) -> bool:
+        """Whether it says, while it stays ready, that it may lag behind."""
+        for _ in range(200):
+            status, raw = await get(self.service.url, "/readyz")
+            if status != 200 or orjson.loads(raw)["stale"] is not None:
+                return status == 200
+            await asyncio.sleep(0.05)
+        return False
+
+    async def counts(self) -> Counts:
+        """Its own counters."""
+        return Counts.read((await get(self.service.url, "/metrics"))[1].decode())
+
+    async def held(self) -> dict[str, float]:
+        """What the process holds: tasks, descriptors, threads and private memory in kB."""
+        text = (await get(self.service.url, "/metrics"))[1].decode()
+        lines = [line for line in text.splitlines() if line.startswith(troubled_service.HELD + "{")]
+        found = [line.removeprefix(troubled_service.HELD).rpartition(" ") for line in lines]
+        return {labels.split('"')[1]: float(value) for labels, _, value in found}
+
+
+@contextlib.asynccontextmanager
+async def ordeal(config: NightConfig, folder: Path, seen: Seen) -> AsyncIterator[Ordeal]:
+    """A service with little room in L1, so that most of what is asked needs Redis."""
+    model = folder / "model"
+    model.write_text("ok")
+    async with FaultProxy(str(config.redis_url)) as proxy:
+        environ = environment(
+            config,
+            REDIS_URL=proxy.url,
+            LARDER_DEADLINE_MS=str(DEADLINE_MS),
+            LARDER_L2_DEADLINE_MS="50",
+            LARDER_L1_BYTES="16384",
+            LARDER_SKETCH_S="0.5",
+            LARDER_OVERLAY_TTL_S="5",
+            **{troubled_service.FAULT_FILE: str(model)},
+        )
+        service = Service(folder / "log", environ, module=troubled_service.__name__)
+        await asyncio.to_thread(service.__enter__)
+        try:
+            yield Ordeal(service, proxy, model, seen)
+        finally:
+            await asyncio.to_thread(service.__exit__, None, None, None)

@@ -1,0 +1,45 @@
+"""Redis slow, flapping, silent or gone, the model slow or gone, or both: every request gets a marked answer in time."""
+
+from pathlib import Path
+
+import numpy as np
+
+from cache.embedded import Server
+from tests.integration.nights import UNTIL, histories, prepare, publish_night, top_lists
+from tests.integration.ordeal import DEADLINE_MS, TROUBLES, Seen, ordeal
+
+SEED = 77
+REQUESTS = 300
+SECONDS = 1.5
+"""In each trouble, at least."""
+
+
+async def test_no_trouble_costs_a_request_its_answer_or_its_mark(
+    tmp_path: Path, own_redis: Server
+) -> None:
+    config = prepare(tmp_path / "night", own_redis.url, seed=SEED, users=300)
+    live = publish_night(config, UNTIL)
+    users = sorted(histories(config))
+    items = sorted({item for seen in histories(config).values() for item in seen})
+    seen = Seen({live: top_lists(config, live, users)}, users, items, np.random.default_rng(SEED))
+    async with ordeal(config, tmp_path, seen) as service:
+        late = []
+        for trouble in TROUBLES:
+            before = dict(seen.sources)
+            print(await service.endure(trouble, requests=REQUESTS, seconds=SECONDS))
+            fresh = {name for name in seen.sources if seen.sources[name] > before.get(name, 0)}
+
+            if trouble.model == "broken":
+                assert "live" not in fresh
+            if trouble.redis == "gone":
+                assert "l2" not in fresh and await service.stale()
+            if service.p99_ms > 3 * DEADLINE_MS + service.lateness_ms:
+                late.append(trouble)
+            assert await service.recovered()
+
+        counts = await service.counts()
+        assert seen.wrong == []
+        assert seen.requests > REQUESTS * len(TROUBLES)
+        assert {"l1", "l2", "live", "default"} <= set(seen.sources)
+        assert counts.disagreements(seen.sources, seen.entities) == []
+        assert late == []

@@ -1,0 +1,76 @@
+"""`python -m serving` whose model does as a file says, and which tells what it holds: started by tests only.
+
+The file holds "ok", "slow SECONDS" or "broken"; without it the model is left alone.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from cache.predictor import Predictor
+from serving.__main__ import main
+from serving.metrics import Metrics
+
+HELD = "troubled_held"
+FAULT_FILE = "TROUBLED_MODEL"
+_STATUS = ("RssAnon", "Threads")
+
+
+class Held(Collector):
+    """Tasks, descriptors and private memory of this process, at the moment of a scrape."""
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """One family."""
+        family = GaugeMetricFamily(HELD, "What this process holds", labels=["what"])
+        try:
+            family.add_metric(["tasks"], len(asyncio.all_tasks()))
+        except RuntimeError:  # no loop runs yet
+            return
+        family.add_metric(["descriptors"], len(list(Path("/proc/self/fd").iterdir())))
+        for line in Path("/proc/self/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in _STATUS:
+                family.add_metric([name], float(value.split()[0]))
+        yield family
+
+
+def trouble(file: Path) -> None:
+    """Makes live inference obey the file; opening a generation is left alone."""
+    real = Predictor.predict
+
+    def predict(self: Predictor, *given: Any, **named: Any) -> Sequence[bytes]:
+        if threading.current_thread().name.startswith("larder-live"):
+            word, _, seconds = file.read_text().partition(" ")
+            if word == "broken":
+                raise RuntimeError("the model is broken, as it was told")
+            if word == "slow":
+                time.sleep(float(seconds))
+        return real(self, *given, **named)
+
+    Predictor.predict = predict  # type: ignore[method-assign,assignment]
+
+
+def tell() -> None:
+    """Adds `Held` to the metrics of the service."""
+    real = Metrics.__init__
+
+    def begin(self: Metrics) -> None:
+        real(self)
+        self.registry.register(Held())
+
+    Metrics.__init__ = begin  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    tell()
+    if name := os.environ.get(FAULT_FILE):
+        trouble(Path(name))
+    sys.exit(main())
