@@ -14,7 +14,7 @@ TEXTS_MAX = 1 << 18
 
 
 class Texts:
-    """Each ordinal's id as `write` has it, by default a JSON string; `ids_of` reads those that are new.
+    """Each ordinal's id as a JSON string; `ids_of` reads those that are new.
 
     JSON of ids none of which is longer than `longest` bytes is kept at one width.
     """
@@ -23,12 +23,10 @@ class Texts:
         self,
         count: int,
         ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
-        write: Callable[[str], bytes] = orjson.dumps,
         longest: int | None = None,
     ) -> None:
         self._count = count
         self._ids_of = ids_of
-        self._write = write
         self._known: NDArray[np.object_] | None = None
         self._is_known = np.zeros(0, np.bool_)
         self._kept = 0
@@ -67,6 +65,6 @@ class Texts:
     def _read(self, known: NDArray[np.object_], ordinals: NDArray[np.uint32]) -> None:
         new = ordinals[~self._is_known[ordinals]]
         for ordinal, text in zip(new.tolist(), self._ids_of(new), strict=True):
-            known[ordinal] = self._write(text)
+            known[ordinal] = orjson.dumps(text)
         self._is_known[new] = True
         self._kept += len(new)
