@@ -111,7 +111,8 @@ def open_bundle(build: Build) -> Bundle:
     begun = build.need("begin")
     for name in begun["bundle_files"]:
         build.fetch(f"bundle/{name}")
-    return Bundle.open(build.root / "bundle")
+    # Whose models `begin` tried; each is the size of the catalogue.
+    return Bundle.open(build.root / "bundle", try_models=False)
 
 
 def erased_from(build: Build) -> Erased:

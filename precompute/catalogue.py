@@ -16,7 +16,9 @@ from cache.keys import canonical_id, hash_ids
 from cache.tower import InputSpec, TowerSpec
 from precompute.config import NightConfig
 from precompute.models.bundle import Bundle
-from precompute.scoring.partition import Hasher, first_hash, sort_unique
+from precompute.scoring.partition import sort_unique
+from precompute.scoring.shard_files import first_hash
+from precompute.scoring.shard_input import Hasher
 from precompute.sources import read_features
 
 IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (

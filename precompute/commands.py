@@ -25,6 +25,7 @@ from precompute.releases.adopt import adopt
 from precompute.releases.control import Control, connect
 from precompute.releases.release import Releases
 from precompute.releases.states import State
+from precompute.scoring.shard import Scorers
 from precompute.sources import source_files
 
 Command = Callable[[NightConfig, argparse.Namespace, Progress], Found]
@@ -85,7 +86,11 @@ def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     build = _build(arguments)
     pipeline.embed_items(config, build, progress=progress)
     shards = range(config.shards) if arguments.shard is None else [arguments.shard]
-    scored = [pipeline.score_shard(config, build, shard, progress=progress) for shard in shards]
+    scorers = Scorers()
+    scored = [
+        pipeline.score_shard(config, build, shard, scorers=scorers, progress=progress)
+        for shard in shards
+    ]
     if arguments.shard is None:
         pipeline.assemble(config, build, scored)
     return {

@@ -40,6 +40,7 @@ def bars_on(err: Console, *, is_quiet: bool) -> Iterator[Progress]:
         TextColumn("{task.description}"),
         BarColumn(),
         _Count(),
+        _Rate(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
@@ -64,6 +65,16 @@ class _Count(ProgressColumn):
         show = size_text if task.description in BYTES else "{:,.0f}".format
         total = "" if task.total is None else f"/{show(task.total)}"
         return Text(f"{show(task.completed)}{total}", style="progress.download")
+
+
+class _Rate(ProgressColumn):
+    """How much a second, lately."""
+
+    def render(self, task: Task) -> Text:
+        if not task.speed:
+            return Text("")
+        rate = size_text(task.speed) if task.description in BYTES else f"{task.speed:,.0f}"
+        return Text(f"{rate}/s", style="progress.data.speed")
 
 
 def show(found: Found, out: Console) -> None:

@@ -28,13 +28,13 @@ from precompute.build import (
 )
 from precompute.config import NightConfig
 from precompute.models.bundle import Bundle
-from precompute.scoring.partition import first_hash
 from precompute.scoring.shard import (
     configured_tables,
     entity_of,
     layout_of,
     producer_of,
 )
+from precompute.scoring.shard_files import first_hash
 from precompute.scoring.tables import records_per_page
 
 

@@ -23,7 +23,7 @@ from cache.errors import SourceError
 from cache.keys import ID_BYTES_MAX
 from precompute.config import Sources
 
-BATCH_ROWS = 1 << 18
+BATCH_ROWS = 1 << 19
 MICROSECONDS = 1_000_000
 YEAR_2200_S = 7_258_118_400
 YEAR_1_S = -62_135_596_800

@@ -20,7 +20,7 @@ from precompute.erasures.erasure import Erasure
 from precompute.gates import holdout
 from precompute.releases.control import Row
 from precompute.releases.states import UNFINISHED
-from precompute.scoring.partition import shard_of
+from precompute.scoring.shard_files import shard_of
 
 Fetch = Callable[[str], Path]
 """A finished file of the generation on this host; raises StoreError when there is none."""

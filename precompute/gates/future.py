@@ -12,7 +12,7 @@ from precompute.gates.holdout import read_holdout
 from precompute.gates.live_lists import matching_table, read_live
 from precompute.gates.user_sample import sampled_shards, seen_by
 from precompute.gates.verdict import Verdict, at_least, not_measured
-from precompute.scoring.partition import shard_of
+from precompute.scoring.shard_files import shard_of
 
 PAIRS_MIN: Final = 200
 """Fewer held-out choices than this say nothing: one user more or less would move the figure by percents."""

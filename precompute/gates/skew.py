@@ -15,7 +15,7 @@ from precompute.gates.candidate import Candidate
 from precompute.gates.evidence import few
 from precompute.gates.models import row_cosines
 from precompute.gates.verdict import Verdict, at_least, not_measured, worst_of
-from precompute.scoring.partition import ShardInput
+from precompute.scoring.shard_input import ShardInput
 
 SKEW_SAMPLE: Final = 200
 SKEW_TOP: Final = 20

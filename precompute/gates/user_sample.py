@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cache.directory import Directory
 from cache.keys import hash_ids
 from cache.manifest import EntitySet
-from precompute.scoring.partition import ShardInput
+from precompute.scoring.shard_input import ShardInput
 
 SHARDS_MAX: Final = 16
 """Partition files read at most: all of a usual night, spread over the hash range of a large one."""

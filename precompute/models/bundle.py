@@ -8,11 +8,12 @@ from typing import Any, Literal, Self
 
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cache.artefacts import sha256_of, write_atomically
-from cache.errors import BundleError, InvalidId
-from cache.keys import canonical_id
+from cache.errors import BundleError
+from cache.keys import ID_BYTES_MAX
 from cache.manifest import EntityKind
 from cache.ranking import Metric
 from cache.tower import Tower, TowerSpec
@@ -51,8 +52,11 @@ class Bundle:
     training: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Checksums first, then the towers; raises BundleError naming both sides of any mismatch."""
+    def open(cls, path: Path, *, try_models: bool = True) -> Self:
+        """Checksums first, then the towers; raises BundleError naming both sides of any mismatch.
+
+        Models whose checksums somebody else has verified need not be tried again.
+        """
         try:
             raw = (path / FILE).read_bytes()
             data = orjson.loads(raw)
@@ -82,7 +86,7 @@ class Bundle:
                     f"{tower.name} gives {tower.spec.output_dims} dimensions, {FILE} says {dims}",
                     dims=dims,
                 )
-        for model in (user, item, *values.values()):
+        for model in (user, item, *values.values()) if try_models else ():
             _check_model(model, len(item_ids))
         digest = hashlib.sha256(raw).hexdigest()
         return cls(
@@ -212,10 +216,19 @@ def _read_items(path: Path, data: Mapping[str, Any]) -> tuple[bytes, ...]:
         or pa.types.is_large_string(table.schema.field("id").type)
     ):
         raise BundleError(f"{data['path']} holds {table.schema}, not one string column `id`")
+    column = table.column("id")
     try:
-        ids = tuple(canonical_id(each) for each in table.column("id").to_pylist())
-    except InvalidId as error:
-        raise BundleError(f"{data['path']}: {error.message}") from error
+        column.validate(full=True)  # of UTF-8, too
+    except pa.ArrowInvalid as error:
+        raise BundleError(f"{data['path']}: {error}; ids are UTF-8") from error
+    sizes = pc.min_max(pc.binary_length(column)).as_py()
+    fits = not len(column) or ((sizes["min"] or 0) >= 1 and sizes["max"] <= ID_BYTES_MAX)
+    if column.null_count or not fits:
+        raise BundleError(
+            f"{data['path']}: {column.null_count} ids are missing, the others have {sizes['min']} to "
+            f"{sizes['max']}: ids have 1 to {ID_BYTES_MAX} bytes"
+        )
+    ids: tuple[bytes, ...] = tuple(column.cast(pa.large_binary()).to_pylist())
     if len(ids) != data["count"]:
         raise BundleError(
             f"{data['path']} holds {len(ids)} items, {FILE} says {data['count']}", count=len(ids)

@@ -12,7 +12,7 @@ from cache.errors import ConfigError
 from cache.items import ItemTable, Ordinals
 from cache.tower import Histories, Inputs, TowerSpec
 from precompute.catalogue import to_numpy
-from precompute.scoring.partition import ShardInput
+from precompute.scoring.shard_input import ShardInput
 
 
 def bind(

@@ -15,7 +15,7 @@ from precompute.models.agreement import agreement
 from precompute.models.bundle import Bundle, BundleModel
 from precompute.models.inputs import bind, usable_inputs
 from precompute.models.quantize import quantize_tower
-from precompute.scoring.partition import ShardInput
+from precompute.scoring.shard_input import ShardInput
 
 SAMPLE = 512
 

@@ -26,12 +26,12 @@ from precompute.models.bundle import BundleModel
 from precompute.models.index import build_index as write_index
 from precompute.models.inputs import usable_inputs
 from precompute.models.live_models import quantize_models, sample_user_vectors
-from precompute.scoring.partition import ShardInput, read_shard
 from precompute.scoring.shard import (
     configured_tables,
     metric_of,
     read_item_features,
 )
+from precompute.scoring.shard_input import ShardInput, read_shard
 
 
 @writes_files

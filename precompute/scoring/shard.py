@@ -1,35 +1,30 @@
 """Scoring one shard: entities in hash order go through the towers and the exact top-K into pages."""
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.artefacts import write_atomically
 from cache.errors import ConfigError
 from cache.items import ItemTable, Ordinals
 from cache.keys import fingerprints
 from cache.manifest import Producer
 from cache.ranking import Metric
-from cache.records import NO_ITEM, Layout, encode_topk, encode_values, encode_vectors
+from cache.records import Layout, encode_topk, encode_values, encode_vectors
 from cache.tower import Histories, Tower, TowerSpec
-from precompute.build import Build, Progress, cut_of, open_bundle
-from precompute.bulk.headroom import demand_disk
+from precompute.build import Build, Progress, cut_of
 from precompute.catalogue import (
     ITEM_FEATURES,
     VECTORS,
-    directory_file,
     item_features,
     open_items,
 )
 from precompute.config import NightConfig, TableConfig
 from precompute.models.bundle import Bundle
-from precompute.models.inputs import bind, usable_inputs
-from precompute.scoring.partition import read_shard
+from precompute.models.inputs import bind
 from precompute.scoring.tables import PageFile, sums_path
 from precompute.scoring.topk import Scorer
 
@@ -115,120 +110,34 @@ def read_item_features(build: Build, spec: TowerSpec) -> dict[str, NDArray[Any]]
     return item_features(build.fetch(ITEM_FEATURES), spec)
 
 
-def score_users(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
-    """All user tables of one shard; returns the shard's report."""
-    begun, bundle = build.need("begin"), open_bundle(build)
-    config = build.config
-    for kind in ("rows", "features"):
-        build.fetch(f"work/partition/{shard:04d}.{kind}")
-    build.fetch(VECTORS)
-    items = open_items(build.root, begun, dims=bundle.dims)
-    entities = read_shard(
-        build.root / "work/partition", shard, begun["user_seed"], history_limit=config.history_limit
-    )
-    tables = {
-        name: table
-        for name, table in configured_tables(config, bundle).items()
-        if entity_of(bundle, name, table) == "user"
-    }
-    models = {
-        "user_tower": bundle.user_tower,
-        **{
-            str(table.value): bundle.values[str(table.value)]
-            for table in tables.values()
-            if table.kind == "value"
-        },
-    }
-    towers = {
-        name: Tower.open(
-            build.fetch(f"models/{name}.fp32.onnx"), model.spec, threads=config.threads
-        )
-        for name, model in models.items()
-    }
-    scorers = _scorers(bundle, items, tables)
-    usable, histories, features = usable_inputs(
-        items, entities, {name: model.spec for name, model in models.items()}
-    )
-    started, seconds = time.perf_counter(), {"tower": 0.0, "topk": 0.0, "write": 0.0}
-    short = 0
-    names: list[str] = []
-    record_bytes = sum(layout_of(bundle, table).size_bytes for table in tables.values())
-    demand_disk(build.root, len(usable) * record_bytes)
-    with ExitStack() as stack:
-        files = {
-            name: stack.enter_context(
-                PageFile(
-                    build.path(f"tables/{name}/{shard:04d}.pages"),
-                    layout_of(bundle, table),
-                    config.page_bytes,
-                )
-            )
-            for name, table in tables.items()
-        }
-        for rows in _chunks(usable):
-            marks = fingerprints([entities.ids[row] for row in rows.tolist()])
-            chunk = histories.take(rows)
-            outputs: dict[str, NDArray[np.float32]] = {}
-            clock = time.perf_counter()
-            for name, tower in towers.items():
-                inputs = bind(
-                    tower.spec,
-                    histories=chunk,
-                    features={key: value[rows] for key, value in features[name].items()},
-                )
-                outputs[name] = tower.run(inputs)
-            seconds["tower"] += time.perf_counter() - clock
-            seen = Histories(entities.indptr, entities.ordinals).take(rows)
-            for name, table in tables.items():
-                layout, at = layout_of(bundle, table), cut_of(build.generation)
-                clock = time.perf_counter()
-                if table.kind == "user_topk":
-                    ordinals, scores = scorers[metric_of(bundle, table)].top(
-                        outputs["user_tower"], table.k, seen, threads=config.threads or None
-                    )
-                    seconds["topk"] += time.perf_counter() - clock
-                    clock = time.perf_counter()
-                    possible = np.minimum(table.k, items.count - np.diff(seen.indptr))
-                    short += int(((ordinals != NO_ITEM).sum(axis=1) < possible).sum())
-                    records = encode_topk(layout, marks, ordinals, scores, at)
-                elif table.kind == "user_vector":
-                    records = encode_vectors(layout, marks, outputs["user_tower"], at)
-                else:
-                    records = encode_values(layout, marks, outputs[str(table.value)], at)
-                files[name].append(records)
-                seconds["write"] += time.perf_counter() - clock
-            progress(f"score shard {shard}", int(rows[-1]) + 1, len(entities.ids))
-        names += [f"tables/{name}/{shard:04d}.pages" for name in tables]
-    directory = directory_file("user", shard)
-    write_atomically(build.path(directory), entities.hashes[usable].astype("<u8").tobytes())
-    return {
-        "entities": len(entities.ids),
-        "scored": len(usable),
-        "without_input": len(entities.ids) - len(usable),
-        "short": short,
-        "seconds": {**seconds, "all": time.perf_counter() - started},
-        "directory": asdict(build.describe(directory)),
-        "tables": {
-            name: _described(build, f"tables/{name}/{shard:04d}.pages", len(usable))
-            for name in tables
-        },
-    }
+class Scorers:
+    """The items of one build ready to be compared, by metric: made when first wanted, kept for all its shards."""
+
+    def __init__(self) -> None:
+        self._made: dict[Metric, Scorer] = {}
+
+    def of(self, items: ItemTable, metric: Metric) -> Scorer:
+        """`items` are always those of the one build."""
+        if metric not in self._made:
+            self._made[metric] = Scorer.of(items.vectors, metric)
+        return self._made[metric]
 
 
-def score_items(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
+def score_items(
+    build: Build, bundle: Bundle, shard: int, scorers: Scorers, progress: Progress
+) -> dict[str, Any]:
     """All item tables of one shard's hash range; returns the shard's report."""
-    begun, bundle = build.need("begin"), open_bundle(build)
+    begun = build.need("begin")
     build.fetch(VECTORS)
     config, items = build.config, open_items(build.root, begun, dims=bundle.dims)
     start, end = begun["bounds"][shard], begun["bounds"][shard + 1]
     at, started = cut_of(build.generation), time.perf_counter()
-    described = {}
+    found = {}
     tables = {
         name: table
         for name, table in configured_tables(config, bundle).items()
         if entity_of(bundle, name, table) == "item"
     }
-    scorers = _scorers(bundle, items, tables) if end > start else {}
     models = {
         name: bundle.values[str(table.value)]
         for name, table in tables.items()
@@ -249,7 +158,8 @@ def score_items(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
                 vectors = np.asarray(items.vectors[rows])
                 if table.kind == "item_similar":
                     itself = Histories(np.arange(len(rows) + 1), rows)
-                    ordinals, scores = scorers[metric_of(bundle, table)].top(
+                    scorer = scorers.of(items, metric_of(bundle, table))
+                    ordinals, scores = scorer.top(
                         vectors, table.k, itself, threads=config.threads or None
                     )
                     pages.append(encode_topk(layout, marks, ordinals, scores, at))
@@ -261,26 +171,16 @@ def score_items(build: Build, shard: int, progress: Progress) -> dict[str, Any]:
                     values = towers[name].run(bind(models[name].spec, features=chunk, index=index))
                     pages.append(encode_values(layout, marks, values, at))
                 progress(f"{name} shard {shard}", int(rows[-1]) + 1 - start, end - start)
-        described[name] = _described(build, file, end - start)
+        found[name] = described(build, file, end - start)
     return {
         "scored": end - start,
         "seconds": {"all": time.perf_counter() - started},
-        "tables": described,
+        "tables": found,
     }
 
 
-def _scorers(
-    bundle: Bundle, items: ItemTable, tables: Mapping[str, TableConfig]
-) -> dict[Metric, Scorer]:
-    metrics = {
-        metric_of(bundle, table)
-        for table in tables.values()
-        if table.kind in ("user_topk", "item_similar")
-    }
-    return {metric: Scorer.of(items.vectors, metric) for metric in metrics}
-
-
-def _described(build: Build, file: str, count: int) -> dict[str, Any]:
+def described(build: Build, file: str, count: int) -> dict[str, Any]:
+    """Manifest entries of a page file and its checksums."""
     sums = str(sums_path(build.root / file).relative_to(build.root))
     return {
         "count": count,

@@ -23,10 +23,11 @@ from precompute.build import (
 from precompute.bulk.headroom import writes_files
 from precompute.config import NightConfig
 from precompute.scoring.shard import (
+    Scorers,
     embed_catalogue,
     score_items,
-    score_users,
 )
+from precompute.scoring.users import score_users
 
 
 @writes_files
@@ -58,16 +59,25 @@ def embed_items(
 
 @writes_files
 def score_shard(
-    config: NightConfig, build: Mapping[str, Any], shard: int, *, progress: Progress = quiet
+    config: NightConfig,
+    build: Mapping[str, Any],
+    shard: int,
+    *,
+    scorers: Scorers | None = None,
+    progress: Progress = quiet,
 ) -> Step:
-    """Score one hash range of users and items into pages; a finished shard is found, not done again."""
+    """Score one hash range of users and items into pages; a finished shard is found, not done again.
+
+    Who scores several shards of one build in one process hands the same `scorers` to all.
+    """
     made = Build.of(config, build)
     name = f"shard-{shard:04d}"
     report = made.read_report(name)
     if report is None:
         fetch_items(made)
-        users = score_users(made, shard, progress)
-        items = score_items(made, shard, progress)
+        bundle, scorers = open_bundle(made), scorers or Scorers()
+        users = score_users(made, bundle, shard, scorers, progress)
+        items = score_items(made, bundle, shard, scorers, progress)
         described = [*users["tables"].values(), *items["tables"].values()]
         made.finish(
             users["directory"]["path"],

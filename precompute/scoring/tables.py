@@ -22,20 +22,11 @@ def records_per_page(layout: Layout, page_bytes: int) -> int:
     return max(1, page_bytes // layout.size_bytes)
 
 
-class PageFile:
-    """All pages of one shard of one table, written beside and renamed when whole.
+class GrowingFile:
+    """A file written beside its place, piece by piece, and renamed when whole; dropped if the block fails."""
 
-    A page is a slice of the file: records are appended back to back, and every `records_per_page` of them a
-    checksum (xxh3-64) is kept for the `.sums` file.
-    """
-
-    def __init__(self, path: Path, layout: Layout, page_bytes: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.layout = layout
-        self.count = 0
-        self._page_bytes = records_per_page(layout, page_bytes) * layout.size_bytes
-        self._sums: list[int] = []
-        self._tail = bytearray()
         path.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own: a task that was given up on may still be writing while its retry runs.
         self._beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
@@ -44,12 +35,56 @@ class PageFile:
     def __enter__(self) -> Self:
         return self
 
+    def write(self, data: bytes | memoryview) -> None:
+        """Add bytes at the end; raises StoreError when the disk is full."""
+        with disk_errors(self.path):
+            self._file.write(data)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._drop()
+            return
+        try:
+            with disk_errors(self.path):
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._beside.replace(self.path)
+                sync_folder(self.path.parent)
+        finally:
+            self._drop()
+
+    def _drop(self) -> None:
+        # Closing writes what is buffered, which fails once more where the disk is full.
+        with suppress(OSError):
+            self._file.close()
+        self._beside.unlink(missing_ok=True)
+
+
+class PageFile(GrowingFile):
+    """All pages of one shard of one table.
+
+    A page is a slice of the file: records are appended back to back, and every `records_per_page` of them a
+    checksum (xxh3-64) is kept for the `.sums` file.
+    """
+
+    def __init__(self, path: Path, layout: Layout, page_bytes: int) -> None:
+        super().__init__(path)
+        self.layout = layout
+        self.count = 0
+        self._page_bytes = records_per_page(layout, page_bytes) * layout.size_bytes
+        self._sums: list[int] = []
+        self._tail = bytearray()
+
     def append(self, records: NDArray[Any]) -> None:
         """Add records (dtype of the layout) in hash order."""
         self.count += len(records)
         data = records.tobytes()
-        with disk_errors(self.path):
-            self._file.write(data)
+        self.write(data)
         self._tail += data
         whole = len(self._tail) // self._page_bytes * self._page_bytes
         with memoryview(self._tail) as view:
@@ -63,26 +98,11 @@ class PageFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self._drop()
-            return
-        if self._tail:
-            self._sums.append(xxhash.xxh3_64_intdigest(self._tail))
-        try:
-            with disk_errors(self.path):
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._beside.replace(self.path)
-                sync_folder(self.path.parent)
-        finally:
-            self._drop()
-        write_atomically(sums_path(self.path), np.array(self._sums, "<u8").tobytes())
-
-    def _drop(self) -> None:
-        # Closing writes what is buffered, which fails once more where the disk is full.
-        with suppress(OSError):
-            self._file.close()
-        self._beside.unlink(missing_ok=True)
+        super().__exit__(kind, error, trace)
+        if kind is None:
+            if self._tail:
+                self._sums.append(xxhash.xxh3_64_intdigest(self._tail))
+            write_atomically(sums_path(self.path), np.array(self._sums, "<u8").tobytes())
 
 
 def sums_path(pages: Path) -> Path:

@@ -21,7 +21,8 @@ from precompute import catalogue, pipeline
 from precompute.config import TableConfig
 from precompute.gates import skew
 from precompute.models.bundle import Bundle, ModelFile, write_bundle
-from precompute.scoring.partition import partition, read_shard
+from precompute.scoring.partition import partition
+from precompute.scoring.shard_input import read_shard
 from tests.integration import nights
 
 Kind = Literal["user_topk", "user_vector", "item_vector", "item_similar"]

@@ -1,6 +1,7 @@
 """Reading sources and partitioning them by hash range."""
 
 import gzip
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -18,16 +19,9 @@ from cache.tower import InputSpec, TowerSpec
 from precompute.catalogue import to_numpy
 from precompute.config import NightConfig, Sources, parse_time
 from precompute.models.inputs import usable_inputs
-from precompute.scoring.partition import (
-    ShardInput,
-    _read,
-    _ShardFiles,
-    first_hash,
-    partition,
-    read_shard,
-    shard_of,
-    sort_unique,
-)
+from precompute.scoring.partition import partition, sort_unique
+from precompute.scoring.shard_files import ShardFiles, first_hash, read_stream, shard_of
+from precompute.scoring.shard_input import ShardInput, distinct_ids, read_shard, slice_shard
 from precompute.scoring.tables import PageFile
 from precompute.sources import read_interactions
 
@@ -179,6 +173,47 @@ def test_long_histories_keep_their_newest_items(config, tmp_path):
             assert items.ids_of(ordinals.astype(np.uint32)) == whole[raw.decode()][-4:]
 
 
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
+    pq.write_table(pa.table({"user": ["u4", "quiet"], "age": [4, 5]}), tmp_path / "users.parquet")
+    config = replace(config, sources=replace(config.sources, user_features="users.parquet"))
+    folder, scratch = tmp_path / "work", tmp_path / "scratch"
+    seen = partition(config, item_table(ITEMS), folder, before=None, feature_columns=["age"])
+    for shard in range(config.shards):
+        whole = read_shard(folder, shard, seen.seed, history_limit=9)
+        slices = slice_shard(folder, shard, config.shards, seen.seed, scratch, rows=rows)
+        assert len(slices.numbers) > 1 or not whole.ids
+        parts = [
+            read_shard(slices.folder, number, seen.seed, history_limit=9)
+            for number in slices.numbers
+        ]
+        ids = [list(each) for each in distinct_ids(slices)]
+        assert [set(each.ids) for each in parts] == [set(each) for each in ids]
+        assert [each for part in parts for each in part.ids] == whole.ids
+        for name in ("hashes", "ordinals"):
+            joined = np.concatenate([getattr(part, name) for part in parts])
+            assert np.array_equal(joined, getattr(whole, name))
+        counts = np.concatenate([np.diff(part.indptr) for part in parts])
+        assert np.array_equal(counts, np.diff(whole.indptr))
+        ages = [age for part in parts for age in part.features["age"].to_pylist()]
+        assert ages == whole.features["age"].to_pylist()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def test_a_collision_within_a_slice_is_seen(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("precompute.scoring.shard_input.SLICE_ROWS", 1)
+    seeds = []
+
+    def colliding(raws, seed):
+        seeds.append(seed)
+        return hash_ids(raws, seed) if seed else np.zeros(len(raws), np.uint64)
+
+    seen = partition(config, item_table(ITEMS), tmp_path / "work", before=None, hasher=colliding)
+    assert seen.seed == 1
+    assert set(seeds) == {0, 1}
+    assert not list((tmp_path / "work").glob(".slices*"))
+
+
 def test_features_are_aligned_with_their_entities(config, tmp_path):
     pq.write_table(
         pa.table({"user": ["u4", "only-features", "007"], "age": [40, 50, 7]}),
@@ -203,16 +238,16 @@ def test_a_given_up_partition_and_its_retry_do_not_share_a_file(tmp_path):
     late = pa.table({"user": [f"late-{number}" for number in range(900)]})
     table = pa.table({"user": [f"u{number}" for number in range(1000)]})
     shards = np.zeros(len(table), np.int64)
-    zombie, retry = (_ShardFiles(tmp_path, "rows", 1, schema) for _ in range(2))
+    zombie, retry = (ShardFiles([tmp_path / "0000.rows"], schema) for _ in range(2))
     with zombie:
         zombie.write(late, shards[:900])
         with retry:
             retry.write(table, shards)
             zombie.write(late, shards[:900])
-        assert _read(tmp_path / "0000.rows") == table
-        with pytest.raises(KeyError), _ShardFiles(tmp_path, "rows", 1, schema):
+        assert read_stream(tmp_path / "0000.rows") == table
+        with pytest.raises(KeyError), ShardFiles([tmp_path / "0000.rows"], schema):
             raise KeyError
-    assert _read(tmp_path / "0000.rows") == pa.concat_tables([late, late])
+    assert read_stream(tmp_path / "0000.rows") == pa.concat_tables([late, late])
     assert [path.name for path in tmp_path.iterdir()] == ["0000.rows"]
 
 

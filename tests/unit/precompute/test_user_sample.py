@@ -9,7 +9,7 @@ from cache.directory import Directory
 from cache.keys import hash_ids
 from cache.manifest import Artefact, DirectoryPart, EntitySet
 from precompute.gates.user_sample import STRATA, read_ids, sample_users, seen_by
-from precompute.scoring.partition import read_shard
+from precompute.scoring.shard_input import read_shard
 
 SEED = 4
 

@@ -1,0 +1,80 @@
+"""The partition on disk: one Arrow stream per hash range."""
+
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+KINDS = ("rows", "features")
+
+
+def first_hash(shard: int, shards: int) -> int:
+    """Where a shard's range of the 64-bit hash begins."""
+    return -((-shard << 64) // shards)
+
+
+def shard_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.int64]:
+    """int64[n]: the shard whose range holds each hash."""
+    firsts = np.array([first_hash(shard, shards) for shard in range(shards)], np.uint64)
+    return np.asarray(firsts.searchsorted(hashes, "right") - 1, np.int64)
+
+
+def shard_paths(folder: Path, shard: int) -> list[Path]:
+    """A shard's files, in the order of KINDS."""
+    return [folder / f"{shard:04d}.{kind}" for kind in KINDS]
+
+
+def read_stream(path: Path) -> Any:
+    """The Arrow table of a file; its columns stay where they are mapped."""
+    with pa.memory_map(str(path)) as source:
+        return pa.ipc.open_stream(source).read_all()
+
+
+def count_rows(path: Path) -> int:
+    """How many rows a file holds; none of them is read."""
+    with pa.memory_map(str(path)) as source:
+        return sum(batch.num_rows for batch in pa.ipc.open_stream(source))
+
+
+class ShardFiles:
+    """Arrow streams, one per hash range, written beside and renamed when all are whole."""
+
+    def __init__(self, paths: Sequence[Path], schema: Any) -> None:
+        self._paths = paths
+        # Names of its own: a task that was given up on may still be writing while its retry runs.
+        token = secrets.token_hex(4)
+        self._besides = [path.with_name(f".{path.name}.{token}.part") for path in paths]
+        self._schema = schema
+        self._stack = ExitStack()
+        self._writers: list[Any] = []
+
+    def __enter__(self) -> "ShardFiles":
+        for beside in self._besides:
+            sink = self._stack.enter_context(pa.OSFile(str(beside), "wb"))
+            self._writers.append(self._stack.enter_context(pa.ipc.new_stream(sink, self._schema)))
+        return self
+
+    def write(self, table: Any, shards: NDArray[np.int64]) -> None:
+        """Each row of `table` into the file whose number `shards` gives it; rows of one file keep their order."""
+        shards = shards.astype(np.uint16)  # for which numpy has a radix sort
+        order = np.argsort(shards, kind="stable")
+        sorted_rows = table.take(pa.array(order))
+        bounds = np.searchsorted(shards[order], np.arange(len(self._paths) + 1, dtype=np.uint16))
+        for writer, start, end in zip(self._writers, bounds[:-1], bounds[1:], strict=True):
+            if end > start:
+                writer.write_table(sorted_rows.slice(start, end - start))
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        try:
+            self._stack.close()
+            if kind is None:
+                for beside, path in zip(self._besides, self._paths, strict=True):
+                    beside.replace(path)
+        finally:
+            for beside in self._besides:
+                beside.unlink(missing_ok=True)

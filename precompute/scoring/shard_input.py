@@ -1,0 +1,166 @@
+"""What one shard is computed from: its rows of the partition grouped by entity, a bounded number of rows at a time."""
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.keys import hash_ids
+from precompute.scoring.shard_files import (
+    ShardFiles,
+    count_rows,
+    read_stream,
+    shard_of,
+    shard_paths,
+)
+
+Hasher = Callable[[Sequence[bytes], int], NDArray[np.uint64]]
+
+SLICE_ROWS = 1 << 20
+"""Rows grouped at once: some 150 MB of memory while it lasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Consecutive hash ranges of one shard, each a pair of files in a folder, numbered as shards are."""
+
+    folder: Path
+    numbers: range
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardInput:
+    """Entities in hash order; `ordinals[indptr[i]:indptr[i + 1]]` is entity i's history, oldest first."""
+
+    ids: list[bytes]
+    hashes: NDArray[np.uint64]
+    indptr: NDArray[np.int64]
+    ordinals: NDArray[np.int64]
+    features: dict[str, Any]
+
+
+@contextmanager
+def scratch_folder(beside: Path) -> Iterator[Path]:
+    """A place for slices, made when it is needed and removed in the end; what a kill leaves is swept by its name."""
+    scratch = beside / f".slices.{secrets.token_hex(4)}.part"
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def slice_shard(
+    folder: Path,
+    shard: int,
+    shards: int,
+    seed: int,
+    scratch: Path,
+    *,
+    rows: int | None = None,
+    hasher: Hasher = hash_ids,
+) -> Slices:
+    """The shard itself where it has at most `rows` rows (SLICE_ROWS), else slices of about so many, in `scratch`.
+
+    So memory does not grow with the shard; one entity's rows stay together, however many they are.
+    """
+    paths = shard_paths(folder, shard)
+    count = -(-sum(map(count_rows, paths)) // (rows or SLICE_ROWS))
+    if count <= 1:
+        return Slices(folder, range(shard, shard + 1))
+    scratch.mkdir(parents=True, exist_ok=True)
+    for at, path in enumerate(paths):
+        targets = [shard_paths(scratch, number)[at] for number in range(count)]
+        with pa.memory_map(str(path)) as source:
+            stream = pa.ipc.open_stream(source)
+            with ShardFiles(targets, stream.schema) as files:
+                for batch in stream:
+                    hashes = hashes_of(batch.column("user"), seed, hasher)
+                    which = shard_of(hashes, shards * count) - shard * count
+                    files.write(pa.Table.from_batches([batch]), which)
+    return Slices(scratch, range(count))
+
+
+def hashes_of(ids: Any, seed: int, hasher: Hasher = hash_ids) -> NDArray[np.uint64]:
+    """uint64[n] of an Arrow string array; each distinct id is hashed once."""
+    coded = pc.dictionary_encode(ids)
+    hashes = hasher(coded.dictionary.cast(pa.binary()).to_pylist(), seed)
+    return np.asarray(hashes[np.asarray(coded.indices)], np.uint64)
+
+
+def distinct_ids(slices: Slices) -> Iterator[list[bytes]]:
+    """The entities of each slice, each once."""
+    for number in slices.numbers:
+        found = [read_stream(path).column("user") for path in shard_paths(slices.folder, number)]
+        ids = pa.chunked_array([chunk for each in found for chunk in each.chunks], pa.string())
+        yield pc.unique(ids).cast(pa.binary()).to_pylist()
+
+
+def read_shard(folder: Path, shard: int, seed: int, *, history_limit: int) -> ShardInput:
+    """Group a shard's rows by entity: known items only, each once (its latest place), at most `history_limit`."""
+    rows, features = map(read_stream, shard_paths(folder, shard))
+    ids_of_rows = rows.column("user").combine_chunks()
+    ids_of_features = features.column("user").combine_chunks()
+    coded = pc.dictionary_encode(pa.concat_arrays([ids_of_rows, ids_of_features]))
+    raws: list[bytes] = coded.dictionary.cast(pa.binary()).to_pylist()
+    hashes = hash_ids(raws, seed)
+    order = np.argsort(hashes, kind="stable")
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+
+    codes = np.asarray(coded.indices, np.int64)
+    users, featured = rank[codes[: len(ids_of_rows)]], codes[len(ids_of_rows) :]
+    ordinals, times = np.asarray(rows.column("ordinal")), np.asarray(rows.column("time"))
+    known = ordinals >= 0
+    users, ordinals, times = users[known], ordinals[known], times[known]
+    by_time = _by_time(users, times)
+    users, ordinals = users[by_time], ordinals[by_time]
+    keep = _latest_of_each(users, ordinals)
+    users, ordinals = users[keep], ordinals[keep]
+    ends = np.searchsorted(users, np.arange(len(raws)), "right")
+    recent = ends[users] - np.arange(len(users)) <= history_limit
+    users, ordinals = users[recent], ordinals[recent]
+
+    row_of = np.full(len(raws), -1)
+    row_of[featured[::-1]] = np.arange(len(featured))[::-1]  # the first row of each
+    row_of = row_of[order]
+    return ShardInput(
+        ids=[raws[place] for place in order.tolist()],
+        hashes=hashes[order],
+        indptr=np.searchsorted(users, np.arange(len(raws) + 1)),
+        ordinals=ordinals,
+        features={
+            name: features.column(name).combine_chunks().take(pa.array(row_of, mask=row_of < 0))
+            for name in features.column_names[1:]
+        },
+    )
+
+
+def _by_time(users: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What `np.lexsort((times, users))` gives: the users are numbered, for which numpy has a radix sort."""
+    order = np.argsort(times, kind="stable")
+    placed = users[order]
+    for shift in range(0, int(users.max(initial=0)).bit_length(), 16):
+        digits = (placed >> shift).astype(np.uint16)
+        again = np.argsort(digits, kind="stable")
+        order, placed = order[again], placed[again]
+    return order
+
+
+def _latest_of_each(users: NDArray[np.int64], ordinals: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which rows are the last occurrence of their (user, item) pair."""
+    pairs = users * (int(ordinals.max(initial=0)) + 1) + ordinals
+    by_pair = np.argsort(pairs, kind="stable")
+    placed = pairs[by_pair]
+    last = np.ones(len(placed), np.bool_)
+    last[:-1] = placed[1:] != placed[:-1]
+    keep = np.zeros(len(placed), np.bool_)
+    keep[by_pair[last]] = True
+    return keep

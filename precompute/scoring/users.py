@@ -1,0 +1,241 @@
+"""Scoring the users of one shard: reading, encoding, scoring and writing overlap, a chunk of users at a time."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.items import ItemTable
+from cache.keys import fingerprints
+from cache.records import NO_ITEM, Layout, encode_topk, encode_values, encode_vectors
+from cache.tower import Histories, Tower
+from precompute.build import Build, Progress, cut_of, fetch_partition
+from precompute.bulk.headroom import demand_disk
+from precompute.catalogue import VECTORS, directory_file, open_items
+from precompute.config import TableConfig
+from precompute.models.bundle import Bundle, BundleModel
+from precompute.models.inputs import bind, usable_inputs
+from precompute.scoring.flat import Top
+from precompute.scoring.shard import (
+    Scorers,
+    configured_tables,
+    described,
+    entity_of,
+    layout_of,
+    metric_of,
+)
+from precompute.scoring.shard_input import ShardInput, read_shard, scratch_folder, slice_shard
+from precompute.scoring.stages import Stages
+from precompute.scoring.tables import GrowingFile, PageFile
+
+CHUNK_USERS = 16_384
+"""Users scored at once: enough for the matrix product."""
+CHUNK_BYTES = 32 << 20
+"""What the results of a chunk may take; seven chunks are under way at most."""
+
+PARTITION = "work/partition"
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Some users in hash order on their way from the partition to the pages."""
+
+    ids: list[bytes]
+    hashes: NDArray[np.uint64]
+    histories: Histories
+    features: Mapping[str, Mapping[str, NDArray[Any]]]
+    seen: Histories
+    entities: int
+    """Of the shard, up to the end of this chunk, those without input included."""
+    total: int
+    """Of the shard: exact with its last slice, estimated before."""
+    marks: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    lists: dict[str, Top] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardWork:
+    """What all chunks of one shard share."""
+
+    build: Build
+    number: int
+    seed: int
+    items: ItemTable
+    tables: Mapping[str, TableConfig]
+    layouts: Mapping[str, Layout]
+    models: Mapping[str, BundleModel]
+    towers: Mapping[str, Tower]
+    bundle: Bundle
+    scorers: Scorers
+    seconds: dict[str, float]
+    counts: dict[str, int]
+
+    @classmethod
+    def of(cls, build: Build, bundle: Bundle, number: int, scorers: Scorers) -> "ShardWork":
+        fetch_partition(build, number)
+        build.fetch(VECTORS)
+        begun = build.need("begin")
+        tables = {
+            name: table
+            for name, table in configured_tables(build.config, bundle).items()
+            if entity_of(bundle, name, table) == "user"
+        }
+        wanted = {str(each.value) for each in tables.values() if each.kind == "value"}
+        models = {"user_tower": bundle.user_tower, **{each: bundle.values[each] for each in wanted}}
+        return cls(
+            build=build,
+            number=number,
+            seed=begun["user_seed"],
+            items=open_items(build.root, begun, dims=bundle.dims),
+            tables=tables,
+            layouts={name: layout_of(bundle, table) for name, table in tables.items()},
+            models=models,
+            towers={
+                name: Tower.open(
+                    build.fetch(f"models/{name}.fp32.onnx"),
+                    model.spec,
+                    threads=build.config.threads,
+                )
+                for name, model in models.items()
+            },
+            bundle=bundle,
+            scorers=scorers,
+            seconds=dict.fromkeys(("read", "tower", "topk", "write"), 0.0),
+            counts=dict.fromkeys(("entities", "scored", "short"), 0),
+        )
+
+    @property
+    def chunk_users(self) -> int:
+        """How many users a chunk holds."""
+        width = 4 * self.bundle.dims + sum(each.size_bytes for each in self.layouts.values())
+        return max(1, min(CHUNK_USERS, CHUNK_BYTES // width))
+
+    def pages(self, table: str) -> str:
+        return f"tables/{table}/{self.number:04d}.pages"
+
+    @contextmanager
+    def busy(self, stage: str) -> Iterator[None]:
+        """Adds up the time that a stage takes; each runs in one thread."""
+        started = time.perf_counter()
+        yield
+        self.seconds[stage] += time.perf_counter() - started
+
+    def inputs(self, scratch: Path) -> Iterator[tuple[ShardInput, int]]:
+        """Each slice of the shard, with how many of all slices come after it."""
+        config, folder = self.build.config, self.build.root / PARTITION
+        with self.busy("read"):
+            slices = slice_shard(folder, self.number, config.shards, self.seed, scratch)
+        for number in slices.numbers:
+            with self.busy("read"):
+                found = read_shard(
+                    slices.folder, number, self.seed, history_limit=config.history_limit
+                )
+            yield found, slices.numbers.stop - number - 1
+
+    def read(self, scratch: Path) -> Iterator[Chunk]:
+        """The shard's usable users; raises Refused where the disk has no room for their records."""
+        specs = {name: model.spec for name, model in self.models.items()}
+        record_bytes = sum(each.size_bytes for each in self.layouts.values())
+        before = 0
+        for done, (entities, left) in enumerate(self.inputs(scratch), 1):
+            count = len(entities.ids)
+            usable, histories, features = usable_inputs(self.items, entities, specs)
+            demand_disk(self.build.root, len(usable) * record_bytes * (left + 1))
+            seen = Histories(entities.indptr, entities.ordinals)
+            self.counts["entities"] = before + count
+            for start in range(0, len(usable), self.chunk_users):
+                rows = usable[start : start + self.chunk_users]
+                yield Chunk(
+                    ids=[entities.ids[row] for row in rows.tolist()],
+                    hashes=entities.hashes[rows],
+                    histories=histories.take(rows),
+                    features={
+                        model: {name: column[rows] for name, column in columns.items()}
+                        for model, columns in features.items()
+                    },
+                    seen=seen.take(rows),
+                    entities=before + int(rows[-1]) + 1,
+                    total=(before + count) * (done + left) // done,
+                )
+            before += count
+
+    def encode(self, chunk: Chunk) -> Chunk:
+        """Through the towers; what they were given is not needed after."""
+        chunk.marks = fingerprints(chunk.ids)
+        with self.busy("tower"):
+            for name, tower in self.towers.items():
+                features = chunk.features.get(name, {})
+                inputs = bind(tower.spec, histories=chunk.histories, features=features)
+                chunk.outputs[name] = tower.run(inputs)
+        chunk.ids, chunk.features = [], {}
+        return chunk
+
+    def score(self, chunk: Chunk) -> Chunk:
+        """The lists of each table of lists."""
+        threads = self.build.config.threads or None
+        with self.busy("topk"):
+            for name, table in self.tables.items():
+                if table.kind == "user_topk":
+                    scorer = self.scorers.of(self.items, metric_of(self.bundle, table))
+                    users = chunk.outputs["user_tower"]
+                    chunk.lists[name] = scorer.top(users, table.k, chunk.seen, threads=threads)
+        return chunk
+
+    def write(self, chunk: Chunk, files: Mapping[str, PageFile], directory: GrowingFile) -> None:
+        """As records, in hash order."""
+        at = cut_of(self.build.generation)
+        for name, table in self.tables.items():
+            layout = self.layouts[name]
+            if table.kind == "user_topk":
+                ordinals, scores = chunk.lists.pop(name)
+                possible = np.minimum(table.k, self.items.count - np.diff(chunk.seen.indptr))
+                short = int(((ordinals != NO_ITEM).sum(axis=1) < possible).sum())
+                self.counts["short"] += short
+                records = encode_topk(layout, chunk.marks, ordinals, scores, at)
+            elif table.kind == "user_vector":
+                records = encode_vectors(layout, chunk.marks, chunk.outputs["user_tower"], at)
+            else:
+                records = encode_values(layout, chunk.marks, chunk.outputs[str(table.value)], at)
+            files[name].append(records)
+        directory.write(chunk.hashes.astype("<u8").tobytes())
+        self.counts["scored"] += len(chunk.hashes)
+
+
+def score_users(
+    build: Build, bundle: Bundle, shard: int, scorers: Scorers, progress: Progress
+) -> dict[str, Any]:
+    """All user tables of one shard; returns the shard's report. Memory does not depend on the number of users."""
+    started = time.perf_counter()
+    work = ShardWork.of(build, bundle, shard, scorers)
+    place = directory_file("user", shard)
+    with ExitStack() as stack:
+        scratch = stack.enter_context(scratch_folder(build.root / PARTITION))
+        files = {
+            name: stack.enter_context(
+                PageFile(build.path(work.pages(name)), layout, build.config.page_bytes)
+            )
+            for name, layout in work.layouts.items()
+        }
+        directory = stack.enter_context(GrowingFile(build.path(place)))
+        stages = stack.enter_context(Stages())  # last, so stopped before anything they use is gone
+        encoded = stages.ahead(map(work.encode, stages.ahead(work.read(scratch))))
+        for chunk in stages.ahead(map(work.score, encoded)):
+            with work.busy("write"):
+                work.write(chunk, files, directory)
+            progress(f"score shard {shard}", chunk.entities, chunk.total)
+    count = work.counts["scored"]
+    return {
+        "entities": work.counts["entities"],
+        "scored": count,
+        "without_input": work.counts["entities"] - count,
+        "short": work.counts["short"],
+        "seconds": {**work.seconds, "all": time.perf_counter() - started},
+        "directory": asdict(build.describe(place)),
+        "tables": {name: described(build, work.pages(name), count) for name in work.tables},
+    }

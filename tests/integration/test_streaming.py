@@ -1,0 +1,127 @@
+"""A shard as a stream: the same bytes however it is cut, nothing left behind when a stage fails."""
+
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.artefacts import generation_path
+from precompute import pipeline
+from precompute.config import NightConfig
+from precompute.scoring import users
+from precompute.scoring.shard import Scorers
+from tests.integration.nights import UNTIL, prepare
+
+SHARDS = 2
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    folder = tmp_path_factory.mktemp("streaming")
+    return prepare(folder, redis_url, users=400, items=90, seed=5)
+
+
+def begun(config: NightConfig) -> dict[str, Any]:
+    build = pipeline.begin(config, data_until=UNTIL, run_after=None)
+    pipeline.embed_items(config, build)
+    return build
+
+
+def files_of(config: NightConfig, build: dict[str, Any]) -> dict[str, bytes]:
+    root = config.store().local(generation_path(str(build["generation"])))
+    found = [*(root / "tables").rglob("*"), *(root / "directory/user").rglob("*")]
+    return {str(each.relative_to(root)): each.read_bytes() for each in found if each.is_file()}
+
+
+def elsewhere(config: NightConfig, folder: Path) -> NightConfig:
+    """The same inputs in a store and a namespace of its own."""
+    own = f"streaming-{uuid.uuid4().hex}"
+    return replace(config, namespace=own, artifacts=str(folder / "a"), state=str(folder / "s"))
+
+
+@pytest.fixture(autouse=True)
+def one_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last bits of a product differ between one row and several, whatever the chunks are."""
+    monkeypatch.setattr("cache.tower._TILE_ROWS", 1)
+
+
+@pytest.fixture
+def whole(prepared: NightConfig, tmp_path: Path) -> dict[str, bytes]:
+    config = elsewhere(prepared, tmp_path / "whole")
+    build = begun(config)
+    for shard in range(SHARDS):
+        pipeline.score_shard(config, build, shard)
+    return files_of(config, build)
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(1, 1 << 20), (7, 60), (1000, 1)])
+def test_chunks_and_slices_do_not_show_in_the_files(
+    prepared: NightConfig,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: int,
+    rows: int,
+) -> None:
+    config = elsewhere(prepared, tmp_path)
+    build = begun(config)
+    monkeypatch.setattr("precompute.scoring.users.CHUNK_USERS", chunk)
+    monkeypatch.setattr("precompute.scoring.shard_input.SLICE_ROWS", rows)
+    told: list[tuple[str, int, int]] = []
+    scorers = Scorers()
+    scored = [
+        pipeline.score_shard(
+            config, build, shard, scorers=scorers, progress=lambda *each: told.append(each)
+        )
+        for shard in range(SHARDS)
+    ]
+    assert files_of(config, build) == whole
+    for shard in range(SHARDS):
+        steps = [each for each in told if each[0] == f"score shard {shard}"]
+        assert len(steps) >= scored[shard]["users"] // chunk
+        assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
+        assert all(done <= total for _, done, total in steps)
+    assert not list(Path(config.artifacts).rglob(".*.part"))
+
+
+@pytest.mark.parametrize("stage", ["read", "encode", "score", "write"])
+def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
+    prepared: NightConfig,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+) -> None:
+    config = elsewhere(prepared, tmp_path)
+    build = begun(config)
+    threads = threading.active_count()
+    calls = 0
+    works = getattr(users.ShardWork, stage)
+
+    def second_fails(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ConnectionError(f"{stage} failed")
+        return works(*arguments)
+
+    def reading_fails(*arguments: Any) -> Iterator[Any]:
+        yield next(works(*arguments))
+        raise ConnectionError("read failed")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("precompute.scoring.users.CHUNK_USERS", 9)
+        broken.setattr(users.ShardWork, stage, reading_fails if stage == "read" else second_fails)
+        with pytest.raises(ConnectionError, match=f"{stage} failed"):
+            pipeline.score_shard(config, build, 0)
+    assert threading.active_count() == threads
+    assert not files_of(config, build)
+    assert not list(Path(config.artifacts).rglob(".*.part"))
+
+    for shard in range(SHARDS):
+        pipeline.score_shard(config, build, shard)
+    assert files_of(config, build) == whole
