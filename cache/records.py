@@ -2,7 +2,8 @@
 
 Every record starts with the same 16 bytes: fingerprint of the id (u64), scored-at (u32, Unix seconds), count (u16),
 flags (u8: high nibble the format, bit 0 set when live inference wrote it), exponent (i8). Half-precision numbers are
-stored as value * 2**-exponent, so that the largest of a record uses the upper end of float16.
+stored as value * 2**-exponent, so that the largest of a record uses the upper end of float16: 11 bits each, fewer for
+those below 2**-28 of the largest.
 """
 
 import functools

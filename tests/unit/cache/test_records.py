@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -30,6 +30,7 @@ def test_a_list_of_100_in_half_precision_takes_616_bytes():
 
 
 @given(hnp.arrays(np.float32, (2, 5), elements=moderate), st.sampled_from(["f2", "f4"]))
+@example(np.array([[1e6, 0.00101, 0, 0, 0], [1, 2, 3, 4, 5]], np.float32), "f2")
 def test_scores_come_back_within_half_precision_and_items_exactly(scores, precision):
     items = np.arange(10, dtype=np.uint32).reshape(2, 5)
     layout = Layout("topk", 8, precision)
@@ -40,8 +41,9 @@ def test_scores_come_back_within_half_precision_and_items_exactly(scores, precis
         record = decode(layout, records[row].tobytes())
         assert (record.fingerprint, record.scored_at, record.live) == (mark, 1_700_000_000, False)
         assert record.items is not None and record.items.tolist() == items[row].tolist()
-        tolerance = 2**-11 if precision == "f2" else 0
-        assert np.allclose(record.numbers, scores[row], rtol=tolerance, atol=0)
+        relative, absolute = (2**-11, 2**-39) if precision == "f2" else (0, 0)
+        largest = float(np.abs(scores[row]).max())
+        assert np.allclose(record.numbers, scores[row], rtol=relative, atol=absolute * largest)
 
 
 @given(st.integers(-100, 100))
