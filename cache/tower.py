@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from cache.errors import BundleError
+from cache.runtime import ort
 
 Bind = Literal["history", "item_index", "feature"]
 Dtype = Literal["int32", "int64", "float32", "string"]

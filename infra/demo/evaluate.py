@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import orjson
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from cache.runtime import ort
 from serving.client import Answer, AsyncClient, Options, Policy
 
 TOP = 20

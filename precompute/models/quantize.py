@@ -4,6 +4,9 @@ Embedding tables become int8 rows with one scale each; products with constant we
 QDQ S8S8 per channel, calibrated on real inputs (ONNX Runtime's dynamic scheme is not batch-invariant).
 """
 
+import cache.runtime  # noqa: F401 - before any other import of ONNX Runtime, see there
+
+# isort: split
 import tempfile
 import time
 from collections.abc import Iterator

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import orjson
 import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
+from cache.runtime import ort
 from precompute.config import NightConfig
 from tests.integration.nights import K, build_night, histories
 from tests.integration.serving_app import serving
