@@ -11,7 +11,7 @@ TILE_GROUPS = 32
 TILE = LANES * TILE_GROUPS
 
 _PADDED_GROUPS = 4
-_STEP_TILES = 64
+_STEP_TILES = 2
 _SLACK = 1e-5
 _LEAST = 1e-12
 """Relative to the longest item; shorter ones are all error, no code."""

@@ -1,0 +1,202 @@
+"""A night's lists end to end beside the kernel alone: Parquet in, pages on disk, loaded in Redis.
+
+Timed are the night's own steps: `begin` (sources pinned, read and partitioned), `embed_items`, `score_shard` (history
+excluded, best 100), `assemble` and `load`; index and quantized models, which a load wants to be there, are made once.
+The baseline is `Scorer.top` for the same users, histories and threads, in one piece, its items prepared. Rates are
+users per second by the clock, all cores for both; `end_to_end_vs_kernel_cpu` is the same of processor time (Redis' own
+not counted), on which other programs have less influence. Vectors are the reference model's (of its default size),
+trained on real data where the environment variable LARDER_BENCH_DATA names its folder, else on drawn interactions; in
+a full run each user comes several times, under several names.
+"""
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import redis
+
+from cache.artefacts import generation_path
+from cache.embedded import server
+from cache.tower import Histories
+from precompute import pipeline
+from precompute.build import Build, Step, open_bundle
+from precompute.config import NightConfig, ReferenceConfig, Sources, TableConfig
+from precompute.models.reference import ReferenceData, train
+from precompute.scoring.shard import Scorers
+from precompute.scoring.topk import Scorer
+from precompute.scoring.users import ShardWork
+from tests.bench.harness import Ratio, Report, alternate, parse
+from tests.bench.topk_cases import Case, real_case, real_file
+
+K = 100
+SHARDS = 2
+DIMS = ReferenceConfig().dims
+COPIES = 4
+DRAWN = (30_000, 20_000)
+UNTIL = "2026-11-22T00:00:00Z"
+REMADE = ("work/begin.json", "work/embed_items.json", "work/assemble.json", "manifest.json")
+
+
+@dataclass(slots=True)
+class Spent:
+    """Processor seconds of every run, in order."""
+
+    kernel: list[float] = field(default_factory=list)
+    night: list[float] = field(default_factory=list)
+
+
+def drawn_case(folder: Path) -> Case:
+    """Popular and rare items, short and long histories."""
+    users, items = DRAWN
+    rng = np.random.default_rng(0)
+    lengths = np.clip(10 * rng.pareto(1.6, users) + 8, 8, 800).astype(np.int64)
+    histories = Histories.of([
+        np.unique((items * rng.random(count) ** 2.5).astype(np.int64)) for count in lengths
+    ])  # fmt: skip
+    owners = np.repeat(np.arange(users), np.diff(histories.indptr))
+    train(
+        ReferenceData(owners, histories.indices, [str(each) for each in range(items)]),
+        folder,
+        dims=DIMS,
+    )
+    return Case(np.empty((0, DIMS), np.float32), np.empty((0, DIMS), np.float32), histories)
+
+
+def write_interactions(path: Path, histories: Histories, copies: int) -> None:
+    """One row per interaction, as they happened: users in no order."""
+    owners = np.repeat(np.arange(len(histories)), np.diff(histories.indptr))
+    rows = np.random.default_rng(1).permutation(copies * len(owners))
+    users = np.char.add(owners.astype("U"), "-")[rows % len(owners)]
+    users = np.char.add(users, (rows // len(owners)).astype("U"))
+    items = histories.indices[rows % len(owners)].astype("U")
+    times = np.arange(len(rows)) + 1_700_000_000
+    pq.write_table(
+        pa.table({"user": users.tolist(), "item": items.tolist(), "timestamp": times}), path
+    )
+
+
+@dataclass(slots=True)
+class Night:
+    """One configured night that can be repeated from its sources."""
+
+    config: NightConfig
+    spent: Spent
+    generation: str = ""
+
+    def prepare(self) -> None:
+        """A first time, with what a load wants besides the lists."""
+        build = self._scored()
+        self.generation = str(build["generation"])
+        pipeline.build_index(self.config, build)
+        pipeline.quantize(self.config, build)
+
+    def run(self) -> float:
+        """Users per second, from the sources to Redis."""
+        root = self.config.store().local(generation_path(self.generation))
+        for name in ("tables", "directory", "items", "work/partition"):
+            shutil.rmtree(root / name)
+        for path in [*(root / "work").glob("shard-*.json"), *map(root.joinpath, REMADE)]:
+            path.unlink(missing_ok=True)
+        with redis.Redis.from_url(str(self.config.redis_url)) as client:
+            client.flushall(asynchronous=False)
+        started, cpu = time.perf_counter(), time.process_time()
+        build = self._scored()
+        pipeline.load(self.config, build)
+        self.spent.night.append(time.process_time() - cpu)
+        return float(build["users"] / (time.perf_counter() - started))
+
+    def _scored(self) -> Step:
+        build = pipeline.begin(self.config, data_until=UNTIL, run_after=None)
+        pipeline.embed_items(self.config, build)
+        scorers = Scorers()
+        scored = [
+            pipeline.score_shard(self.config, build, shard, scorers=scorers)
+            for shard in build["shards"]
+        ]
+        return pipeline.assemble(self.config, build, scored)
+
+
+def kernel_run(night: Night) -> tuple[int, Callable[[], float]]:
+    """(users, the run): the inputs that the night's own stages gave the kernel."""
+    build = Build.of(night.config, {"generation": night.generation})
+    work = [
+        ShardWork.of(build, open_bundle(build), shard, Scorers())
+        for shard in range(night.config.shards)
+    ]
+    chunks = [each.encode(chunk) for each in work for chunk in each.read(build.root / "scratch")]
+    users = np.concatenate([each.outputs["user_tower"] for each in chunks])
+    lengths = np.concatenate([np.diff(each.seen.indptr) for each in chunks])
+    seen = Histories(
+        np.concatenate([[0], np.cumsum(lengths)]),
+        np.concatenate([each.seen.indices for each in chunks]),
+    )
+    scorer = Scorer.of(work[0].items.vectors)
+
+    def run() -> float:
+        started, cpu = time.perf_counter(), time.process_time()
+        scorer.top(users, K, seen)
+        night.spent.kernel.append(time.process_time() - cpu)
+        return len(users) / (time.perf_counter() - started)
+
+    return len(users), run
+
+
+def cpu_ratio(spent: Spent, users: int) -> Ratio:
+    """As `alternate` would find it from processor time: one warm run of each, then before, candidate, after."""
+    before, after = np.array(spent.kernel[1::2]), np.array(spent.kernel[2::2])
+    nights = np.array(spent.night[1:])
+    return Ratio(
+        value=statistics.median((before + after) / 2 / nights),
+        aa=statistics.median(before / after),
+        rounds=len(nights),
+        candidate=users / statistics.median(nights),
+        baseline=users / statistics.median((before + after) / 2),
+    )
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__.splitlines()[0])
+    copies = 1 if options.quick else COPIES
+    file = real_file()
+    report = Report("night", ("faiss-cpu", "onnxruntime", "pyarrow", "redis"))
+    with TemporaryDirectory(prefix="larder-bench-") as place:
+        folder = Path(place)
+        bundle, sources = folder / "bundle", folder / "interactions.parquet"
+        case = drawn_case(bundle) if file is None else real_case(file, bundle, 1 << 30, DIMS)
+        write_interactions(sources, case.histories, copies)
+        (folder / "redis").mkdir()
+        with server(folder / "redis") as running:
+            config = NightConfig(
+                artifacts=str(folder / "artifacts"), state=str(folder / "state"),
+                bundle=str(bundle), redis_url=running.url, shards=SHARDS,
+                sources=Sources((str(sources),)), tables={"user_topk": TableConfig("user_topk", k=K)},
+            )  # fmt: skip
+            night = Night(config, Spent())
+            night.prepare()
+            users, kernel = kernel_run(night)
+            report.figures |= {
+                "vectors": "drawn" if file is None else "real",
+                "users": users,
+                "interactions": len(case.histories.indices) * copies,
+                "dims": DIMS,
+                "cores": len(os.sched_getaffinity(0)),
+            }
+            found = alternate(
+                kernel, {"night": night.run}, rounds=options.rounds, rounds_max=options.rounds + 2
+            )
+            report.ratios["end_to_end_vs_kernel"] = found["night"]
+            report.ratios["end_to_end_vs_kernel_cpu"] = cpu_ratio(night.spent, users)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()
