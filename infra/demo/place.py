@@ -17,8 +17,8 @@ SHARDS = 4
 SCORERS = 2
 """Scoring tasks at a time, the slots of the pool: together they fill the machine."""
 _OURS = ("data", "artifacts", "bundle", "host-cache", "larder.toml", "service.log")
-_NEVER = "0 0 29 2 *"
-"""The demo starts its nights itself: none may come by the clock in the middle of it."""
+NEVER = "0 0 29 2 *"
+"""For those who start nights themselves: none may come by the clock, at once even where one was due a while ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Place:
             "LARDER_NAMESPACE": self.namespace,
             "LARDER_ARTIFACTS": str(self.artifacts),
             "LARDER_STATE": str(self.home),
-            "LARDER_SCHEDULE": _NEVER,
+            "LARDER_SCHEDULE": NEVER,
             "REDIS_URL": redis_url,
         }
 

@@ -13,6 +13,7 @@ from cache.embedded import Server
 from cache.keys import Keyspace
 from cache.releases import Pointer
 from infra.demo.airflow import LocalAirflow, RunReport, TaskReport
+from infra.demo.place import NEVER
 from infra.demo.service import Service
 from precompute.config import NightConfig, night_config
 from precompute.releases.control import Control
@@ -135,7 +136,8 @@ def airflow_over(
     """Airflow with nothing published yet."""
     path = folder / "larder.toml"
     path.write_text(config)
-    told = {"LARDER_CONFIG": str(path), "REDIS_URL": server.url, **(settings or {})}
+    told = {"LARDER_CONFIG": str(path), "LARDER_SCHEDULE": NEVER, "REDIS_URL": server.url}
+    told |= dict(settings or {})
     with (
         redis.Redis.from_url(server.url, protocol=3) as client,
         LocalAirflow(folder / "state", environment=told) as airflow,

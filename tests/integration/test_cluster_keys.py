@@ -58,7 +58,8 @@ def test_pages_spread_evenly_over_slots_and_masters(
         spread = 4 * np.sqrt(4_000 * (1 / 3) * (2 / 3))
         assert len(held) == 3 and all(abs(each - 4_000 / 3) < spread for each in held)
         slots = Counter(key_slot(name.encode()) for name in names)
-        assert len(slots) > 3_400 and max(slots.values()) < 8
+        # 3,552 if drawn at random; CRC16 of numbers in sequence gives 3,090 to 4,000, at most 3 in one, by namespace.
+        assert len(slots) > 3_000 and max(slots.values()) < 8
 
         assert world.pages() == set(names)
         assert unlink_pages(client, keyspace, manifest) == 4_001
