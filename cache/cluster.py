@@ -1,6 +1,7 @@
 """L2 on a Redis Cluster: the tier of `cache.remote`, one for each master."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -171,8 +172,9 @@ class ClusterTier:
         tiers = self.nodes.tiers
         tier = tiers[self._listened % len(tiers)]
         self._listened += 1
-        async for message in tier.subscribe(channel):
-            yield message
+        async with contextlib.aclosing(tier.subscribe(channel)) as messages:
+            async for message in messages:
+                yield message
 
     async def _home(self, ask: Callable[[RemoteTier], Awaitable[T]]) -> T:
         """What the node of the control keys says; once more after a look at the map if they are elsewhere by now."""

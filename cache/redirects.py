@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cache.errors import TierUnavailable
+from cache.topology import join_address
 
 if TYPE_CHECKING:
     from cache.commands import Command
@@ -37,5 +38,8 @@ def refused(reply: Any) -> TierUnavailable:
     if is_redirect(reply):
         kind, slot, address, *_ = str(reply).split()
         if slot.isdigit() and not address.startswith((":", "?")):  # else it does not say where
-            return Redirected(message, slot=int(slot), address=address, is_ask=kind == "ASK")
+            host, _, port = address.rpartition(":")  # an IPv6 address comes without brackets
+            if port.isdigit():
+                there = join_address(host.strip("[]"), int(port))
+                return Redirected(message, slot=int(slot), address=there, is_ask=kind == "ASK")
     return TierUnavailable(message, reason="connection")

@@ -92,7 +92,8 @@ class Scatter:
         return self.result
 
     def _expect(self, parts: int) -> None:
-        self._answers = [None] * len(self._commands)
+        why = TierUnavailable("Redis did not answer in time", reason="timeout")
+        self._answers = [why] * len(self._commands)  # also what has not landed at the window's end
         self._parts = parts
 
     def _all_landed(self, answers: Sequence[Answer]) -> None:
@@ -110,6 +111,12 @@ class Scatter:
     def _landed(self, places: Sequence[int], hop: int, answers: Sequence[Answer]) -> None:
         if self.result.done():  # by whoever left, or by the window's end
             return
+        try:
+            self._take(places, hop, answers)
+        except Exception as error:  # whatever a node said: who waits has no other end
+            self.result.set_exception(error)
+
+    def _take(self, places: Sequence[int], hop: int, answers: Sequence[Answer]) -> None:
         self._parts -= 1
         if isinstance(answers, Frames):
             self._columns.append((places, answers))
@@ -147,7 +154,7 @@ class Scatter:
             )
 
     def _end(self) -> None:
-        """With what there is; a command that is still on its way keeps the redirection as its answer."""
+        """With what there is; a command that is still on its way was not answered in time, or only redirected."""
         if self._timer is not None:
             self._timer.cancel()
         if sum(len(places) for places, _ in self._columns) == len(self._commands):

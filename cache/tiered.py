@@ -11,7 +11,7 @@ from cache.errors import TierUnavailable
 from cache.flightkeys import FlightKey, FlightKeys
 from cache.keys import FORMAT, hash_hex
 from cache.lease import Mark
-from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready
+from cache.local import Entry, LocalKey, LocalTier, NegativeCache
 from cache.locating import reads_of
 from cache.outcomes import (
     MISSED,
@@ -132,14 +132,6 @@ class Tiered:
         """Reads into L1 ahead of requests, uncounted; returns how many records are there now."""
         outcomes = await self._resolve(view, wants, deadline)
         return sum(isinstance(each, Found) for each in outcomes)
-
-    def ready(self, request: bytes) -> Ready | None:
-        """What L1 keeps for exactly these bytes of a request; who sends it counts it with `sent_ready`."""
-        return self.local.ready(request)
-
-    def sent_ready(self) -> None:
-        """A ready answer was sent: a hit of L1 like any other."""
-        self.counters.l1 += 1
 
     async def look_again(self, view: View, want: Want) -> Found | None:
         """What another process may have stored for this very input since it was missed; L1 keeps it, too."""

@@ -163,7 +163,8 @@ def _top_columns(
     np.cumsum(counts, out=ends[1:])
     sizes, flat = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.float32)
     slots = ends[stored.places][:, None] + np.arange(width, dtype=np.int32)
-    sizes[slots], flat[slots] = stored.items.sizes, stored.numbers
+    if len(stored.places):  # without any, even the width of their sizes is nothing
+        sizes[slots], flat[slots] = stored.items.sizes, stored.numbers
     for place, answer in answers.items():
         own = slice(ends[place], ends[place + 1])
         sizes[own], flat[own] = list(map(len, sent[place])), answer["scores"]

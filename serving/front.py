@@ -9,7 +9,7 @@ from serving.hot import Hot
 from serving.http import refused
 from serving.problem import Problem
 
-_LOOKUP, _SCORE = b"/v1/lookup", b"/v1/score"
+_LOOKUP, _SCORE = "/v1/lookup", "/v1/score"
 _OVERLOADED = refused(Problem(503, "overloaded", "more is asked than can be answered in time"))
 
 
@@ -31,7 +31,7 @@ class Front(FastAPI):
             await send(answer[0])
             await send(answer[1])
             return
-        if not (scope.get("raw_path") or b"").startswith((_LOOKUP, _SCORE)):
+        if not scope["path"].startswith((_LOOKUP, _SCORE)):  # decoded, as the router reads it
             await super().__call__(scope, receive, send)
             return
         admission = hot.admission

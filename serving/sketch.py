@@ -74,8 +74,8 @@ class Sketch:
         gone = list(
             islice((each for each in told | self._told if _is_blocked(live, each)), REPORTED)
         )
-        counts = [each for each in hottest if each[0] not in gone]
-        self._told = told.difference(gone)
+        counts = [each for each in hottest if not _is_blocked(live, each[0])]
+        self._told = {name for name, _ in counts}
         if not counts and not gone:
             return
         hour = hour_of(self._clock())

@@ -55,8 +55,8 @@ class Warming:
             return
         began = self._timer()
         if coming.generation != self._generation:
-            self._generation, self._done = coming.generation, set()
-            self._shared = () if self._hottest is None else await self._hottest()
+            shared = () if self._hottest is None else await self._hottest()
+            self._generation, self._done, self._shared = coming.generation, set(), shared
         hot = dict.fromkeys([*self._recent(), *self._shared])
         new = [each for each in hot if each not in self._done]
         self._done = {each for each in hot if each in self._done}

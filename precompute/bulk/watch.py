@@ -152,6 +152,7 @@ class Watcher:
 
     def _watch(self) -> None:
         probes: list[tuple[Any, bytes]] = []
+        taken: list[tuple[Any, Any]] = []
         looks = 0
         due = self._timer()
         if self._own is None:
@@ -172,12 +173,13 @@ class Watcher:
                     self._closing.wait(max(0.0, min(0.01, due - self._timer())))
                     continue
                 if not probes:
-                    probes = list(self._probes(self._own))
+                    probes = list(self._probes(self._own, taken))
                 self._found.append(self._round_trip(*probes[self._own_probes % len(probes)]))
                 time.sleep(self._gap_s * self._jitter.uniform(0.5, 1.5))
         finally:
-            for connection, _ in probes:
+            for pool, connection in taken:
                 connection.disconnect()
+                pool.release(connection)
 
     def _round_trip(self, connection: Any, probe: bytes) -> float:
         """On the bare socket: readers on this host wait for whatever a probe does beside it."""
@@ -193,8 +195,11 @@ class Watcher:
         self._own_probes += 1
         return spent_s
 
-    def _probes(self, own: Control) -> Iterator[tuple[Any, bytes]]:
-        """A record's length of a live page of every server, what a reader reads, and the connection to ask over."""
+    def _probes(self, own: Control, taken: list[tuple[Any, Any]]) -> Iterator[tuple[Any, bytes]]:
+        """A record's length of a live page of every server, what a reader reads, and the connection to ask over.
+
+        `taken`: each with the pool that wants it back.
+        """
         keys, pointer = own.keys, own.pointer()
         self._own_probes += 1
         loaded: Any = own.client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
@@ -203,7 +208,9 @@ class Watcher:
         if pointer is not None and tables:
             names = [keys.page(pointer.generation, tables[0], page) for page in range(PAGES_TRIED)]
         for server, places in by_server(own.client, names):
-            connection: Any = server.connection_pool.get_connection()
+            pool: Any = server.connection_pool
+            connection: Any = pool.get_connection()
+            taken.append((pool, connection))
             command = "GETRANGE", names[places[0]], 0, PROBED_BYTES - 1
             yield connection, b"".join(connection.pack_command(*command))
 

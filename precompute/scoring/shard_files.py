@@ -1,5 +1,6 @@
 """The partition on disk: one Arrow stream per hash range."""
 
+import os
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+
+from cache.artefacts import sync_folder
 
 KINDS = ("rows", "features")
 
@@ -44,8 +47,9 @@ def count_rows(path: Path) -> int:
 class ShardFiles:
     """Arrow streams, one per hash range, written beside and renamed when all are whole."""
 
-    def __init__(self, paths: Sequence[Path], schema: Any) -> None:
-        self._paths = paths
+    def __init__(self, paths: Sequence[Path], schema: Any, *, lasting: bool = True) -> None:
+        """`lasting`: on disk before they have their names, since a stream that was cut reads like a whole one."""
+        self._paths, self._lasting = paths, lasting
         # Names of its own: a task that was given up on may still be writing while its retry runs.
         token = secrets.token_hex(4)
         self._besides = [path.with_name(f".{path.name}.{token}.part") for path in paths]
@@ -74,7 +78,12 @@ class ShardFiles:
             self._stack.close()
             if kind is None:
                 for beside, path in zip(self._besides, self._paths, strict=True):
+                    if self._lasting:
+                        with beside.open("rb") as file:
+                            os.fsync(file.fileno())
                     beside.replace(path)
+                for folder in {path.parent for path in self._paths} if self._lasting else ():
+                    sync_folder(folder)
         finally:
             for beside in self._besides:
                 beside.unlink(missing_ok=True)

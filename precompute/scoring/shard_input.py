@@ -80,7 +80,7 @@ def slice_shard(
         targets = [shard_paths(scratch, number)[at] for number in range(count)]
         with pa.OSFile(str(path)) as source:  # a map would count as ours, once it is read
             stream = pa.ipc.open_stream(source)
-            with ShardFiles(targets, stream.schema) as files:
+            with ShardFiles(targets, stream.schema, lasting=False) as files:
                 for batch in stream:
                     hashes = hashes_of(batch.column("user"), seed, hasher)
                     which = shard_of(hashes, shards * count) - shard * count

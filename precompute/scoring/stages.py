@@ -54,8 +54,8 @@ class Stages:
         """The same values, computed in a thread that is at most `depth` finished values ahead."""
         line: _Line[Value] = _Line()
         thread = threading.Thread(target=self._fill, args=(line, values, depth), daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
         return self._drain(line)
 
     def _fill(self, line: _Line[Value], values: Iterable[Value], depth: int) -> None:

@@ -136,6 +136,20 @@ def test_known_ids_alone_take_the_hot_way_and_are_counted(ways: Ways, users: lis
     assert ways.service.metrics.tally.requests["POST /v1/lookup/{table}"] == 2
 
 
+@pytest.mark.parametrize("ids", [["no-such"], ["no-such", "nobody", "no-such"]])
+def test_a_batch_of_nobody_known_takes_the_hot_way_too(
+    ways: Ways, ids: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    ways.forget()
+    before = ways.service.metrics.tally.requests["POST /v1/lookup/{table}"]
+
+    rows = rows_of(ways.ask(post({"entities": ids, "k": 5}, "user_topk", ACCEPT)))
+
+    assert [row["source"] for row in rows] == ["default"] * len(ids)
+    assert ways.service.metrics.tally.requests["POST /v1/lookup/{table}"] == before + 1
+    assert not caplog.records
+
+
 def test_a_long_batch_is_whole_and_in_order(ways: Ways, night: NightConfig) -> None:
     ids = [*sorted(histories(night)), "no-such"]
     assert len(ids) > 300

@@ -209,6 +209,26 @@ async def test_redirections_end_with_their_window(nodes: FakeNodes) -> None:
     nodes.all["c"].land(payload)  # too late, and no harm
 
 
+async def test_what_has_not_landed_when_the_window_ends_is_not_known(nodes: FakeNodes) -> None:
+    result = send(nodes, reads(20), window_s=0.0)
+    nodes.all["a"].land(moved("c"))
+    async with asyncio.timeout(30):
+        found = await result
+    assert all(
+        isinstance(each, TierUnavailable) for each in found
+    )  # not even a key that is not there
+    assert {each.details["reason"] for each in found} == {"connection", "timeout"}
+
+
+async def test_a_redirection_that_leads_nowhere_ends(nodes: FakeNodes) -> None:
+    result = send(nodes, reads(20))
+    nodes.all["b"].land(payload)
+    nodes.all["a"].land(moved("no such node"))
+    with pytest.raises(KeyError):
+        async with asyncio.timeout(30):
+            await result
+
+
 async def test_a_caller_that_left_is_not_answered(nodes: FakeNodes) -> None:
     result = send(nodes, reads(20))
     result.cancel()
@@ -221,8 +241,10 @@ def test_a_redirection_says_where() -> None:
     found = refused(hiredis.ReplyError("MOVED 3999 10.0.0.1:6381"))
     assert isinstance(found, Redirected)
     assert (found.slot, found.address, found.is_ask) == (3999, "10.0.0.1:6381", False)
-    asked = refused(hiredis.ReplyError("ASK 3999 [::1]:6381"))
-    assert isinstance(asked, Redirected) and asked.is_ask and asked.address == "[::1]:6381"
+    for address in ("[2001:db8::1]:6381", "2001:db8::1:6381"):  # Redis writes it without brackets
+        asked = refused(hiredis.ReplyError(f"ASK 3999 {address}"))
+        assert isinstance(asked, Redirected) and asked.is_ask
+        assert asked.address == "[2001:db8::1]:6381"
 
 
 @pytest.mark.parametrize("reply", ["MOVED 1 :6381", "MOVED 1 ?:1", "OOM command not allowed"])
