@@ -21,14 +21,18 @@ MOVES: frozenset[str] = frozenset({"publish", "roll_back", "restore"})
 POINTED: frozenset[str] = MOVES | {"canary", "end_canary"}
 """Actions that write the pointer: an intent first, completed once the pointer has moved."""
 
+LIST_TRIES = 3
+"""How often the folder of the records is listed when one of them seems to be missing."""
+
 # Whatever else somebody leaves in the folder (notes, an editor's copy) is no record.
 _INTENT = re.compile(r"(0|[1-9][0-9]*)\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One entry; `epoch` orders them all and only grows, `at` is Unix seconds.
+    """One entry; `number` is its place in the history, from 1 on without gaps, so no record lands before another.
 
+    `epoch` grows with it, `at` is Unix seconds. A record of an earlier version has no number: its place is its epoch.
     Of a canary: `generation` is the one tried out, `percent` its share, `rule` the feedback event that decides,
     `abandoned` how it ended. Of an override: `rule` is the gate's name. Of a retirement: `pages`, table -> how many, so
     that pages which an older snapshot of Redis brings back can be removed when the manifest is long gone. Of an intent:
@@ -50,6 +54,12 @@ class Release:
     abandoned: bool = False
     pages: Mapping[str, int] | None = None
     expected: int | None = None
+    number: int = 0
+
+    @property
+    def place(self) -> int:
+        """Under which number it is stored."""
+        return self.number or self.epoch
 
     def to_bytes(self) -> bytes:
         """JSON without `done`, which is the existence of a second file."""
@@ -61,8 +71,11 @@ class Release:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
             record = cls(**orjson.loads(raw), done=done)
-            if not isinstance(record.epoch, int) or not isinstance(record.generation, str):
-                raise TypeError("epoch is an integer, generation a string")
+            numbers = (record.epoch, record.number)
+            if not all(isinstance(each, int) for each in numbers) or not isinstance(
+                record.generation, str
+            ):
+                raise TypeError("epoch and number are integers, generation is a string")
             if record.action not in get_args(Action):
                 raise TypeError(f"no action is called {record.action!r}")
         except (orjson.JSONDecodeError, TypeError) as error:
@@ -121,46 +134,74 @@ def manifest_digest(raw: bytes) -> str:
     return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def intent_path(epoch: int) -> str:
+def intent_path(number: int) -> str:
     """Store path of a release record."""
-    return f"releases/{epoch}.json"
+    return f"releases/{number}.json"
 
 
-def done_path(epoch: int) -> str:
+def done_path(number: int) -> str:
     """Store path of the mark that a pointer move happened."""
-    return f"releases/{epoch}.done"
+    return f"releases/{number}.done"
 
 
 def all_releases(
     store: ArtefactStore, known: MutableMapping[int, Release] | None = None
 ) -> list[Release]:
-    """Every record, oldest first. What is `known` by epoch is not read again: a record never changes.
+    """Every record, oldest first. What is `known` by number is not read again: a record never changes.
 
-    Raises CorruptArtefact, naming the file, for one that cannot be read: without it nobody knows what is live.
+    Raises CorruptArtefact, naming the file, for one that is missing or cannot be read: without it nobody knows what is
+    live.
     """
-    names = set(store.names("releases"))
-    epochs = sorted(int(found[1]) for name in names if (found := _INTENT.fullmatch(name)))
-    records = []
     known = {} if known is None else known
-    for epoch in epochs:
-        done = f"{epoch}.done" in names
-        if (record := known.get(epoch)) is None:
-            raw = store.read(intent_path(epoch))
+    missing = 0
+    for _ in range(LIST_TRIES):
+        records = _listed(store, known)
+        if not (missing := _missing(records)):
+            return records
+        # A folder that grows while it is listed may show the newer of two files only.
+    path = intent_path(missing)
+    raise CorruptArtefact(
+        f"{path} in {store.url} is missing, though later records are there: put the file back from a copy of the store",
+        path=path,
+    )
+
+
+def _listed(store: ArtefactStore, known: MutableMapping[int, Release]) -> list[Release]:
+    names = set(store.names("releases"))
+    numbers = sorted(int(found[1]) for name in names if (found := _INTENT.fullmatch(name)))
+    records: list[Release] = []
+    for number in numbers:
+        done = f"{number}.done" in names
+        if (record := known.get(number)) is None:
+            raw = store.read(intent_path(number))
             if raw is None:
                 continue
-            record = _read(store, epoch, raw, done=done)
-        known[epoch] = record if record.done == done else replace(record, done=done)
-        records.append(known[epoch])
+            epoch = records[-1].epoch if records else 0
+            record = _read(store, number, raw, done=done, after=epoch)
+        known[number] = record if record.done == done else replace(record, done=done)
+        records.append(known[number])
     return records
 
 
-def _read(store: ArtefactStore, epoch: int, raw: bytes, *, done: bool) -> Release:
+def _missing(records: Sequence[Release]) -> int:
+    """The first place that is empty though a later record was written by one who saw it taken; 0: none."""
+    before = 0
+    for each in records:
+        if each.number and each.number != before + 1:
+            return each.number - 1
+        before = each.place
+    return 0
+
+
+def _read(store: ArtefactStore, number: int, raw: bytes, *, done: bool, after: int) -> Release:
     try:
         record = Release.from_bytes(raw, done=done)
-        if record.epoch != epoch:
-            raise CorruptArtefact(f"the record of epoch {record.epoch} under another's name")
+        if record.place != number:
+            raise CorruptArtefact(f"the record {record.place} under another's name")
+        if record.epoch <= after:
+            raise CorruptArtefact(f"its epoch {record.epoch} is not above {after}, the one before")
     except CorruptArtefact as error:
-        path = intent_path(epoch)
+        path = intent_path(number)
         raise CorruptArtefact(
             f"{path} in {store.url} cannot be read ({error.message}): put the file back from a copy of the store; "
             "if it never was a release record, move it aside",

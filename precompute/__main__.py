@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from cache.errors import LarderError
+from cache.interrupts import never_swallowed
 from precompute.arguments import parser_of_commands
 from precompute.config import night_config
 from precompute.display import bars_on, err, out, show
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         config = night_config(arguments.config, **overrides)
         with (
+            never_swallowed(_interrupt),
             bars_on(err, is_quiet=arguments.quiet) as progress,
             redis_for(config, arguments, progress) as config,
         ):

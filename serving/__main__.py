@@ -20,6 +20,7 @@ from redis.retry import Retry
 
 from cache.embedded import redis_url
 from cache.errors import ConfigError, LarderError
+from cache.interrupts import never_swallowed
 from cache.keys import Keyspace
 from cache.releases import newest_release
 from cache.servers import masters, open_client
@@ -47,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         config.require_guard()
         check_token(config.token)
-        with _listening(config) as listener, redis_url(config.state, config.redis_url) as url:
+        with (
+            never_swallowed(),
+            _listening(config) as listener,
+            redis_url(config.state, config.redis_url) as url,
+        ):
             is_own = not config.redis_url
             config = config.with_redis(url)
             _check_redis(config, is_own=is_own)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cache.errors import ConfigError, LarderError
+from cache.interrupts import never_swallowed
 from serving.app import create_app
 from serving.config import ServingConfig
 from serving.peers import Peers
@@ -37,7 +38,8 @@ def main(arguments: Sequence[str]) -> int:
                 control.send(READY)
 
         server = make_server(app, config, log_level, announce)
-        server.run(sockets=[listener])
+        with never_swallowed():
+            server.run(sockets=[listener])
         if not server.started:
             raise ConfigError("the worker could not start; the log says why")
     except LarderError as error:

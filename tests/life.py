@@ -6,6 +6,7 @@ any command or file, so publishers, operators and sweeps overlap in every order;
 
 import contextlib
 import random
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -29,7 +30,7 @@ from cache.manifest import (
     TablePart,
 )
 from cache.records import Layout
-from cache.releases import Pointer, Release, all_releases, intent_path, newest_release
+from cache.releases import Pointer, Release, all_releases, newest_release
 from precompute.releases import canaries, moves
 from precompute.releases import release as release_module
 from precompute.releases import restore as restore_module
@@ -548,9 +549,9 @@ class Life:
         """Told of each pointer that is written."""
         to = Pointer.from_bytes(after)
         was = None if before is None else Pointer.from_bytes(before)
-        raw = self.store.files.get(intent_path(to.epoch))
-        assert raw is not None, f"no record says why the pointer moves to {to}"
-        why = Release.from_bytes(raw, done=True)
+        written = (Release.from_bytes(raw, done=True) for raw in self._records())
+        why = next((each for each in written if each.epoch == to.epoch), None)
+        assert why is not None, f"no record says why the pointer moves to {to}"
         self.moves += 1
         self._tell("  moved:", why.action, to)
         assert self.current is not None
@@ -565,7 +566,7 @@ class Life:
             case "publish":
                 if generation not in self.passed:
                     # A refusal that Redis lost, written down too late for this publisher to see it.
-                    is_late = not is_calm and not self._was_judged_bad(generation, before=to.epoch)
+                    is_late = not is_calm and not self._was_judged_bad(generation, before=why)
                     assert is_late, "published without having passed verification"
                     self.passed.add(generation)
                     self.bad.discard(generation)
@@ -610,14 +611,10 @@ class Life:
             assert to.canary.generation in self.passed, "a canary that never passed"
         self._check_named(to)
 
-    def _was_judged_bad(self, generation: str, *, before: int) -> bool:
+    def _was_judged_bad(self, generation: str, *, before: Release) -> bool:
         """By a record that was in the store before this intent."""
-        names = list(self.store.files)
-        earlier = set(names[: names.index(intent_path(before))])
-        records = [
-            each for each in all_releases_unwatched(self) if intent_path(each.epoch) in earlier
-        ]
-        judged = fold(records).state(generation)
+        history = all_releases_unwatched(self)
+        judged = fold([each for each in history if each.number < before.number]).state(generation)
         return judged in (State.REFUSED, State.ROLLED_BACK, State.ABANDONED, State.RETIRED)
 
     def _check_named(self, pointer: Pointer) -> None:
@@ -719,6 +716,7 @@ class Life:
         pointer = releases.control.pointer()
         assert pointer is not None and pointer.generation == LAST
         self._check()
+        self._check_order()
         ledger = releases.ledger()
         assert (ledger.live, ledger.live_epoch) == (LAST, pointer.epoch)
         assert set(states_of(ledger.states, State.LIVE)) == {LAST}
@@ -727,6 +725,18 @@ class Life:
             reader.is_cut_off = False
             self._read(reader)
             assert reader.seen is not None and reader.seen.generation == LAST
+
+    def _check_order(self) -> None:
+        """No record lands before another one: what a mover has read of the history is never wrong later."""
+        written = [Release.from_bytes(raw, done=True) for raw in self._records()]
+        assert [each.number for each in written] == list(range(1, len(written) + 1))
+        epochs = [each.epoch for each in written]
+        assert epochs == sorted(set(epochs)), f"records were written in the order {epochs}"
+
+    def _records(self) -> list[bytes]:
+        """As they were written."""
+        is_record = re.compile(r"releases/[0-9]+\.json").fullmatch
+        return [raw for name, raw in self.store.files.items() if is_record(name)]
 
 
 @lru_cache(maxsize=4096)

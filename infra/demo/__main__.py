@@ -10,6 +10,7 @@ from types import FrameType
 from rich.console import Console
 
 from cache.errors import LarderError
+from cache.interrupts import never_swallowed
 from infra.demo.airflow import AirflowFailed
 from infra.demo.run import Broken, Demo, Plan
 from infra.demo.service import ServiceFailed
@@ -27,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(each, _interrupt)
     demo = Demo(Plan(sent.data, sent.state, sent.quick, sent.serve), Steps(console))
     try:
-        demo.run()
+        with never_swallowed(_interrupt):
+            demo.run()
     except KeyboardInterrupt:
         console.print("stopped; nothing is left running")
         return 130

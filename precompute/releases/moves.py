@@ -7,7 +7,7 @@ from typing import Any
 
 from cache.artefacts import read_manifest
 from cache.errors import Conflict, UnknownGeneration
-from cache.releases import MOVES, Action, Pointer, done_path
+from cache.releases import MOVES, Action, Pointer
 from precompute.releases.control import Row
 from precompute.releases.judgements import Judgements
 from precompute.releases.release_log import CUT_CHARS, View, standing
@@ -74,7 +74,7 @@ class Moves(Judgements):
                 if live
                 else "another publisher moved the pointer meanwhile; try again"
             )
-        self.store.write_once(done_path(moved.epoch), b"")
+        self.complete(moved.epoch)
         return Moved(moved, changed=True)
 
     def _demand_still(self, to: Pointer, view: View, action: Action) -> None:

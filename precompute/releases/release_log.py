@@ -103,7 +103,7 @@ class ReleaseLog:
             return releases
         for release in open_ones:
             if release.epoch == pointer.epoch and release.attempt == pointer.attempt:
-                self.store.write_once(done_path(release.epoch), b"")
+                self.store.write_once(done_path(release.place), b"")
                 return self.history()
         return releases
 
@@ -150,15 +150,20 @@ class ReleaseLog:
         pages: Mapping[str, int] | None = None,
         expected: int | None = None,
     ) -> Release:
-        """Write one entry under the next epoch, which is greater than every earlier one and than the `expected`."""
+        """Write one entry: the next number, and an epoch greater than every earlier one and than the `expected`.
+
+        The number is the file's name, which only one writer gets: whoever was held up meanwhile comes after what was
+        written since, never before it.
+        """
         raw = self._manifest(generation)
         digest = "" if raw is None else manifest_digest(raw)
         for _ in range(EPOCH_TRIES):
-            newest = max((release.epoch for release in self.history()), default=0)
+            newest = next(reversed(self.history()), None)
+            epoch, number = (newest.epoch, newest.place) if newest is not None else (0, 0)
             now = self.clock()
-            epoch = max(newest + 1, (expected or 0) + 1, int(now * 1000))
             release = Release(
-                epoch=epoch,
+                number=number + 1,
+                epoch=max(epoch + 1, (expected or 0) + 1, int(now * 1000)),
                 action=action,
                 generation=generation,
                 previous=previous,
@@ -173,11 +178,17 @@ class ReleaseLog:
                 pages=pages,
                 expected=expected,
             )
-            if self.store.write_once(intent_path(epoch), release.to_bytes()):
+            if self.store.write_once(intent_path(release.number), release.to_bytes()):
                 return release
         raise Conflict(
             f"{EPOCH_TRIES} other releases were being written at the same time; try again"
         )
+
+    def complete(self, epoch: int) -> None:
+        """Write down that the pointer moved by the intent of this epoch."""
+        for release in self.history():
+            if release.epoch == epoch:
+                self.store.write_once(done_path(release.place), b"")
 
     def note(self, generation: str, state: Literal[State.BEGUN, State.LOADED]) -> None:
         """Write a step of the night into the registry; Conflict when the generation was retired meanwhile.

@@ -7,7 +7,7 @@ from cache.artefacts import read_manifest
 from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
 from cache.keys import Keyspace
 from cache.manifest import GENERATION
-from cache.releases import Pointer, Release, done_path
+from cache.releases import Pointer, Release
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import Progress
 from precompute.bulk.reload import is_missing, reload
@@ -57,7 +57,8 @@ def restore(
         # Rows first: no page may belong to a generation that the registry does not know.
         if not control.mark(_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch):
             continue
-        for each, state in ledger.states.items():  # an older snapshot brings pages back
+        # An older snapshot brings pages back. What is only marked as retired may still have readers.
+        for each, state in fold(view.history).states.items():
             if state is State.RETIRED and (
                 each in view.rows or is_back(releases, keys, each, view.history)
             ):
@@ -191,5 +192,5 @@ def _point(
         _, rows = releases.outcome("roll_back", live, view, attempt=attempt, reason=doubt.reason)
     moved = releases.control.move(to, expected_epoch=view.epoch, rows=rows)
     if moved is not None:
-        releases.store.write_once(done_path(moved.epoch), b"")
+        releases.complete(moved.epoch)
     return moved

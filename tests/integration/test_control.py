@@ -87,15 +87,15 @@ def test_a_release_record_that_cannot_be_read_is_named_with_what_to_do(
 ) -> None:
     world.publish(A)
     (record,) = all_releases(world.store)
-    epoch = record.epoch + 5
+    number = record.number + 1
     if isinstance(raw, str):  # whole, under another record's name
         raw = record.to_bytes()
-    world.store.write(intent_path(epoch), raw)
+    world.store.write(intent_path(number), raw)
 
     for ask in (world.releases.view, world.releases.ledger):
         with pytest.raises(CorruptArtefact, match="aside") as caught:
             ask()
-        assert f"releases/{epoch}.json" in caught.value.message
+        assert f"releases/{number}.json" in caught.value.message
         assert world.store.url in caught.value.message
 
 

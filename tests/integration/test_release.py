@@ -1,6 +1,7 @@
 """Publish, roll back, refuse and pin against a real Redis and a real folder."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import redis
@@ -12,6 +13,7 @@ from cache.artefacts import (
 from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused
 from cache.releases import (
     Pointer,
+    Release,
     all_releases,
     done_path,
     intent_path,
@@ -151,11 +153,12 @@ def test_of_two_publishers_one_loses(world):
 
 def test_a_crash_between_move_and_done_is_settled_from_the_pointer(world):
     world.publish(A, B)
-    world.store.local(done_path(world.live().epoch)).unlink()
+    number = all_releases(world.store)[-1].number
+    world.store.local(done_path(number)).unlink()
 
     ledger = world.releases.ledger()
 
-    assert ledger.live == B and world.store.read(done_path(world.live().epoch)) is not None
+    assert ledger.live == B and world.store.read(done_path(number)) is not None
 
 
 def test_a_crash_between_intent_and_move_leaves_the_live_one(world, monkeypatch):
@@ -342,7 +345,65 @@ def test_releases_of_a_remote_store_carry_the_manifests_digest(redis_url, keyspa
 
 def test_every_release_file_is_written_once(world):
     world.publish(A)
-    epoch = world.live().epoch
-    assert not world.store.write_once(intent_path(epoch), b"other")
+    (published,) = all_releases(world.store)
+    assert published.number == 1
+    assert not world.store.write_once(intent_path(1), b"other")
     record = world.releases.record("pin", A, attempt="x")
-    assert record.epoch > epoch
+    assert record.number == 2 and record.epoch > published.epoch
+
+
+def test_a_writer_who_is_held_up_comes_after_what_was_written_meanwhile(world, monkeypatch):
+    """Else whoever looked at the history before could never be sure of it."""
+    world.publish(A)
+    write_once = world.store.write_once
+    meanwhile: list[Release] = []
+
+    def held_up(path, data):
+        if not meanwhile:
+            monkeypatch.undo()
+            meanwhile.append(world.releases.record("pin", A, attempt="in between"))
+        return write_once(path, data)
+
+    monkeypatch.setattr(world.store, "write_once", held_up)
+    late = world.releases.record("unpin", A, attempt="held up")
+
+    assert [each.attempt for each in all_releases(world.store)][1:] == ["in between", "held up"]
+    assert late.number == meanwhile[0].number + 1 and late.epoch > meanwhile[0].epoch
+
+
+def test_records_of_earlier_versions_go_on(world):
+    """They were stored under their epochs."""
+    world.make(A)
+    old = Release(1_800_000_000_000, "publish", A, None, "old", 1.0)
+    world.store.write_once(intent_path(old.epoch), old.to_bytes())
+    world.store.write_once(done_path(old.epoch), b"")
+
+    new = world.releases.record("pin", A, attempt="new")
+
+    assert all_releases(world.store) == [replace(old, done=True), new]
+    assert new.number == old.epoch + 1 == new.place
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_record_that_is_missing_is_named(world, lost):
+    for name in ("one", "two", "three"):
+        world.releases.record("pin", A, attempt=name)
+    world.store.local(intent_path(lost)).unlink()
+
+    with pytest.raises(CorruptArtefact, match=f"releases/{lost}.json") as caught:
+        all_releases(world.store)
+    assert "missing" in caught.value.message and world.store.url in caught.value.message
+
+
+def test_a_folder_that_was_listed_while_it_grew_is_listed_again(world, monkeypatch):
+    for name in ("one", "two", "three"):
+        world.releases.record("pin", A, attempt=name)
+    names, listed = world.store.names, []
+
+    def newest_first(path):
+        listed.append(path)
+        return [each for each in names(path) if each != "2.json" or len(listed) > 1]
+
+    monkeypatch.setattr(world.store, "names", newest_first)
+    assert [each.attempt for each in all_releases(world.store)] == ["one", "two", "three"]
+    assert len(listed) == 2

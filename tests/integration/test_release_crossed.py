@@ -180,11 +180,12 @@ def test_a_move_overtaken_before_it_was_written_down_as_done_is_not_forgotten(wo
         with pytest.raises(KeyboardInterrupt):
             world.releases.publish(B, attempt="dies")
     died = world.live()
-    assert died.generation == B and world.store.read(done_path(died.epoch)) is None
+    intent = all_releases(world.store)[-1]
+    assert died.generation == B and (intent.epoch, intent.done) == (died.epoch, False)
 
     world.publish(C)
 
-    assert world.store.read(done_path(died.epoch)) is not None
+    assert world.store.read(done_path(intent.number)) is not None
     ledger = world.releases.ledger()
     assert (ledger.live, ledger.previous, ledger.state(B)) == (C, B, State.SUPERSEDED)
     assert world.live().previous == B

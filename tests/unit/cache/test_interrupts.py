@@ -1,0 +1,60 @@
+"""An interrupt that arrives while a destructor runs."""
+
+import signal
+import sys
+import time
+
+import pytest
+
+from cache.interrupts import never_swallowed
+
+
+class Interrupted:
+    """Its destructor is where the signal arrives."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+class Broken:
+    """Its destructor fails."""
+
+    def __del__(self) -> None:
+        raise ZeroDivisionError
+
+
+def be_interrupted() -> None:
+    Interrupted()
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        pass
+
+
+def test_an_interrupt_inside_a_destructor_arrives_after_it(capsys):
+    with pytest.raises(KeyboardInterrupt), never_swallowed():
+        be_interrupted()
+    assert capsys.readouterr().err == ""
+
+
+def test_without_it_nobody_would_hear_of_that_interrupt(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: told.append(ignored.exc_type))
+    Interrupted()
+    assert told == [KeyboardInterrupt]
+
+
+def test_another_failure_of_a_destructor_is_told_as_ever(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: told.append(ignored.exc_type))
+    with never_swallowed():
+        Broken()
+    assert told == [ZeroDivisionError]
+
+
+def test_everything_is_as_it_was_afterwards():
+    before = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+    with never_swallowed():
+        assert sys.unraisablehook is not before[0]
+        signal.setitimer(signal.ITIMER_REAL, 60.0)
+    assert (sys.unraisablehook, signal.getsignal(signal.SIGALRM)) == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
