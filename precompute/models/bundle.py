@@ -17,6 +17,7 @@ from cache.keys import ID_BYTES_MAX
 from cache.manifest import EntityKind
 from cache.ranking import Metric
 from cache.tower import Tower, TowerSpec
+from precompute.models.digests import sha256_unchanged
 
 FORMAT = 1
 FILE = "bundle.json"
@@ -175,7 +176,7 @@ def _verified(path: Path, data: Mapping[str, Any]) -> Path:
         raise BundleError(f"{FILE} names {data['path']}, which lies outside the bundle")
     if not file.is_file():
         raise BundleError(f"{FILE} names {data['path']}, which is missing", path=str(data["path"]))
-    if (found := sha256_of(file)) != data["sha256"]:
+    if (found := sha256_unchanged(file)) != data["sha256"]:
         raise BundleError(
             f"{data['path']} has SHA-256 {found}, {FILE} says {data['sha256']}",
             path=str(data["path"]),

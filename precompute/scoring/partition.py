@@ -19,6 +19,7 @@ from precompute.config import NightConfig
 from precompute.erasures.erasure import NOBODY, Erased
 from precompute.scoring.shard_files import ShardFiles, shard_of
 from precompute.scoring.shard_input import (
+    HASH,
     Hasher,
     distinct_ids,
     hashes_of,
@@ -28,7 +29,8 @@ from precompute.scoring.shard_input import (
 from precompute.scoring.stages import Stages
 from precompute.sources import Interactions, feature_schema, read_features, read_interactions
 
-_ROWS = pa.schema([("user", pa.string()), ("ordinal", pa.int64()), ("time", pa.int64())])
+_USER = (("user", pa.string()), (HASH, pa.uint64()))
+_ROWS = pa.schema([*_USER, ("ordinal", pa.int64()), ("time", pa.int64())])
 
 
 def sort_unique(
@@ -85,7 +87,7 @@ def partition(
 def _distinct(folder: Path, shard: int, shards: int, seed: int, hasher: Hasher) -> int | None:
     count = 0
     with scratch_folder(folder) as scratch:
-        slices = slice_shard(folder, shard, shards, seed, scratch, hasher=hasher)
+        slices = slice_shard(folder, shard, shards, scratch)
         for raws in distinct_ids(slices):
             if sort_unique(raws, seed, hasher) is None:
                 return None
@@ -116,10 +118,9 @@ def _write(
         )
         for batch in stages.ahead(map(erased.leave_out, read)):
             ordinals = ordinals_of(items, batch.items)
-            table = pa.table(
-                {"user": batch.users, "ordinal": ordinals, "time": batch.times}, schema=_ROWS
-            )
-            files.write(table, _shards(batch.users, seed, config.shards, hasher))
+            hashes = hashes_of(batch.users, seed, hasher)
+            table = pa.table([batch.users, hashes, ordinals, batch.times], schema=_ROWS)
+            files.write(table, shard_of(hashes, config.shards))
             known = ordinals[ordinals >= 0]
             popularity += np.bincount(known, minlength=items.count)
             rows += len(ordinals)
@@ -137,7 +138,7 @@ def _write_features(
     hasher: Hasher,
     erased: Erased,
 ) -> None:
-    schema: Any = pa.schema([("user", pa.string())])
+    schema: Any = pa.schema(_USER)
     batches: Any = ()
     if columns:
         if not config.sources.user_features:
@@ -147,17 +148,16 @@ def _write_features(
             )
         path = config.path(config.sources.user_features)
         kinds = feature_schema(path, columns)
-        schema = pa.schema(
-            [("user", pa.string()), *((name, kinds.field(name).type) for name in columns)]
-        )
+        schema = pa.schema([*_USER, *((name, kinds.field(name).type) for name in columns)])
         batches = read_features(path, config.sources.user_column, columns)
     with _files(folder, "features", config.shards, schema) as files:
         for ids, values in batches:
-            table = pa.table({"user": ids, **values}, schema=schema)
+            hashes = hashes_of(ids, seed, hasher)
+            table = pa.table([ids, hashes, *values.values()], schema=schema)
             if erased.users:
-                table = table.filter(erased.keeps_users(ids))
-            users = table.column("user").combine_chunks()
-            files.write(table, _shards(users, seed, config.shards, hasher))
+                kept = erased.keeps_users(ids)
+                table, hashes = table.filter(kept), hashes[np.asarray(kept)]
+            files.write(table, shard_of(hashes, config.shards))
 
 
 def ordinals_of(items: ItemTable, ids: Any) -> Ordinals:
@@ -165,10 +165,6 @@ def ordinals_of(items: ItemTable, ids: Any) -> Ordinals:
     coded = pc.dictionary_encode(ids)
     found = items.ordinals_of(coded.dictionary.cast(pa.binary()).to_pylist())
     return Ordinals(found[np.asarray(coded.indices)])
-
-
-def _shards(ids: Any, seed: int, shards: int, hasher: Hasher) -> NDArray[np.int64]:
-    return shard_of(hashes_of(ids, seed, hasher), shards)
 
 
 def _files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFiles:

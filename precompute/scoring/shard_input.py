@@ -28,6 +28,10 @@ SLICE_ROWS = 1 << 20
 """Rows grouped at once: some 150 MB of memory while it lasts."""
 
 
+HASH = "xxh3(user)"
+"""Column beside the user's: the hash under the partition's seed, so that nobody computes it again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slices:
     """Consecutive hash ranges of one shard, each a pair of files in a folder, numbered as shards are."""
@@ -61,11 +65,9 @@ def slice_shard(
     folder: Path,
     shard: int,
     shards: int,
-    seed: int,
     scratch: Path,
     *,
     rows: int | None = None,
-    hasher: Hasher = hash_ids,
 ) -> Slices:
     """The shard itself where it has at most `rows` rows (SLICE_ROWS), else slices of about so many, in `scratch`.
 
@@ -82,7 +84,7 @@ def slice_shard(
             stream = pa.ipc.open_stream(source)
             with ShardFiles(targets, stream.schema, lasting=False) as files:
                 for batch in stream:
-                    hashes = hashes_of(batch.column("user"), seed, hasher)
+                    hashes = np.asarray(batch.column(HASH))
                     which = shard_of(hashes, shards * count) - shard * count
                     files.write(pa.Table.from_batches([batch]), which)
     return Slices(scratch, range(count))
@@ -138,7 +140,7 @@ def read_shard(folder: Path, shard: int, seed: int, *, history_limit: int) -> Sh
         ordinals=ordinals,
         features={
             name: features.column(name).combine_chunks().take(pa.array(row_of, mask=row_of < 0))
-            for name in features.column_names[1:]
+            for name in features.column_names[2:]
         },
     )
 

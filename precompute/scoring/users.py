@@ -130,7 +130,7 @@ class ShardWork:
         """Each slice of the shard, with how many of all slices come after it."""
         config, folder = self.build.config, self.build.root / PARTITION
         with self.busy("read"):
-            slices = slice_shard(folder, self.number, config.shards, self.seed, scratch)
+            slices = slice_shard(folder, self.number, config.shards, scratch)
         for number in slices.numbers:
             with self.busy("read"):
                 found = read_shard(

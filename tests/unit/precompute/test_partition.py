@@ -181,7 +181,7 @@ def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
     seen = partition(config, item_table(ITEMS), folder, before=None, feature_columns=["age"])
     for shard in range(config.shards):
         whole = read_shard(folder, shard, seen.seed, history_limit=9)
-        slices = slice_shard(folder, shard, config.shards, seen.seed, scratch, rows=rows)
+        slices = slice_shard(folder, shard, config.shards, scratch, rows=rows)
         assert len(slices.numbers) > 1 or not whole.ids
         parts = [
             read_shard(slices.folder, number, seen.seed, history_limit=9)

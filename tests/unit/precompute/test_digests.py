@@ -1,0 +1,85 @@
+"""Checksums of files that stay as they are."""
+
+import os
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from cache.artefacts import sha256_of
+from precompute.models import digests
+from precompute.models.digests import sha256_unchanged
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that were really read; the clock says that they have rested long enough."""
+    found: list[Path] = []
+
+    def read(path: Path) -> str:
+        found.append(path)
+        return sha256_of(path)
+
+    monkeypatch.setattr(digests, "sha256_of", read)
+    monkeypatch.setattr(digests, "_known", {})
+    monkeypatch.setattr(digests, "SETTLED_NS", -(10**12))
+    return found
+
+
+def digest(raw: bytes) -> str:
+    return sha256(raw).hexdigest()
+
+
+def test_a_file_that_rests_is_read_once(tmp_path: Path, reads: list[Path]) -> None:
+    path = tmp_path / "model"
+    path.write_bytes(b"weights")
+    assert [sha256_unchanged(path) for _ in range(3)] == [digest(b"weights")] * 3
+    assert reads == [path]
+
+
+def test_a_file_that_changed_is_read_again_whatever_times_it_shows(
+    tmp_path: Path, reads: list[Path]
+) -> None:
+    path = tmp_path / "model"
+    path.write_bytes(b"weights")
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    sha256_unchanged(path)
+
+    while path.stat().st_ctime_ns - times[1] < 20_000_000:  # another tick of the kernel's clock
+        path.write_bytes(b"WEIGHTS")
+        os.utime(path, ns=times)
+
+    assert sha256_unchanged(path) == digest(b"WEIGHTS")
+
+
+def test_another_file_in_its_place_is_read(tmp_path: Path, reads: list[Path]) -> None:
+    path, other = tmp_path / "model", tmp_path / "other"
+    path.write_bytes(b"weights")
+    sha256_unchanged(path)
+    other.write_bytes(b"WEIGHTS")
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    other.replace(path)
+    assert sha256_unchanged(path) == digest(b"WEIGHTS")
+
+
+def test_what_was_written_just_now_is_not_taken_for_granted(
+    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "SETTLED_NS", 10**12)
+    path = tmp_path / "model"
+    path.write_bytes(b"weights")
+    assert sha256_unchanged(path) == sha256_unchanged(path) == digest(b"weights")
+    assert reads == [path, path]
+
+
+def test_only_so_many_are_remembered(
+    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "FILES_MAX", 2)
+    paths = [tmp_path / str(number) for number in range(3)]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+        sha256_unchanged(path)
+    assert len(digests._known) == 2
+    sha256_unchanged(paths[0])
+    assert reads == [*paths, paths[0]]
