@@ -2,8 +2,9 @@
 
 Redis has one core, a reader and the loader share another (with two cores there is no third). The reader asks for one
 616-byte record at a time, 2,000 times a second, over a plain socket; each round it reads alone, under a governed load,
-under one that runs flat out, and alone again. A p99 is the median of those of its stretches, so that one burst of a
-restless host is not the figure. Loads write generation after generation and remove the last but one, as nights do. A
+under one that runs flat out, and alone again. A p99 is the median of those of its seconds, so that one burst of a
+restless host is not the figure. Its A/A compares what lies before the loads in even rounds and behind them in odd ones
+with the rest, so that a drift of the host counts on both sides. Loads write generation after generation and remove the last but one, as nights do. A
 governed load is watched once its slow start is over; its rate stands beside flat out (no reader, no governor) and
 beside pipelines of 1,000 `SET`, both measured shortly before and after each loaded stretch.
 
@@ -50,10 +51,16 @@ P99_TOLERANCE = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A reader's round trips in seconds, and what was loaded meanwhile in bytes per second."""
+    """A reader's round trips in seconds, those of each second apart, and what was loaded meanwhile in bytes/s."""
 
-    round_trips: NDArray[np.float64]
+    round_trips: list[NDArray[np.float64]]
     rate: float
+
+    @classmethod
+    def of(cls, found: NDArray[np.float64], rate: float) -> "Watched":
+        """From (time, round trip) of each read in order."""
+        count = max(1, round(float(found[-1, 0] - found[0, 0])))
+        return cls([each[:, 1] for each in np.array_split(found, count)], rate)
 
 
 def read(url: str, size: int, pages: int, seconds: float, answer: Connection) -> None:
@@ -130,19 +137,21 @@ def watch(
         if how == "idle":
             found = reader.recv()
             taken = found[found[:, 0] > found[-1, 0] - seconds]
-            return Watched(taken[:, 1], 0.0)
+            return Watched.of(taken, 0.0)
         with process(load, url, case, config, how == "closed", WARM_S[how] + seconds) as loader:
             steps, found = loader.recv(), reader.recv()
     began, ended = steps[0, 0] + WARM_S[how], min(steps[-1, 0], found[-1, 0])
     inside = (found[:, 0] >= began) & (found[:, 0] < ended)
     bytes_then = np.interp([began, ended], steps[:, 0], steps[:, 1])
     rate = (bytes_then[1] - bytes_then[0]) / max(1e-9, ended - began)
-    return Watched(found[inside, 1], float(rate))
+    return Watched.of(found[inside], float(rate))
 
 
 def p99(stretches: list[Watched]) -> float:
-    """The median of the stretches' own."""
-    return statistics.median(float(np.percentile(each.round_trips, 99)) for each in stretches)
+    """The median of their seconds' own."""
+    return statistics.median(
+        float(np.percentile(second, 99)) for each in stretches for second in each.round_trips
+    )
 
 
 def publish_live(client: "redis.Redis", case: Case, config: NightConfig) -> None:
@@ -216,7 +225,8 @@ def measure(
             look(f"after{state}")
     for state in states:
         before, after = seen[f"before{state}"], seen[f"after{state}"]
-        idle, aa, suffix = p99(before + after), p99(after) / p99(before), state.replace(", ", "_")
+        idle, suffix = p99(before + after), state.replace(", ", "_")
+        aa = p99(before[::2] + after[1::2]) / p99(before[1::2] + after[::2])
         for how in ("closed",) if state else ("closed", "open"):
             found = p99(seen[f"{how}{state}"])
             report.ratios[f"p99_{how}_loop_vs_idle{suffix}"] = Ratio(
@@ -229,8 +239,10 @@ def measure(
             statistics.median(rates) / 1e6, 1
         )
     for how, stretches in seen.items():
-        report.figures[f"reads, {how}"] = sum(len(each.round_trips) for each in stretches)
-        trips = np.concatenate([each.round_trips for each in stretches])
+        report.figures[f"reads, {how}"] = sum(
+            len(second) for each in stretches for second in each.round_trips
+        )
+        trips = np.concatenate([second for each in stretches for second in each.round_trips])
         report.figures[f"p50 / p99 / p99.9 us, {how}"] = " / ".join(
             f"{value * 1e6:.0f}" for value in np.percentile(trips, [50, 99, 99.9])
         )

@@ -3,10 +3,19 @@
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from cache.interrupts import never_swallowed
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """A shell that starts this in the background has the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Interrupted:
