@@ -3,8 +3,9 @@
 Redis has one core, a reader and the loader share another (with two cores there is no third). The reader asks for one
 616-byte record at a time, 2,000 times a second, over a plain socket; each round it reads alone, under a governed load,
 under one that runs flat out, and alone again. A p99 is the median of those of its seconds, so that one burst of a
-restless host is not the figure. Its A/A compares what lies before the loads in even rounds and behind them in odd ones
-with the rest, so that a drift of the host counts on both sides. Loads write generation after generation and remove the last but one, as nights do. A
+restless host is not the figure.
+Its A/A compares what lies before the loads in even rounds and behind them in odd ones with the rest, so that a drift of
+the host counts on both sides. Loads write generation after generation and remove the last but one, as nights do. A
 governed load is watched once its slow start is over; its rate stands beside flat out (no reader, no governor) and
 beside pipelines of 1,000 `SET`, both measured shortly before and after each loaded stretch.
 
