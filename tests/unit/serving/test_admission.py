@@ -339,7 +339,7 @@ def front(gate: Admission, open_: asyncio.Event, crowd: list[int]) -> Front:
     app.add_api_route("/v1/lookup/fails", fails, methods=["PUT"])
     app.add_api_route("/healthz", lambda: {"status": "ok"}, methods=["PUT"])
     app.hot = SimpleNamespace(  # type: ignore[assignment]
-        admission=gate, refused=lambda: None, is_late=lambda _scope: gate.is_late(0.3)
+        admission=gate, refused=lambda _status: None, is_late=lambda *_: gate.is_late(0.3)
     )
     return app
 
