@@ -50,7 +50,7 @@ class ServingConfig:
 
     deadline_ms: float = 300.0
     deadline_max_ms: float = 10_000.0
-    l2_deadline_ms: float = 50.0
+    l2_deadline_ms: float = 75.0
     l2_connections: int = 2
     breaker_threshold: int = 5
     breaker_cooldown_s: float = 1.0
