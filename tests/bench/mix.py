@@ -62,6 +62,11 @@ class Stream:
         requests, which = self.draw(len(moments))
         return Arrivals(url, requests, which, moments, CONNECTIONS, DEADLINE_S)
 
+    def all_known(self, url: str) -> Arrivals:
+        """Each known user twice: after it all of them are ready in L1."""
+        which = np.tile(np.arange(len(self.known)), 2)
+        return Arrivals(url, self.known, which, np.zeros(len(which)), IN_FLIGHT)
+
     def closed(self, url: str, count: int) -> Arrivals:
         """All are due at once, a few under way: as quick as it can."""
         requests, which = self.draw(count)

@@ -155,13 +155,14 @@ def measure(report: Report, case: Case, options: Options) -> None:
     settings = {"LARDER_DEADLINE_MS": f"{DEADLINE_S * 1000}", "LARDER_L2_DEADLINE_MS": "75"}
     body = case.folder / "body.json"
     with program(serve, case.folder / "serving.log", environment(case.night, **settings)) as larder:
-        body.write_bytes(body_of(larder, [path_of(user) for user in case.users]))
+        body.write_bytes(body_of(larder, [path_of(user) for user in case.users[:100]]))
         bare_app: list[str | Path] = [sys.executable, "-m", "tests.bench.bare_asgi", body]
         with program(bare_app, case.folder / "bare.log") as bare, caller() as callers:
             where = place(larder, bare)
             report.figures["placement"] = f"servers on {where}, callers and redis on the last core"
             seconds = (1.0, 1.5) if options.quick else (5.0, 5.0)
             bench = Bench(report, stream, larder, bare, callers, *seconds)
+            bench.run(stream.all_known(larder.url))
             _measure(bench, options)
 
 
