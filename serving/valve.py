@@ -26,7 +26,11 @@ class Valve:
         self._step, self._credit = _OPEN, 0.0
 
     def observe(self, wait: float, now: float) -> None:
-        """One sample of the wait; `now` in seconds. An interval has two at least: one long pause is not a queue."""
+        """One sample of the wait; `now` in seconds.
+
+        An interval has two at least, as one long pause is not a queue: the last of one is the first of the next, so
+        that where samples are rare each of them is judged.
+        """
         if self._least == inf:
             self._since = now
         self._least = min(self._least, wait)
@@ -41,7 +45,7 @@ class Valve:
             self.share *= max(_CLOSE_MOST, self.target / self.wait)
             if self.share < _SHUT:
                 self.share = 0.0
-        self._least = inf
+        self._least, self._since = wait, now
 
     def admit(self) -> bool:
         """Whether one more piece of work may go on: exactly the share of them, evenly spread."""

@@ -100,18 +100,26 @@ def test_what_opened_the_valve_too_far_closes_it_and_the_next_steps_are_small_ag
     valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
     valve.share = 0.0
 
-    def interval(wait: float) -> float:
-        for _ in range(2):
-            clock.tick(INTERVAL_S)
-            valve.observe(wait, clock())
+    def sample(wait: float) -> float:
+        clock.tick(INTERVAL_S)
+        valve.observe(wait, clock())
         return valve.share
 
-    opened = [interval(0.001) for _ in range(3)][-1]
-    closed = interval(0.04)
-    interval(0.001)
+    opened = [sample(wait) for wait in (0.001, 0.001, 0.001, 0.001, 0.04)]
+    closed, again = sample(0.04), sample(0.001)
 
-    assert opened == pytest.approx(0.7) and closed == pytest.approx(0.35)
-    assert valve.share == pytest.approx(0.45)
+    assert opened == pytest.approx([0.0, 0.1, 0.3, 0.7, 1.0])
+    assert (closed, again) == pytest.approx((0.5, 0.6))
+
+
+def test_where_samples_are_rare_each_of_them_is_judged() -> None:
+    valve, clock, shares = Valve(TARGET_S, INTERVAL_S), FakeClock(), list[float]()
+    for _ in range(4):
+        clock.tick(0.12)
+        valve.observe(0.04, clock())
+        shares.append(valve.share)
+
+    assert shares == pytest.approx([1.0, 0.5, 0.25, 0.125])
 
 
 class Process:
