@@ -51,6 +51,9 @@ class SingleFlight(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._flights)
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._flights
+
     async def do(self, key: K, work: Callable[[], Awaitable[V]]) -> V:
         """The value of `key`: from the flight under way, else from `work()`, whose errors all waiters get."""
         flight = self._flights.get(key)

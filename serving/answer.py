@@ -42,7 +42,7 @@ def from_record(
 def from_defaults(
     snapshot: Snapshot, table: Table, entity: Entity, k: int, barred: Barred
 ) -> Prediction:
-    """A popular list for top-K; null elsewhere, since a made-up vector would be a wrong answer."""
+    """A popular list for top-K without the sent history; null elsewhere: a made-up vector would be a wrong answer."""
     if table.kind == "vector":
         return {"vector": None}
     if table.kind == "value":
@@ -50,9 +50,10 @@ def from_defaults(
     default = snapshot.defaults.get(table.name)
     if default is None:
         return {"items": [], "scores": [], "short": True}
+    barred = (*barred, default.among(entity.history))
     if table.entity == "item" and entity.raw is not None:
         # An item is not similar to itself, however popular it is.
-        barred = (*barred, frozenset({snapshot.items.ordinal_of(entity.raw)}))
+        barred = (*barred, default.among((entity.raw,)))
     return _top(snapshot, default.items, default.scores, k, barred)
 
 

@@ -229,6 +229,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         remote.bound_s,
         metrics.exposition if peers is None else peers.exposition,
         admission,
+        config.body_timeout_s,
     )
     try:
         await refresher.start()

@@ -50,7 +50,7 @@ class ServingConfig:
 
     deadline_ms: float = 300.0
     deadline_max_ms: float = 10_000.0
-    l2_deadline_ms: float = 50.0
+    l2_deadline_ms: float = 75.0
     l2_connections: int = 2
     breaker_threshold: int = 5
     breaker_cooldown_s: float = 1.0
@@ -75,6 +75,7 @@ class ServingConfig:
     load_bound_s: float = 60.0
 
     body_bytes: int = 8 << 20
+    body_timeout_s: float = 10.0
     max_batch: int = 1_000
     max_history: int = 10_000
     max_exclude: int = 10_000
@@ -186,8 +187,8 @@ _POSITIVE = (
     "deadline_ms", "deadline_max_ms", "l2_deadline_ms", "l2_connections", "breaker_threshold", "breaker_cooldown_s",
     "live_workers", "live_threads", "live_batch", "live_queue", "live_queue_bytes",
     "queue_target_ms", "queue_interval_ms", "requests_max",
-    "poll_s", "blocklist_poll_s", "heartbeat_s", "drain_s", "load_bound_s", "body_bytes", "max_batch", "max_history",
-    "max_exclude", "max_ids",
+    "poll_s", "blocklist_poll_s", "heartbeat_s", "drain_s", "load_bound_s", "body_bytes", "body_timeout_s", "max_batch",
+    "max_history", "max_exclude", "max_ids",
 )  # fmt: skip
 
 

@@ -5,12 +5,21 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
-from serving.hot import Hot
+from serving.hot import Hot, Messages
 from serving.http import refused
 from serving.problem import Problem
 
 _LOOKUP, _SCORE = "/v1/lookup", "/v1/score"
-_OVERLOADED = refused(Problem(503, "overloaded", "more is asked than can be answered in time"))
+
+
+def _refusal(problem: Problem) -> Messages:
+    response = refused(problem)
+    head = {"status": response.status_code, "headers": response.raw_headers}
+    body = {"type": "http.response.body", "body": response.body}
+    return {"type": "http.response.start", **head}, body
+
+
+_OVERLOADED = _refusal(Problem(503, "overloaded", "more is asked than can be answered in time"))
 
 
 class Front(FastAPI):
@@ -34,23 +43,37 @@ class Front(FastAPI):
         if not scope["path"].startswith((_LOOKUP, _SCORE)):  # decoded, as the router reads it
             await super().__call__(scope, receive, send)
             return
-        admission = hot.admission
-        if (admission.is_behind and hot.is_late(scope)) or not admission.enter():
-            hot.refused()
-            await _OVERLOADED(scope, receive, send)
-            return
-        try:
-            answer = await hot.get(scope) if method == "GET" else None
-            if answer is None and not admission.admit_costly():
-                hot.refused()
-                await _OVERLOADED(scope, receive, send)
-                return
-            if method == "POST":
-                answer, receive = await hot.post(scope, receive)
-            if answer is None:
-                await super().__call__(scope, receive, send)
-                return
-        finally:
-            admission.leave()
+        if not hot.admission.enter():
+            answer = _OVERLOADED
+        else:
+            try:
+                answer, receive = await self._judged(hot, scope, receive)
+                if answer is None:
+                    await super().__call__(scope, receive, send)
+                    return
+            except Problem as problem:
+                answer = _refusal(problem)
+            finally:
+                hot.admission.leave()
+        if (status := answer[0]["status"]) != 200:
+            hot.refused(status)
         await send(answer[0])
         await send(answer[1])
+
+    async def _judged(
+        self, hot: Hot, scope: Scope, receive: Receive
+    ) -> tuple[Messages | None, Receive]:
+        """The answer, which may be a refusal; None if the routes behind have it. Raises Problem for a body too slow."""
+        method, admission = scope["method"], hot.admission
+        if admission.is_behind:
+            body: bytes | None = b""
+            if method == "POST":
+                body, receive = await hot.body(scope, receive)
+            if hot.is_late(scope, body):
+                return _OVERLOADED, receive
+        answer = await hot.get(scope) if method == "GET" else None
+        if answer is None and not admission.admit_costly():
+            return _OVERLOADED, receive
+        if method == "POST":
+            return await hot.post(scope, receive)
+        return answer, receive

@@ -6,27 +6,26 @@ behind it, and ids without a stored answer to the ladder.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import orjson
 from starlette.types import Receive
 
-from cache.manifest import Table
 from cache.tiered import Found, Want
-from serving import arrow_request, plan
+from serving import plan
 from serving.arrow_schema import MEDIA_TYPE
 from serving.ask import Ask, Entity, Options
-from serving.batch import Batches
 from serving.case import want_in
 from serving.holding import Holding
-from serving.http import whole_body
-from serving.media import JSON_TYPE, Form, forms
-from serving.plan import Headers, Queries, Single
+from serving.http import is_longer, whole_body
+from serving.lateness import Lateness
+from serving.media import JSON_TYPE, forms
+from serving.plan import Headers, Queries, Single, credentials
+from serving.posted import Posted, refuses
 from serving.problem import Problem
 from serving.render import JSON, Unfit, start_of
-from serving.resolved import Lookup
-from serving.routes import Service, credentials
+from serving.routes import Service
 
 Message = MutableMapping[str, Any]
 Messages = tuple[Message, Message]
@@ -57,21 +56,23 @@ class Hot:
         self._queries = Queries(service.limits)
         sent = credentials(service.token) if service.token else ()
         self._headers = Headers(sent, service.limits)
-        self._default_s = service.limits.deadline_ms / 1000
-        self._batches = Batches(service, clock)
+        self._posted = Posted(service, clock)
         self.admission = service.admission
+        self.is_late = Lateness(service.admission, self._headers, service.limits).is_late
         self._starts: dict[int, Message] = {}
 
-    def is_late(self, scope: MutableMapping[str, Any]) -> bool:
-        """Whether a request has no time left at its turn; asked only while requests stand before the loop."""
-        deadline_s = self._headers.deadline_s(scope["headers"])
-        if deadline_s is None or b"deadline_ms" in scope["query_string"]:
-            return False
-        return self.admission.is_late(min(deadline_s, self._default_s))
-
-    def refused(self) -> None:
+    def refused(self, status: int) -> None:
         """Counts a request that was refused before anybody looked for its route."""
-        self._metrics.requested("any", 503)
+        self._metrics.requested("any", status)
+
+    async def body(
+        self, scope: MutableMapping[str, Any], receive: Receive
+    ) -> tuple[bytes | None, Receive]:
+        """As `whole_body`, within the bounds of the service."""
+        service = self._service
+        if is_longer(scope["headers"], service.body_bytes):  # told elsewhere, without reading it
+            return None, receive
+        return await whole_body(receive, service.body_bytes, service.body_timeout_s)
 
     def ready(self, scope: MutableMapping[str, Any]) -> Messages | None:
         """The answer to a GET that was answered before, from L1, with today's age."""
@@ -106,7 +107,7 @@ class Hot:
         if deadline_s is None or holding is None:
             return None
         table = holding.live.manifest.tables.get(asked.table)
-        if table is None or _is_refused(table, options.k):
+        if table is None or refuses(table, options.k):
             return None
         if holding.live.blocks(table, asked.raw):
             return None
@@ -156,7 +157,7 @@ class Hot:
         name = asked.table, asked.raw
         self._recent.append(name)
         self._metrics.hot(asked.table, found.tier, self._timer() - started)
-        marks = self._batches.marks(live)
+        marks = self._posted.batches.marks(live)
         if found.tier == "l1" and marks.stale is None:
             query = scope["query_string"]
             request = scope["raw_path"] + (b"?" + query if query else b"")
@@ -185,46 +186,29 @@ class Hot:
         except UnicodeDecodeError:
             return None, receive
         deadline_s = self._headers.deadline_s(scope["headers"])
-        if table is None or deadline_s is None or self._is_too_large(scope["headers"]):
+        if table is None or deadline_s is None:
             return None, receive
         try:
             form = forms(scope["headers"])
         except Problem:  # told by the routes behind
             return None, receive
-        body, again = await whole_body(receive, self._service.body_bytes)
-        batch = None if body is None else self._batch(body, form.sent)
+        body, again = await self.body(scope, receive)
         # Captured once more: the body may have taken its time.
-        if batch is None or _is_refused(table, batch.k) or self._holding() is not holding:
+        if body is None or self._holding() is not holding:
             return None, again
-        options = plan.tighter(Options(self._default_s, batch.k), deadline_s)
         try:
-            lookup = Lookup(holding, table, batch.raws, options, started)
-            if form.wanted == "arrow":
-                messages = _arrow(await self._batches.stream(lookup))
-            else:
-                messages = self._messages(await self._batches.answer(lookup))
+            found = await self._posted.answer(body, form, table, deadline_s, holding, started)
         except Exception:  # as above
             log.exception("the hot route failed")
             return None, again
+        if found is None:
+            return None, again
         self._requests[POST_ROUTE] += 1
-        return messages, again
-
-    def _batch(self, body: bytes, form: Form) -> plan.Batch | None:
-        limits = self._service.limits
-        if form == "arrow":
-            return arrow_request.batch(body, limits)
-        return plan.batch(body, limits.max_batch)
+        return _arrow(found) if form.wanted == "arrow" else self._messages(found), again
 
     def _holding(self) -> Holding | None:
         """What to answer from; None while there is nothing, or a canary takes some of the requests."""
         return None if self._shelf.canary is not None else self._shelf.holding
-
-    def _is_too_large(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Told elsewhere, without reading it."""
-        for name, value in headers:
-            if name == b"content-length" and value.isdigit():
-                return int(value) > self._service.body_bytes
-        return False
 
     def _messages(self, body: bytes) -> Messages:
         length = len(body)
@@ -242,8 +226,3 @@ class Hot:
 def _arrow(stream: bytes) -> Messages:
     headers = [(b"content-length", b"%d" % len(stream)), _ARROW_TYPE]
     return {**_START, "headers": headers}, {"type": "http.response.body", "body": stream}
-
-
-def _is_refused(table: Table, k: int | None) -> bool:
-    """Whether the request is one that is told so elsewhere."""
-    return table.kind == "topk" and k is not None and k > table.layout.width

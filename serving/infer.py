@@ -86,7 +86,7 @@ class Inferences:
         if snapshot.predictor is None:
             return [LiveUnavailable("no_model")] * len(cases)
         give_up = time.monotonic() + limit_s
-        boarded: list[Boarded[Key, Computed]] = []
+        boarded: list[Boarded[Key, Computed] | None] = []
         pace = Pace()
         try:
             for case in cases:
@@ -94,25 +94,31 @@ class Inferences:
                     break
                 boarded.append(self._board(snapshot, case, give_up))
                 await pace.step(case.entity)
-            if boarded:
-                waiters = {each.waiter for each in boarded}
+            waiters = {each.waiter for each in boarded if each is not None}
+            if waiters:
                 await asyncio.wait(waiters, timeout=max(0.0, give_up - time.monotonic()))
             outcomes = [_outcome(case, each) for case, each in zip(cases, boarded, strict=False)]
         finally:
             for each in boarded:
-                self.flights.leave(each)
+                if each is not None:
+                    self.flights.leave(each)
         return outcomes + [LiveUnavailable("timeout")] * (len(cases) - len(boarded))
 
-    def _board(self, snapshot: Snapshot, case: Case, deadline: float) -> Boarded[Key, Computed]:
-        """A place in the one flight for this input; a future per entity, and no task unless others may compute it."""
+    def _board(
+        self, snapshot: Snapshot, case: Case, deadline: float
+    ) -> Boarded[Key, Computed] | None:
+        """A place in the one flight for this input, None if it is left out under overload.
+
+        A future per entity, and no task unless others may compute it.
+        """
         want, table = case.want, case.table.name
         key = snapshot.generation, table, want.key, case.digest
         if (job := self._jobs.get(key)) is not None:
             job.deadline = max(job.deadline, deadline)
+        if key not in self.flights and not self._admit():  # who joins a flight costs nothing
+            return None
 
         def work() -> asyncio.Future[Computed]:
-            if not self._admit():  # who finds a flight under way costs nothing, and is not asked
-                return _failed("overloaded")
             job = Job(snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline)
             self._jobs[key] = job
             if self._lead is None or want.position >= 0 or case.reason not in SHARED:
@@ -151,13 +157,9 @@ class Inferences:
             del self._jobs[key]
 
 
-def _failed(reason: str) -> asyncio.Future[Computed]:
-    future: asyncio.Future[Computed] = asyncio.get_running_loop().create_future()
-    future.set_exception(LiveUnavailable(reason))
-    return future
-
-
-def _outcome(case: Case, place: Boarded[Key, Computed]) -> Computed | LiveUnavailable:
+def _outcome(case: Case, place: Boarded[Key, Computed] | None) -> Computed | LiveUnavailable:
+    if place is None:
+        return LiveUnavailable("overloaded")
     if not place.waiter.done():
         return LiveUnavailable("timeout")
     # Looked at, not raised: an error whose traceback holds this frame, and so the flight that holds the error, would

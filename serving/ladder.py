@@ -175,7 +175,7 @@ class Ladder:
             else:
                 case.live_reason = outcome.reason
             if case.live_reason is not None:
-                self._metrics.live_failures.labels(case.table.name, case.live_reason).inc()
+                self._metrics.live_failed(case.table.name, case.live_reason)
         self._metrics.stage("live", self._timer() - began)
 
     def _take_live(self, case: Case, snapshot: Snapshot, computed: Computed, turn: Turn) -> None:

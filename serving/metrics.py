@@ -178,6 +178,10 @@ class Metrics:
             for _ in range(times):
                 self.flip_answer_seconds.observe(seconds)
 
+    def live_failed(self, table: str, reason: str) -> None:
+        """Live did not answer one input."""
+        self._child(self.live_failures, table, reason).inc()
+
     def missed(self, table: str, reason: str) -> None:
         """No stored tier answered one entity."""
         self._child(self.misses, table, reason).inc()

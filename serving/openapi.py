@@ -56,7 +56,7 @@ def described(
     if has_options or body is not None:
         codes |= {"422": "cannot be answered as sent"}
     if body is not None:
-        codes |= {"413": "too large"}
+        codes |= {"408": "body_timeout: it did not arrive", "413": "too large"}
     if has_arrow:
         codes |= {"406": "no such form of an answer", "415": "no such form of a body"}
     codes |= {"503": "not_ready: nothing loaded yet; overloaded: come again after Retry-After"}

@@ -41,6 +41,12 @@ def body_options(data: Mapping[str, Any], limits: Limits) -> Options:
     )
 
 
+def body_deadline_s(data: object, limits: Limits) -> float:
+    """Of these options the deadline alone, whatever else is wrong with a body."""
+    sent = data.get("deadline_ms") if isinstance(data, dict) else None
+    return _deadline(sent, "deadline_ms", limits)
+
+
 def query_options(query: bytes, limits: Limits) -> Options:
     """The options of a URL's query; nothing sent means all defaults."""
     if not query:

@@ -1,5 +1,6 @@
 """What the hot route understands of a request; None for all it leaves to the others. Pure."""
 
+import contextlib
 import hmac
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -85,6 +86,15 @@ class Headers:
             elif not (value.isascii() and 0 < len(value) <= ID_BYTES_MAX):
                 return None
         return None if needed else deadline_s
+
+
+def credentials(token: str) -> tuple[bytes, ...]:
+    """The header's bytes in each encoding that clients use; only a token beyond ASCII has two."""
+    header = f"Bearer {token}"
+    forms = {header.encode()}
+    with contextlib.suppress(UnicodeEncodeError):
+        forms.add(header.encode("latin-1"))
+    return tuple(sorted(forms))
 
 
 def single(path: bytes) -> Single | None:

@@ -11,7 +11,8 @@ class Pulse:
     """Tells `observe` the seconds of one turn of the event loop, what `model_wait` says, and when.
 
     A turn is from one callback to the next that it leaves for the turn after: everything that was ready in between is
-    read and begun, so it is what a request waits that comes at the worst moment. Nothing runs between the looks.
+    read and begun, so it is what a request waits that comes at the worst moment. Nothing runs between the looks; after
+    a turn that took longer than their distance the next one is looked at as well, or a queue would slow its own judge.
     """
 
     def __init__(
@@ -49,5 +50,9 @@ class Pulse:
 
     def _end(self) -> None:
         now = self._timer()
-        self._observe(now - self._began, self._model_wait(), now)
-        self.start()
+        turn_s = now - self._began
+        self._observe(turn_s, self._model_wait(), now)
+        if turn_s > self._every_s:
+            self._begin()
+        else:
+            self.start()

@@ -26,6 +26,8 @@ class Turn:
 
     def excluded(self, snapshot: Snapshot) -> frozenset[int]:
         """Ordinals of `exclude`, looked up once per generation and not once per entity."""
+        if not self.options.exclude:
+            return frozenset()
         found = self._excluded.get(snapshot.generation)
         if found is None:
             ordinals = snapshot.items.ordinals_of(self.options.exclude)
@@ -70,7 +72,7 @@ class Reply:
     def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
         """Answers with what holds for everybody."""
         case.reason = case.reason or MissReason.NOT_IN_GENERATION
-        barred = turn.excluded(snapshot), case.history_in(snapshot).seen
+        barred = (turn.excluded(snapshot),)
         prediction = from_defaults(snapshot, case.table, case.entity, case.k, barred)
         producer = "defaults" if case.table.kind == "topk" else None
         self._finish(case, prediction, snapshot, "default", producer, turn)

@@ -1,6 +1,5 @@
 """The HTTP surface: reads a request, asks the ladder, sends prebuilt JSON."""
 
-import contextlib
 import functools
 import hmac
 import logging
@@ -31,6 +30,7 @@ from serving.nights import Nights
 from serving.options import with_headers
 from serving.overview import overview
 from serving.parse import feedback_body, lookup_body, lookup_url, score_body
+from serving.plan import credentials
 from serving.problem import Problem, from_input
 from serving.score import rank_candidates, vector_table
 from serving.snapshot import Snapshot
@@ -61,6 +61,7 @@ class Service:
     l2_bound_s: Callable[[], float]
     expose: Callable[[], Awaitable[bytes]]
     admission: Admission
+    body_timeout_s: float
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:
@@ -92,7 +93,7 @@ def routes(service: Service) -> APIRouter:
 
     async def lookup_table(request: Request, started: float) -> object:
         form = forms(request.scope["headers"])
-        body = await read_body(request, service.body_bytes)
+        body = await _body(service, request)
         read = lookup_arrow if form.sent == "arrow" else lookup_body
         ask = read(body, request.path_params["table"], service.limits)
         answers, of = await _answers(service, request, ask, started)
@@ -103,11 +104,11 @@ def routes(service: Service) -> APIRouter:
         return as_arrow(answers_stream(table, ids, dict(enumerate(answers))))
 
     async def lookup_tables(request: Request, started: float) -> object:
-        ask = lookup_body(await read_body(request, service.body_bytes), None, service.limits)
+        ask = lookup_body(await _body(service, request), None, service.limits)
         return {"answers": (await _answers(service, request, ask, started))[0]}
 
     async def score(request: Request, started: float) -> object:
-        ask = score_body(await read_body(request, service.body_bytes), service.limits)
+        ask = score_body(await _body(service, request), service.limits)
         ask = ask.with_options(_with_headers(service, request, ask.options))
         live = service.holding()
         user = ask.user.of_table(vector_table(live.live).name)
@@ -116,10 +117,10 @@ def routes(service: Service) -> APIRouter:
         service.trial.count(
             part, [{"source": answer["source"]}]
         )  # its scores are of the caller's items
-        return _marked(service, [answer])[0]
+        return marked(service, [answer])[0]
 
     async def feedback(request: Request, _started: float) -> object:
-        told = feedback_body(await read_body(request, service.body_bytes))
+        told = feedback_body(await _body(service, request))
         return {"arm": service.trial.feedback(service.holding(), *told)}
 
     async def generations(_request: Request, _started: float) -> object:
@@ -193,14 +194,19 @@ async def _answers(
     holding, part = service.trial.route(service.holding(), ask.entities, ask.options)
     answers = await service.ladder.lookup(holding, ask, started)
     service.trial.count(part, answers)
-    return _marked(service, answers), holding.pinned(ask.options.generation).live
+    return marked(service, answers), holding.pinned(ask.options.generation).live
+
+
+async def _body(service: Service, request: Request) -> bytes:
+    return await read_body(request, service.body_bytes, service.body_timeout_s)
 
 
 def _with_headers(service: Service, request: Request, options: Options) -> Options:
     return with_headers(options, request.scope["headers"], service.limits)
 
 
-def _marked(service: Service, answers: list[Answer]) -> list[Answer]:
+def marked(service: Service, answers: list[Answer]) -> list[Answer]:
+    """The answers, each with why this replica may lag behind, if it may."""
     if (stale := service.follower.stale) is not None:
         for answer in answers:
             answer["stale"] = stale
@@ -236,12 +242,3 @@ def _guarded(service: Service, route: str, handler: Handler) -> Endpoint:
         return response
 
     return answer
-
-
-def credentials(token: str) -> tuple[bytes, ...]:
-    """The header's bytes in each encoding that clients use; only a token beyond ASCII has two."""
-    header = f"Bearer {token}"
-    forms = {header.encode()}
-    with contextlib.suppress(UnicodeEncodeError):
-        forms.add(header.encode("latin-1"))
-    return tuple(sorted(forms))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +35,13 @@ class Default:
 
     items: NDArray[np.uint32]
     scores: NDArray[np.float32]
+    ordinals: Mapping[bytes, int]
+    """Of its items, by their ids."""
+
+    def among(self, raws: Iterable[bytes] | None) -> frozenset[int]:
+        """The ordinals of those of the ids that stand in it."""
+        ordinals = self.ordinals
+        return frozenset([ordinals[raw] for raw in raws or () if raw in ordinals])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,11 +206,14 @@ def _defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, Def
         sent = orjson.loads(raw)
         defaults = {}
         for name, each in sent.items():
-            ordinals = items.ordinals_of([id_.encode() for id_ in each["items"]])
+            raws = [id_.encode() for id_ in each["items"]]
+            ordinals = items.ordinals_of(raws)
             if (ordinals < 0).any() or len(ordinals) != len(each["scores"]):
                 raise CorruptArtefact(f"the defaults of {name} do not fit the item table")
             defaults[name] = Default(
-                ordinals.astype(np.uint32), np.array(each["scores"], np.float32)
+                ordinals.astype(np.uint32),
+                np.array(each["scores"], np.float32),
+                dict(zip(raws, ordinals.tolist(), strict=True)),
             )
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise CorruptArtefact(f"{manifest.defaults.path} cannot be read: {error}") from error

@@ -12,7 +12,8 @@ class Valve:
     The signal is CoDel's (RFC 8289): the shortest wait of an interval. Above `target` even the luckiest had to wait, so
     the queue stands; a burst that drains within the interval does not count. The reaction is of DAGOR's kind (WeChat,
     SoCC 2018): a share of the work goes on. After an interval with a standing queue the share shrinks as `target` is
-    to the wait (the gradient of Netflix' concurrency-limits), after each other one it grows by a step.
+    to the wait (the gradient of Netflix' concurrency-limits). After each other one it grows by a step, which doubles
+    until a queue stands again (TCP's slow start): what is over is over within half a second.
     """
 
     def __init__(self, target: float, interval_s: float) -> None:
@@ -22,10 +23,14 @@ class Valve:
         """The shortest wait of the interval before, in the unit of `target`."""
         self._interval_s = interval_s
         self._least, self._since = inf, 0.0
-        self._credit = 0.0
+        self._step, self._credit = _OPEN, 0.0
 
     def observe(self, wait: float, now: float) -> None:
-        """One sample of the wait; `now` in seconds. An interval has two at least: one long pause is not a queue."""
+        """One sample of the wait; `now` in seconds.
+
+        An interval has two at least, as one long pause is not a queue: the last of one is the first of the next, so
+        that where samples are rare each of them is judged.
+        """
         if self._least == inf:
             self._since = now
         self._least = min(self._least, wait)
@@ -33,12 +38,14 @@ class Valve:
             return
         self.wait = self._least
         if self.wait <= self.target:
-            self.share = min(1.0, self.share + _OPEN)
+            self.share = min(1.0, self.share + self._step)
+            self._step = min(1.0, 2 * self._step)
         else:
+            self._step = _OPEN
             self.share *= max(_CLOSE_MOST, self.target / self.wait)
             if self.share < _SHUT:
                 self.share = 0.0
-        self._least = inf
+        self._least, self._since = wait, now
 
     def admit(self) -> bool:
         """Whether one more piece of work may go on: exactly the share of them, evenly spread."""

@@ -214,7 +214,7 @@ async def ordeal(config: NightConfig, folder: Path, seen: Seen) -> AsyncIterator
             config,
             REDIS_URL=proxy.url,
             LARDER_DEADLINE_MS=str(DEADLINE_MS),
-            LARDER_L2_DEADLINE_MS="50",
+            LARDER_L2_DEADLINE_MS="75",
             LARDER_L1_BYTES="16384",
             LARDER_SKETCH_S="0.5",
             LARDER_OVERLAY_TTL_S="5",

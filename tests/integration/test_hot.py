@@ -99,6 +99,18 @@ def gets(draw: st.DrawFn) -> Asked:
     return Asked("GET", path.encode(), draw(QUERIES), draw(HEADERS))
 
 
+ITEMS = st.integers(0, 130).map(lambda number: f"i-{number:05d}")
+# Live answers for ids that the night does not know are stored, and the second way would find them.
+WITH_INPUT = st.one_of(
+    st.fixed_dictionaries(
+        {"id": st.integers(0, 119).map(lambda number: f"u-{number:05d}")},
+        optional={"history": st.lists(ITEMS, max_size=5), "features": st.just({"age": 1})},
+    ),
+    st.fixed_dictionaries(
+        {"id": st.just("nobody")}, optional={"history": st.lists(st.just("no-item"), max_size=2)}
+    ),
+    st.sampled_from([{"history": 7}, {"id": 1.5, "history": []}, {"id": "x", "other": 1}, {}]),
+)
 BODIES = st.one_of(
     st.fixed_dictionaries(
         {"entities": st.lists(IDS, max_size=8)},
@@ -114,6 +126,15 @@ BODIES = st.one_of(
         },
     ),
     st.sampled_from([[], "x", {"entities": "x"}, {"entities": [{"id": "u-00001"}], "k": 3}, {}]),
+    st.fixed_dictionaries(
+        {"entities": st.lists(WITH_INPUT, min_size=1, max_size=4)},
+        optional={
+            "k": st.sampled_from([1, 5, K, K + 1]),
+            "exclude": st.lists(ITEMS, max_size=3),
+            "fresh": st.booleans(),
+            "max_age_seconds": st.sampled_from([0, 1, -1]),
+        },
+    ),
 )
 
 
@@ -153,6 +174,18 @@ def test_known_ids_take_the_hot_way_from_redis_from_memory_and_ready(
     ways.ask(asked[0])
     ways.ask(asked[0])
     assert ways.service.tiers.local.ready(asked[0].path + b"?k=20") is not None
+
+
+def test_a_stranger_with_a_history_takes_the_hot_way(ways: Ways, users: list[str]) -> None:
+    stranger = {"id": "stranger-of-the-hot-way", "history": ["i-00001", "i-00002"]}
+    ways.service.metrics.tally.take()
+
+    sent = ways.ask(post({"entities": [stranger, users[0]], "k": 5, "exclude": ["i-00003"]}))
+
+    _, requests = ways.service.metrics.tally.take()
+    answers = json.loads(sent.body)["answers"]
+    assert [each["source"] for each in answers] == ["live", "l2"]
+    assert sum(requests.values()) == 1
 
 
 def test_whole_batches_are_the_same_both_ways(ways: Ways, users: list[str]) -> None:

@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import itertools
 import re
+import select
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -126,6 +129,43 @@ def is_honest(response: httpx.Response) -> bool:
         and bool(error["message"])
         and response.headers["retry-after"] == "1"
     )
+
+
+def ask_by_hand(url: str, path: str, *, more: bytes = b"", trickle: bool = False) -> bytes:
+    """All that comes back on one connection until it is closed, for a body that never becomes whole."""
+    where = urlsplit(url)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode()
+    received = b""
+    with socket.create_connection((where.hostname, where.port), timeout=30) as wire:
+        wire.sendall(head + more)
+        while trickle and not select.select([wire], [], [], 0.02)[0]:
+            wire.sendall(b" ")
+        with contextlib.suppress(ConnectionResetError):  # what trickled in last is not read
+            while piece := wire.recv(1 << 16):
+                received += piece
+    return received
+
+
+async def test_a_body_that_does_not_come_costs_its_place_for_a_bounded_time(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    told = environment(night, LARDER_REQUESTS_MAX="1", LARDER_BODY_TIMEOUT_S="0.3")
+    strangers, table = Strangers(night), "/v1/lookup/user_topk"
+    with started(told, tmp_path / "service.log") as (_, url):
+        nothing = await asyncio.to_thread(ask_by_hand, url, table)
+        half = await asyncio.to_thread(ask_by_hand, url, table, more=b'{"entities":')
+        slow = await asyncio.to_thread(ask_by_hand, url, table, trickle=True)
+        scored = await asyncio.to_thread(ask_by_hand, url, "/v1/score")
+        async with asking(url) as http:
+            after = await http.get(strangers.known)
+            metrics = (await http.get("/metrics")).text
+
+    for each in (nothing, half, slow, scored):
+        assert each.startswith(b"HTTP/1.1 408 ") and b'"code":"body_timeout"' in each
+        assert b"connection: close" in each.lower()
+    assert after.status_code == 200 and "larder_requests_under_way 0.0" in metrics
+    for route, count in (("any", 3), ("POST /v1/score", 1)):
+        assert f'larder_requests_total{{route="{route}",status="408"}} {count}.0' in metrics
 
 
 async def test_beyond_the_most_requests_are_refused_with_a_time_to_come_again(

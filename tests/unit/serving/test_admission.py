@@ -62,14 +62,14 @@ def test_an_idle_process_admits_everything() -> None:
     assert admitted(valve) == 1_000 and valve.wait == 0.0001
 
 
-def test_a_queue_that_stands_closes_the_valve_and_its_end_opens_it_within_two_seconds() -> None:
+def test_a_queue_that_stands_closes_the_valve_and_its_end_opens_it_within_half_a_second() -> None:
     valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
 
     looks(valve, clock, wait=0.05, seconds=0.3)
     some = admitted(valve)
     looks(valve, clock, wait=0.05, seconds=2)
     none = admitted(valve)
-    looks(valve, clock, wait=0.001, seconds=2)
+    looks(valve, clock, wait=0.001, seconds=0.5)
 
     assert 100 <= some <= 600 and none == 0
     assert admitted(valve) == 1_000
@@ -96,6 +96,32 @@ def test_one_long_pause_is_no_overload_however_long() -> None:
     assert paused == 1.0 and valve.share < 1.0
 
 
+def test_what_opened_the_valve_too_far_closes_it_and_the_next_steps_are_small_again() -> None:
+    valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
+    valve.share = 0.0
+
+    def sample(wait: float) -> float:
+        clock.tick(INTERVAL_S)
+        valve.observe(wait, clock())
+        return valve.share
+
+    opened = [sample(wait) for wait in (0.001, 0.001, 0.001, 0.001, 0.04)]
+    closed, again = sample(0.04), sample(0.001)
+
+    assert opened == pytest.approx([0.0, 0.1, 0.3, 0.7, 1.0])
+    assert (closed, again) == pytest.approx((0.5, 0.6))
+
+
+def test_where_samples_are_rare_each_of_them_is_judged() -> None:
+    valve, clock, shares = Valve(TARGET_S, INTERVAL_S), FakeClock(), list[float]()
+    for _ in range(4):
+        clock.tick(0.12)
+        valve.observe(0.04, clock())
+        shares.append(valve.share)
+
+    assert shares == pytest.approx([1.0, 0.5, 0.25, 0.125])
+
+
 class Process:
     """An event loop with requests of two kinds, in fake time: 5 % are new and may have an inference.
 
@@ -103,7 +129,7 @@ class Process:
     The costs are those measured of the service, processor time on one core.
     """
 
-    HIT_S, LIVE_S, DEFAULT_S, REFUSED_S, DEADLINE_S = 30e-6, 735e-6, 450e-6, 45e-6, 0.3
+    HIT_S, LIVE_S, DEFAULT_S, REFUSED_S, DEADLINE_S = 35e-6, 600e-6, 450e-6, 40e-6, 0.3
     MOST = 1 / (0.95 * HIT_S + 0.05 * LIVE_S)
 
     def __init__(self, gate: Admission, load: float, seconds: float, calm_s: float) -> None:
@@ -154,7 +180,7 @@ def test_a_process_asked_for_half_as_much_again_answers_in_time_and_recovers() -
     assert without.is_good[during].mean() < 0.5
     assert process.is_good[during].sum() / 3.0 >= 1.2 * Process.MOST
     assert process.took[during].max() < Process.DEADLINE_S
-    later = process.due > 5.0
+    later = process.due > 3.8
     assert process.is_good[later].all() and process.is_live[later & process.is_new].all()
 
 
@@ -277,12 +303,12 @@ async def test_the_oldest_input_tells_how_much_of_its_time_it_has_waited() -> No
         assert batches.waited() == 0.0
 
 
-async def test_a_pulse_sees_what_one_turn_takes_and_ends() -> None:
-    clock, seen, loop = FakeClock(), list[tuple[float, float]](), asyncio.get_running_loop()
+async def test_a_pulse_sees_each_turn_that_is_long_and_ends() -> None:
+    clock, seen, loop = FakeClock(), list[tuple[float, float, float]](), asyncio.get_running_loop()
     enough = asyncio.Event()
 
     def observe(turn_s: float, model_wait: float, now: float) -> None:
-        seen.append((turn_s, model_wait))
+        seen.append((turn_s, model_wait, now))
         if len(seen) == 3:
             enough.set()
 
@@ -298,8 +324,9 @@ async def test_a_pulse_sees_what_one_turn_takes_and_ends() -> None:
         await enough.wait()
     pulse.stop()
 
-    assert [turn_s for turn_s, _ in seen] == pytest.approx([0.03] * 3)
-    assert {model_wait for _, model_wait in seen} == {0.5}
+    turns_s, model_waits, times = zip(*seen, strict=True)
+    assert turns_s == pytest.approx([0.03] * 3) and set(model_waits) == {0.5}
+    assert np.diff(times) == pytest.approx([0.03] * 2)
 
 
 class Request:
@@ -339,7 +366,7 @@ def front(gate: Admission, open_: asyncio.Event, crowd: list[int]) -> Front:
     app.add_api_route("/v1/lookup/fails", fails, methods=["PUT"])
     app.add_api_route("/healthz", lambda: {"status": "ok"}, methods=["PUT"])
     app.hot = SimpleNamespace(  # type: ignore[assignment]
-        admission=gate, refused=lambda: None, is_late=lambda _scope: gate.is_late(0.3)
+        admission=gate, refused=lambda _status: None, is_late=lambda *_: gate.is_late(0.3)
     )
     return app
 

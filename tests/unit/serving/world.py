@@ -214,7 +214,9 @@ class World:
         )  # fmt: skip
         directories = {"user": self.users, "item": self.items.directory}
         default = Default(
-            np.arange(len(ITEMS), dtype=np.uint32), np.linspace(1, 0, len(ITEMS), dtype=np.float32)
+            np.arange(len(ITEMS), dtype=np.uint32),
+            np.linspace(1, 0, len(ITEMS), dtype=np.float32),
+            {self.items.raw_id(ordinal): ordinal for ordinal in range(len(ITEMS))},
         )
         fields: dict[str, Any] = {
             "generation": generation, "epoch": 1, "published_at": "2026-11-20T00:00:00Z",

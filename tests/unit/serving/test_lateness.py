@@ -1,0 +1,72 @@
+"""Whose time is gone before the turn: by headers, query and body, whatever the body's form."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from serving.admission import Admission
+from serving.arrow_schema import MEDIA_TYPE
+from serving.ask import Limits
+from serving.client_arrow import write_arrow_ids
+from serving.lateness import Lateness
+from serving.plan import Headers
+
+LIMITS = Limits(1_000, 100, 100, deadline_ms=300.0, deadline_max_ms=10_000.0)
+WAIT_S = 0.5
+ARROW = (b"content-type", MEDIA_TYPE.encode())
+
+
+def judged(
+    body: bytes | None = None,
+    *,
+    query: bytes = b"",
+    headers: tuple[tuple[bytes, bytes], ...] = (),
+    credentials: tuple[bytes, ...] = (),
+) -> bool:
+    """Whether a request that has waited for half a second comes too late."""
+    gate = Admission(target_s=0.02, interval_s=0.1, requests_max=1)
+    gate.loop.wait = WAIT_S
+    scope: dict[str, Any] = {
+        "method": "GET" if body is None else "POST", "headers": headers, "query_string": query,
+    }  # fmt: skip
+    found = Lateness(gate, Headers(credentials, LIMITS), LIMITS).is_late(scope, body or b"")
+    assert gate.shed["late"] == found
+    return found
+
+
+def told(deadline_ms: object) -> bytes:
+    return orjson.dumps({"entities": ["u-1"], "deadline_ms": deadline_ms})
+
+
+def test_who_says_nothing_has_the_usual_deadline() -> None:
+    assert judged() and judged(b'{"entities":["u-1"]}') and judged(b"")
+
+
+@pytest.mark.parametrize(("deadline_ms", "is_late"), [(10, True), (499, True), (501, False)])
+def test_a_deadline_counts_wherever_it_stands(deadline_ms: int, is_late: bool) -> None:
+    text = str(deadline_ms)
+    arrow = write_arrow_ids(["u-1"], {"deadline_ms": text})
+
+    assert judged(told(deadline_ms)) == is_late
+    assert judged(arrow, headers=(ARROW,)) == is_late
+    assert judged(query=b"k=5&deadline_ms=" + text.encode()) == is_late
+
+
+def test_the_tighter_of_header_and_body_counts() -> None:
+    assert judged(told(9_000), headers=((b"x-deadline-ms", b"100"),))
+    assert not judged(told(9_000), headers=((b"x-deadline-ms", b"800"),))
+
+
+def test_an_id_that_mentions_a_deadline_is_none() -> None:
+    assert judged(orjson.dumps({"entities": ["deadline_ms"]}))
+
+
+@pytest.mark.parametrize(
+    "body", [told(0), told("1"), told(True), b'{"deadline_ms":', b"deadline_ms"]
+)
+def test_who_is_refused_for_what_it_says_is_not_late(body: bytes) -> None:
+    assert not judged(body)
+    assert not judged(query=b"deadline_ms=0")
+    assert not judged(headers=((b"x-deadline-ms", b"soon"),))
+    assert not judged(b"", credentials=(b"Bearer x",))
