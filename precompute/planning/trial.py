@@ -1,0 +1,214 @@
+"""A trial night over the sample: the night's own steps, timed, for some users and some items."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from precompute import pipeline
+from precompute.build import Build, Progress, fetch_items, open_bundle, quiet
+from precompute.catalogue import IDS, MODEL_INDEX, OFFSETS, VECTORS, open_items
+from precompute.config import NightConfig
+from precompute.models.bundle import Bundle
+from precompute.planning.sampling import Sample
+from precompute.planning.sizes import Shape
+from precompute.planning.spent import Run, Spent, grown, timed
+from precompute.scoring.partition import partition
+from precompute.scoring.shard import Scorers, configured_tables, metric_of, score_items
+from precompute.scoring.shard_input import scratch_folder
+from precompute.scoring.topk import Scorer
+from precompute.scoring.users import PARTITION, ShardWork, score_users
+
+PROBE = 256
+REPEATS = 3
+LARGEST = 1 << 16
+EVER = "2000-01-01T00:00:00Z"
+"""Names the trial's generation; nothing is cut off by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """What a night's scoring would take; `stages` are the busy seconds of its overlapping stages for all users."""
+
+    embed: Spent
+    prepare: Spent
+    shards: Spent
+    users: Spent
+    items: Spent
+    stages: Mapping[str, float]
+    kept: float
+    """Share of the users that will have records."""
+    note: str
+    seal: Spent
+    """What the load does before its first page."""
+
+    @property
+    def all(self) -> Spent:
+        """From the item vectors to the last page."""
+        found = self.embed
+        for each in (self.prepare, self.shards, self.users, self.items):
+            found = found.and_(each)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """A build of the sample in one shard, its items embedded; `embedded` is what that took."""
+
+    build: Build
+    bundle: Bundle
+    sample: Sample
+    folder: Path
+    embedded: Spent
+    scorers: Scorers = field(default_factory=Scorers)
+
+    @property
+    def begun(self) -> Mapping[str, Any]:
+        """What the first step found out."""
+        return self.build.need("begin")
+
+    def users(self, count: int) -> tuple[Spent, Mapping[str, Any]]:
+        """Scores so many users into pages; what that took, and the shard's report."""
+        config = self.build.config
+        sources = self.sample.write(self.folder / "sources", count, config.sources)
+        partition(
+            replace(config, sources=sources), open_items(self.build.root, self.begun),
+            self.build.root / PARTITION, before=None, seed=self.begun["user_seed"],
+            feature_columns=feature_columns(self.bundle),
+        )  # fmt: skip
+        return timed(lambda: score_users(self.build, self.bundle, 0, self.scorers, quiet))
+
+    def items(self, count: int) -> Spent:
+        """Scores so many items into pages."""
+        return timed(
+            lambda: score_items(self.build, self.bundle, 0, self.scorers, quiet, limit=count)
+        )[0]
+
+    def prepared(self) -> Spent:
+        """The items made ready to be compared: once for all shards that one process scores."""
+        items = open_items(self.build.root, self.begun, dims=self.bundle.dims)
+        tables = configured_tables(self.build.config, self.bundle).values()
+        metrics = {
+            metric_of(self.bundle, table)
+            for table in tables
+            if table.kind in ("user_topk", "item_similar")
+        }
+        return timed(lambda: [self.scorers.of(items, each) for each in metrics])[0]
+
+    def opened(self) -> Spent:
+        """What every shard opens before it begins."""
+        fetch_items(self.build)
+        return timed(lambda: open_bundle(self.build))[0]
+
+    def sealed(self) -> Spent:
+        """What the load does before its first page: the bundle opened, the items' files described."""
+        files = (IDS, OFFSETS, MODEL_INDEX, VECTORS)
+        return self.opened().and_(timed(lambda: [self.build.describe(each) for each in files])[0])
+
+    def half_the_items(self, k: int) -> float:
+        """The time that all items take over that of a random half of them, for some users."""
+        work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
+        with scratch_folder(self.build.root / PARTITION) as scratch:
+            chunk = work.encode(next(work.read(scratch)))
+        users, vectors = chunk.outputs["user_tower"], np.asarray(work.items.vectors)
+        some = np.random.default_rng(0).permutation(len(vectors))[: len(vectors) // 2]
+        spent = []
+        for each in (vectors, vectors[np.sort(some)]):
+            search = partial(Scorer.of(each, self.bundle.metric).top, users, min(k, len(some)))
+            search()
+            spent.append(min(timed(search)[0].cpu_s for _ in range(REPEATS)))
+        return spent[0] / spent[1]
+
+
+def feature_columns(bundle: Bundle) -> list[str]:
+    """Columns of the user features that the models want."""
+    models = [each for each in bundle.models if each.entity == "user"]
+    return sorted({str(each.column) for model in models for each in model.spec.features})
+
+
+def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str) -> Trial:
+    """Begins the sample's build in a store of its own, in one shard, and embeds the items."""
+    sources = sample.write(folder / "sources", len(sample.ids), config.sources)
+    trial = replace(
+        config, sources=sources, artifacts=str(folder / "artifacts"), state=str(folder / "state"),
+        redis_url=redis_url, shards=1, data_until=None,
+    )  # fmt: skip
+    found = pipeline.begin(trial, data_until=None, run_after=EVER)
+    build = Build.of(trial, found)
+    embedded, _ = timed(lambda: pipeline.embed_items(trial, found))
+    return Trial(build, open_bundle(build), sample, folder, embedded)
+
+
+def time_scoring(
+    trial: Trial,
+    shape: Shape,
+    *,
+    source_users: int,
+    seconds: float,
+    progress: Progress = quiet,
+) -> Timings:
+    """Runs over two numbers of users and of items, the larger one for about `seconds` or a whole shard."""
+    prepared, opened = trial.prepared(), trial.opened()
+    per_shard, here = -(-source_users // shape.shards), int(trial.begun["items"])
+    progress("time the scoring", 0, 2)
+    few = min(PROBE, per_shard)
+    trial.users(few)  # the first opens what later ones find open
+    spent, report = trial.users(few)
+    small = large = Run(few, spent)
+    if (count := _larger(small, per_shard, seconds)) > few:
+        spent, report = trial.users(count)
+        large = Run(count, spent)
+    users = grown(small, large, per_shard).times(shape.shards)
+    progress("time the scoring", 1, 2)
+    of_shard = -(-shape.items // shape.shards)
+    few = min(PROBE, of_shard, here)
+    trial.items(few)
+    small_items = large_items = Run(few, trial.items(few))
+    if (count := min(here, _larger(small_items, of_shard, seconds))) > few:
+        large_items = Run(count, trial.items(count))
+    items = grown(small_items, large_items, of_shard).times(shape.shards)
+    progress("time the scoring", 2, 2)
+    stages = {
+        name: value / large.amount * source_users
+        for name, value in report["seconds"].items()
+        if name != "all"
+    }
+    note, growth = "", 1.0
+    if shape.items != here or shape.dims != trial.bundle.dims:
+        note, growth = _growth(trial, shape, here)
+        share = stages["topk"] / max(sum(stages.values()), 1e-9)
+        users = users.times(1 + share * (growth - 1))
+        items = items.times(growth)
+        stages["topk"] *= growth
+    grows = shape.items * shape.dims / (here * trial.bundle.dims)
+    return Timings(
+        trial.embedded.times(grows), prepared.times(grows), opened.times(shape.shards * grows),
+        users, items, stages, report["scored"] / max(1, report["entities"]), note,
+        trial.sealed().times(grows),
+    )  # fmt: skip
+
+
+def _larger(small: Run, wanted: int, seconds: float) -> int:
+    rate = small.amount / max(small.spent.wall_s, 1e-6)
+    return int(min(wanted, LARGEST, max(small.amount, rate * seconds)))
+
+
+def _growth(trial: Trial, shape: Shape, here: int) -> tuple[str, float]:
+    """How much longer a list takes with other items or dimensions than there are, and what that rests on."""
+    k = max(
+        (layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"), default=1
+    )
+    exponent = min(1.0, max(0.0, float(np.log2(trial.half_the_items(k)))))
+    growth = (shape.items / here) ** exponent * shape.dims / trial.bundle.dims
+    note = (
+        f"extrapolated from {here // 2:,} and {here:,} items: time grows with items ** {exponent:.2f}"
+        + (
+            ""
+            if shape.dims == trial.bundle.dims
+            else ", and in proportion to the dimensions (not measured)"
+        )
+    )
+    return note, growth
