@@ -207,7 +207,9 @@ def _tables(found: Forecast, verdicts: list[Verdict], asked: Asked) -> Found:
         )
     for column in (*times.columns[1:3], *rates.columns):
         column.justify, column.no_wrap = "right", True
-    return [sizes, times, *([timings.note] if timings.note else []), rates, gates]
+    busy = "other programs were busy here meanwhile: by the clock, times are too long"
+    notes = [timings.note] * bool(timings.note) + [busy] * found.is_busy
+    return [sizes, times, *map(escape, notes), rates, gates]
 
 
 def _title(found: Forecast) -> str:

@@ -1,5 +1,6 @@
 """The forecast: from a configuration and a sample of its inputs to bytes, minutes and hit rates."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from precompute.scoring.shard import configured_tables, entity_of, layout_of, me
 
 DAY_S = 86_400.0
 MIB = 1 << 20
+BUSY = 2.0
+"""Times the cores by the clock over processor time: a quiet machine has 1 to 1.5."""
 ANSWER_BYTES, ANSWER_ITEM_BYTES = 250, 14
 """About what an answer in JSON has besides its item ids: as a whole; a score, quotes and commas for each."""
 
@@ -64,6 +67,12 @@ class Forecast:
     gpu_s: float | None
     hits: Sequence[Hits]
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs held this machine's cores meanwhile: then times by the clock are too long."""
+        scoring = self.timings.all
+        return scoring.wall_s * (os.cpu_count() or 1) > BUSY * scoring.cpu_s
+
     def to_json(self) -> dict[str, Any]:
         """For `--json`: bytes of one generation, seconds of a night."""
         shape, scoring = self.shape, self.timings.all
@@ -87,6 +96,7 @@ class Forecast:
             "scoring_cpu_s": scoring.cpu_s,
             "scoring_gpu_s": self.gpu_s,
             "scoring_note": self.timings.note,
+            "busy": self.is_busy,
             "load_s": self.load.wall_s,
             "load_cpu_s": self.load.cpu_s,
             "load_beside_readers_max_s": self.floor_s,
@@ -128,7 +138,8 @@ def forecast(
                 sizes = {size for each in pages for size in each.sizes}
                 costs = page_costs(client, config.keyspace(), sizes)
                 redis_bytes = round(sum(each.sum(costs) for each in pages))
-                loading = time_load(config, shape, client, folder)
+                progress("rehearse the load", 0, 1)
+                loading = time_load(trial.build.config, shape, client)
     popularity = (
         zipf(source_users, asked.zipf)
         if requests is None

@@ -6,15 +6,16 @@ from typing import Any
 
 import redis
 
+from cache.artefacts import generation_path
 from cache.keys import Keyspace
 from cache.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
-from precompute.bulk.governor import open_governor
-from precompute.bulk.load import load_part, parts_of, total_bytes
+from precompute.build import Build
+from precompute.bulk.load import total_bytes
 from precompute.bulk.server_info import cpu_s
 from precompute.config import NightConfig
+from precompute.loading import load
 from precompute.planning.sizes import Shape
 from precompute.planning.spent import Run, Spent, grown, timed
-from precompute.releases.control import Control
 from precompute.scoring.tables import records_per_page
 
 GENERATION = "20000101T000000Z-000000000000"
@@ -34,33 +35,25 @@ def page_costs(client: "redis.Redis", keys: Keyspace, sizes: Iterable[int]) -> d
     return costs
 
 
-def time_load(config: NightConfig, shape: Shape, client: "redis.Redis", folder: Path) -> Spent:
-    """From page files to the last mark, flat out: the real loader, with pages that hold zeros.
+def time_load(config: NightConfig, shape: Shape, client: "redis.Redis") -> Spent:
+    """The night's own step, flat out, over pages of zeros; `config` has a store and a Redis that are for this alone.
 
     As many parts as the night will have, at most LARGEST_BYTES; beyond that on the line through that and a quarter.
     """
     share = min(1.0, LARGEST_BYTES / max(1, shape.payload_bytes))
-    small = _load(config, shape, share / 4, client, folder)
-    large = _load(config, shape, share, client, folder)
+    small = _load(config, shape, share / 4, client, f"{GENERATION[:-1]}1")
+    large = _load(config, shape, share, client, GENERATION)
     return grown(small, large, shape.payload_bytes)
 
 
 def _load(
-    config: NightConfig, shape: Shape, share: float, client: "redis.Redis", folder: Path
+    config: NightConfig, shape: Shape, share: float, client: "redis.Redis", generation: str
 ) -> Run:
-    manifest = _manifest(shape, share, folder)
-    control = Control(client, config.keyspace())
-
-    def run() -> None:
-        with open_governor(config.governor, control) as governor:
-            for part in parts_of(manifest):
-                load_part(
-                    client, control.keys, manifest, folder, part,
-                    chunk_bytes=config.load_chunk_bytes, governor=governor,
-                )  # fmt: skip
-
+    build = Build.of(config, {"generation": generation})
+    manifest = _manifest(config.namespace, generation, shape, share, build.root)
+    build.store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
     client.flushall(asynchronous=False)
-    spent, _ = timed(run, lambda: cpu_s(_cpu(client)))
+    spent, _ = timed(lambda: load(config, {"generation": generation}), lambda: cpu_s(_cpu(client)))
     client.flushall(asynchronous=False)
     return Run(total_bytes(manifest), spent)
 
@@ -70,9 +63,12 @@ def _cpu(client: "redis.Redis") -> dict[str, Any]:
     return dict(found)
 
 
-def _manifest(shape: Shape, share: float, folder: Path) -> Manifest:
+def _manifest(
+    namespace: str, generation: str, shape: Shape, share: float, folder: Path
+) -> Manifest:
     """All tables in all their parts, each with this share of its records, in files that take no room."""
     tables = {}
+    folder.mkdir(parents=True, exist_ok=True)
     for name, (entity, layout) in shape.layouts.items():
         records = shape.users if entity == "user" else shape.items
         count = round(records * share / shape.shards)
@@ -87,4 +83,4 @@ def _manifest(shape: Shape, share: float, folder: Path) -> Manifest:
         tables[name] = Table(name, entity, Producer("none"), layout, per_page, parts)
     none = Artefact("", 0, "")
     items = ItemFiles(none, none, none, none, 0, 0)
-    return Manifest("", GENERATION, 0, 0, "", "", {}, items, tables, {}, {}, none)
+    return Manifest(namespace, generation, 0, 0, "", "", {}, items, tables, {}, {}, none)

@@ -24,6 +24,7 @@ from precompute.scoring.users import PARTITION, ShardWork, score_users
 
 PROBE = 256
 REPEATS = 3
+SEARCHED = 1024
 LARGEST = 1 << 16
 EVER = "2000-01-01T00:00:00Z"
 """Names the trial's generation; nothing is cut off by it."""
@@ -113,7 +114,7 @@ class Trial:
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
         with scratch_folder(self.build.root / PARTITION) as scratch:
             chunk = work.encode(next(work.read(scratch)))
-        users, vectors = chunk.outputs["user_tower"], np.asarray(work.items.vectors)
+        users, vectors = chunk.outputs["user_tower"][:SEARCHED], np.asarray(work.items.vectors)
         some = np.random.default_rng(0).permutation(len(vectors))[: len(vectors) // 2]
         spent = []
         for each in (vectors, vectors[np.sort(some)]):
@@ -176,14 +177,21 @@ def time_scoring(
         for name, value in report["seconds"].items()
         if name != "all"
     }
-    note, growth = "", 1.0
+    note = ""
+    grows = shape.items * shape.dims / (here * trial.bundle.dims)
     if shape.items != here or shape.dims != trial.bundle.dims:
-        note, growth = _growth(trial, shape, here)
+        exponent, growth = _growth(trial, shape, here)
         share = stages["topk"] / max(sum(stages.values()), 1e-9)
+        note = _note(
+            shape,
+            trial,
+            here,
+            exponent,
+            users.times(1 + share * (grows - 1)).and_(items.times(grows)),
+        )
         users = users.times(1 + share * (growth - 1))
         items = items.times(growth)
         stages["topk"] *= growth
-    grows = shape.items * shape.dims / (here * trial.bundle.dims)
     return Timings(
         trial.embedded.times(grows), prepared.times(grows), opened.times(shape.shards * grows),
         users, items, stages, report["scored"] / max(1, report["entities"]), note,
@@ -196,19 +204,21 @@ def _larger(small: Run, wanted: int, seconds: float) -> int:
     return int(min(wanted, LARGEST, max(small.amount, rate * seconds)))
 
 
-def _growth(trial: Trial, shape: Shape, here: int) -> tuple[str, float]:
-    """How much longer a list takes with other items or dimensions than there are, and what that rests on."""
-    k = max(
-        (layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"), default=1
+def _growth(trial: Trial, shape: Shape, here: int) -> tuple[float, float]:
+    """(power of the number of items, how much longer a list takes) with other items or dimensions than there are."""
+    lists = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
+    measured = float(np.log2(trial.half_the_items(max(lists, default=1))))
+    exponent = min(1.0, max(0.0, measured))
+    return exponent, (shape.items / here) ** exponent * shape.dims / trial.bundle.dims
+
+
+def _note(shape: Shape, trial: Trial, here: int, exponent: float, at_most: Spent) -> str:
+    dims = (
+        ""
+        if shape.dims == trial.bundle.dims
+        else "; dimensions count in proportion, which was not measured"
     )
-    exponent = min(1.0, max(0.0, float(np.log2(trial.half_the_items(k)))))
-    growth = (shape.items / here) ** exponent * shape.dims / trial.bundle.dims
-    note = (
-        f"extrapolated from {here // 2:,} and {here:,} items: time grows with items ** {exponent:.2f}"
-        + (
-            ""
-            if shape.dims == trial.bundle.dims
-            else ", and in proportion to the dimensions (not measured)"
-        )
+    return (
+        f"scoring is extrapolated from {here // 2:,} and {here:,} items: time grows with items ** {exponent:.2f}; if "
+        f"it grew in proportion, {at_most.wall_s / 60:.2f} minutes{dims}"
     )
-    return note, growth

@@ -1,18 +1,19 @@
 """What `python -m precompute plan` foretells beside what a real night then takes, for five shapes.
 
-The forecast is made from a sample of the users (1 %, at least 1,024). Then the night's own steps run twice: scoring
-(item vectors, all shards, assembled) and loading are timed, bytes are taken from Redis (growth of its memory, and the
-sum of `MEMORY USAGE` of all pages) and from the files of the generation. L1 hit rates are held against the service's
-own L1, driven by single lookups that are spread by Zipf's law: from empty, and in the second half; one shape's
-popularity comes from a log. Errors are shares of what was measured, the worst of all shapes; that of hit rates is in
-points (1 = 1 %). A/A is the second night's time over the first's. `worst_time_error` is by the clock,
-`worst_cpu_error` by processor time, Redis' included, which other programs disturb less.
+The forecast is made from a sample of the users (1 %, at least 1,024). Then the night's own steps run three times:
+scoring (item vectors, all shards, assembled) and loading are timed, bytes are taken from Redis (growth of its memory,
+and the sum of `MEMORY USAGE` of all pages) and from the files of the generation. L1 hit rates are held against the
+service's own L1, driven by single lookups that are spread by Zipf's law: from empty, and in the second half; one
+shape's popularity comes from a log. Errors are shares of what was measured, the worst of all shapes; that of hit rates
+is in points (1 = 1 %). A/A is the last night's time over the first's, the one furthest from 1. `worst_time_error` is
+by the clock, `worst_cpu_error` by processor time, Redis' included, which other programs disturb less.
 """
 
+import math
 import shutil
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +44,9 @@ UNTIL = "2026-01-31T00:00:00Z"
 REQUESTS = 400_000
 ANSWER_BYTES = 700
 REMADE = ("work/embed_items.json", "work/assemble.json", "manifest.json")
-AA_TOLERANCE = 0.1
+NIGHTS = 3
+AA_TOLERANCE = 0.25
+"""What is off from itself by more cannot be foretold within that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +243,8 @@ def main() -> None:
             found = foretell(config, case, seconds=2.0 if options.quick else 10.0)
             planned = time.perf_counter() - started
             night = Night(config, running)
-            first, second = night.run(), night.run()
-            off, measured = errors(case, found, night, _mean(first, second))
+            nights = [night.run() for _ in range(NIGHTS)]
+            off, measured = errors(case, found, night, _median(nights))
         name = f"{number}: {case.users:,} x {case.items:,}, K {case.k}, d {case.dims}"
         report.figures[name] = f"sample {found.sample_users:,} users"
         for what, each in off.items():
@@ -252,25 +255,33 @@ def main() -> None:
             )
             kind = what.partition(":")[0]
             worst[kind] = max(worst.get(kind, 0.0), abs(each))
-        aa["time"] += [
-            second.score.wall_s / first.score.wall_s,
-            second.load.wall_s / first.load.wall_s,
-        ]
-        aa["cpu"] += [second.score.cpu_s / first.score.cpu_s, second.load.cpu_s / first.load.cpu_s]
+        first, *_, last = nights
+        for kind, field in (("time", "wall_s"), ("cpu", "cpu_s")):
+            aa[kind] += [
+                getattr(last.score, field) / getattr(first.score, field),
+                getattr(last.load, field) / getattr(first.load, field),
+            ]
         report.figures[f"{number} seconds in all"] = round(time.perf_counter() - started, 1)
         report.figures[f"{number} seconds until planned"] = round(planned, 1)
     for name, kind, steady in (
         ("worst_bytes_error", "bytes", 1.0),
-        ("worst_time_error", "time", statistics.median(aa["time"])),
-        ("worst_cpu_error", "cpu", statistics.median(aa["cpu"])),
+        ("worst_time_error", "time", _furthest(aa["time"])),
+        ("worst_cpu_error", "cpu", _furthest(aa["cpu"])),
         ("worst_hit_points", "points", 1.0),
     ):
         report.ratios[name] = Ratio(worst[kind], steady, len(FULL), worst[kind], 1.0, AA_TOLERANCE)
     report.show(options)
 
 
-def _mean(first: Took, second: Took) -> Took:
-    return Took(first.score.and_(second.score).times(0.5), first.load.and_(second.load).times(0.5))
+def _median(nights: Sequence[Took]) -> Took:
+    def of(spent: Sequence[Spent]) -> Spent:
+        return Spent(*(statistics.median(each) for each in zip(*spent, strict=True)))
+
+    return Took(of([each.score for each in nights]), of([each.load for each in nights]))
+
+
+def _furthest(ratios: Sequence[float]) -> float:
+    return max(ratios, key=lambda each: abs(math.log(each)))
 
 
 if __name__ == "__main__":
