@@ -149,7 +149,7 @@ def forecast(
         len(sample.ids), source_users, sample.interactions, shape, redis_bytes, timings,
         timings.seal.and_(loading),
         shape.payload_bytes / (config.governor.floor_mib_s * MIB),
-        _gpu_s(timings, asked, shape), _hits(shape, asked, popularity),
+        gpu_seconds(timings, asked.gpu_users_per_s, shape), _hits(shape, asked, popularity),
     )  # fmt: skip
 
 
@@ -199,14 +199,14 @@ def _shape(config: NightConfig, trial: Trial, asked: Asked, users: int) -> Shape
     )
 
 
-def _gpu_s(timings: Timings, asked: Asked, shape: Shape) -> float | None:
+def gpu_seconds(timings: Timings, users_per_s: float | None, shape: Shape) -> float | None:
     """Lists at the stated rate, items as users, beside the slowest of what the processor still does."""
-    if asked.gpu_users_per_s is None:
+    if users_per_s is None:
         return None
     lists = {layout.kind for _, layout in shape.layouts.values()}
     entities = shape.users + (shape.items if "topk" in lists else 0)
     others = max(value for name, value in timings.stages.items() if name != "topk")
-    return timings.embed.wall_s + max(entities / asked.gpu_users_per_s, others)
+    return timings.embed.wall_s + max(entities / users_per_s, others)
 
 
 def _hits(shape: Shape, asked: Asked, popularity: Popularity) -> list[Hits]:

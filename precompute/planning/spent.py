@@ -1,7 +1,8 @@
 """Time spent, by the clock and by the processor, and what it would be for more of the same."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import NamedTuple, Self, TypeVar
 
 Found = TypeVar("Found")
@@ -37,6 +38,11 @@ def timed(
     found = run()
     ended = time.perf_counter()
     return Spent(ended - wall, time.process_time() + other_cpu_s() - cpu), found
+
+
+def middle(taken: Sequence[Spent]) -> Spent:
+    """The median of several runs of the same, each clock by itself."""
+    return Spent(*(median(each) for each in zip(*taken, strict=True)))
 
 
 def grown(small: Run, large: Run, amount: float) -> Spent:

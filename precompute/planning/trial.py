@@ -1,6 +1,6 @@
 """A trial night over the sample: the night's own steps, timed, for some users and some items."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -71,8 +71,15 @@ class Trial:
         """What the first step found out."""
         return self.build.need("begin")
 
-    def users(self, count: int) -> tuple[Spent, Mapping[str, Any]]:
-        """Scores so many users into pages; what that took, and the shard's report."""
+    def kept(self) -> float:
+        """Share of the sample's users that will have records; to be asked first."""
+        work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
+        with scratch_folder(self.build.root / PARTITION) as scratch:
+            kept = sum(len(chunk.ids) for chunk in work.read(scratch))
+        return kept / max(1, work.counts["entities"])
+
+    def users(self, count: int) -> tuple[Spent, Mapping[str, float]]:
+        """Scores so many users into pages; what that took, and how long each stage was busy."""
         config = self.build.config
         sources = self.sample.write(self.folder / "sources", count, config.sources)
         partition(
@@ -80,7 +87,8 @@ class Trial:
             self.build.root / PARTITION, before=None, seed=self.begun["user_seed"],
             feature_columns=feature_columns(self.bundle),
         )  # fmt: skip
-        return timed(lambda: score_users(self.build, self.bundle, 0, self.scorers, quiet))
+        spent, report = timed(lambda: score_users(self.build, self.bundle, 0, self.scorers, quiet))
+        return spent, report["seconds"]
 
     def items(self, count: int) -> Spent:
         """Scores so many items into pages."""
@@ -152,56 +160,50 @@ def time_scoring(
     progress: Progress = quiet,
 ) -> Timings:
     """Runs over two numbers of users and of items, the larger one for about `seconds` or a whole shard."""
-    prepared, opened = trial.prepared(), trial.opened()
+    kept, prepared, opened = trial.kept(), trial.prepared(), trial.opened()
     per_shard, here = -(-source_users // shape.shards), int(trial.begun["items"])
+    busy: list[tuple[int, Mapping[str, float]]] = []
+
+    def score(count: int) -> Spent:
+        spent, seconds_of = trial.users(count)
+        busy.append((count, seconds_of))
+        return spent
+
     progress("time the scoring", 0, 2)
-    few = min(PROBE, per_shard)
-    trial.users(few)  # the first opens what later ones find open
-    spent, report = trial.users(few)
-    small = large = Run(few, spent)
-    if (count := _larger(small, per_shard, seconds)) > few:
-        spent, report = trial.users(count)
-        large = Run(count, spent)
-    users = grown(small, large, per_shard).times(shape.shards)
+    score(min(PROBE, per_shard))  # the first opens what later ones find open
+    users = _of_one_shard(score, per_shard, seconds, LARGEST).times(shape.shards)
     progress("time the scoring", 1, 2)
-    of_shard = -(-shape.items // shape.shards)
-    few = min(PROBE, of_shard, here)
-    trial.items(few)
-    small_items = large_items = Run(few, trial.items(few))
-    if (count := min(here, _larger(small_items, of_shard, seconds))) > few:
-        large_items = Run(count, trial.items(count))
-    items = grown(small_items, large_items, of_shard).times(shape.shards)
+    items = _of_one_shard(trial.items, -(-shape.items // shape.shards), seconds, here)
+    items = items.times(shape.shards)
     progress("time the scoring", 2, 2)
+    scored, seconds_of = busy[-1]
     stages = {
-        name: value / large.amount * source_users
-        for name, value in report["seconds"].items()
-        if name != "all"
+        name: value / scored * source_users for name, value in seconds_of.items() if name != "all"
     }
     note = ""
     grows = shape.items * shape.dims / (here * trial.bundle.dims)
     if shape.items != here or shape.dims != trial.bundle.dims:
         exponent, growth = _growth(trial, shape, here)
         share = stages["topk"] / max(sum(stages.values()), 1e-9)
-        note = _note(
-            shape,
-            trial,
-            here,
-            exponent,
-            users.times(1 + share * (grows - 1)).and_(items.times(grows)),
-        )
+        at_most = users.times(1 + share * (grows - 1)).and_(items.times(grows))
+        note = _note(shape, trial, here, exponent, at_most)
         users = users.times(1 + share * (growth - 1))
         items = items.times(growth)
         stages["topk"] *= growth
     return Timings(
         trial.embedded.times(grows), prepared.times(grows), opened.times(shape.shards * grows),
-        users, items, stages, report["scored"] / max(1, report["entities"]), note,
+        users, items, stages, kept, note,
         trial.sealed().times(grows),
     )  # fmt: skip
 
 
-def _larger(small: Run, wanted: int, seconds: float) -> int:
-    rate = small.amount / max(small.spent.wall_s, 1e-6)
-    return int(min(wanted, LARGEST, max(small.amount, rate * seconds)))
+def _of_one_shard(run: Callable[[int], Spent], count: int, seconds: float, at_most: int) -> Spent:
+    few = min(PROBE, count, at_most)
+    small = large = Run(few, run(few))
+    rate = few / max(small.spent.wall_s, 1e-6)
+    if (more := int(min(count, at_most, rate * seconds))) > few:
+        large = Run(more, run(more))
+    return grown(small, large, count)
 
 
 def _growth(trial: Trial, shape: Shape, here: int) -> tuple[float, float]:
@@ -213,11 +215,8 @@ def _growth(trial: Trial, shape: Shape, here: int) -> tuple[float, float]:
 
 
 def _note(shape: Shape, trial: Trial, here: int, exponent: float, at_most: Spent) -> str:
-    dims = (
-        ""
-        if shape.dims == trial.bundle.dims
-        else "; dimensions count in proportion, which was not measured"
-    )
+    unmeasured = "; dimensions count in proportion, which was not measured"
+    dims = "" if shape.dims == trial.bundle.dims else unmeasured
     return (
         f"scoring is extrapolated from {here // 2:,} and {here:,} items: time grows with items ** {exponent:.2f}; if "
         f"it grew in proportion, {at_most.wall_s / 60:.2f} minutes{dims}"

@@ -11,7 +11,6 @@ by the clock, `worst_cpu_error` by processor time, Redis' included, which other 
 
 import math
 import shutil
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from precompute.bulk.server_info import cpu_s
 from precompute.config import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.models.training import train_reference
 from precompute.planning.forecast import DAY_S, MIB, Asked, Forecast, forecast
-from precompute.planning.spent import Spent, timed
+from precompute.planning.spent import Spent, middle, timed
 from precompute.scoring.shard import Scorers
 from tests.bench.harness import Ratio, Report, parse
 from tests.bench.place import own_server
@@ -274,10 +273,7 @@ def main() -> None:
 
 
 def _median(nights: Sequence[Took]) -> Took:
-    def of(spent: Sequence[Spent]) -> Spent:
-        return Spent(*(statistics.median(each) for each in zip(*spent, strict=True)))
-
-    return Took(of([each.score for each in nights]), of([each.load for each in nights]))
+    return Took(middle([each.score for each in nights]), middle([each.load for each in nights]))
 
 
 def _furthest(ratios: Sequence[float]) -> float:

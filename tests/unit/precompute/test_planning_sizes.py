@@ -9,8 +9,10 @@ from cache.errors import Refused
 from cache.records import Layout
 from precompute.config import GateThresholds
 from precompute.planning.capacity import Limits, Node, demand_room, verdicts
+from precompute.planning.forecast import gpu_seconds
 from precompute.planning.sizes import Pages, Shape
 from precompute.planning.spent import Run, Spent, grown, timed
+from precompute.planning.trial import Timings
 from precompute.scoring.tables import PageFile, sums_path
 
 LAYOUT = Layout("topk", 10, "f2")
@@ -138,3 +140,20 @@ def test_one_node_of_a_cluster_that_is_too_small_refuses_the_plan():
 
     assert [each.rule for each in failed] == ["redis_headroom"]
     assert "primary a" in failed[0].note
+
+
+def timings(**stages):
+    nothing = Spent()
+    embed = Spent(1.0, 1.0)
+    return Timings(embed, nothing, nothing, nothing, nothing, stages, 1.0, "", nothing)
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(100.0, 1 + 12.0), (1000.0, 1 + 4.0)])
+def test_a_gpu_waits_for_the_slowest_of_what_the_processor_does(rate, seconds):
+    found = timings(read=4.0, tower=2.0, topk=90.0, write=3.0)
+
+    assert gpu_seconds(found, rate, shape()) == seconds  # 1,000 users and 200 items
+
+
+def test_without_a_rate_nothing_is_said_of_a_gpu():
+    assert gpu_seconds(timings(topk=1.0), None, shape()) is None
