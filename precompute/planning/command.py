@@ -23,6 +23,7 @@ from precompute.night import size_text
 from precompute.planning.capacity import demand_room, limits_of
 from precompute.planning.forecast import Asked, Forecast, forecast, judged
 from precompute.planning.spent import Spent
+from precompute.releases.control import Control, connect
 from precompute.sources import read_features
 
 DESCRIPTION = (
@@ -105,6 +106,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
     """Shows the forecast; raises Refused where it would not fit."""
     asked = _asked(arguments)
+    if config.redis_url and arguments.redis_gb is None:  # before a minute's work
+        with connect(config.redis_url, config.redis_timeout_s) as client:
+            Control(client, config.keyspace()).check_policy()
     requests = None if arguments.requests is None else _counts(Path(arguments.requests), config)
     found = forecast(config, asked, requests, progress=progress)
     limits = limits_of(
@@ -133,6 +137,8 @@ def _asked(arguments: argparse.Namespace) -> Asked:
         raise ConfigError(f"--sample is a share of 1, not {arguments.sample:g}", field="sample")
     if min(arguments.l1_mb) < 1:
         raise ConfigError("--l1-mb are sizes in MiB, from 1 on", field="l1_mb")
+    if arguments.answer_bytes is not None and arguments.answer_bytes < 0:
+        raise ConfigError("--answer-bytes is 0 or more", field="answer_bytes")
     if not 0 <= arguments.zipf <= 10:
         raise ConfigError(f"--zipf is 0 to 10, not {arguments.zipf:g}", field="zipf")
     if arguments.redis_nodes is not None and arguments.redis_gb is None:

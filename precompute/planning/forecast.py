@@ -116,8 +116,8 @@ def forecast(
     `requests`: how often each user in a log was asked for; None: `asked.zipf`. Nothing of the namespace is read or
     written.
     """
-    config = _resized(config, asked)
     bundle = Bundle.open(config.path(config.bundle))
+    config = resized(config, bundle, asked.k)
     until = asked.data_until or config.data_until
     sample = draw(
         config, asked.sample, columns=feature_columns(bundle),
@@ -161,12 +161,13 @@ def judged(config: NightConfig, found: Forecast, limits: Limits) -> list[Any]:
     )  # fmt: skip
 
 
-def _resized(config: NightConfig, asked: Asked) -> NightConfig:
-    if asked.k is None:
+def resized(config: NightConfig, bundle: Bundle, k: int | None) -> NightConfig:
+    """With users' lists of another length; the tables are those that this bundle can fill, defaults or not."""
+    if k is None:
         return config
     tables = {
-        name: replace(table, k=asked.k) if table.kind == "user_topk" else table
-        for name, table in config.tables.items()
+        name: replace(table, k=k) if table.kind == "user_topk" else table
+        for name, table in configured_tables(config, bundle).items()
     }
     return replace(config, tables=tables)
 

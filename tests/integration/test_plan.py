@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -120,6 +121,25 @@ def test_a_redis_too_small_for_three_generations_refuses_and_still_shows_the_pla
     assert "reader's host" in found.stdout and "refused" in found.stdout
 
 
+def test_a_redis_that_may_evict_pages_refuses_before_anything_is_drawn(config):
+    with redis.Redis.from_url(config.redis_url) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+
+    found = plan(config)
+
+    assert found.returncode == 1
+    assert "maxmemory-policy allkeys-lru" in found.stderr and not found.stdout
+
+
+def test_a_redis_that_does_not_answer_is_named_before_anything_is_drawn(config, own_redis):
+    os.kill(own_redis.pid, signal.SIGKILL)
+
+    found = plan(config)
+
+    assert found.returncode == 1
+    assert "Traceback" not in found.stderr and not found.stdout
+
+
 @pytest.mark.parametrize(
     ("option", "rule"),
     [
@@ -156,6 +176,7 @@ def test_a_log_of_requests_replaces_zipf(config, tmp_path):
         (("--users", "0"), "--users is a number above 0"),
         (("--redis-nodes", "3"), "--redis-nodes goes with --redis-gb"),
         (("--requests", "nowhere.txt"), "nowhere.txt"),
+        (("--answer-bytes", "-1"), "--answer-bytes is 0 or more"),
         (("--zipf", "-1"), "--zipf is 0 to 10"),
     ],
 )

@@ -1,5 +1,8 @@
 """Pages, times and room foretold: against the writer's own files, and on the edges."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,9 +10,9 @@ from hypothesis import strategies as st
 
 from cache.errors import Refused
 from cache.records import Layout
-from precompute.config import GateThresholds
+from precompute.config import GateThresholds, NightConfig
 from precompute.planning.capacity import Limits, Node, demand_room, verdicts
-from precompute.planning.forecast import gpu_seconds
+from precompute.planning.forecast import gpu_seconds, resized
 from precompute.planning.sizes import Pages, Shape
 from precompute.planning.spent import Run, Spent, grown, timed
 from precompute.planning.trial import Timings
@@ -157,3 +160,12 @@ def test_a_gpu_waits_for_the_slowest_of_what_the_processor_does(rate, seconds):
 
 def test_without_a_rate_nothing_is_said_of_a_gpu():
     assert gpu_seconds(timings(topk=1.0), None, shape()) is None
+
+
+def test_other_lists_leave_out_the_default_tables_that_the_bundle_cannot_fill():
+    bundle: Any = SimpleNamespace(values={})
+
+    found = resized(NightConfig(), bundle, 7).tables
+
+    assert found["user_topk"].k == 7 and found["item_similar"].k == 100
+    assert "user_affinity" not in found
