@@ -8,6 +8,7 @@ from precompute.commands import Command
 from precompute.erasures.command import erase
 from precompute.gates.override import command as override
 from precompute.own_redis import load_again, nothing, verify_again
+from precompute.planning import command as planning
 from precompute.releases.canary import command as canary
 
 
@@ -151,6 +152,9 @@ def parser_of_commands() -> argparse.ArgumentParser:
     command.add_argument("--reason", help="why it is re-admitted; kept in the record")
     command.set_defaults(redis="if running")
     add("status", run_by.status, "generations, their states and gates, replicas")
+    command = add("plan", planning.plan, planning.DESCRIPTION)
+    planning.add_options(command)
+    command.set_defaults(redis="if running")
     return parser
 
 

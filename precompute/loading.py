@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from cache.artefacts import generation_path
 from cache.manifest import (
     Manifest,
 )
@@ -15,7 +14,7 @@ from precompute.build import (
     quiet,
 )
 from precompute.bulk.governor import open_governor
-from precompute.bulk.headroom import demand_redis
+from precompute.bulk.headroom import demand_redis, held_bytes
 from precompute.bulk.load import load_part, loaded_pages, parts_of, total_bytes
 from precompute.config import NightConfig
 from precompute.releases.control import Control
@@ -78,16 +77,6 @@ def _demand_room(made: Build, manifest: Manifest, control: Control) -> None:
     if todo_bytes:
         demand_redis(
             control, made.generation, todo_bytes,
-            pages_bytes=_pages_bytes(made, control),
+            pages_bytes=held_bytes(made.store, control, but=made.generation),
             record_bytes=max(table.layout.size_bytes for table in manifest.tables.values()),
         )  # fmt: skip
-
-
-def _pages_bytes(made: Build, control: Control) -> int:
-    """Payload of all other generations of which Redis may hold pages."""
-    total = 0
-    for generation, row in control.rows().items():
-        if generation != made.generation and row.state is not State.RETIRED:
-            raw = made.store.read(generation_path(generation, "manifest.json"))
-            total += 0 if raw is None else total_bytes(Manifest.from_bytes(raw))
-    return total

@@ -8,11 +8,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import redis
 
-from cache.artefacts import disk_errors
+from cache.artefacts import ArtefactStore, disk_errors, generation_path
 from cache.errors import Refused
+from cache.manifest import Manifest
 from cache.servers import masters, shares
+from precompute.bulk.parts import total_bytes
 from precompute.config import NightConfig
 from precompute.releases.control import Control
+from precompute.releases.states import State
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,6 +42,16 @@ def unevictable_bytes(
     dataset = int(info.get("used_memory_dataset", used))
     overlays = expiring * (record_bytes + OVERLAY_EXTRA_BYTES)
     return min(used, used - dataset + max(round(pages_bytes), dataset - overlays))
+
+
+def held_bytes(store: ArtefactStore, control: Control, *, but: str | None = None) -> int:
+    """Payload of this namespace's generations, other than `but`, of which Redis may hold pages."""
+    total = 0
+    for generation, row in control.rows().items():
+        if generation != but and row.state is not State.RETIRED:
+            raw = store.read(generation_path(generation, "manifest.json"))
+            total += 0 if raw is None else total_bytes(Manifest.from_bytes(raw))
+    return total
 
 
 def demand_redis(

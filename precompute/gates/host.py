@@ -16,24 +16,39 @@ GENERATIONS: Final = 3
 def disk_headroom(candidate: Candidate) -> Verdict:
     """Room for one more generation like this one: the next night's, while this one and the last are still here."""
     size_bytes = _mapped_bytes(candidate) + total_bytes(candidate.manifest)
-    free = disk_free_bytes(candidate.root)
+    return disk_verdict(
+        disk_free_bytes(candidate.root), size_bytes, candidate.thresholds.disk_headroom
+    )
+
+
+def disk_verdict(
+    free_bytes: int, size_bytes: int, threshold: float, *, generations: int = 1
+) -> Verdict:
+    """Whether a file system has room for so many generations of this size."""
+    what = "a generation" if generations == 1 else f"{generations} generations"
     return at_least(
         "disk_headroom",
-        free / max(1, size_bytes),
-        candidate.thresholds.disk_headroom,
-        f"{free:,} bytes free for a generation of {size_bytes:,}",
+        free_bytes / max(1, generations * size_bytes),
+        threshold,
+        f"{free_bytes:,} bytes free for {what} of {size_bytes:,}",
     )
 
 
 def memory_headroom(candidate: Candidate) -> Verdict:
     """What readers map of three generations fits the memory that is available."""
-    size_bytes = GENERATIONS * _mapped_bytes(candidate)
-    available = memory_available_bytes()
+    return memory_verdict(
+        memory_available_bytes(), _mapped_bytes(candidate), candidate.thresholds.memory_headroom
+    )
+
+
+def memory_verdict(available_bytes: int, mapped_bytes: int, threshold: float) -> Verdict:
+    """Whether a host's memory holds what readers map of three generations of this size."""
+    size_bytes = GENERATIONS * mapped_bytes
     return at_least(
         "memory_headroom",
-        available / max(1, size_bytes),
-        candidate.thresholds.memory_headroom,
-        f"{available:,} bytes available, previous, live and this one map {size_bytes:,}",
+        available_bytes / max(1, size_bytes),
+        threshold,
+        f"{available_bytes:,} bytes available, previous, live and this one map {size_bytes:,}",
     )
 
 

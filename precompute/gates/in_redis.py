@@ -36,9 +36,27 @@ def _share_used(verdict: Verdict) -> float:
 
 
 def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Verdict:
-    threshold, info = candidate.thresholds.redis_headroom, dict(cast(Any, server.info("memory")))
-    limit = int(info.get("maxmemory", 0)) or int(info.get("total_system_memory", 0))
-    used = int(info["used_memory"])
+    used = int(cast(Any, server.info("memory"))["used_memory"])
+    if candidate.pages_bytes is not None:
+        used = unevictable_bytes(
+            candidate.control,
+            server,
+            pages_bytes=candidate.pages_bytes * shares(candidate.control.client)[name],
+            record_bytes=max(each.layout.size_bytes for each in candidate.manifest.tables.values()),
+        )
+    return redis_verdict(name, used, *memory_limit(server), candidate.thresholds.redis_headroom)
+
+
+def memory_limit(server: "redis.Redis") -> tuple[int, str]:
+    """Bytes that a server may use, 0 where it does not say, and what sets that limit."""
+    info = dict(cast(Any, server.info("memory")))
+    if limit := int(info.get("maxmemory", 0)):
+        return limit, "maxmemory"
+    return int(info.get("total_system_memory", 0)), "its host's memory (maxmemory is not set)"
+
+
+def redis_verdict(name: str, used_bytes: int, limit: int, what: str, threshold: float) -> Verdict:
+    """Whether a server, named as `cache.servers.masters` does, is left room to work; `what` sets the limit."""
     if not limit:
         return Verdict(
             "redis_headroom",
@@ -47,19 +65,12 @@ def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Verdict
             threshold,
             "Redis states neither maxmemory nor its host's memory",
         )
-    if candidate.pages_bytes is not None:
-        used = unevictable_bytes(
-            candidate.control,
-            server,
-            pages_bytes=candidate.pages_bytes * shares(candidate.control.client)[name],
-            record_bytes=max(each.layout.size_bytes for each in candidate.manifest.tables.values()),
-        )
-    what = (
-        "maxmemory" if int(info.get("maxmemory", 0)) else "its host's memory (maxmemory is not set)"
-    )
     where = "" if name == "primary" else f" of {name}"
     return at_most(
-        "redis_headroom", used / limit, threshold, f"{used:,} bytes of {limit:,}, {what}{where}"
+        "redis_headroom",
+        used_bytes / limit,
+        threshold,
+        f"{used_bytes:,} bytes of {limit:,}, {what}{where}",
     )
 
 

@@ -1,5 +1,6 @@
 """Building the FAISS index of the live path: kind chosen by measurement, recall read back from the file."""
 
+import math
 import os
 import secrets
 import statistics
@@ -22,10 +23,11 @@ IndexKind = Literal["auto", "flat", "ivf", "hnsw"]
 RECALL_WANTED = 0.99
 RECALL_AT = 100
 SAMPLE = 256
+FLAT_BELOW = 10_000
+"""Items up to which `auto` takes the flat index."""
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
-_FLAT_BELOW = 10_000
 _WORTH_IT = 0.7
 _TRAINING_PER_LIST = 64
 
@@ -68,7 +70,7 @@ def build_index(
     stored = np.ascontiguousarray(unit(vectors) if metric == "cosine" else vectors, np.float32)
     sample = sample_queries(vectors if queries is None else queries, seed)
     flat_ms: float | None = None
-    chosen: IndexKind = "flat" if kind == "auto" and len(stored) < _FLAT_BELOW else kind
+    chosen: IndexKind = "flat" if kind == "auto" and len(stored) < FLAT_BELOW else kind
     if chosen == "auto":
         flat = _write(_flat(stored), path, metric)
         exact = _candidates(flat, sample)
@@ -139,8 +141,13 @@ def _flat(stored: NDArray[np.float32]) -> Any:
     return index
 
 
+def list_count(items: int) -> int:
+    """Lists of an inverted file."""
+    return max(1, min(4096, round(math.sqrt(items) * 1.25), items // 8))
+
+
 def _inverted(stored: NDArray[np.float32], seed: int) -> Any:
-    lists = max(1, min(4096, round(len(stored) ** 0.5 * 1.25), len(stored) // 8))
+    lists = list_count(len(stored))
     index = faiss.IndexIVFFlat(
         faiss.IndexFlatIP(stored.shape[1]), stored.shape[1], lists, faiss.METRIC_INNER_PRODUCT
     )

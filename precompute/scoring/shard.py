@@ -124,13 +124,20 @@ class Scorers:
 
 
 def score_items(
-    build: Build, bundle: Bundle, shard: int, scorers: Scorers, progress: Progress
+    build: Build,
+    bundle: Bundle,
+    shard: int,
+    scorers: Scorers,
+    progress: Progress,
+    *,
+    limit: int | None = None,
 ) -> dict[str, Any]:
-    """All item tables of one shard's hash range; returns the shard's report."""
+    """All item tables of one shard's hash range, or of its first `limit` items; returns the shard's report."""
     begun = build.need("begin")
     build.fetch(VECTORS)
     config, items = build.config, open_items(build.root, begun, dims=bundle.dims)
     start, end = begun["bounds"][shard], begun["bounds"][shard + 1]
+    end = end if limit is None else min(end, start + limit)
     at, started = cut_of(build.generation), time.perf_counter()
     found = {}
     tables = {

@@ -21,6 +21,7 @@ from precompute import catalogue, pipeline
 from precompute.config import TableConfig
 from precompute.gates import skew
 from precompute.models.bundle import Bundle, ModelFile, write_bundle
+from precompute.planning.forecast import Asked, forecast
 from precompute.scoring.partition import partition
 from precompute.scoring.shard_input import read_shard
 from tests.integration import nights
@@ -291,3 +292,15 @@ def test_a_live_path_that_answers_otherwise_refuses_the_night(config, monkeypatc
     )
     with pytest.raises(Refused, match="skew"):
         nights.publish_night(config, nights.UNTIL)
+
+
+def test_a_plan_samples_the_features_that_the_models_want(config):
+    asked = Asked(seconds=0.1, data_until=nights.UNTIL)
+
+    found = forecast(config, asked)
+
+    build = pipeline.begin(config, data_until=nights.UNTIL, run_after=None)
+    pipeline.embed_items(config, build)
+    scored = [pipeline.score_shard(config, build, shard) for shard in build["shards"]]
+    assert found.shape.users == sum(each["users"] for each in scored)
+    assert found.shape.items == sum(each["items"] for each in scored)

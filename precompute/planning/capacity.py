@@ -1,0 +1,130 @@
+"""Whether previous, live and loading fit each node of Redis and each host: the gates' own arithmetic, asked early."""
+
+from dataclasses import dataclass
+
+from cache.errors import Refused
+from cache.servers import masters, shares
+from precompute.bulk.headroom import held_bytes, unevictable_bytes
+from precompute.config import GateThresholds, NightConfig
+from precompute.gates.host import (
+    GENERATIONS,
+    disk_free_bytes,
+    disk_verdict,
+    memory_available_bytes,
+    memory_verdict,
+)
+from precompute.gates.in_redis import memory_limit, redis_verdict
+from precompute.gates.verdict import Verdict
+from precompute.releases.control import Control, connect
+
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One server of Redis: which share of the pages comes to it, its limit, and what else it holds."""
+
+    name: str
+    share: float
+    limit_bytes: int
+    limit_is: str
+    other_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where it would have to fit; `memory_bytes` is a reader's host, `disk_bytes` the artefact store's place."""
+
+    nodes: tuple[Node, ...]
+    memory_bytes: int
+    disk_bytes: int
+
+
+def verdicts(
+    limits: Limits,
+    thresholds: GateThresholds,
+    *,
+    redis_bytes: float,
+    mapped_bytes: int,
+    disk_bytes: int,
+) -> list[Verdict]:
+    """One per node, then the host's memory and disk; sizes are those of one generation."""
+    found = [
+        redis_verdict(
+            node.name, node.other_bytes + round(GENERATIONS * redis_bytes * node.share),
+            node.limit_bytes, f"{node.limit_is}, for previous, live and loading", thresholds.redis_headroom,
+        )
+        for node in limits.nodes
+    ]  # fmt: skip
+    found.append(memory_verdict(limits.memory_bytes, mapped_bytes, thresholds.memory_headroom))
+    found.append(
+        disk_verdict(
+            limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generations=GENERATIONS
+        )
+    )
+    return found
+
+
+def demand_room(found: list[Verdict]) -> None:
+    """Raises Refused naming all that does not fit; rule, value and threshold are the first one's."""
+    failed = [each for each in found if not each.passed]
+    if failed:
+        first = failed[0]
+        text = "; ".join(
+            f"{each.rule} {each.value} against {each.threshold}: {each.note}" for each in failed
+        )
+        raise Refused(
+            f"previous, live and loading would not fit: {text}",
+            rule=first.rule,
+            value=first.value,
+            threshold=first.threshold,
+        )
+
+
+def limits_of(
+    config: NightConfig,
+    *,
+    record_bytes: int,
+    redis_gb: float | None = None,
+    nodes: int | None = None,
+    host_gb: float | None = None,
+    disk_gb: float | None = None,
+) -> Limits:
+    """As given, else what the configured Redis, this host and its disk say of themselves.
+
+    What this namespace's own generations take there by now counts as room: the planned ones would take their place.
+    """
+    folder = config.store().local("")
+    place = next(each for each in (folder, *folder.parents) if each.exists())
+    own_disk = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+    given = None if redis_gb is None else round(redis_gb * GB)
+    if given is not None or not config.redis_url:
+        count = nodes or 1
+        limit, what = (
+            (memory_available_bytes(), "this host's free memory")
+            if given is None
+            else (given, "as given")
+        )
+        every = tuple(
+            Node("primary" if count == 1 else f"primary {number + 1}", 1 / count, limit, what)
+            for number in range(count)
+        )
+    else:
+        every = _nodes(config, record_bytes)
+    return Limits(
+        every,
+        memory_available_bytes() if host_gb is None else round(host_gb * GB),
+        disk_free_bytes(place) + own_disk if disk_gb is None else round(disk_gb * GB),
+    )
+
+
+def _nodes(config: NightConfig, record_bytes: int) -> tuple[Node, ...]:
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        control, share = Control(client, config.keyspace()), shares(client)
+        own_bytes = held_bytes(config.store(), control)
+        nodes = []
+        for name, server in masters(client).items():
+            own = own_bytes * share[name]
+            used = unevictable_bytes(control, server, pages_bytes=own, record_bytes=record_bytes)
+            nodes.append(Node(name, share[name], *memory_limit(server), max(0, round(used - own))))
+        return tuple(nodes)

@@ -1,0 +1,231 @@
+"""The forecast: from a configuration and a sample of its inputs to bytes, minutes and hit rates."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.embedded import server
+from precompute.build import Progress, quiet
+from precompute.config import NightConfig, parse_time
+from precompute.models.bundle import Bundle
+from precompute.planning.capacity import Limits, verdicts
+from precompute.planning.hits import Hits, Popularity, hits, popularity_of, zipf
+from precompute.planning.rehearsal import page_costs, time_load
+from precompute.planning.sampling import draw
+from precompute.planning.sizes import Shape
+from precompute.planning.spent import Spent
+from precompute.planning.trial import Timings, Trial, feature_columns, open_trial, time_scoring
+from precompute.releases.control import connect
+from precompute.scoring.shard import configured_tables, entity_of, layout_of, metric_of
+
+DAY_S = 86_400.0
+MIB = 1 << 20
+BUSY = 2.0
+"""Times the cores by the clock over processor time: a quiet machine has 1 to 1.5."""
+ANSWER_BYTES, ANSWER_ITEM_BYTES = 250, 14
+"""About what an answer in JSON has besides its item ids: as a whole; a score, quotes and commas for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the plan is for. None: as the inputs have it, or not to be told."""
+
+    users: int | None = None
+    items: int | None = None
+    k: int | None = None
+    dims: int | None = None
+    qps: float | None = None
+    processes: int = 1
+    sample: float = 0.01
+    seconds: float = 20.0
+    data_until: str | None = None
+    l1_mib: Sequence[int] = (64, 256, 1024)
+    zipf: float = 1.0
+    answer_bytes: int | None = None
+    gpu_users_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One generation's bytes, a night's times, and what L1s of several sizes would answer."""
+
+    sample_users: int
+    source_users: int
+    interactions: int
+    shape: Shape
+    redis_bytes: int
+    timings: Timings
+    load: Spent
+    floor_s: float
+    """How long loading may take at most beside readers."""
+    gpu_s: float | None
+    hits: Sequence[Hits]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs held this machine's cores meanwhile: then times by the clock are too long."""
+        scoring = self.timings.all
+        return scoring.wall_s * (os.cpu_count() or 1) > BUSY * scoring.cpu_s
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`: bytes of one generation, seconds of a night."""
+        shape, scoring = self.shape, self.timings.all
+        return {
+            "users": self.source_users,
+            "users_with_records": shape.users,
+            "items": shape.items,
+            "dims": shape.dims,
+            "interactions": self.interactions,
+            "sample_users": self.sample_users,
+            "record_bytes": {
+                name: layout.size_bytes for name, (_, layout) in shape.layouts.items()
+            },
+            "pages": {name: each.count for name, each in shape.pages().items()},
+            "payload_bytes": shape.payload_bytes,
+            "redis_bytes": self.redis_bytes,
+            "directory_bytes": shape.directory_bytes,
+            "mapped_bytes": shape.mapped_bytes,
+            "disk_bytes": shape.disk_bytes,
+            "scoring_s": scoring.wall_s,
+            "scoring_cpu_s": scoring.cpu_s,
+            "scoring_gpu_s": self.gpu_s,
+            "scoring_note": self.timings.note,
+            "busy": self.is_busy,
+            "load_s": self.load.wall_s,
+            "load_cpu_s": self.load.cpu_s,
+            "load_beside_readers_max_s": self.floor_s,
+            "l1": [asdict(each) for each in self.hits],
+        }
+
+
+def forecast(
+    config: NightConfig,
+    asked: Asked,
+    requests: NDArray[np.int64] | None = None,
+    *,
+    progress: Progress = quiet,
+) -> Forecast:
+    """Draws the sample, scores it, loads pages of that size into a Redis of our own, and adds up.
+
+    `requests`: how often each user in a log was asked for; None: `asked.zipf`. Nothing of the namespace is read or
+    written.
+    """
+    bundle = Bundle.open(config.path(config.bundle))
+    config = resized(config, bundle, asked.k)
+    until = asked.data_until or config.data_until
+    sample = draw(
+        config, asked.sample, columns=feature_columns(bundle),
+        before=parse_time(until) if until else None, progress=progress,
+    )  # fmt: skip
+    source_users = asked.users or sample.users
+    with TemporaryDirectory(prefix="larder-plan-") as place:
+        folder = Path(place)
+        with server(folder / "redis") as running:
+            trial = open_trial(config, sample, folder, running.url)
+            shape = _shape(config, trial, asked, source_users)
+            timings = time_scoring(
+                trial, shape, source_users=source_users, seconds=asked.seconds, progress=progress
+            )
+            shape = replace(shape, users=round(source_users * timings.kept))
+            with connect(running.url, config.redis_timeout_s) as client:
+                pages = shape.pages().values()
+                sizes = {size for each in pages for size in each.sizes}
+                costs = page_costs(client, config.keyspace(), sizes)
+                redis_bytes = round(sum(each.sum(costs) for each in pages))
+                progress("rehearse the load", 0, 1)
+                loading = time_load(trial.build.config, shape, client)
+    popularity = (
+        zipf(source_users, asked.zipf)
+        if requests is None
+        else popularity_of(requests, source_users)
+    )
+    return Forecast(
+        len(sample.ids), source_users, sample.interactions, shape, redis_bytes, timings,
+        timings.seal.and_(loading),
+        shape.payload_bytes / (config.governor.floor_mib_s * MIB),
+        gpu_seconds(timings, asked.gpu_users_per_s, shape), _hits(shape, asked, popularity),
+    )  # fmt: skip
+
+
+def judged(config: NightConfig, found: Forecast, limits: Limits) -> list[Any]:
+    """The verdicts on it."""
+    return verdicts(
+        limits, config.gates, redis_bytes=found.redis_bytes,
+        mapped_bytes=found.shape.mapped_bytes, disk_bytes=found.shape.disk_bytes,
+    )  # fmt: skip
+
+
+def resized(config: NightConfig, bundle: Bundle, k: int | None) -> NightConfig:
+    """With users' lists of another length; the tables are those that this bundle can fill, defaults or not."""
+    if k is None:
+        return config
+    tables = {
+        name: replace(table, k=k) if table.kind == "user_topk" else table
+        for name, table in configured_tables(config, bundle).items()
+    }
+    return replace(config, tables=tables)
+
+
+def _shape(config: NightConfig, trial: Trial, asked: Asked, users: int) -> Shape:
+    bundle, begun, root = trial.bundle, trial.begun, trial.build.root
+    items, dims = int(begun["items"]), asked.dims or bundle.dims
+    tables = configured_tables(config, bundle)
+    sized = replace(bundle, dims=dims)
+    partition = sum(each.stat().st_size for each in (root / "work/partition").iterdir())
+    listed = [each for each in tables.values() if each.kind in ("user_topk", "item_similar")]
+    return Shape(
+        users=users,
+        items=asked.items or items,
+        dims=dims,
+        shards=config.shards,
+        page_bytes=config.page_bytes,
+        layouts={
+            name: (entity_of(bundle, name, table), layout_of(sized, table))  # type: ignore[misc]
+            for name, table in tables.items()
+        },
+        item_id_bytes=(root / "items/ids.bin").stat().st_size / items,
+        model_bytes={each.name: each.path.stat().st_size for each in bundle.models},
+        model_items=items,
+        model_dims=bundle.dims,
+        metrics=len({metric_of(bundle, each) for each in listed}),
+        index=config.index,
+        defaults_bytes=(root / "defaults.json").stat().st_size,
+        work_bytes=round(partition * users / len(trial.sample.ids)),
+    )
+
+
+def gpu_seconds(timings: Timings, users_per_s: float | None, shape: Shape) -> float | None:
+    """Lists at the stated rate, items as users, beside the slowest of what the processor still does."""
+    if users_per_s is None:
+        return None
+    lists = {layout.kind for _, layout in shape.layouts.values()}
+    entities = shape.users + (shape.items if "topk" in lists else 0)
+    others = max(value for name, value in timings.stages.items() if name != "topk")
+    return timings.embed.wall_s + max(entities / users_per_s, others)
+
+
+def _hits(shape: Shape, asked: Asked, popularity: Popularity) -> list[Hits]:
+    lists = [
+        layout
+        for entity, layout in shape.layouts.values()
+        if entity == "user" and layout.kind == "topk"
+    ]
+    layout = (lists or [layout for _, layout in shape.layouts.values()])[0]
+    answer = asked.answer_bytes
+    if answer is None:
+        each = shape.item_id_bytes if layout.kind == "topk" else 0.0
+        answer = round(ANSWER_BYTES + layout.width * (each + ANSWER_ITEM_BYTES))
+    return [
+        hits(
+            popularity, mib * MIB, record_bytes=layout.size_bytes,
+            answer_bytes=answer,
+            requests=None if asked.qps is None else asked.qps / asked.processes * DAY_S,
+        )
+        for mib in asked.l1_mib
+    ]  # fmt: skip

@@ -1,0 +1,87 @@
+"""A rehearsal of the load, in a Redis of our own: what a page costs there, and how fast pages go in."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from cache.artefacts import generation_path
+from cache.keys import Keyspace
+from cache.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
+from precompute.build import Build
+from precompute.bulk.load import total_bytes
+from precompute.bulk.server_info import cpu_s
+from precompute.config import NightConfig
+from precompute.loading import load
+from precompute.planning.sizes import Shape
+from precompute.planning.spent import Run, Spent, grown, middle, timed
+from precompute.scoring.tables import records_per_page
+
+GENERATION = "20000101T000000Z-000000000000"
+LARGEST_BYTES = 256 << 20
+REPEATS = 3
+
+
+def page_costs(client: "redis.Redis", keys: Keyspace, sizes: Iterable[int]) -> dict[int, int]:
+    """Memory that Redis takes for a page of each size: key, entry, value and what its allocator rounds up."""
+    costs = {}
+    for size in sorted(set(sizes)):
+        # As long a key as any: allocators round up.
+        name = keys.page(GENERATION, "user_topk", 100)
+        client.set(name, bytes(size))
+        found: Any = client.memory_usage(name)
+        costs[size] = int(found)
+        client.delete(name)
+    return costs
+
+
+def time_load(config: NightConfig, shape: Shape, client: "redis.Redis") -> Spent:
+    """The night's own step, flat out, over pages of zeros; `config` has a store and a Redis that are for this alone.
+
+    As many parts as the night will have, at most LARGEST_BYTES; beyond that on the line through that and a quarter.
+    """
+    share = min(1.0, LARGEST_BYTES / max(1, shape.payload_bytes))
+    small, large = (_load(config, shape, each, client) for each in (share / 4, share))
+    return grown(small, large, shape.payload_bytes)
+
+
+def _load(config: NightConfig, shape: Shape, share: float, client: "redis.Redis") -> Run:
+    build = Build.of(config, {"generation": GENERATION})
+    manifest = _manifest(config.namespace, shape, share, build.root)
+    build.store.write(generation_path(GENERATION, "manifest.json"), manifest.to_bytes())
+    taken = []
+    for _ in range(REPEATS):
+        client.flushall(asynchronous=False)
+        spent, _ = timed(
+            lambda: load(config, {"generation": GENERATION}), lambda: cpu_s(_cpu(client))
+        )
+        taken.append(spent)
+    client.flushall(asynchronous=False)
+    return Run(total_bytes(manifest), middle(taken))
+
+
+def _cpu(client: "redis.Redis") -> dict[str, Any]:
+    found: Any = client.info("cpu")
+    return dict(found)
+
+
+def _manifest(namespace: str, shape: Shape, share: float, folder: Path) -> Manifest:
+    """All tables in all their parts, each with this share of its records, in files that take no room."""
+    tables = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (entity, layout) in shape.layouts.items():
+        records = shape.users if entity == "user" else shape.items
+        count = round(records * share / shape.shards)
+        file = Artefact(f"{name}.pages", count * layout.size_bytes, "")
+        with (folder / file.path).open("wb") as pages:
+            pages.truncate(file.size_bytes)
+        per_page = records_per_page(layout, shape.page_bytes)
+        parts = tuple(
+            TablePart(part * -(-count // per_page), -(-count // per_page), count, file, file)
+            for part in range(shape.shards)
+        )
+        tables[name] = Table(name, entity, Producer("none"), layout, per_page, parts)
+    none = Artefact("", 0, "")
+    items = ItemFiles(none, none, none, none, 0, 0)
+    return Manifest(namespace, GENERATION, 0, 0, "", "", {}, items, tables, {}, {}, none)

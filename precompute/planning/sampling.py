@@ -1,0 +1,187 @@
+"""A sample of the users with all that they did, and how many there are, from two passes over the real inputs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from cache.errors import ConfigError, SourceError
+from precompute.build import Progress, quiet
+from precompute.config import NightConfig, Sources
+from precompute.scoring.shard_input import hashes_of
+from precompute.sources import Interactions, read_features, read_interactions
+
+SEED = 0x5DEECE66D
+"""Independent of every directory seed, so that a shard is no sample."""
+
+SMALLEST = 1 << 16
+USERS_MIN = 1024
+OWNER = "\x1fowner"
+"""A column name that no table of features has."""
+
+
+class Distinct:
+    """How many different 64-bit hashes came, from the smallest of them: exact up to SMALLEST, then within 0.4 %.
+
+    The estimator is that of the k minimum values (Beyer et al., SIGMOD 2007).
+    """
+
+    def __init__(self, keep: int = SMALLEST) -> None:
+        self._keep = keep
+        self.smallest: NDArray[np.uint64] = np.empty(0, np.uint64)
+
+    def add(self, hashes: NDArray[np.uint64]) -> None:
+        """Any number of hashes, any of them again."""
+        if len(self.smallest) == self._keep:
+            hashes = hashes[hashes < self.smallest[-1]]
+        self.smallest = np.union1d(self.smallest, hashes)[: self._keep]
+
+    @property
+    def count(self) -> int:
+        """The estimate."""
+        found = len(self.smallest)
+        if found < self._keep:
+            return found
+        return round((found - 1) / (float(self.smallest[-1]) / 2.0**64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """All rows of some users; `owners` number them from 0. `users` and `interactions` are those of all inputs."""
+
+    users: int
+    interactions: int
+    ids: Sequence[str]
+    owners: NDArray[np.int64]
+    items: Any
+    times: NDArray[np.int64]
+    features: Any
+    """Arrow table of user features, OWNER among them; None where the models want none."""
+
+    def write(self, folder: Path, users: int, sources: Sources) -> Sources:
+        """Files of so many users: the sample over and over, under new names from the second time on."""
+        folder.mkdir(parents=True, exist_ok=True)
+        rounds = range(0, users, len(self.ids))
+        names = [self._names(copy) for copy in range(len(rounds))]
+        rows = [np.flatnonzero(self.owners < users - start) for start in rounds]
+        named = [
+            name[self.owners[row]].astype(object) for name, row in zip(names, rows, strict=True)
+        ]
+        taken = np.concatenate(rows)
+        columns = {
+            sources.user_column: pa.array(np.concatenate(named), pa.string()),
+            sources.item_column: self.items.take(pa.array(taken)),
+            sources.timestamp_column: pa.array(self.times[taken], pa.timestamp("us")),
+        }
+        file = folder / "interactions.parquet"
+        pq.write_table(pa.table(columns), file)
+        given = None
+        if self.features is not None:
+            given = str(folder / "users.parquet")
+            owners = np.asarray(self.features.column(OWNER))
+            parts = []
+            for name, start in zip(names, rounds, strict=True):
+                kept = np.flatnonzero(owners < users - start)
+                part = self.features.take(pa.array(kept)).drop_columns([OWNER])
+                parts.append(part.append_column(sources.user_column, pa.array(name[owners[kept]])))
+            pq.write_table(pa.concat_tables(parts), given)
+        return replace(sources, interactions=(str(file),), format="parquet", user_features=given)
+
+    def _names(self, copy: int) -> NDArray[Any]:
+        if copy == 0:
+            return np.array(self.ids, object)
+        return np.array([f"{copy}\x1f{number}" for number in range(len(self.ids))], object)
+
+
+def draw(
+    config: NightConfig,
+    share: float,
+    *,
+    columns: Sequence[str] = (),
+    before: datetime | None = None,
+    progress: Progress = quiet,
+) -> Sample:
+    """Users whose hash is among the smallest: `share` of them, at least USERS_MIN where there are so many.
+
+    `columns` of the user features are what the models want; who has only features is a user, too.
+    """
+    found, interactions = Distinct(), 0
+    for batch in _read(config, before):
+        found.add(_hashes(pc.unique(batch.users)))
+        interactions += len(batch.times)
+        progress("count users", interactions, 0)
+    for ids, _ in _features(config, columns):
+        found.add(_hashes(pc.unique(ids)))
+    if not found.count:
+        raise ConfigError("the sources name no entity at all; is sources.interactions right?")
+    wanted = min(len(found.smallest), max(USERS_MIN, round(share * found.count)))
+    limit = found.smallest[wanted - 1]
+    rows: list[Any] = []
+    for batch in _read(config, before):
+        kept = pa.array(_hashes(batch.users) <= limit)
+        columns_of = (batch.users.filter(kept), batch.items.filter(kept))
+        rows.append(
+            pa.table(
+                {
+                    "user": columns_of[0],
+                    "item": columns_of[1],
+                    "time": batch.times[np.asarray(kept)],
+                }
+            )
+        )
+        progress("draw the sample", sum(map(len, rows)), 0)
+    return _sample(
+        found.count, interactions, pa.concat_tables(rows), _kept_features(config, columns, limit)
+    )
+
+
+def _sample(users: int, interactions: int, rows: Any, features: Any) -> Sample:
+    named = [rows.column("user").combine_chunks()]
+    if features is not None:
+        named.append(features.column("user").combine_chunks())
+    coded = pc.dictionary_encode(pa.concat_arrays(named))
+    codes = np.asarray(coded.indices, np.int64)
+    if features is not None:
+        owner = pa.array(codes[len(rows) :])
+        features = features.drop_columns(["user"]).append_column(OWNER, owner)
+    return Sample(
+        users, interactions, coded.dictionary.to_pylist(), codes[: len(rows)],
+        rows.column("item").combine_chunks(), np.asarray(rows.column("time")), features,
+    )  # fmt: skip
+
+
+def _read(config: NightConfig, before: datetime | None) -> Iterator[Interactions]:
+    return read_interactions(config.sources, Path(config.base), before=before)
+
+
+def _features(
+    config: NightConfig, columns: Sequence[str]
+) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    if columns:
+        if not config.sources.user_features:
+            raise SourceError(
+                f"the model wants the user feature {columns[0]!r}, but sources.user_features is not set",
+                column=columns[0],
+            )
+        yield from read_features(
+            config.path(config.sources.user_features), config.sources.user_column, columns
+        )
+
+
+def _kept_features(config: NightConfig, columns: Sequence[str], limit: np.uint64) -> Any:
+    parts = []
+    for ids, values in _features(config, columns):
+        kept = pa.array(_hashes(ids) <= limit)
+        parts.append(pa.table({"user": ids, **values}).filter(kept))
+    return pa.concat_tables(parts) if parts else None
+
+
+def _hashes(ids: Any) -> NDArray[np.uint64]:
+    return hashes_of(ids, SEED)

@@ -1,0 +1,140 @@
+"""What a generation takes, in Redis, on readers' hosts and on disk: sums over its layout. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cache.manifest import EntityKind
+from cache.records import Layout
+from precompute.models.index import FLAT_BELOW, IndexKind, list_count
+from precompute.scoring.tables import records_per_page
+
+HASH_BYTES = 8
+SUM_BYTES = 8
+NUMBER_BYTES = 4
+_LINKS = 32
+"""Neighbours of the graph index; twice as many at its base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Pages of one table: in each of its `parts` the same number of full ones, and one of what is left over."""
+
+    parts: int
+    full: int
+    full_bytes: int
+    last_bytes: int
+
+    @classmethod
+    def of(cls, records: int, parts: int, layout: Layout, page_bytes: int) -> "Pages":
+        """Entities spread evenly over the parts, as their hashes do but for chance."""
+        per_page = records_per_page(layout, page_bytes)
+        full, left = divmod(round(records / parts), per_page)
+        return cls(parts, full, per_page * layout.size_bytes, left * layout.size_bytes)
+
+    @property
+    def count(self) -> int:
+        """All pages."""
+        return self.parts * (self.full + (self.last_bytes > 0))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the records."""
+        return self.parts * (self.full * self.full_bytes + self.last_bytes)
+
+    def sum(self, costs: Mapping[int, float]) -> float:
+        """What they take, if a page of so many bytes costs `costs[bytes]`."""
+        last = costs[self.last_bytes] if self.last_bytes else 0.0
+        return self.parts * (self.full * (costs[self.full_bytes] if self.full else 0.0) + last)
+
+    @property
+    def sizes(self) -> set[int]:
+        """The different sizes that occur."""
+        return {
+            size
+            for size, number in ((self.full_bytes, self.full), (self.last_bytes, 1))
+            if size and number
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How big the night is: entities with records, how they are laid out, and what the inputs' ids and models weigh.
+
+    `model_bytes` and `defaults_bytes` are those at hand, with `model_items` of `model_dims`.
+    """
+
+    users: int
+    items: int
+    dims: int
+    shards: int
+    page_bytes: int
+    layouts: Mapping[str, tuple[EntityKind, Layout]]
+    item_id_bytes: float
+    model_bytes: Mapping[str, int]
+    model_items: int
+    model_dims: int
+    metrics: int
+    index: IndexKind = "auto"
+    defaults_bytes: int = 0
+    work_bytes: int = 0
+    """What the night leaves beside its artefacts: the partition of its sources."""
+
+    def pages(self) -> dict[str, Pages]:
+        """Of each table."""
+        return {
+            name: Pages.of(
+                self.users if entity == "user" else self.items, self.shards, layout, self.page_bytes
+            )
+            for name, (entity, layout) in self.layouts.items()
+        }
+
+    @property
+    def payload_bytes(self) -> int:
+        """Records of all tables."""
+        return sum(each.payload_bytes for each in self.pages().values())
+
+    @property
+    def directory_bytes(self) -> int:
+        """Hashes of all users and items."""
+        return HASH_BYTES * (self.users + self.items)
+
+    @property
+    def item_bytes(self) -> int:
+        """The item table: ids, where each begins and the last ends, the model's indices, vectors."""
+        ids = round(self.item_id_bytes * self.items)
+        return ids + HASH_BYTES * (2 * self.items + 1) + self._vector_bytes
+
+    @property
+    def _vector_bytes(self) -> int:
+        return NUMBER_BYTES * self.items * self.dims
+
+    @property
+    def index_bytes(self) -> int:
+        """FAISS files, one per metric; `auto` beyond the smallest catalogues as if it became an inverted file."""
+        more = 0
+        if self.index == "ivf" or (self.index == "auto" and self.items >= FLAT_BELOW):
+            more = HASH_BYTES * self.items + NUMBER_BYTES * self.dims * list_count(self.items)
+        elif self.index == "hnsw":
+            more = self.items * (2 * _LINKS * NUMBER_BYTES + 3 * NUMBER_BYTES)
+        return self.metrics * (self._vector_bytes + more)
+
+    @property
+    def fp32_bytes(self) -> int:
+        """Models as handed over, which grow with items and dimensions."""
+        grown = self.items * self.dims / (self.model_items * self.model_dims)
+        return round(sum(self.model_bytes.values()) * grown)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What a reader's host holds of one generation; an int8 model keeps a scale per row of its tables."""
+        int8 = round(self.fp32_bytes * (1 + NUMBER_BYTES / self.dims) / NUMBER_BYTES)
+        models = self.fp32_bytes + int8
+        return (
+            self.directory_bytes + self.item_bytes + self.index_bytes + models + self.defaults_bytes
+        )
+
+    @property
+    def disk_bytes(self) -> int:
+        """The generation's folder: also its pages with their checksums, its copy of the bundle, and its work files."""
+        sums = SUM_BYTES * sum(each.count for each in self.pages().values())
+        return self.mapped_bytes + self.payload_bytes + sums + self.fp32_bytes + self.work_bytes

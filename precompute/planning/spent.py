@@ -1,0 +1,58 @@
+"""Time spent, by the clock and by the processor, and what it would be for more of the same."""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple, Self, TypeVar
+
+Found = TypeVar("Found")
+
+
+class Spent(NamedTuple):
+    """Seconds by the clock, and of processor time of all threads."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def and_(self, other: Self) -> "Spent":
+        """One after the other."""
+        return Spent(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
+
+    def times(self, factor: float) -> "Spent":
+        """So many times as much."""
+        return Spent(self.wall_s * factor, self.cpu_s * factor)
+
+
+class Run(NamedTuple):
+    """What a run over so many entities or bytes took."""
+
+    amount: float
+    spent: Spent
+
+
+def timed(
+    run: Callable[[], Found], other_cpu_s: Callable[[], float] = lambda: 0.0
+) -> tuple[Spent, Found]:
+    """What a run takes, and what it found; `other_cpu_s` is the processor time of another process that works for it."""
+    wall, cpu = time.perf_counter(), time.process_time() + other_cpu_s()
+    found = run()
+    ended = time.perf_counter()
+    return Spent(ended - wall, time.process_time() + other_cpu_s() - cpu), found
+
+
+def middle(taken: Sequence[Spent]) -> Spent:
+    """The median of several runs of the same, each clock by itself."""
+    return Spent(*(median(each) for each in zip(*taken, strict=True)))
+
+
+def grown(small: Run, large: Run, amount: float) -> Spent:
+    """On the line through two runs, from the larger one on; what costs the same for any amount is in both."""
+    step = large.amount - small.amount
+    if step <= 0:
+        return large.spent.times(amount / large.amount)
+
+    def on_line(before: float, after: float) -> float:
+        slope = max(0.0, after - before) / step
+        return max(0.0, after + slope * (amount - large.amount))
+
+    return Spent(*map(on_line, small.spent, large.spent))

@@ -1,0 +1,223 @@
+"""A trial night over the sample: the night's own steps, timed, for some users and some items."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from precompute import pipeline
+from precompute.build import Build, Progress, fetch_items, open_bundle, quiet
+from precompute.catalogue import IDS, MODEL_INDEX, OFFSETS, VECTORS, open_items
+from precompute.config import NightConfig
+from precompute.models.bundle import Bundle
+from precompute.planning.sampling import Sample
+from precompute.planning.sizes import Shape
+from precompute.planning.spent import Run, Spent, grown, timed
+from precompute.scoring.partition import partition
+from precompute.scoring.shard import Scorers, configured_tables, metric_of, score_items
+from precompute.scoring.shard_input import scratch_folder
+from precompute.scoring.topk import Scorer
+from precompute.scoring.users import PARTITION, ShardWork, score_users
+
+PROBE = 256
+REPEATS = 3
+SEARCHED = 1024
+LARGEST = 1 << 16
+EVER = "2000-01-01T00:00:00Z"
+"""Names the trial's generation; nothing is cut off by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """What a night's scoring would take; `stages` are the busy seconds of its overlapping stages for all users."""
+
+    embed: Spent
+    prepare: Spent
+    shards: Spent
+    users: Spent
+    items: Spent
+    stages: Mapping[str, float]
+    kept: float
+    """Share of the users that will have records."""
+    note: str
+    seal: Spent
+    """What the load does before its first page."""
+
+    @property
+    def all(self) -> Spent:
+        """From the item vectors to the last page."""
+        found = self.embed
+        for each in (self.prepare, self.shards, self.users, self.items):
+            found = found.and_(each)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """A build of the sample in one shard, its items embedded; `embedded` is what that took."""
+
+    build: Build
+    bundle: Bundle
+    sample: Sample
+    folder: Path
+    embedded: Spent
+    scorers: Scorers = field(default_factory=Scorers)
+
+    @property
+    def begun(self) -> Mapping[str, Any]:
+        """What the first step found out."""
+        return self.build.need("begin")
+
+    def kept(self) -> float:
+        """Share of the sample's users that will have records; to be asked first."""
+        work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
+        with scratch_folder(self.build.root / PARTITION) as scratch:
+            kept = sum(len(chunk.ids) for chunk in work.read(scratch))
+        return kept / max(1, work.counts["entities"])
+
+    def users(self, count: int) -> tuple[Spent, Mapping[str, float]]:
+        """Scores so many users into pages; what that took, and how long each stage was busy."""
+        config = self.build.config
+        sources = self.sample.write(self.folder / "sources", count, config.sources)
+        partition(
+            replace(config, sources=sources), open_items(self.build.root, self.begun),
+            self.build.root / PARTITION, before=None, seed=self.begun["user_seed"],
+            feature_columns=feature_columns(self.bundle),
+        )  # fmt: skip
+        spent, report = timed(lambda: score_users(self.build, self.bundle, 0, self.scorers, quiet))
+        return spent, report["seconds"]
+
+    def items(self, count: int) -> Spent:
+        """Scores so many items into pages."""
+        return timed(
+            lambda: score_items(self.build, self.bundle, 0, self.scorers, quiet, limit=count)
+        )[0]
+
+    def prepared(self) -> Spent:
+        """The items made ready to be compared: once for all shards that one process scores."""
+        items = open_items(self.build.root, self.begun, dims=self.bundle.dims)
+        tables = configured_tables(self.build.config, self.bundle).values()
+        metrics = {
+            metric_of(self.bundle, table)
+            for table in tables
+            if table.kind in ("user_topk", "item_similar")
+        }
+        return timed(lambda: [self.scorers.of(items, each) for each in metrics])[0]
+
+    def opened(self) -> Spent:
+        """What every shard opens before it begins."""
+        fetch_items(self.build)
+        return timed(lambda: open_bundle(self.build))[0]
+
+    def sealed(self) -> Spent:
+        """What the load does before its first page: the bundle opened, the items' files described."""
+        files = (IDS, OFFSETS, MODEL_INDEX, VECTORS)
+        return self.opened().and_(timed(lambda: [self.build.describe(each) for each in files])[0])
+
+    def half_the_items(self, k: int) -> float:
+        """The time that all items take over that of a random half of them, for some users."""
+        work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
+        with scratch_folder(self.build.root / PARTITION) as scratch:
+            chunk = work.encode(next(work.read(scratch)))
+        users, vectors = chunk.outputs["user_tower"][:SEARCHED], np.asarray(work.items.vectors)
+        some = np.random.default_rng(0).permutation(len(vectors))[: len(vectors) // 2]
+        spent = []
+        for each in (vectors, vectors[np.sort(some)]):
+            search = partial(Scorer.of(each, self.bundle.metric).top, users, min(k, len(some)))
+            search()
+            spent.append(min(timed(search)[0].cpu_s for _ in range(REPEATS)))
+        return spent[0] / spent[1]
+
+
+def feature_columns(bundle: Bundle) -> list[str]:
+    """Columns of the user features that the models want."""
+    models = [each for each in bundle.models if each.entity == "user"]
+    return sorted({str(each.column) for model in models for each in model.spec.features})
+
+
+def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str) -> Trial:
+    """Begins the sample's build in a store of its own, in one shard, and embeds the items."""
+    sources = sample.write(folder / "sources", len(sample.ids), config.sources)
+    trial = replace(
+        config, sources=sources, artifacts=str(folder / "artifacts"), state=str(folder / "state"),
+        redis_url=redis_url, shards=1, data_until=None,
+    )  # fmt: skip
+    found = pipeline.begin(trial, data_until=None, run_after=EVER)
+    build = Build.of(trial, found)
+    embedded, _ = timed(lambda: pipeline.embed_items(trial, found))
+    return Trial(build, open_bundle(build), sample, folder, embedded)
+
+
+def time_scoring(
+    trial: Trial,
+    shape: Shape,
+    *,
+    source_users: int,
+    seconds: float,
+    progress: Progress = quiet,
+) -> Timings:
+    """Runs over two numbers of users and of items, the larger one for about `seconds` or a whole shard."""
+    kept, prepared, opened = trial.kept(), trial.prepared(), trial.opened()
+    per_shard, here = -(-source_users // shape.shards), int(trial.begun["items"])
+    busy: list[tuple[int, Mapping[str, float]]] = []
+
+    def score(count: int) -> Spent:
+        spent, seconds_of = trial.users(count)
+        busy.append((count, seconds_of))
+        return spent
+
+    progress("time the scoring", 0, 2)
+    score(min(PROBE, per_shard))  # the first opens what later ones find open
+    users = _of_one_shard(score, per_shard, seconds, LARGEST).times(shape.shards)
+    progress("time the scoring", 1, 2)
+    items = _of_one_shard(trial.items, -(-shape.items // shape.shards), seconds, here)
+    items = items.times(shape.shards)
+    progress("time the scoring", 2, 2)
+    scored, seconds_of = busy[-1]
+    stages = {
+        name: value / scored * source_users for name, value in seconds_of.items() if name != "all"
+    }
+    note = ""
+    grows = shape.items * shape.dims / (here * trial.bundle.dims)
+    if shape.items != here or shape.dims != trial.bundle.dims:
+        exponent, growth = _growth(trial, shape, here)
+        share = stages["topk"] / max(sum(stages.values()), 1e-9)
+        at_most = users.times(1 + share * (grows - 1)).and_(items.times(grows))
+        note = _note(shape, trial, here, exponent, at_most)
+        users = users.times(1 + share * (growth - 1))
+        items = items.times(growth)
+        stages["topk"] *= growth
+    return Timings(
+        trial.embedded.times(grows), prepared.times(grows), opened.times(shape.shards * grows),
+        users, items, stages, kept, note,
+        trial.sealed().times(grows),
+    )  # fmt: skip
+
+
+def _of_one_shard(run: Callable[[int], Spent], count: int, seconds: float, at_most: int) -> Spent:
+    few = min(PROBE, count, at_most)
+    small = large = Run(few, run(few))
+    rate = few / max(small.spent.wall_s, 1e-6)
+    if (more := int(min(count, at_most, rate * seconds))) > few:
+        large = Run(more, run(more))
+    return grown(small, large, count)
+
+
+def _growth(trial: Trial, shape: Shape, here: int) -> tuple[float, float]:
+    """(power of the number of items, how much longer a list takes) with other items or dimensions than there are."""
+    lists = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
+    measured = float(np.log2(trial.half_the_items(max(lists, default=1))))
+    exponent = min(1.0, max(0.0, measured))
+    return exponent, (shape.items / here) ** exponent * shape.dims / trial.bundle.dims
+
+
+def _note(shape: Shape, trial: Trial, here: int, exponent: float, at_most: Spent) -> str:
+    unmeasured = "; dimensions count in proportion, which was not measured"
+    dims = "" if shape.dims == trial.bundle.dims else unmeasured
+    return (
+        f"scoring is extrapolated from {here // 2:,} and {here:,} items: time grows with items ** {exponent:.2f}; if "
+        f"it grew in proportion, {at_most.wall_s / 60:.2f} minutes{dims}"
+    )

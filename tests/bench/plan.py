@@ -1,0 +1,284 @@
+"""What `python -m precompute plan` foretells beside what a real night then takes, for five shapes.
+
+The forecast is made from a sample of the users (1 %, at least 1,024). Then the night's own steps run three times:
+scoring (item vectors, all shards, assembled) and loading are timed, bytes are taken from Redis (growth of its memory,
+and the sum of `MEMORY USAGE` of all pages) and from the files of the generation. L1 hit rates are held against the
+service's own L1, driven by single lookups that are spread by Zipf's law: from empty, and in the second half; one
+shape's popularity comes from a log. Errors are shares of what was measured, the worst of all shapes; that of hit rates
+is in points (1 = 1 %). A/A is the last night's time over the first's, the one furthest from 1. `worst_time_error` is
+by the clock, `worst_cpu_error` by processor time, Redis' included, which other programs disturb less.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import redis
+from numpy.typing import NDArray
+
+from cache.artefacts import generation_path, read_manifest
+from cache.embedded import Server
+from cache.local import Entry, LocalKey, LocalTier, Ready
+from cache.manifest import Manifest
+from infra.demo.synthetic import World, synthesize
+from precompute import pipeline
+from precompute.build import Step
+from precompute.bulk.load import page_keys
+from precompute.bulk.server_info import cpu_s
+from precompute.config import NightConfig, ReferenceConfig, Sources, TableConfig
+from precompute.models.training import train_reference
+from precompute.planning.forecast import DAY_S, MIB, Asked, Forecast, forecast
+from precompute.planning.spent import Spent, middle, timed
+from precompute.scoring.shard import Scorers
+from tests.bench.harness import Ratio, Report, parse
+from tests.bench.place import own_server
+from tests.integration.nights import write_clicks
+
+UNTIL = "2026-01-31T00:00:00Z"
+REQUESTS = 400_000
+ANSWER_BYTES = 700
+REMADE = ("work/embed_items.json", "work/assemble.json", "manifest.json")
+NIGHTS = 3
+AA_TOLERANCE = 0.25
+"""What is off from itself by more cannot be foretold within that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One shape; `id_bytes` are added to each item id, `zipf` is how requests are spread, `l1_mib` small and large."""
+
+    users: int
+    items: int
+    k: int
+    dims: int
+    shards: int
+    id_bytes: int
+    zipf: float
+    l1_mib: tuple[int, ...]
+    has_log: bool = False
+
+
+FULL = (
+    Case(40_000, 2_000, 20, 32, 2, 0, 0.8, (1, 4)),
+    Case(60_000, 10_000, 100, 128, 4, 10, 1.0, (4, 16)),
+    Case(30_000, 5_000, 500, 64, 3, 0, 1.1, (4, 32)),
+    Case(200_000, 3_000, 50, 16, 8, 30, 1.0, (8, 32), has_log=True),
+    Case(40_000, 20_000, 100, 256, 4, 60, 1.2, (2, 16)),
+)
+QUICK = tuple(
+    replace(each, users=each.users // 4, items=each.items // 2, dims=each.dims // 2)
+    for each in FULL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """One real night."""
+
+    score: Spent
+    load: Spent
+
+
+def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
+    """Data and a trained bundle."""
+    config = NightConfig(
+        namespace="plan", artifacts="artifacts", state="state", bundle="bundle", base=str(folder),
+        redis_url=redis_url, shards=case.shards, page_bytes=64 * 1024,
+        sources=Sources(("interactions.parquet",), item_features="items.parquet"),
+        tables={
+            "user_topk": TableConfig("user_topk", k=case.k),
+            "user_vector": TableConfig("user_vector", precision="f4"),
+            "item_similar": TableConfig("item_similar", k=50, metric="cosine"),
+        },
+        reference=ReferenceConfig(dims=case.dims),
+    )  # fmt: skip
+    folder.mkdir()
+    clicks = synthesize(World(users=case.users, items=case.items))
+    write_clicks(
+        folder,
+        replace(clicks, item_ids=tuple(each + "x" * case.id_bytes for each in clicks.item_ids)),
+    )
+    train_reference(config, data_until=UNTIL)
+    return config
+
+
+def foretell(config: NightConfig, case: Case, seconds: float) -> Forecast:
+    """As the command does, for the requests that `drive` will send."""
+    asked = Asked(
+        qps=REQUESTS / DAY_S, l1_mib=case.l1_mib, zipf=case.zipf, answer_bytes=ANSWER_BYTES,
+        seconds=seconds, data_until=UNTIL,
+    )  # fmt: skip
+    log = np.bincount(stream(case, case.users, seed=2)) if case.has_log else None
+    return forecast(config, asked, None if log is None else log[log > 0])
+
+
+class Night:
+    """A real night whose scoring and loading can be repeated."""
+
+    def __init__(self, config: NightConfig, running: Server) -> None:
+        self.config = config
+        self._client = redis.Redis.from_url(running.url)
+        self._build = pipeline.begin(config, data_until=UNTIL, run_after=None)
+        self._score()
+        pipeline.build_index(config, self._build)
+        pipeline.quantize(config, self._build)
+
+    @property
+    def manifest(self) -> Manifest:
+        return read_manifest(self.config.store(), str(self._build["generation"]))
+
+    def run(self) -> Took:
+        """Scored and loaded once more."""
+        root = self.config.store().local(generation_path(str(self._build["generation"])))
+        shutil.rmtree(root / "tables")
+        for path in [*(root / "work").glob("shard-*.json"), *map(root.joinpath, REMADE)]:
+            path.unlink(missing_ok=True)
+        score, _ = timed(self._score)
+        self._client.flushall(asynchronous=False)
+        pipeline.begin(self.config, data_until=UNTIL, run_after=None)  # the registry knows it again
+        self.before = self._used()
+        load, _ = timed(lambda: pipeline.load(self.config, self._build), self._cpu)
+        return Took(score, load)
+
+    def redis_bytes(self) -> tuple[int, int]:
+        """(growth of its memory with the last load, sum over its pages)."""
+        grown = self._used() - self.before
+        names = page_keys(self.config.keyspace(), self.manifest)
+        return grown, sum(int(self._client.memory_usage(name) or 0) for name in names)
+
+    def _score(self) -> None:
+        pipeline.embed_items(self.config, self._build)
+        scorers = Scorers()
+        scored: list[Step] = [
+            pipeline.score_shard(self.config, self._build, shard, scorers=scorers)
+            for shard in self._build["shards"]
+        ]
+        pipeline.assemble(self.config, self._build, scored)
+
+    def _used(self) -> int:
+        return int(self._client.info("memory")["used_memory"])
+
+    def _cpu(self) -> float:
+        return cpu_s(self._client.info("cpu"))
+
+
+def stream(case: Case, users: int, *, seed: int) -> NDArray[np.int64]:
+    """Users asked for, by rank."""
+    weights = np.arange(1, users + 1, dtype=np.float64) ** -case.zipf
+    ends = np.cumsum(weights / weights.sum())
+    drawn = np.searchsorted(ends, np.random.default_rng(seed).random(REQUESTS), "right")
+    return np.minimum(drawn, users - 1).astype(np.int64)
+
+
+def drive(case: Case, users: int, record_bytes: int, mib: int) -> tuple[float, float]:
+    """(hit rate from empty, of the second half) of the service's L1, single lookups with their ready answers."""
+    tier, record = LocalTier(mib * MIB), bytes(record_bytes)
+    hits = np.zeros(REQUESTS, np.bool_)
+    for at, user in enumerate(stream(case, users, seed=1).tolist()):
+        request = b"%d" % user
+        if tier.ready(request) is not None:
+            hits[at] = True
+            continue
+        key = LocalKey("g", "user_topk", user)
+        if tier.get(key) is None:
+            tier.put(key, Entry(record, user))
+            continue
+        hits[at] = True
+        sent = bytes(ANSWER_BYTES - 2 * len(request))
+        tier.keep(Ready(0, sent, b"", 0, ("user_topk", request), request))
+    return float(hits.mean()), float(hits[REQUESTS // 2 :].mean())
+
+
+def errors(
+    case: Case, found: Forecast, night: Night, took: Took
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Shares by which each figure is off, and what was measured."""
+    manifest, (grown, pages) = night.manifest, night.redis_bytes()
+    mapped = sum(each.size_bytes for each in manifest.artefacts())
+    directories = sum(
+        part.file.size_bytes for each in manifest.entity_sets.values() for part in each.parts
+    )
+    root = night.config.store().local(generation_path(manifest.generation))
+    disk = sum(each.stat().st_size for each in root.rglob("*") if each.is_file())
+    measured = {
+        "bytes: Redis": float(grown), "bytes: Redis pages": float(pages),
+        "bytes: directories": float(directories), "bytes: mapped": float(mapped), "bytes: disk": float(disk),
+        "time: score": took.score.wall_s, "time: load": took.load.wall_s,
+        "cpu: score": took.score.cpu_s, "cpu: load": took.load.cpu_s,
+    }  # fmt: skip
+    scoring = found.timings.all
+    foretold = (
+        found.redis_bytes, found.redis_bytes, found.shape.directory_bytes, found.shape.mapped_bytes,
+        found.shape.disk_bytes, scoring.wall_s, found.load.wall_s, scoring.cpu_s, found.load.cpu_s,
+    )  # fmt: skip
+    off = {
+        name: told / seen - 1 for (name, seen), told in zip(measured.items(), foretold, strict=True)
+    }
+    layout = found.shape.layouts["user_topk"][1]
+    for each, mib in zip(found.hits, case.l1_mib, strict=True):
+        cold, steady = drive(case, case.users, layout.size_bytes, mib)
+        off[f"points: {mib} MiB"] = 100 * (each.steady - steady)
+        off[f"points: {mib} MiB from empty"] = 100 * ((each.from_cold or 0.0) - cold)
+        measured[f"points: {mib} MiB"] = 100 * steady
+        measured[f"points: {mib} MiB from empty"] = 100 * cold
+    return off, measured
+
+
+def main() -> None:
+    """Plan, do, compare."""
+    options = parse(__doc__.splitlines()[0])
+    report = Report("plan", ("redis", "onnxruntime", "pyarrow", "faiss-cpu"))
+    worst: dict[str, float] = {}
+    aa: dict[str, list[float]] = {"time": [], "cpu": []}
+    for number, case in enumerate(QUICK if options.quick else FULL, 1):
+        started = time.perf_counter()
+        with TemporaryDirectory(prefix="larder-plan-") as place, own_server() as running:
+            config = prepare(case, Path(place) / "night", running.url)
+            found = foretell(config, case, seconds=2.0 if options.quick else 10.0)
+            planned = time.perf_counter() - started
+            night = Night(config, running)
+            nights = [night.run() for _ in range(NIGHTS)]
+            off, measured = errors(case, found, night, _median(nights))
+        name = f"{number}: {case.users:,} x {case.items:,}, K {case.k}, d {case.dims}"
+        report.figures[name] = f"sample {found.sample_users:,} users"
+        for what, each in off.items():
+            unit = "points" if what.startswith("points") else "%"
+            shown = each if unit == "points" else 100 * each
+            report.figures[f"{number} {what}"] = (
+                f"{measured[what]:,.4g}, off by {shown:+.2f} {unit}"
+            )
+            kind = what.partition(":")[0]
+            worst[kind] = max(worst.get(kind, 0.0), abs(each))
+        first, *_, last = nights
+        for kind, field in (("time", "wall_s"), ("cpu", "cpu_s")):
+            aa[kind] += [
+                getattr(last.score, field) / getattr(first.score, field),
+                getattr(last.load, field) / getattr(first.load, field),
+            ]
+        report.figures[f"{number} seconds in all"] = round(time.perf_counter() - started, 1)
+        report.figures[f"{number} seconds until planned"] = round(planned, 1)
+    for name, kind, steady in (
+        ("worst_bytes_error", "bytes", 1.0),
+        ("worst_time_error", "time", _furthest(aa["time"])),
+        ("worst_cpu_error", "cpu", _furthest(aa["cpu"])),
+        ("worst_hit_points", "points", 1.0),
+    ):
+        report.ratios[name] = Ratio(worst[kind], steady, len(FULL), worst[kind], 1.0, AA_TOLERANCE)
+    report.show(options)
+
+
+def _median(nights: Sequence[Took]) -> Took:
+    return Took(middle([each.score for each in nights]), middle([each.load for each in nights]))
+
+
+def _furthest(ratios: Sequence[float]) -> float:
+    return max(ratios, key=lambda each: abs(math.log(each)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Hit rates of L1 foretold, held against the L1 that is served from."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.local import Entry, LocalKey, LocalTier, Ready
+from precompute.planning.hits import hits, popularity_of, zipf
+
+MIB = 1 << 20
+RECORD = 616
+USERS, REQUESTS = 20_000, 100_000
+
+
+def drawn(exponent, seed=0):
+    weights = np.arange(1, USERS + 1.0) ** -exponent
+    return np.random.default_rng(seed).choice(USERS, REQUESTS, p=weights / weights.sum())
+
+
+def served(users, max_bytes, answer_bytes):
+    """(hit rate from empty, of the second half), entries in the end: as the service fills its L1."""
+    tier, found = LocalTier(max_bytes), []
+    for user in users.tolist():
+        request = b"%d" % user
+        if answer_bytes and tier.ready(request) is not None:
+            found.append(True)
+            continue
+        key = LocalKey("g", "t", user)
+        found.append(tier.get(key) is not None)
+        if not found[-1]:
+            tier.put(key, Entry(bytes(RECORD), user))
+        elif answer_bytes:
+            body = bytes(answer_bytes - 2 * len(request))
+            tier.keep(Ready(0, body, b"", 0, ("t", request), request))
+    return np.mean(found), np.mean(found[REQUESTS // 2 :]), len(tier)
+
+
+@pytest.mark.parametrize("exponent", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("answer_bytes", [0, 900])
+@pytest.mark.parametrize("mib", [1, 6])
+def test_the_service_own_l1_hits_as_foretold_within_two_points(exponent, answer_bytes, mib):
+    users = drawn(exponent)
+
+    foretold = hits(
+        zipf(USERS, exponent), mib * MIB, record_bytes=RECORD, answer_bytes=answer_bytes,
+        requests=REQUESTS,
+    )  # fmt: skip
+
+    from_cold, steady, entries = served(users, mib * MIB, answer_bytes)
+    assert foretold.from_cold == pytest.approx(from_cold, abs=0.02)
+    assert foretold.steady == pytest.approx(steady, abs=0.02)
+    assert foretold.entries == pytest.approx(entries, rel=0.1)
+
+
+def test_a_log_foretells_requests_that_are_not_in_it():
+    log = np.bincount(drawn(1.0, seed=1), minlength=USERS)
+
+    foretold = hits(popularity_of(log[log > 0], USERS), 4 * MIB, record_bytes=RECORD)
+
+    assert foretold.steady == pytest.approx(served(drawn(1.0), 4 * MIB, 0)[1], abs=0.02)
+
+
+def test_an_l1_that_holds_everybody_misses_each_of_them_once():
+    found = hits(zipf(100, 0.0), MIB, record_bytes=RECORD, requests=1000)
+
+    assert (found.steady, found.entries) == (1.0, 100)
+    # Expected: 100 users uniformly at random in 1,000 requests; all but e**-10 of them come at all.
+    assert found.from_cold == pytest.approx(1 - 100 * (1 - math.exp(-10)) / 1000)
+
+
+def test_without_a_number_of_requests_there_is_no_first_day():
+    assert hits(zipf(100, 1.0), MIB, record_bytes=RECORD).from_cold is None
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 50_000), st.floats(0, 3))
+def test_bins_of_far_ranks_hold_what_their_ranks_would(users, exponent):
+    found = zipf(users, exponent)
+
+    weights = np.arange(1, users + 1.0) ** -exponent
+    assert found.keys.sum() == pytest.approx(users)
+    assert found.shares @ found.keys == pytest.approx(1)
+    assert found.shares[0] == pytest.approx(weights[0] / weights.sum(), rel=1e-3)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=200), st.integers(0, 500))
+def test_a_log_gives_every_user_a_share(counts, unseen):
+    users = len(counts) + unseen
+
+    found = popularity_of(np.array(counts), users)
+
+    # Where nobody was seen just once, nothing is left for those who were not.
+    assert found.keys.sum() == (users if 1 in counts else len(counts))
+    assert found.shares @ found.keys == pytest.approx(1)
+    assert (found.shares > 0).all()
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0.2, 2), st.integers(1, 40), st.booleans())
+def test_more_memory_never_hits_less(exponent, mib, has_answers):
+    popularity, answer = zipf(200_000, exponent), 900 if has_answers else 0
+
+    small, large = (
+        hits(popularity, size * MIB, record_bytes=RECORD, answer_bytes=answer, requests=1e6)
+        for size in (mib, 2 * mib)
+    )
+
+    assert 0 <= small.steady <= large.steady <= 1
+    assert small.from_cold is not None and large.from_cold is not None
+    assert small.from_cold <= min(large.from_cold, small.steady) + 1e-9

@@ -1,0 +1,139 @@
+"""The sample: whole histories of some users, always the same ones, and a count of all."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.errors import ConfigError, SourceError
+from precompute.config import NightConfig, Sources
+from precompute.planning import sampling
+from precompute.planning.sampling import Distinct, draw
+from precompute.sources import read_features, read_interactions
+
+USERS = 400
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 50), max_size=80))
+def test_few_are_counted_exactly(values):
+    found = Distinct(keep=64)
+    for value in values:
+        found.add(np.array([value], np.uint64))
+
+    assert found.count == len(set(values))
+
+
+def test_many_are_counted_within_what_the_estimator_promises():
+    found, rng = Distinct(keep=4096), np.random.default_rng(0)
+    hashes = rng.integers(0, 2**64, 300_000, np.uint64)
+
+    for _ in range(2):  # what comes again counts once
+        for part in np.array_split(hashes, 30):
+            found.add(part)
+
+    assert found.count == pytest.approx(300_000, rel=4 / np.sqrt(4096))
+    assert len(found.smallest) == 4096
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """400 users with 1 to 7 interactions; user 3 has only features."""
+    monkeypatch.setattr(sampling, "USERS_MIN", 40)
+    users = np.repeat(np.arange(USERS), np.arange(USERS) % 7 + 1)
+    users = users[users != 3]
+    pq.write_table(
+        pa.table({
+            "user": [f"u-{each}" for each in users],
+            "item": [f"i-{row}" for row in range(len(users))],
+            "timestamp": pa.array(1_700_000_000 + np.arange(len(users))),
+        }),
+        tmp_path / "clicks.parquet",
+    )  # fmt: skip
+    pq.write_table(
+        pa.table({"user": [f"u-{each}" for each in range(USERS)], "age": pa.array(range(USERS))}),
+        tmp_path / "users.parquet",
+    )
+    sources = Sources(("clicks.parquet",), user_features="users.parquet")
+    return NightConfig(base=str(tmp_path), sources=sources)
+
+
+def rows_of(sources, base):
+    found: dict[str, list[tuple[str, int]]] = {}
+    for batch in read_interactions(sources, base):
+        for row in zip(
+            batch.users.to_pylist(), batch.items.to_pylist(), batch.times.tolist(), strict=True
+        ):
+            found.setdefault(row[0], []).append(row[1:])
+    return found
+
+
+def test_a_sample_holds_whole_histories_and_counts_all(config, tmp_path):
+    sample = draw(config, 0.01)
+
+    written = rows_of(sample.write(tmp_path / "s", len(sample.ids), config.sources), tmp_path)
+    everything = rows_of(config.sources, tmp_path)
+    assert (sample.users, len(sample.ids)) == (USERS - 1, 40)
+    assert sample.interactions == sum(map(len, everything.values()))
+    assert written == {user: everything[user] for user in sample.ids}
+    assert list(draw(config, 0.01).ids) == list(sample.ids)
+
+
+def test_a_larger_share_is_taken_as_asked(config):
+    assert len(draw(config, 0.5).ids) == round(0.5 * (USERS - 1))
+
+
+def test_users_are_repeated_under_new_names(config, tmp_path):
+    sample = draw(config, 0.01)
+
+    written = rows_of(sample.write(tmp_path / "s", 100, config.sources), tmp_path)
+
+    lengths = sorted(map(len, written.values()))
+    once = sorted(
+        map(len, rows_of(sample.write(tmp_path / "t", 40, config.sources), tmp_path).values())
+    )
+    some = sorted(
+        map(len, rows_of(sample.write(tmp_path / "r", 20, config.sources), tmp_path).values())
+    )
+    assert len(written) == 100
+    assert lengths == sorted([*once, *once, *some])
+
+
+def test_features_come_along_also_for_who_has_only_those(config, tmp_path):
+    sample = draw(config, 1.0, columns=["age"])
+
+    sources = sample.write(tmp_path / "s", USERS + 10, config.sources)
+    ages = [
+        (user, age)
+        for ids, columns in read_features(tmp_path / str(sources.user_features), "user", ["age"])
+        for user, age in zip(ids.to_pylist(), columns["age"].to_pylist(), strict=True)
+    ]
+    assert sample.users == USERS
+    assert dict(ages[:USERS]) == {f"u-{each}": each for each in range(USERS)}
+    assert len(dict(ages)) == USERS + 10
+
+
+def test_what_is_newer_than_the_cut_does_not_count(config):
+    cut = datetime.fromtimestamp(1_700_000_000 + 10, UTC)
+
+    assert draw(config, 1.0, before=cut).interactions == 10
+
+
+def test_features_that_no_file_holds_are_named(config):
+    bare = replace(config, sources=replace(config.sources, user_features=None))
+
+    with pytest.raises(SourceError, match="'age', but sources"):
+        draw(bare, 0.01, columns=["age"])
+
+
+def test_sources_without_anybody_are_refused(config, tmp_path):
+    empty = pa.table({"user": pa.array([], pa.string()), "item": pa.array([], pa.string())})
+    pq.write_table(empty, tmp_path / "clicks.parquet")
+
+    with pytest.raises(ConfigError, match="name no entity"):
+        draw(config, 0.01)

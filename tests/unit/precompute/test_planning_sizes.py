@@ -1,0 +1,171 @@
+"""Pages, times and room foretold: against the writer's own files, and on the edges."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.errors import Refused
+from cache.records import Layout
+from precompute.config import GateThresholds, NightConfig
+from precompute.planning.capacity import Limits, Node, demand_room, verdicts
+from precompute.planning.forecast import gpu_seconds, resized
+from precompute.planning.sizes import Pages, Shape
+from precompute.planning.spent import Run, Spent, grown, timed
+from precompute.planning.trial import Timings
+from precompute.scoring.tables import PageFile, sums_path
+
+LAYOUT = Layout("topk", 10, "f2")
+GB = 10**9
+
+
+@pytest.mark.parametrize("records", [0, 1, 53, 54, 108, 1000])
+def test_pages_are_those_that_the_night_writes(tmp_path, records):
+    path = tmp_path / "0000.pages"
+    with PageFile(path, LAYOUT, 4096) as file:
+        file.append(np.zeros(records, LAYOUT.dtype))
+
+    found = Pages.of(records, 1, LAYOUT, 4096)
+
+    assert found.payload_bytes == path.stat().st_size
+    assert found.count == sums_path(path).stat().st_size // 8
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**7), st.integers(1, 64), st.integers(4096, 1 << 20))
+def test_parts_hold_all_records_but_for_rounding(records, parts, page_bytes):
+    found = Pages.of(records, parts, LAYOUT, page_bytes)
+
+    off = abs(found.payload_bytes - records * LAYOUT.size_bytes)
+    assert off <= parts * LAYOUT.size_bytes
+    assert found.last_bytes < found.full_bytes
+    assert found.sum({size: float(size) for size in found.sizes}) == found.payload_bytes
+    assert found.sum(dict.fromkeys(found.sizes, 1.0)) == found.count
+
+
+def shape(**changes):
+    settings = {
+        "users": 1000, "items": 200, "dims": 8, "shards": 2, "page_bytes": 4096,
+        "layouts": {"user_topk": ("user", LAYOUT)}, "item_id_bytes": 7.5,
+        "model_bytes": {"user_tower": 4000, "item_tower": 2000}, "model_items": 100, "model_dims": 8,
+        "metrics": 1,
+    }  # fmt: skip
+    return Shape(**{**settings, **changes})
+
+
+def test_a_generation_is_the_sum_of_its_files():
+    found = shape()
+
+    assert found.directory_bytes == 8 * (1000 + 200)
+    assert found.item_bytes == 1500 + 8 * 201 + 8 * 200 + 4 * 200 * 8
+    assert found.index_bytes == 4 * 200 * 8
+    assert found.fp32_bytes == 12_000  # twice the items of the bundle
+    int8 = 12_000 * (1 + 4 / 8) / 4
+    assert found.mapped_bytes == found.directory_bytes + found.item_bytes + 6400 + 12_000 + int8
+    pages = found.payload_bytes + 8 * found.pages()["user_topk"].count
+    assert found.disk_bytes == found.mapped_bytes + pages + 12_000
+
+
+def test_an_inverted_file_keeps_ids_and_centroids():
+    flat, lists = shape(items=20_000, index="flat"), shape(items=20_000)
+
+    assert lists.index_bytes - flat.index_bytes == 8 * 20_000 + 4 * 8 * 177
+    assert shape(items=20_000, index="hnsw").index_bytes > flat.index_bytes
+    assert shape(index="auto").index_bytes == shape(index="flat").index_bytes
+
+
+def test_time_grows_along_the_line_of_two_runs():
+    small, large = Run(100, Spent(2.0, 3.0)), Run(300, Spent(3.0, 5.0))
+
+    assert grown(small, large, 300) == large.spent
+    assert grown(small, large, 1300) == Spent(8.0, 15.0)
+    assert grown(large, large, 600) == Spent(6.0, 10.0)
+
+
+@settings(deadline=None)
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(200, 1e9))
+def test_noise_never_makes_more_work_cost_less(first, second, amount):
+    found = grown(Run(100, Spent(first, first)), Run(200, Spent(second, second)), amount)
+
+    assert found.wall_s >= second
+
+
+def test_the_processor_time_of_another_process_counts():
+    ticks = iter([1.0, 3.5])
+
+    spent, found = timed(lambda: "done", lambda: next(ticks))
+
+    assert found == "done" and spent.cpu_s >= 2.5
+
+
+def room(**changes):
+    """Verdicts on a generation of 1 GB in Redis, 1 GB mapped and 2 GB on disk."""
+    nodes = (
+        Node("primary a", 0.5, 2 * GB, "maxmemory"),
+        Node("primary b", 0.5, 2 * GB, "maxmemory", 10**8),
+    )
+    limits = Limits(**{"nodes": nodes, "memory_bytes": 3 * GB, "disk_bytes": 6 * GB, **changes})
+    return verdicts(limits, GateThresholds(), redis_bytes=GB, mapped_bytes=GB, disk_bytes=2 * GB)
+
+
+def test_three_generations_that_just_fit_pass():
+    demand_room(room())
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"nodes": (Node("primary", 1.0, int(3.1 * GB), "maxmemory"),)}, "redis_headroom"),
+        ({"nodes": (Node("primary", 1.0, 4 * GB, "maxmemory", GB),)}, "redis_headroom"),
+        ({"nodes": (Node("primary", 1.0, 0, ""),)}, "redis_headroom"),
+        ({"memory_bytes": 3 * GB - 1}, "memory_headroom"),
+        ({"disk_bytes": 6 * GB - 1}, "disk_headroom"),
+    ],
+)
+def test_what_cannot_hold_previous_live_and_loading_is_refused_by_name(changes, rule):
+    with pytest.raises(Refused) as caught:
+        demand_room(room(**changes))
+
+    assert caught.value.details["rule"] == rule
+    assert {"value", "threshold"} <= caught.value.details.keys()
+
+
+def test_one_node_of_a_cluster_that_is_too_small_refuses_the_plan():
+    nodes = (
+        Node("primary a", 0.7, 2 * GB, "maxmemory"),
+        Node("primary b", 0.3, 2 * GB, "maxmemory"),
+    )
+
+    failed = [each for each in room(nodes=nodes) if not each.passed]
+
+    assert [each.rule for each in failed] == ["redis_headroom"]
+    assert "primary a" in failed[0].note
+
+
+def timings(**stages):
+    nothing = Spent()
+    embed = Spent(1.0, 1.0)
+    return Timings(embed, nothing, nothing, nothing, nothing, stages, 1.0, "", nothing)
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(100.0, 1 + 12.0), (1000.0, 1 + 4.0)])
+def test_a_gpu_waits_for_the_slowest_of_what_the_processor_does(rate, seconds):
+    found = timings(read=4.0, tower=2.0, topk=90.0, write=3.0)
+
+    assert gpu_seconds(found, rate, shape()) == seconds  # 1,000 users and 200 items
+
+
+def test_without_a_rate_nothing_is_said_of_a_gpu():
+    assert gpu_seconds(timings(topk=1.0), None, shape()) is None
+
+
+def test_other_lists_leave_out_the_default_tables_that_the_bundle_cannot_fill():
+    bundle: Any = SimpleNamespace(values={})
+
+    found = resized(NightConfig(), bundle, 7).tables
+
+    assert found["user_topk"].k == 7 and found["item_similar"].k == 100
+    assert "user_affinity" not in found
