@@ -63,6 +63,15 @@ class Ways:
         self.app.hot = self.hot if hot else None
         return self.runner.run(_call(self.app, asked))
 
+    def ask_at_once(self, asked: Iterable[Asked]) -> list[Sent]:
+        """Requests of one turn of the loop, the hot way."""
+        self.app.hot = self.hot
+
+        async def all_of_them() -> list[Sent]:
+            return await asyncio.gather(*(_call(self.app, each) for each in asked))
+
+        return self.runner.run(all_of_them())
+
     def both(self, asked: Asked, times: int = 3) -> tuple[list[Sent], list[Sent]]:
         """The request several times each way, from an empty L1: what Redis, L1 and a ready answer give."""
         found = []
