@@ -65,7 +65,7 @@ class Batches:
 
     async def resolve(self, lookup: Lookup) -> Resolved:
         """Every answer, counted, in no form yet."""
-        places, wants = self.known(lookup)
+        places, wants = self._known(lookup)
         if len(places) == len(lookup.raws):
             return await self._stored(lookup, places, wants)
         unknown = np.setdiff1d(np.arange(len(lookup.raws)), places).tolist()
@@ -81,7 +81,7 @@ class Batches:
         resolved.answers.update(below.result())
         return resolved
 
-    def known(self, lookup: Lookup) -> tuple[NDArray[np.int64], Wants]:
+    def _known(self, lookup: Lookup) -> tuple[NDArray[np.int64], Wants]:
         """Places of the ids that the night knows and nobody blocks, and what to read for them."""
         live, table = lookup.holding.live, lookup.table
         directory = live.directories[table.entity]

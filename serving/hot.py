@@ -17,6 +17,8 @@ from serving import arrow_request, plan
 from serving.arrow_schema import MEDIA_TYPE
 from serving.ask import Options
 from serving.batch import Batches
+from serving.case import want_in
+from serving.get import Get
 from serving.holding import Holding
 from serving.http import whole_body
 from serving.media import JSON_TYPE, Form, forms
@@ -24,8 +26,7 @@ from serving.plan import Headers, Queries
 from serving.problem import Problem
 from serving.resolved import Lookup
 from serving.routes import Service, credentials
-from serving.single import Alone, Get
-from serving.together import Lower, Together
+from serving.single import Singles
 
 Message = MutableMapping[str, Any]
 Messages = tuple[Message, Message]
@@ -58,8 +59,7 @@ class Hot:
         self._headers = Headers(sent, service.limits)
         self._default_s = service.limits.deadline_ms / 1000
         self._batches = batches = Batches(service, clock)
-        self._alone = alone = Alone(service, batches, clock)
-        self._together = Together(service, batches, alone, clock)
+        self._singles = Singles(service, batches, clock)
         self.admission = service.admission
         self._starts: dict[int, Message] = {}
 
@@ -109,28 +109,24 @@ class Hot:
         table = holding.live.manifest.tables.get(asked.table)
         if table is None or _is_refused(table, options.k):
             return None
+        if holding.live.blocks(table, asked.raw):
+            return None
+        want = want_in(holding.live, table, asked.raw)
+        if want.position < 0:
+            return None
+        if (digest := holding.live.digest_without_input(table)) is not None:
+            want = want._replace(digest=digest)
         options = plan.tighter(options, deadline_s)
         query = scope["query_string"]
         request = scope["raw_path"] + (b"?" + query if query else b"")
-        get = Get(holding, table, asked, options, started, request)
         try:
-            body = await self._answer(get)
+            get = Get(holding, table, asked, want, options, started, request)
+            body = await self._singles.answer(get)
         except Exception:  # the routes behind say what is wrong, and count it
             log.exception("the hot route failed")
             return None
-        if body is None:
-            return None
         self._requests[GET_ROUTE] += 1
         return self._messages(body)
-
-    async def _answer(self, get: Get) -> bytes | None:
-        if (
-            self._together.pays(self.admission.under_way)
-            and self._alone.has_time(get)
-            and (told := await self._together.ask(get)) is not None
-        ):
-            return await self._alone.lower(get, told.reason) if isinstance(told, Lower) else told
-        return await self._alone.answer(get)
 
     async def post(
         self, scope: MutableMapping[str, Any], receive: Receive

@@ -6,28 +6,28 @@ What a batch costs once (a pipeline, a flight, numpy's calls) they share; each k
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.columns import Rows
+from cache.columns import Rows, Wants
 from serving.ask import Options
 from serving.batch import Batches, outcome_at
+from serving.get import Get
 from serving.render import JSON
 from serving.resolved import Lookup
 from serving.routes import Service
 from serving.rows import texts_of
-from serving.single import Alone, Get
 
-LEAST = 6
+LEAST = 8
 """In a group: fewer cost less one by one."""
 
 MOST = 128
 """Answers rendered before others may use the event loop."""
 
-TURNS_MAX = 8
+TURNS_MAX = 4
 """That a group waits for more while each turn brings some."""
 
 log = logging.getLogger(__name__)
@@ -55,31 +55,32 @@ class _Member(NamedTuple):
 class Together:
     """Use it in one event loop only."""
 
-    def __init__(
-        self, service: Service, batches: Batches, alone: Alone, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, service: Service, batches: Batches, clock: Callable[[], float]) -> None:
         self._service = service
-        self._alone = alone
         self._batches = batches
         self._clock = clock
         self._turn: dict[tuple[int, str, int], list[_Member]] = {}
         self._is_open = False
-        self._turns = self._came = self._latest = 0
+        self._came = self._seen = self._turns = self._expected = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def pays(self, under_way: int) -> bool:
-        """Whether a request is likely to have company, with so many under way."""
-        return under_way >= LEAST or self._latest >= LEAST
+    def have_time(self, *gets: Get) -> bool:
+        """Whether a read of L2 that begins now needs no clock but L2's own for any of them."""
+        until = self._service.timer() + self._service.l2_bound_s()
+        return min([get.started + get.options.deadline_s for get in gets]) >= until
 
-    def ask(self, get: Get) -> asyncio.Future[Told]:
-        """For a request that has the time that L2 may take."""
-        loop = asyncio.get_running_loop()
+    def pays(self) -> bool:
+        """Whether one more, who is counted here, is likely to have company: as many came together of late."""
         if not self._is_open:
             # Runs after every callback that is ready now, so whoever asks in this turn comes along.
-            loop.call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self._flush)
             self._is_open = True
         self._came += 1
-        told: asyncio.Future[Told] = loop.create_future()
+        return self._expected >= LEAST
+
+    def ask(self, get: Get) -> asyncio.Future[Told]:
+        """For a request that has the time that L2 may take, once it is counted."""
+        told: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
         key = get.holding.live.stamp, get.asked.table, get.k
         members = self._turn.setdefault(key, [])
         members.append(_Member(get, told))
@@ -88,18 +89,19 @@ class Together:
         return told
 
     def _flush(self) -> None:
-        came, self._came = self._came, 0
         self._turns += 1
-        if came and self._turns < TURNS_MAX:  # whoever the next turn brings comes along, too
-            asyncio.get_running_loop().call_soon(self._flush)
+        if self._came > self._seen and self._turns < TURNS_MAX:
+            self._seen = self._came
+            asyncio.get_running_loop().call_soon(self._flush)  # whoever comes next comes along, too
             return
         turn, self._turn = self._turn, {}
-        self._turns, self._is_open = 0, False
+        # Callers come in waves: a small one between large ones says little.
+        self._expected, self._is_open = max(self._came, self._expected // 2), False
+        self._came = self._seen = self._turns = 0
         for members in turn.values():
             self._start(members)
 
     def _start(self, members: list[_Member]) -> None:
-        self._latest = len(members)
         if len(members) < LEAST:
             _leave(members)
             return
@@ -110,7 +112,7 @@ class Together:
     async def _answer(self, members: list[_Member]) -> None:
         try:
             # What was enough when each asked is not if much was sent since: no clock ends the reading of others.
-            if all(self._alone.has_time(get) for get, _ in members):
+            if self.have_time(*[get for get, _ in members]):
                 await self._tell(_lookup(members), members)
         except Exception:  # each goes on alone, and fails alone
             log.exception("answering together failed")
@@ -118,33 +120,26 @@ class Together:
             _leave(members)
 
     async def _tell(self, lookup: Lookup, members: list[_Member]) -> None:
-        places, wants = self._batches.known(lookup)
-        if len(places) < len(members):  # unknown or blocked: why should they wait?
-            for place in set(range(len(members))).difference(places.tolist()):
-                members[place].tell(None)
-            if not len(places):
-                return
+        wants = _wants(lookup, members)
         found, is_plain = await self._batches.read(lookup, wants)
-        for at in np.flatnonzero(~is_plain).tolist():
-            place = int(places[at])
+        for place in np.flatnonzero(~is_plain).tolist():
             if members[place].told.done():  # its caller has left
                 continue
-            answer = self._batches.singly(lookup, place, wants.one(at), outcome_at(found, at))
+            answer = self._batches.singly(lookup, place, wants.one(place), outcome_at(found, place))
             told = orjson.dumps(answer, option=JSON) if isinstance(answer, dict) else Lower(answer)
             members[place].tell(told)
         if np.count_nonzero(is_plain):
-            self._tell_plain(lookup, members, places, found, is_plain)
+            self._tell_plain(lookup, members, found, is_plain)
 
     def _tell_plain(
         self,
         lookup: Lookup,
         members: list[_Member],
-        places: NDArray[np.int64],
         found: Rows,
         is_plain: NDArray[np.bool_],
     ) -> None:
         live = lookup.holding.live
-        own = [members[place] for place in places[is_plain].tolist()]
+        own = [members[place] for place in np.flatnonzero(is_plain).tolist()]
         is_l2 = found.is_l2[is_plain].tolist()
         marks = self._batches.marks(live)
         ends = marks.ends(marks.age(self._clock()))
@@ -179,6 +174,17 @@ def _lookup(members: Sequence[_Member]) -> Lookup:
     options = Options(min([get.options.deadline_s for get, _ in members]), first.k)
     raws = [get.asked.raw for get, _ in members]
     return Lookup(first.holding, first.table, raws, options, first.started)
+
+
+def _wants(lookup: Lookup, members: Sequence[_Member]) -> Wants:
+    wants = [get.want for get, _ in members]
+    return Wants(
+        lookup.table,
+        [cast(int, want.key) for want in wants],
+        np.array([want.fingerprint for want in wants], np.uint64),
+        np.array([want.position for want in wants], np.int64),
+        wants[0].digest,
+    )
 
 
 def _leave(members: list[_Member]) -> None:

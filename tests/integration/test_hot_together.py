@@ -11,7 +11,7 @@ import pytest
 
 from cache.blocklist import Blocklist
 from cache.errors import TierUnavailable
-from cache.local import LocalKey
+from cache.locating import reads_of
 from precompute.config import NightConfig
 from serving.app import create_app
 from serving.case import want_in
@@ -63,10 +63,39 @@ def test_a_turn_is_one_read_and_its_answers_are_those_of_the_routes(
 
     together = ways.ask_at_once(asked)
 
-    # The first few may go before there is company.
-    assert batches(ways) - before <= 2
+    assert batches(ways) - before == 1
     ways.forget()
     assert together == [ways.ask(each, hot=False) for each in asked]
+
+
+def test_nobody_waits_for_company_unless_many_came_of_late(
+    ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = ways.hot._singles._together
+    joined: list[str] = []
+    ask = together.ask
+
+    def watched(one: Any) -> Any:
+        joined.append(one.asked.id)
+        return ask(one)
+
+    monkeypatch.setattr(together, "ask", watched)
+
+    async def wave(names: list[str]) -> None:
+        await asyncio.gather(*(ways.hot.get(_scope(name)) for name in names))
+        while together._is_open:  # noqa: ASYNC110 - a few turns
+            await asyncio.sleep(0)
+
+    ways.runner.run(wave(users[:1]))
+    ways.runner.run(wave(users[1 : 2 + LEAST]))
+    assert not joined
+
+    ways.runner.run(wave(users[40 : 40 + LEAST]))
+    assert joined == users[40 : 40 + LEAST]
+
+    for user in users[60:66]:
+        ways.runner.run(wave([user]))
+    assert joined == [*users[40 : 40 + LEAST], users[60]]
 
 
 def test_whatever_is_asked_in_a_turn_is_answered_as_by_the_routes(
@@ -123,18 +152,18 @@ def test_each_request_of_a_turn_is_counted_once(ways: Ways, users: list[str]) ->
 def test_a_caller_that_leaves_takes_nobody_along_and_is_not_counted(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ways.app.hot = hot = ways.hot
+    hot, together = ways.hot, ways.hot._singles._together
+    together._expected = LEAST
 
     async def turn() -> list[object]:
-        hot.admission.under_way += LEAST
         tasks = [asyncio.ensure_future(hot.get(_scope(user))) for user in users[: 2 * LEAST]]
-        tell = hot._together._tell
+        tell = together._tell
 
         async def leaving(*known: Any) -> None:
             asyncio.get_running_loop().call_soon(tasks[3].cancel)
             await tell(*known)
 
-        monkeypatch.setattr(hot._together, "_tell", leaving)
+        monkeypatch.setattr(together, "_tell", leaving)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     found = ways.runner.run(turn())
@@ -143,7 +172,7 @@ def test_a_caller_that_leaves_takes_nobody_along_and_is_not_counted(
     assert all(isinstance(each, tuple) for place, each in enumerate(found) if place != 3)
     answers, requests = ways.service.metrics.tally.take()
     assert sum(answers.values()) == sum(requests.values()) == 2 * LEAST - 1
-    assert not hot._together._tasks and not len(ways.service.tiers.flights)
+    assert not together._tasks and not len(ways.service.tiers.flights)
 
 
 def _scope(user: str) -> dict[str, Any]:
@@ -170,8 +199,8 @@ def test_who_has_less_time_than_a_read_may_take_has_a_clock_of_its_own(
     assert len(read_as_rows) == 1 and 0 < read_as_rows[0] <= 20
 
     ways.forget()
-    hot = ways.hot
-    monkeypatch.setattr(hot._alone, "has_time", lambda _: not hot._together._tasks)
+    together = ways.hot._singles._together
+    monkeypatch.setattr(together, "have_time", lambda *_: not together._tasks)
     assert {sent.status for sent in ways.ask_at_once(asked)} == {200}
     assert len(read_as_rows) == 1
 
@@ -215,9 +244,9 @@ def test_a_turn_over_a_flip_mixes_nothing(ways: Ways, users: list[str]) -> None:
     old = ways.service.holding()
     new = dataclasses.replace(old, live=old.live.released_as(old.live.epoch + 1, 1_800_000_000.0))
     hot = ways.hot
+    hot._singles._together._expected = LEAST
 
     async def turn() -> list[Any]:
-        hot.admission.under_way += LEAST
         loop = asyncio.get_running_loop()
         first = [loop.create_task(hot.get(_scope(user))) for user in users[:10]]
         loop.call_soon(setattr, shelf, "holding", new)
@@ -245,26 +274,58 @@ def test_a_turn_over_a_flip_mixes_nothing(ways: Ways, users: list[str]) -> None:
     ],
 )
 def test_a_damaged_record_costs_nobody_else_an_answer(
-    ways: Ways, users: list[str], at: int, raw: bytes
+    ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch, at: int, raw: bytes
 ) -> None:
     live = ways.service.holding().live
-    table = live.manifest.tables["user_topk"]
-    local = ways.service.tiers.local
-    found = []
-    for hot in (True, False):
-        ways.forget()
-        asked = [get(user, b"k=20") for user in users[:20]]
-        for each in asked:
-            ways.ask(each, hot=False)
-        key = LocalKey(live.generation, "user_topk", want_in(live, table, users[8].encode()).key)
-        entry = local.get(key)
-        assert entry is not None
-        record = entry.record[:at] + raw + entry.record[at + len(raw) :]
-        local.put(key, entry._replace(record=record))
-        found.append(
-            ways.ask_at_once(asked) if hot else [ways.ask(each, hot=False) for each in asked]
-        )
-    assert found[0] == found[1]
+    want = want_in(live, live.manifest.tables["user_topk"], users[8].encode())
+    (bad,) = reads_of(live.view, [want])
+    remote: Any = ways.service.tiers._remote
+    read = remote.submit
+
+    def submit(reads: Any, keep: Any) -> Any:
+        named = list(reads)
+
+        def spoilt(answers: Any) -> Any:
+            return keep(
+                [
+                    each[:at] + raw + each[at + len(raw) :] if of == bad else each
+                    for of, each in zip(named, answers, strict=True)
+                ]
+            )
+
+        return read(reads, spoilt)
+
+    monkeypatch.setattr(remote, "submit", submit)
+    asked = [get(user, b"k=20") for user in users[:20]]
+    together = ways.ask_at_once(asked)
+    ways.forget()
+
+    # Whom the hot route leaves to the ladder finds in L1 what it has just read.
+    behind = [ways.ask(each, hot=False) for each in asked]
+    assert [_of_l1(each) for each in together] == [_of_l1(each) for each in behind]
+
+
+def test_what_lies_in_memory_waits_for_no_read(
+    ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways.ask(get(users[3], b"k=7"))
+    remote: Any = ways.service.tiers._remote
+    monkeypatch.setattr(remote, "submit", lambda *_: asyncio.get_running_loop().create_future())
+
+    async def turn() -> list[bool]:
+        ways.hot._singles._together._expected = LEAST
+        tasks = [asyncio.ensure_future(ways.hot.get(_scope(user))) for user in users[:10]]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        done = [task.done() for task in tasks]
+        for task in tasks:
+            task.cancel()
+        for task in ways.hot._singles._together._tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return done
+
+    assert ways.runner.run(turn()) == [place == 3 for place in range(10)]
 
 
 def test_what_is_blocked_is_gone_from_a_turn(ways: Ways, users: list[str]) -> None:
