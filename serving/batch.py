@@ -95,7 +95,8 @@ class Batches:
         known = np.flatnonzero(is_known)
         return known, wants if len(known) == len(wants) else wants.of(known.tolist())
 
-    async def _stored(self, lookup: Lookup, places: NDArray[np.int64], wants: Wants) -> Resolved:
+    async def read(self, lookup: Lookup, wants: Wants) -> tuple[Rows, NDArray[np.bool_]]:
+        """What the tiers hold of ids that the night knows, and which of it are plain answers."""
         live, table = lookup.holding.live, lookup.table
         deadline = None  # the tier keeps its own
         if lookup.options.deadline_s < self._service.l2_bound_s():
@@ -104,6 +105,10 @@ class Batches:
         is_plain = plain(live, table, found.records, lookup.k)
         if found.others:
             is_plain[list(found.others)] = False
+        return found, is_plain
+
+    async def _stored(self, lookup: Lookup, places: NDArray[np.int64], wants: Wants) -> Resolved:
+        found, is_plain = await self.read(lookup, wants)
         if np.count_nonzero(is_plain) == len(is_plain):
             resolved = Resolved(places, found.records, found.is_l2)
         else:
@@ -118,7 +123,7 @@ class Batches:
         lower: dict[int, str | None] = {}
         for at in np.flatnonzero(~is_plain).tolist():
             place = int(places[at])
-            answer = self._singly(lookup, place, wants.one(at), _outcome(found, at))
+            answer = self.singly(lookup, place, wants.one(at), outcome_at(found, at))
             if isinstance(answer, dict):
                 resolved.answers[place] = answer
             else:
@@ -127,10 +132,10 @@ class Batches:
             resolved.answers.update(await self._lower(lookup, list(lower), list(lower.values())))
         return resolved
 
-    def _singly(
+    def singly(
         self, lookup: Lookup, place: int, want: Want, outcome: Outcome
     ) -> Answer | str | None:
-        """The answer of one that is no plain row; else the reason why the ladder must give it."""
+        """The answer of one that is no plain row, counted; else the reason why the ladder must give it."""
         if isinstance(outcome, Missed):
             return outcome.reason
         if outcome.reason is not None:  # a live answer that stands in for the night's
@@ -196,7 +201,7 @@ def _entity(lookup: Lookup, place: int) -> Entity:
     return Entity(lookup.table.name, raw.decode(), raw, f"entities[{place}]")
 
 
-def _outcome(found: Rows, at: int) -> Outcome:
+def outcome_at(found: Rows, at: int) -> Outcome:
     """One row as a single read would have it."""
     other = found.others.get(at)
     tier: Literal["l1", "l2"] = "l2" if found.is_l2[at] else "l1"

@@ -12,20 +12,19 @@ from typing import Any
 import orjson
 from starlette.types import Receive
 
-from cache.tiered import Found, Want
 from serving import plan
 from serving.arrow_schema import MEDIA_TYPE
-from serving.ask import Ask, Entity, Options
 from serving.case import want_in
+from serving.get import Get
 from serving.holding import Holding
 from serving.http import is_longer, whole_body
 from serving.lateness import Lateness
 from serving.media import JSON_TYPE, forms
-from serving.plan import Headers, Queries, Single, credentials
+from serving.plan import Headers, Queries, credentials
 from serving.posted import Posted, refuses
 from serving.problem import Problem
-from serving.render import JSON, Unfit, start_of
 from serving.routes import Service
+from serving.single import Singles
 
 Message = MutableMapping[str, Any]
 Messages = tuple[Message, Message]
@@ -57,6 +56,7 @@ class Hot:
         sent = credentials(service.token) if service.token else ()
         self._headers = Headers(sent, service.limits)
         self._posted = Posted(service, clock)
+        self._singles = Singles(service, self._posted.batches, clock)
         self.admission = service.admission
         self.is_late = Lateness(service.admission, self._headers, service.limits).is_late
         self._starts: dict[int, Message] = {}
@@ -117,62 +117,16 @@ class Hot:
         if (digest := holding.live.digest_without_input(table)) is not None:
             want = want._replace(digest=digest)
         options = plan.tighter(options, deadline_s)
+        query = scope["query_string"]
+        request = scope["raw_path"] + (b"?" + query if query else b"")
         try:
-            body = await self._one(holding, asked, want, options, started, scope)
+            get = Get(holding, table, asked, want, options, started, request)
+            body = await self._singles.answer(get)
         except Exception:  # the routes behind say what is wrong, and count it
             log.exception("the hot route failed")
             return None
         self._requests[GET_ROUTE] += 1
         return self._messages(body)
-
-    async def _one(
-        self,
-        holding: Holding,
-        asked: Single,
-        want: Want,
-        options: Options,
-        started: float,
-        scope: MutableMapping[str, Any],
-    ) -> bytes:
-        live, table = holding.live, want.table
-        found = self._tiers.peek(live.view, want)
-        if found is None:
-            if options.deadline_s >= self._service.l2_bound_s():
-                outcome = await self._tiers.read(live.view, want)
-            else:  # a clock of its own
-                deadline = self._service.ladder.l2_deadline(options, started)
-                outcome = await self._tiers.get(live.view, want, deadline)
-            if not isinstance(outcome, Found):
-                return await self._lower(holding, asked, options, started, outcome.reason)
-            if outcome.reason is not None:  # a live answer that stands in for the night's
-                return await self._lower(holding, asked, options, started, None)
-            found = outcome
-        k = table.layout.width if options.k is None else options.k
-        try:
-            start = start_of(live, table, found, asked.id, k)
-        except Unfit as unfit:
-            if unfit.is_damaged:
-                self._tiers.discard(live.view, want)
-            return await self._lower(holding, asked, options, started, unfit.reason)
-        name = asked.table, asked.raw
-        self._recent.append(name)
-        self._metrics.hot(asked.table, found.tier, self._timer() - started)
-        marks = self._posted.batches.marks(live)
-        if found.tier == "l1" and marks.stale is None:
-            query = scope["query_string"]
-            request = scope["raw_path"] + (b"?" + query if query else b"")
-            self._tiers.local.keep(marks.ready(start, name, request))
-        return start + marks.end(found.tier, self._clock())
-
-    async def _lower(
-        self, holding: Holding, asked: Single, options: Options, started: float, reason: str | None
-    ) -> bytes:
-        """From what lies below the tiers."""
-        ask = Ask((Entity(asked.table, asked.id, asked.raw, "id"),), options)
-        (answer,) = await self._service.ladder.lookup(holding, ask, started, (reason,))
-        if (stale := self._service.follower.stale) is not None:
-            answer["stale"] = stale
-        return orjson.dumps(answer, option=JSON)
 
     async def post(
         self, scope: MutableMapping[str, Any], receive: Receive

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from serving.front import Front
 from serving.hot import Hot
 from serving.routes import Service
+from serving.together import LEAST
 
 NOW = 1_800_000_000.125
 
@@ -62,6 +63,16 @@ class Ways:
         """One request one way."""
         self.app.hot = self.hot if hot else None
         return self.runner.run(_call(self.app, asked))
+
+    def ask_at_once(self, asked: Iterable[Asked]) -> list[Sent]:
+        """Requests of one turn of the loop, the hot way, as if as many had come together before."""
+        self.app.hot = self.hot
+        self.hot._singles._together._expected = LEAST
+
+        async def all_of_them() -> list[Sent]:
+            return await asyncio.gather(*(_call(self.app, each) for each in asked))
+
+        return self.runner.run(all_of_them())
 
     def both(self, asked: Asked, times: int = 3) -> tuple[list[Sent], list[Sent]]:
         """The request several times each way, from an empty L1: what Redis, L1 and a ready answer give."""

@@ -1,0 +1,75 @@
+"""A lookup of one plain id on the hot route: L1, then one read of L2 with or without company, then the ladder."""
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from cache.tiered import Found
+from serving.ask import Ask, Entity
+from serving.batch import Batches
+from serving.get import Get
+from serving.render import JSON, Unfit, start_of
+from serving.routes import Service
+from serving.together import Lower, Together
+
+
+class Singles:
+    """Answers whoever asks for an id that the night knows."""
+
+    def __init__(self, service: Service, batches: Batches, clock: Callable[[], float]) -> None:
+        self._service = service
+        self._tiers = service.tiers
+        self._ladder = service.ladder
+        self._metrics = service.metrics
+        self._batches = batches
+        self._clock = clock
+        self._together = Together(service, batches, clock)
+
+    async def answer(self, get: Get) -> bytes:
+        """The body of the response."""
+        live, want = get.holding.live, get.want
+        found = self._tiers.peek(live.view, want)
+        if found is None:
+            has_time, together = self._together.have_time(get), self._together
+            if has_time and together.pays():
+                if (told := await together.ask(get)) is not None:
+                    return await self._lower(get, told.reason) if isinstance(told, Lower) else told
+                has_time = together.have_time(get)
+            if has_time:
+                outcome = await self._tiers.read(live.view, want)
+            else:  # a clock of its own
+                deadline = self._ladder.l2_deadline(get.options, get.started)
+                outcome = await self._tiers.get(live.view, want, deadline)
+            if not isinstance(outcome, Found):
+                return await self._lower(get, outcome.reason)
+            if outcome.reason is not None:  # a live answer that stands in for the night's
+                return await self._lower(get, None)
+            found = outcome
+        return await self._rendered(get, found)
+
+    async def _rendered(self, get: Get, found: Found) -> bytes:
+        live, asked = get.holding.live, get.asked
+        try:
+            start = start_of(live, get.table, found, asked.id, get.k)
+        except Unfit as unfit:
+            if unfit.is_damaged:
+                self._tiers.discard(live.view, get.want)
+            return await self._lower(get, unfit.reason)
+        name = asked.table, asked.raw
+        self._ladder.recent.append(name)
+        self._metrics.hot(asked.table, found.tier, self._service.timer() - get.started)
+        marks = self._batches.marks(live)
+        if found.tier == "l1" and marks.stale is None:
+            self._tiers.local.keep(marks.ready(start, name, get.request))
+        return start + marks.end(found.tier, self._clock())
+
+    async def _lower(self, get: Get, reason: str | None) -> bytes:
+        """From what lies below the tiers."""
+        asked = get.asked
+        ask = Ask((Entity(asked.table, asked.id, asked.raw, "id"),), get.options)
+        answer: dict[str, Any]
+        (answer,) = await self._ladder.lookup(get.holding, ask, get.started, (reason,))
+        if (stale := self._service.follower.stale) is not None:
+            answer["stale"] = stale
+        return orjson.dumps(answer, option=JSON)
