@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ from tests.dags.place import CONFIG, now, write_interactions
 from tests.integration.killed_steps import night
 from tests.integration.killing import run
 from tests.integration.wholeness import assert_whole, whole
-from tests.marked import marked
+from tests.marked import marked, working_in
 from tests.polling import until
 
 pytestmark = [
@@ -35,6 +34,10 @@ pytestmark = [
 
 START_S, RUN_S, STOP_S = 240.0, 400.0, 90.0
 USERS, ITEMS, SHARDS = 90_000, 400, 5
+PROGRAMS = (
+    *("redis-server", "bin/postgres", "api-server", "scheduler", "dag-processor"),
+    *("--queues default", "--queues gpu"),
+)
 # What was in a dead worker's hands is noticed by its silence, or by waiting in a queue that nobody has it from.
 NOTICED = {
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "8",
@@ -52,7 +55,16 @@ class Running:
     process: "subprocess.Popen[bytes]"
     printed: Path
     mark: str
-    processes: Path
+    state: Path
+
+    def is_gone(self, database: Path) -> bool:
+        """Whether nothing runs any more, PostgreSQL in `database` included."""
+        return not marked(self.mark) and not working_in(database)
+
+    @property
+    def database(self) -> Path:
+        """PostgreSQL's folder."""
+        return (self.state / "celery/postgres").readlink()
 
     def says(self, text: str, timeout_s: float) -> None:
         """Wait until it has printed `text`."""
@@ -66,12 +78,15 @@ class Running:
 
     def worker_log(self, queue: str) -> str:
         """What all workers of a queue have said."""
-        return "".join(each.read_text() for each in self.processes.glob(f"worker-{queue}-*.log"))
+        return "".join(
+            each.read_text()
+            for each in (self.state / "airflow/processes").glob(f"worker-{queue}-*.log")
+        )
 
     def session(self, queue: str) -> int:
         """Id of the session that all processes of a queue's worker belong to, its tasks' included."""
         return next(
-            pid
+            os.getsid(pid)
             for pid, line in marked(self.mark).items()
             if line.startswith("sh -c") and f"--queues {queue} " in line
         )
@@ -111,7 +126,7 @@ def celery(folder: Path, redis_url: str, *arguments: str) -> Iterator[Running]:
             command, env={**os.environ, **NOTICED, **told}, cwd=ROOT, stdout=out, stderr=out
         )
     try:
-        yield Running(process, printed, mark, state / "airflow/processes")
+        yield Running(process, printed, mark, state)
     finally:
         process.kill()
         process.wait()
@@ -141,7 +156,8 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
     command = ("--run", "nightly_precompute", "--data-until", cut)
     with celery(tmp_path, own_redis.url, *command) as running:
         running.says("queues ", START_S)
-        worker = running.session("gpu")
+        worker, database = running.session("gpu"), running.database
+        assert working_in(database)
         pages = f"{config.namespace}/generations/*/tables/user_topk/"
         assert until(lambda: any((tmp_path / "artifacts").glob(pages + ".*.part")), RUN_S)
         kill(worker)
@@ -162,7 +178,7 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
         assert "queue='gpu'" not in running.worker_log("default")
         assert "queue='default'" not in running.worker_log("gpu")
         # and: nothing is left running
-        assert until(lambda: not marked(running.mark), STOP_S), marked(running.mark)
+        assert until(lambda: running.is_gone(database), STOP_S), marked(running.mark)
 
     # and: nothing distinguishes it from its twin
     for each in (config, twin):
@@ -185,14 +201,18 @@ def test_a_stop_leaves_nothing_running(
     configured(tmp_path, own_redis.url)
     with celery(tmp_path, own_redis.url) as running:
         running.says(after, START_S)
-        time.sleep(2.0 if after == "starting" else 0.0)  # into the middle of it
-        database = (tmp_path / "s/celery/postgres").readlink()
+        assert until((tmp_path / "s/celery/postgres").is_symlink)
+        if after == "until Ctrl-C":
+            lines = " ".join(marked(running.mark).values())
+            assert all(each in lines for each in PROGRAMS), lines
+            assert working_in(running.database)
+        database = running.database
 
         running.process.send_signal(how)
 
         code = running.process.wait(STOP_S)
         assert code == (-signal.SIGKILL if how == signal.SIGKILL else 130), running.said
-        assert until(lambda: not marked(running.mark), STOP_S), marked(running.mark)
+        assert until(lambda: running.is_gone(database), STOP_S), marked(running.mark)
         assert how == signal.SIGKILL or not database.exists()
 
     # and: what a killed one left is swept by the next
@@ -200,6 +220,7 @@ def test_a_stop_leaves_nothing_running(
         with celery(tmp_path, own_redis.url) as running:
             assert until(lambda: not database.exists(), START_S), running.said
             running.says("until Ctrl-C", START_S)
+            database = running.database
             running.process.send_signal(signal.SIGTERM)
             running.process.wait(STOP_S)
-            assert until(lambda: not marked(running.mark), STOP_S), marked(running.mark)
+            assert until(lambda: running.is_gone(database), STOP_S), marked(running.mark)
