@@ -11,7 +11,8 @@ of the data; without it the cut is the one of the configuration, else the time t
 What it needs: LARDER_CONFIG, LARDER_ARTIFACTS and REDIS_URL where tasks run, and a pool `gpu`:
     airflow pools set gpu 2 "scoring tasks"
 Without the pool, scoring tasks stay `scheduled` for ever and nothing says why. With
-CeleryExecutor, some worker must listen to the queue `gpu`; LocalExecutor ignores queues.
+CeleryExecutor, some worker must listen to the queue `gpu` (LARDER_SCORE_QUEUE names another); LocalExecutor ignores
+queues, and for KubernetesExecutor infra/kubernetes gives the pods of that queue a GPU.
 
 Reading a run: `begin` green and the rest skipped means that this generation is live already.
 `verify` red means that a gate refused it: the log names the rule, the value, the threshold and,
@@ -45,6 +46,7 @@ from cache.errors import BundleError, ConfigError, Refused, SourceError
 from cache.schedule import Schedule
 
 NIGHTS = Schedule.configured(os.environ)
+SCORE_QUEUE = os.environ.get("LARDER_SCORE_QUEUE") or "gpu"
 
 Build = dict[str, Any]  # {"generation", "url", "shards", "already_live"}: ids and addresses only
 
@@ -93,7 +95,7 @@ def nightly_precompute() -> None:
         """List the shards: Airflow maps over what a task returns whole, not over a part of it."""
         return list(build["shards"])
 
-    @task(multiple_outputs=False, pool="gpu", queue="gpu")
+    @task(multiple_outputs=False, pool="gpu", queue=SCORE_QUEUE)
     def embed_items(build: Build) -> dict[str, Any]:
         """Run the item tower over the catalogue, once for all shards."""
         from precompute import pipeline
@@ -104,7 +106,7 @@ def nightly_precompute() -> None:
     @task(
         multiple_outputs=False,
         pool="gpu",
-        queue="gpu",
+        queue=SCORE_QUEUE,
         execution_timeout=timedelta(hours=3),
         map_index_template="shard {{ task.op_kwargs['shard'] }}",
     )

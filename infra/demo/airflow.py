@@ -1,6 +1,5 @@
 """A real Airflow on this machine: API server, scheduler and DAG processor over SQLite, gone afterwards."""
 
-import fcntl
 import json
 import os
 import secrets
@@ -19,6 +18,7 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from cache.guarded import Guarded
+from infra.demo.alone import alone
 
 ROOT = Path(__file__).parents[2]
 ENDED = frozenset({"success", "failed"})
@@ -105,6 +105,15 @@ class LocalAirflow:
         path = f"/api/v2/dags/{dag_id}/dagRuns/{quote(run_id)}/clear"
         self._call("POST", path, {"dry_run": False})
 
+    def start(self, name: str, *arguments: str) -> Guarded:
+        """Start one more of Airflow's programs in the same environment; the caller ends it before this ends."""
+        return Guarded(
+            [sys.executable, "-m", "airflow", *arguments],
+            log=self.home / "processes" / f"{name}.log",
+            env=self._environment,
+            cwd=self.home,
+        )
+
     def task_log(self, report: RunReport, task_id: str, lines: int = 25) -> str:
         """The end of a task's last log, as text."""
         task = next(each for each in reversed(report.tasks) if each.task_id == task_id)
@@ -124,7 +133,7 @@ class LocalAirflow:
         """Return the first run that is not among `known`, such as the one that an asset starts."""
         give_up = time.monotonic() + timeout_s
         while time.monotonic() < give_up:
-            self._check_processes()
+            self.check()
             for run_id in self.run_ids(dag_id):
                 if run_id not in known:
                     return run_id
@@ -145,7 +154,7 @@ class LocalAirflow:
         give_up = time.monotonic() + timeout_s
         told: set[TaskReport] = set()
         while True:
-            self._check_processes()
+            self.check()
             report = self.report(dag_id, run_id)
             for each in report.tasks:
                 if on_task is not None and each.state in ENDED and each not in told:
@@ -179,11 +188,8 @@ class LocalAirflow:
 
     def _start(self) -> None:
         self.home.parent.mkdir(parents=True, exist_ok=True)
-        lock = self._stack.enter_context((self.home.parent / "airflow.lock").open("a"))
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise AirflowFailed(f"another command already runs Airflow in {self.home}") from None
+        taken = AirflowFailed(f"another command already runs Airflow in {self.home}")
+        self._stack.enter_context(alone(self.home.parent / "airflow.lock", taken))
         # A run that an interrupted command left behind would be taken up again otherwise.
         shutil.rmtree(self.home, ignore_errors=True)
         self.home.mkdir()
@@ -203,13 +209,7 @@ class LocalAirflow:
         self._wait_until("the scheduler and the DAGs", self._ready, 120.0)
 
     def _guard(self, name: str, *arguments: str) -> Guarded:
-        process = Guarded(
-            [sys.executable, "-m", "airflow", *arguments],
-            log=self.home / "processes" / f"{name}.log",
-            env=self._environment,
-            cwd=self.home,
-        )
-        return self._stack.enter_context(process)
+        return self._stack.enter_context(self.start(name, *arguments))
 
     def _log_in(self) -> bool:
         with suppress(URLError, ConnectionError, TimeoutError):
@@ -230,14 +230,15 @@ class LocalAirflow:
     def _wait_until(self, what: str, condition: Callable[[], bool], timeout_s: float) -> None:
         give_up = time.monotonic() + timeout_s
         while not condition():
-            self._check_processes()
+            self.check()
             if time.monotonic() > give_up:
                 raise AirflowFailed(
                     f"{what} not ready within {timeout_s:.0f} s\n{self._last_words()}"
                 )
             time.sleep(0.1)
 
-    def _check_processes(self) -> None:
+    def check(self) -> None:
+        """Raises AirflowFailed when one of its processes is no longer there."""
         for process in self._processes:
             if not process.running:
                 raise AirflowFailed(

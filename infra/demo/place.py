@@ -1,6 +1,5 @@
 """Where the demo keeps everything: one folder under the state folder, emptied before each run."""
 
-import fcntl
 import json
 import os
 import secrets
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cache.errors import ConfigError
+from infra.demo.alone import alone
 from infra.demo.dataset import Dataset
 
 SHARDS = 4
@@ -87,11 +87,8 @@ def place(state: Path) -> Iterator[Place]:
     """An emptied place that no other run uses meanwhile; raises ConfigError when one does."""
     home = state.resolve() / "demo"
     home.mkdir(parents=True, exist_ok=True)
-    with (home / "demo.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another demo runs in {home}; choose another --state") from None
+    taken = ConfigError(f"another demo runs in {home}; choose another --state")
+    with alone(home / "demo.lock", taken):
         for name in _OURS:
             path = home / name
             if path.is_dir() and not path.is_symlink():

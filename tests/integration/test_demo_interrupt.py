@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from infra.demo.service import ROOT
+from tests.marked import marked
 from tests.polling import until
 
 pytestmark = [
@@ -19,18 +20,6 @@ pytestmark = [
 ]
 
 START_S = 300.0
-
-
-def marked(mark: str) -> list[str]:
-    """Command lines of the processes that inherited `mark`."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:  # gone meanwhile, or not ours
-            continue
-    return found
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -1,0 +1,116 @@
+"""`python -m infra.celery`: the DAGs with CeleryExecutor on this machine, until Ctrl-C."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+from cache.embedded import redis_url
+from cache.errors import ConfigError, LarderError
+from cache.interrupts import never_swallowed
+from infra.celery.airflow import QUEUES, CeleryAirflow, absolute, celery_airflow, check_installed
+from infra.demo.airflow import AirflowFailed
+from precompute.config import night_config
+
+RUN_S = 12 * 3600.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 a run succeeded, 1 something broke, 2 something is missing, 130 stopped by a signal."""
+    sent = _parser().parse_args(argv)
+    # SIGINT too: a shell that starts this in the background has it ignored.
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, _interrupt)
+    try:
+        with never_swallowed(_interrupt):
+            _serve(sent)
+    except KeyboardInterrupt:
+        print("stopped; nothing is left running")
+        return 130
+    except ConfigError as error:
+        print(f"cannot start: {error}", file=sys.stderr)
+        return 2
+    except (AirflowFailed, LarderError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _serve(sent: argparse.Namespace) -> None:
+    check_installed()
+    environment = {"LARDER_CONFIG": str(sent.config.absolute()), **absolute(os.environ)}
+    night_config(environment["LARDER_CONFIG"])
+    with ExitStack() as stack:
+        url = stack.enter_context(redis_url(sent.state, os.environ.get("REDIS_URL")))
+        environment["REDIS_URL"] = url
+        print("starting: broker, PostgreSQL, Airflow, workers ...", flush=True)
+        running = stack.enter_context(celery_airflow(sent.state, environment=environment))
+        print(f"Airflow    {running.airflow.url}")
+        print(f"queues     {', '.join(QUEUES)}: a worker each")
+        print(f"REDIS_URL  {url}")
+        print(f"logs       {running.airflow.home / 'processes'}", flush=True)
+        if sent.run is not None:
+            _run(running, sent.run, {"data_until": sent.data_until} if sent.data_until else {})
+            return
+        print("until Ctrl-C", flush=True)
+        while True:
+            _look_after(running)
+            time.sleep(1.0)
+
+
+def _run(running: CeleryAirflow, dag: str, conf: Mapping[str, str]) -> None:
+    run_id, give_up = running.airflow.trigger(dag, conf), time.monotonic() + RUN_S
+    while running.airflow.report(dag, run_id).state not in ("success", "failed"):
+        if time.monotonic() > give_up:
+            break
+        _look_after(running)
+        time.sleep(0.5)
+    report = running.airflow.wait(dag, run_id, 0.0)
+    for task in report.tasks:
+        shard = f" [{task.map_index}]" if task.map_index >= 0 else ""
+        tries = f" (try {task.try_number})" if task.try_number > 1 else ""
+        print(f"  {task.duration_s:7.1f} s  {task.task_id}{shard} {task.state}{tries}")
+    print(f"{dag} {report.state}: {report.duration_s:.1f} s")
+
+
+def _look_after(running: CeleryAirflow) -> None:
+    running.airflow.check()
+    for queue, code in running.workers.revive().items():
+        print(f"the worker of the queue {queue} ended ({code}); started again", flush=True)
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.celery",
+        description="Run the DAGs through Airflow's CeleryExecutor on this machine: a Redis broker, PostgreSQL, "
+        "scheduler, API server, DAG processor and a worker for each of the queues default and gpu. "
+        "Ctrl-C or TERM stops all of them.",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE",
+        default=Path(os.environ.get("LARDER_CONFIG") or "larder.toml"),
+        help="the night's settings (LARDER_CONFIG, else larder.toml)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--state", type=Path, metavar="DIR", default=Path(".larder"),
+        help="where logs and sockets go (.larder)",
+    )  # fmt: skip
+    parser.add_argument("--run", metavar="DAG", help="run this DAG once, then stop")
+    parser.add_argument(
+        "--data-until", metavar="TIME",
+        help="the run's cut of the data, ISO 8601 (that of the settings, else now)",
+    )  # fmt: skip
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

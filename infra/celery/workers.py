@@ -1,0 +1,81 @@
+"""Celery workers, one per queue; one that dies is started again."""
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from cache.guarded import Guarded
+from infra.demo.airflow import AirflowFailed, LocalAirflow
+
+START_S = 120.0
+
+
+class Workers:
+    """A worker for each queue of a running Airflow, for as long as the `with` block lasts."""
+
+    def __init__(self, airflow: LocalAirflow, queues: Mapping[str, int]) -> None:
+        """`queues`: how many tasks of each run at a time."""
+        self._airflow = airflow
+        self._queues = dict(queues)
+        self._running: dict[str, Guarded] = {}
+        self._started = 0
+
+    def __enter__(self) -> Self:
+        try:
+            self._start(*self._queues)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def session(self, queue: str) -> int:
+        """Id of the session that all processes of a queue's worker belong to, its tasks' included."""
+        return self._running[queue].pid
+
+    def log(self, queue: str) -> str:
+        """What a queue's worker has said since it was started."""
+        return self._running[queue].log.read_text("utf-8", "replace")
+
+    def revive(self) -> dict[str, int | None]:
+        """Start again what has died and wait until it listens; its queues with their exit codes.
+
+        What a dead worker had in hand comes back by itself: Airflow misses its heartbeat. Raises AirflowFailed where
+        a worker dies before it listens.
+        """
+        dead = {name: each for name, each in self._running.items() if not each.running}
+        for each in dead.values():
+            each.stop()
+        self._start(*dead)
+        return {name: each.returncode for name, each in dead.items()}
+
+    def _start(self, *queues: str) -> None:
+        for queue in queues:
+            self._started += 1
+            self._running[queue] = self._airflow.start(
+                f"worker-{queue}-{self._started}",
+                *("celery", "worker", "--queues", queue, "--celery-hostname", queue),
+                *("--concurrency", str(self._queues[queue]), "--skip-serve-logs"),
+            )
+        give_up = time.monotonic() + START_S
+        while waiting := [each for each in queues if f"celery@{each} ready" not in self.log(each)]:
+            worker = self._running[waiting[0]]
+            if not worker.running or time.monotonic() > give_up:
+                raise AirflowFailed(
+                    f"the worker of the queue {waiting[0]} does not listen\n{worker.tail()}"
+                )
+            time.sleep(0.1)
+
+    def _stop(self) -> None:
+        for each in self._running.values():
+            each.cut()  # all at once
+        for each in self._running.values():
+            each.stop()

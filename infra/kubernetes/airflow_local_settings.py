@@ -1,0 +1,44 @@
+"""Airflow's cluster policy for KubernetesExecutor: whatever scores runs in a pod with a GPU.
+
+Airflow imports a module of this name: copy it to $AIRFLOW_HOME/config, or put its folder on PYTHONPATH, where DAG files
+are parsed. Image, volumes and environment (LARDER_CONFIG, LARDER_ARTIFACTS, REDIS_URL) come from `pod_template_file`
+of the section [kubernetes_executor]; the override adds what a GPU takes.
+"""
+
+import os
+from typing import Any
+
+from kubernetes.client import models
+
+__all__ = ["task_policy"]
+
+SCORE_QUEUE = os.environ.get("LARDER_SCORE_QUEUE") or "gpu"
+GPU = "nvidia.com/gpu"
+"""What NVIDIA's device plug-in offers, and what it keeps other pods off with."""
+
+
+def gpu_pod() -> models.V1Pod:
+    """One GPU, on a node whose others are kept away by a taint; memory is not overcommitted beside it."""
+    container = models.V1Container(
+        name="base",  # the one of the template that runs the task
+        resources=models.V1ResourceRequirements(
+            requests={"cpu": "4", "memory": "16Gi", GPU: "1"},
+            limits={"memory": "16Gi", GPU: "1"},
+        ),
+    )
+    toleration = models.V1Toleration(key=GPU, operator="Exists", effect="NoSchedule")
+    return models.V1Pod(
+        metadata=models.V1ObjectMeta(labels={"larder/queue": SCORE_QUEUE}),
+        spec=models.V1PodSpec(containers=[container], tolerations=[toleration]),
+    )
+
+
+def task_policy(task: Any) -> None:
+    """Called by Airflow with each task of each DAG that it parses."""
+    if task.queue != SCORE_QUEUE:
+        return
+    config = {**task.executor_config, "pod_override": gpu_pod()}
+    if task.is_mapped:
+        task.partial_kwargs["executor_config"] = config
+    else:
+        task.executor_config = config

@@ -1,0 +1,226 @@
+"""A night through CeleryExecutor, as `python -m infra.celery` runs it: a worker per queue, and one that is killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cache.embedded import Server
+from infra.demo.airflow import ROOT
+from infra.demo.place import NEVER
+from precompute import pipeline
+from precompute.config import NightConfig, night_config
+from precompute.models.training import train_reference
+from tests.dags.place import CONFIG, now, write_interactions
+from tests.integration.killed_steps import night
+from tests.integration.killing import run
+from tests.integration.wholeness import assert_whole, whole
+from tests.marked import marked, working_in
+from tests.polling import until
+
+pytestmark = [
+    pytest.mark.storm,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into /proc"),
+]
+
+START_S, RUN_S, STOP_S = 240.0, 400.0, 90.0
+USERS, ITEMS, SHARDS = 90_000, 400, 5
+PROGRAMS = (
+    *("redis-server", "bin/postgres", "api-server", "scheduler", "dag-processor"),
+    *("--queues default", "--queues gpu"),
+)
+# What was in a dead worker's hands is noticed by its silence, or by waiting in a queue that nobody has it from.
+NOTICED = {
+    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "8",
+    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "1",
+    "AIRFLOW__SCHEDULER__TASK_QUEUED_TIMEOUT": "40",
+    "AIRFLOW__SCHEDULER__TASK_QUEUED_TIMEOUT_CHECK_INTERVAL": "5",
+    "LARDER_RETRY_DELAY_S": "1",
+}
+
+
+@dataclass(frozen=True)
+class Running:
+    """The command, what it prints, and what marks all processes that it starts."""
+
+    process: "subprocess.Popen[bytes]"
+    printed: Path
+    mark: str
+    state: Path
+
+    def is_gone(self, database: Path) -> bool:
+        """Whether nothing runs any more, PostgreSQL in `database` included."""
+        return not marked(self.mark) and not working_in(database)
+
+    @property
+    def database(self) -> Path:
+        """PostgreSQL's folder."""
+        return (self.state / "celery/postgres").readlink()
+
+    def says(self, text: str, timeout_s: float) -> None:
+        """Wait until it has printed `text`."""
+        found = until(lambda: self.process.poll() is not None or text in self.said, timeout_s)
+        assert found and text in self.said, self.said
+
+    @property
+    def said(self) -> str:
+        """All that it printed."""
+        return self.printed.read_text()
+
+    def worker_log(self, queue: str) -> str:
+        """What all workers of a queue have said."""
+        return "".join(
+            each.read_text()
+            for each in (self.state / "airflow/processes").glob(f"worker-{queue}-*.log")
+        )
+
+    def session(self, queue: str) -> int:
+        """Id of the session that all processes of a queue's worker belong to, its tasks' included."""
+        return next(
+            os.getsid(pid)
+            for pid, line in marked(self.mark).items()
+            if line.startswith("sh -c") and f"--queues {queue} " in line
+        )
+
+
+def kill(session: int) -> None:
+    """SIGKILL to all of a session at once: nobody is left to tell of the others."""
+    members = [
+        int(each.name)
+        for each in Path("/proc").glob("[0-9]*")
+        if is_of_session(int(each.name), session)
+    ]
+    for how in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, how)
+
+
+def is_of_session(pid: int, session: int) -> bool:
+    """Whether a process that may end meanwhile is of a session."""
+    try:
+        return os.getsid(pid) == session
+    except ProcessLookupError:
+        return False
+
+
+@contextmanager
+def celery(folder: Path, redis_url: str, *arguments: str) -> Iterator[Running]:
+    """`python -m infra.celery` over a folder; killed at the end if it still runs."""
+    mark, printed = f"celery-under-test-{uuid.uuid4().hex}", folder / "printed.log"
+    state = folder / "s"
+    command = [sys.executable, "-u", "-m", "infra.celery", "--state", str(state)]
+    command += ["--config", str(folder / "larder.toml"), *arguments]
+    told = {"UNDER_TEST": mark, "LARDER_SCHEDULE": NEVER, "REDIS_URL": redis_url}
+    with printed.open("wb") as out:
+        process = subprocess.Popen(
+            command, env={**os.environ, **NOTICED, **told}, cwd=ROOT, stdout=out, stderr=out
+        )
+    try:
+        yield Running(process, printed, mark, state)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def configured(folder: Path, redis_url: str) -> NightConfig:
+    """Settings in a file, data, and nothing else yet."""
+    path = folder / "larder.toml"
+    path.write_text(re.sub("shards = .*", f"shards = {SHARDS}\nthreads = 1", CONFIG))
+    return night_config(str(path), {"REDIS_URL": redis_url})
+
+
+def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
+    tmp_path: Path, own_redis: Server
+) -> None:
+    # given: data and a bundle, and the same night undisturbed, in files and a Redis database of its own
+    config = configured(tmp_path, own_redis.url)
+    write_interactions(tmp_path / "interactions.csv", seed=7, users=USERS, items=ITEMS)
+    cut = now()
+    train_reference(config, data_until=cut)
+    twin_url = own_redis.url.removesuffix("0") + "1"
+    twin = replace(config, artifacts="twin", state="twin-state", redis_url=twin_url)
+    undisturbed = run(partial(night, twin, cut, "twin"))
+    assert undisturbed is not None
+
+    # when: the worker of the queue `gpu` dies with all its processes while it writes pages
+    command = ("--run", "nightly_precompute", "--data-until", cut)
+    with celery(tmp_path, own_redis.url, *command) as running:
+        running.says("queues ", START_S)
+        worker, database = running.session("gpu"), running.database
+        assert working_in(database)
+        pages = f"{config.namespace}/generations/*/tables/user_topk/"
+        assert until(lambda: any((tmp_path / "artifacts").glob(pages + ".*.part")), RUN_S)
+        kill(worker)
+        done = len(list((tmp_path / "artifacts").glob(pages + "*.pages")))
+        left = len(list((tmp_path / "artifacts").glob(pages + ".*.part")))
+        print(f"killed with {left} shards half written and {done} of {SHARDS} done", flush=True)
+        assert left > 0 and done < SHARDS
+
+        # then: another one takes over, and the night is published by tasks that were tried again
+        running.says("the worker of the queue gpu ended", STOP_S)
+        assert running.process.wait(RUN_S) == 0, running.said
+        print(running.said)
+        assert re.search(r"score_shard \[\d\] success \(try 2\)", running.said)
+        assert "nightly_precompute success" in running.said
+
+        # and: each queue's tasks were with its own worker
+        assert "Executing workload" in running.worker_log("default")
+        assert "queue='gpu'" not in running.worker_log("default")
+        assert "queue='default'" not in running.worker_log("gpu")
+        # and: nothing is left running
+        assert until(lambda: running.is_gone(database), STOP_S), marked(running.mark)
+
+    # and: nothing distinguishes it from its twin
+    for each in (config, twin):
+        pipeline.retire(each)
+    assert assert_whole(config) == undisturbed.result["generation"]
+    assert whole(config).differences(whole(twin)) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "after"),
+    [
+        (signal.SIGINT, "starting"),
+        (signal.SIGTERM, "until Ctrl-C"),
+        (signal.SIGKILL, "until Ctrl-C"),
+    ],
+)
+def test_a_stop_leaves_nothing_running(
+    tmp_path: Path, own_redis: Server, how: signal.Signals, after: str
+) -> None:
+    configured(tmp_path, own_redis.url)
+    with celery(tmp_path, own_redis.url) as running:
+        running.says(after, START_S)
+        assert until((tmp_path / "s/celery/postgres").is_symlink)
+        if after == "until Ctrl-C":
+            lines = " ".join(marked(running.mark).values())
+            assert all(each in lines for each in PROGRAMS), lines
+            assert working_in(running.database)
+        database = running.database
+
+        running.process.send_signal(how)
+
+        code = running.process.wait(STOP_S)
+        assert code == (-signal.SIGKILL if how == signal.SIGKILL else 130), running.said
+        assert until(lambda: running.is_gone(database), STOP_S), marked(running.mark)
+        assert how == signal.SIGKILL or not database.exists()
+
+    # and: what a killed one left is swept by the next
+    if how == signal.SIGKILL:
+        with celery(tmp_path, own_redis.url) as running:
+            assert until(lambda: not database.exists(), START_S), running.said
+            running.says("until Ctrl-C", START_S)
+            database = running.database
+            running.process.send_signal(signal.SIGTERM)
+            running.process.wait(STOP_S)
+            assert until(lambda: running.is_gone(database), STOP_S), marked(running.mark)
