@@ -3,11 +3,11 @@
 Redis has one core, a reader and the loader share another (with two cores there is no third). The reader asks for one
 616-byte record at a time, 2,000 times a second, over a plain socket; each round it reads alone, under a governed load,
 under one that runs flat out, and alone again. A p99 is the median of those of its seconds, so that one burst of a
-restless host is not the figure.
-Its A/A compares what lies before the loads in even rounds and behind them in odd ones with the rest, so that a drift of
-the host counts on both sides. Loads write generation after generation and remove the last but one, as nights do. A
-governed load is watched once its slow start is over; its rate stands beside flat out (no reader, no governor) and
-beside pipelines of 1,000 `SET`, both measured shortly before and after each loaded stretch.
+restless host is not the figure. Its A/A compares what lies before the loads in two rounds and behind them in the next
+two with the rest, so that a drift of the host, and which load came last, count on both sides. Loads write generation
+after generation and remove the last but one, as nights do. A governed load is watched once its slow start is over; its
+rate stands beside flat out (no reader, no governor) and beside pipelines of 1,000 `SET`, both measured shortly before
+and after each loaded stretch.
 
 On a virtual machine a core at rest halts and takes long to wake, so that a load may make a reader faster. `awake` rows
 (not with `--quick`) say the same of cores that never halt: Redis' own, and the reader's while no loader keeps it awake.
@@ -227,7 +227,10 @@ def measure(
     for state in states:
         before, after = seen[f"before{state}"], seen[f"after{state}"]
         idle, suffix = p99(before + after), state.replace(", ", "_")
-        aa = p99(before[::2] + after[1::2]) / p99(before[1::2] + after[::2])
+        pairs = list(enumerate(zip(before, after, strict=True)))
+        aa = p99([pair[number // 2 % 2] for number, pair in pairs]) / p99(
+            [pair[1 - number // 2 % 2] for number, pair in pairs]
+        )
         for how in ("closed",) if state else ("closed", "open"):
             found = p99(seen[f"{how}{state}"])
             report.ratios[f"p99_{how}_loop_vs_idle{suffix}"] = Ratio(

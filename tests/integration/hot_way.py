@@ -1,14 +1,17 @@
 """One request through the hot route and through the routes behind it, byte for byte."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from precompute.config import NightConfig
+from serving.app import create_app
 from serving.front import Front
 from serving.hot import Hot
 from serving.routes import Service
 from serving.together import LEAST
+from tests.integration.serving_app import settings
 
 NOW = 1_800_000_000.125
 
@@ -127,3 +130,15 @@ async def _call(app: Front, asked: Asked) -> Sent:
 
 def _plain(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
     return tuple((name, value) for name, value in headers)
+
+
+def running(night: NightConfig, **changes: object) -> Iterator[Ways]:
+    """Both ways of one service, which looks at Redis and the blocklist only when it starts."""
+    app = create_app(settings(night, poll_s=60.0, blocklist_poll_s=60.0, **changes))
+    with asyncio.Runner() as runner:
+        life = app.router.lifespan_context(app)
+        runner.run(life.__aenter__())
+        try:
+            yield Ways(app, runner)
+        finally:
+            runner.run(life.__aexit__(None, None, None))

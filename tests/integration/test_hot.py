@@ -1,6 +1,5 @@
 """The hot route answers as the routes behind it do, to the byte, and keeps every rule that they keep."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from urllib.parse import quote
@@ -15,11 +14,9 @@ from cache.blocklist import Blocklist
 from cache.local import LocalKey
 from cache.releases import Canary
 from precompute.config import NightConfig
-from serving.app import create_app
 from serving.case import want_in
-from tests.integration.hot_way import Asked, Ways
+from tests.integration.hot_way import Asked, Ways, running
 from tests.integration.nights import K, build_night, histories
-from tests.integration.serving_app import settings
 
 QUIET = example_settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -38,24 +35,13 @@ def users(night: NightConfig) -> list[str]:
 
 @pytest.fixture
 def ways(night: NightConfig) -> Iterator[Ways]:
-    yield from _running(night)
+    yield from running(night)
 
 
 @pytest.fixture(scope="module")
 def long_lived(night: NightConfig) -> Iterator[Ways]:
     """For the generated requests: nothing but L1 changes under them."""
-    yield from _running(night)
-
-
-def _running(night: NightConfig, **changes: object) -> Iterator[Ways]:
-    app = create_app(settings(night, poll_s=60.0, blocklist_poll_s=60.0, **changes))
-    with asyncio.Runner() as runner:
-        life = app.router.lifespan_context(app)
-        runner.run(life.__aenter__())
-        try:
-            yield Ways(app, runner)
-        finally:
-            runner.run(life.__aexit__(None, None, None))
+    yield from running(night)
 
 
 def get(user: str, query: bytes = b"", table: str = "user_topk", **more: object) -> Asked:
@@ -286,7 +272,7 @@ def test_a_body_that_is_too_long_is_refused_as_before(ways: Ways) -> None:
 
 
 def test_without_the_token_nothing_is_answered(night: NightConfig, users: list[str]) -> None:
-    for ways in _running(night, token="sésame"):
+    for ways in running(night, token="sésame"):
         good = ((b"authorization", "Bearer sésame".encode()),)
         for _ in range(3):
             assert ways.ask(get(users[0], headers=good)).status == 200
@@ -305,7 +291,7 @@ def test_without_the_token_nothing_is_answered(night: NightConfig, users: list[s
 
 def test_ready_answers_count_in_the_bound_of_memory(night: NightConfig, users: list[str]) -> None:
     bound = 300_000
-    for ways in _running(night, l1_bytes=bound):
+    for ways in running(night, l1_bytes=bound):
         local = ways.service.tiers.local
         for user in users:
             for _ in range(3):

@@ -13,12 +13,10 @@ from cache.blocklist import Blocklist
 from cache.errors import TierUnavailable
 from cache.locating import reads_of
 from precompute.config import NightConfig
-from serving.app import create_app
 from serving.case import want_in
 from serving.together import LEAST, MOST
-from tests.integration.hot_way import Asked, Sent, Ways
+from tests.integration.hot_way import Asked, Sent, Ways, running
 from tests.integration.nights import K, build_night, histories
-from tests.integration.serving_app import settings
 
 TABLES = "user_topk", "user_vector", "user_affinity", "item_similar"
 
@@ -35,14 +33,7 @@ def users(night: NightConfig) -> list[str]:
 
 @pytest.fixture
 def ways(night: NightConfig) -> Iterator[Ways]:
-    app = create_app(settings(night, poll_s=60.0, blocklist_poll_s=60.0))
-    with asyncio.Runner() as runner:
-        life = app.router.lifespan_context(app)
-        runner.run(life.__aenter__())
-        try:
-            yield Ways(app, runner)
-        finally:
-            runner.run(life.__aexit__(None, None, None))
+    yield from running(night)
 
 
 def get(user: str, query: bytes = b"", table: str = "user_topk") -> Asked:
