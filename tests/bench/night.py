@@ -70,12 +70,12 @@ def drawn_case(folder: Path) -> Case:
     return Case(np.empty((0, DIMS), np.float32), np.empty((0, DIMS), np.float32), histories)
 
 
-def write_interactions(path: Path, histories: Histories, copies: int) -> None:
-    """One row per interaction, as they happened: users in no order."""
+def write_interactions(path: Path, histories: Histories, copies: int, first: int = 0) -> None:
+    """One row per interaction, as they happened: users in no order; each comes under `copies` names from `first` on."""
     owners = np.repeat(np.arange(len(histories)), np.diff(histories.indptr))
     rows = np.random.default_rng(1).permutation(copies * len(owners))
     users = np.char.add(owners.astype("U"), "-")[rows % len(owners)]
-    users = np.char.add(users, (rows // len(owners)).astype("U"))
+    users = np.char.add(users, (first + rows // len(owners)).astype("U"))
     items = histories.indices[rows % len(owners)].astype("U")
     times = np.arange(len(rows)) + 1_700_000_000
     pq.write_table(

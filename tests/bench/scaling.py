@@ -1,0 +1,187 @@
+"""How the night's cost grows: processor time of scoring over users and over items, peak memory of each step over users.
+
+Four sizes each (nights with `--quick`: two), doubling. `users_exponent` and `items_exponent`: slopes of log time over
+log size (least squares) of the exact top 100 of Gaussian vectors, where no bound helps: 1 is linear; their A/A compares
+the first half of the repetitions with the second. `cost_of_another_user` is what one user more costs a night (processor
+time, Parquet to pages) between the two largest sizes, over the same between the two smallest. `peak_last_doubling` is
+the peak memory at the most users over that at half of them, of the step where it grows most. Each step runs in a
+process of its own, and the number of shards grows with the users, as a night's does.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from cache.embedded import server
+from precompute import pipeline
+from precompute.config import NightConfig, Sources, TableConfig
+from precompute.scoring.topk import Scorer
+from tests.bench.harness import Options, Ratio, Report, parse
+from tests.bench.night import UNTIL, drawn_case, write_interactions
+from tests.bench.topk_cases import random_case
+
+K = 100
+DIMS = 128
+SIZES = 4
+USERS, ITEMS = 4_096, 10_000
+STEPS = ("begin", "embed_items", "score", "assemble")
+COPIES = 2
+"""Of the users, in one file."""
+SHARD_USERS = 30_000
+MIB = 1 << 20
+
+
+def times(sizes: Sequence[tuple[int, int]], repeats: int) -> list[list[float]]:
+    """Processor seconds of scoring (users, items), one list per size."""
+    most = random_case(max(users for users, _ in sizes), max(items for _, items in sizes), DIMS)
+    found: list[list[float]] = [[] for _ in sizes]
+    scorers = [Scorer.of(most.items[:items]) for _, items in sizes]
+    for number in range(repeats + 1):
+        for place, (users, _items) in enumerate(sizes):
+            started = time.process_time()
+            scorers[place].top(most.users[:users], K, threads=1)
+            if number:  # the first warms
+                found[place].append(time.process_time() - started)
+    return found
+
+
+def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """The slope of log time over log size."""
+    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+
+
+def growth(sizes: Sequence[int], found: Sequence[Sequence[float]]) -> Ratio:
+    """An exponent, and that of the first half of the repetitions over that of the second."""
+    half = len(found[0]) // 2
+    halves = [
+        exponent(sizes, [min(each[part]) for each in found])
+        for part in (slice(half), slice(half, None))
+    ]
+    whole = exponent(sizes, [min(each) for each in found])
+    return Ratio(
+        whole, halves[0] / halves[1], len(found[0]), statistics.median(found[-1]), statistics.median(found[0])
+    )  # fmt: skip
+
+
+def run_step(folder: Path, step: str) -> None:
+    """One step of the night in this process; prints its processor seconds and its peak memory."""
+    config = config_of(folder)
+    build = json.loads((folder / "build.json").read_text()) if step != "begin" else {}
+    before = time.process_time()
+    if step == "begin":
+        build = dict(pipeline.begin(config, data_until=UNTIL, run_after=None))
+    elif step == "embed_items":
+        pipeline.embed_items(config, build)
+    elif step == "score":
+        done = [pipeline.score_shard(config, build, shard) for shard in build["shards"]]
+        (folder / "scored.json").write_text(json.dumps(done))
+    else:
+        pipeline.assemble(config, build, json.loads((folder / "scored.json").read_text()))
+    if step == "begin":
+        (folder / "build.json").write_text(json.dumps(build))
+    spent = time.process_time() - before
+    print(json.dumps({"seconds": spent, "peak": peak_bytes()}))
+
+
+def peak_bytes() -> int:
+    """Most memory that this process held; `ru_maxrss` begins with that of the process it was forked from."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def config_of(folder: Path) -> NightConfig:
+    """The night of one size, in a folder of its own; the bundle is shared."""
+    users = int(folder.name)
+    return NightConfig(
+        artifacts=str(folder / "artifacts"),
+        state=str(folder / "state"),
+        bundle=str(folder.parent / "bundle"),
+        redis_url=os.environ["REDIS_URL"],
+        shards=max(1, users // SHARD_USERS),
+        sources=Sources((str(folder / "*.parquet"),)),
+        tables={"user_topk": TableConfig("user_topk", k=K)},
+    )
+
+
+def nights(report: Report, folder: Path, options: Options) -> None:
+    """Time and peak memory of every step over four numbers of users."""
+    case = drawn_case(folder / "bundle")
+    each = len(case.histories)
+    copies = [1, 2] if options.quick else [COPIES << place for place in range(SIZES)]
+    seconds: list[float] = []
+    peaks: dict[str, list[float]] = {step: [] for step in STEPS}
+    for number in copies:
+        place = folder / str(each * number)
+        place.mkdir()
+        for first in range(0, number, COPIES):
+            path = place / f"{first:02d}.parquet"
+            write_interactions(path, case.histories, min(COPIES, number), first)
+        spent = 0.0
+        for step in STEPS:
+            told = in_process(place, step)
+            spent += told["seconds"]
+            peaks[step].append(told["peak"] / MIB)
+        seconds.append(spent)
+    for step, found in peaks.items():
+        report.figures[f"peak MiB, {step}"] = " / ".join(f"{value:.0f}" for value in found)
+    users = [each * number for number in copies]
+    report.figures["night's users"] = " / ".join(f"{count:,}" for count in users)
+    report.figures["night's CPU s"] = " / ".join(f"{value:.1f}" for value in seconds)
+    report.figures["night's steps"] = ", ".join(STEPS)
+    marginal = np.diff(seconds) / np.diff(users)
+    report.ratios["cost_of_another_user"] = Ratio(
+        float(marginal[-1] / marginal[0]) if len(marginal) > 1 else 1.0, 1.0, len(users),
+        float(marginal[-1]), float(marginal[0]),
+    )  # fmt: skip
+    worst = max(STEPS, key=lambda step: peaks[step][-1] / peaks[step][-2])
+    half, last = peaks[worst][-2:]
+    report.figures["grows most"] = worst
+    report.ratios["peak_last_doubling"] = Ratio(last / half, 1.0, len(users), last, half)
+
+
+def in_process(folder: Path, step: str) -> dict[str, float]:
+    """What a step said of itself."""
+    command = [sys.executable, "-m", "tests.bench.scaling", "--step", step, str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"{step}: {ended.stderr[-2000:]}")
+    told: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return told
+
+
+def main() -> None:
+    """Measure and report."""
+    if sys.argv[1:2] == ["--step"]:
+        run_step(Path(sys.argv[3]), sys.argv[2])
+        return
+    options = parse(__doc__ or "")
+    report = Report("scaling", ("faiss-cpu", "onnxruntime", "pyarrow"))
+    scale = 1 if options.quick else 2
+    users = [scale * USERS << place for place in range(SIZES)]
+    items = [scale * ITEMS << place for place in range(SIZES)]
+    report.figures["users"] = " / ".join(f"{count:,}" for count in users)
+    report.figures["items"] = " / ".join(f"{count:,}" for count in items)
+    by_users = times([(count, items[0]) for count in users], options.rounds)
+    by_items = times([(users[0], count) for count in items], options.rounds)
+    report.ratios["users_exponent"] = growth(users, by_users)
+    report.ratios["items_exponent"] = growth(items, by_items)
+    with TemporaryDirectory(prefix="larder-bench-") as place:
+        folder = Path(place)
+        (folder / "redis").mkdir()
+        with server(folder / "redis") as running:
+            os.environ["REDIS_URL"] = running.url
+            nights(report, folder, options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
