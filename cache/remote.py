@@ -88,6 +88,7 @@ class RemoteTier:
         self._in_flight = 0
         self._timer = timer
         self._landings: deque[tuple[float, float]] = deque(maxlen=_LANDINGS)
+        self._counted: TierUnavailable | None = None
         self._packer = Packer(keyspace)
         self._payloads: dict[str, bytes] = {}
 
@@ -184,7 +185,10 @@ class RemoteTier:
         now = self._timer()
         self._landings.append((now, now - sent_at))
         if isinstance(outcome, TierUnavailable):
-            self.breaker.failure()
+            # All that was under way on a wire fails as one: it is the stall that counts, not how much waited for it.
+            if outcome is not self._counted:
+                self._counted = outcome
+                self.breaker.failure()
             self._answer_all(parts, outcome)
             return
         if all(

@@ -237,6 +237,27 @@ async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_
     await remote.aclose()
 
 
+async def test_one_stall_is_one_failure_whatever_waited_for_it(own_redis: Server) -> None:
+    breaker = Breaker(threshold=2, cooldown_s=60.0)
+    config = RemoteConfig(own_redis.url, deadline_s=0.1, wires_max=1)
+    remote = RemoteTier(config, Keyspace("stalled"), breaker)
+    assert await remote.read([read_of(0, 0)]) == [None]
+
+    os.kill(own_redis.pid, signal.SIGSTOP)
+    reading = []
+    for slot in range(5):  # a pipeline each
+        reading.append(asyncio.ensure_future(remote.read([read_of(1, slot)])))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    late = await asyncio.wait_for(asyncio.gather(*reading), 5)
+    os.kill(own_redis.pid, signal.SIGCONT)
+
+    assert {reason_of(each) for (each,) in late} == {"timeout"} and remote.batches == 6
+    assert await remote.read([read_of(1, 0)]) == [None], "Redis is asked again at once"
+    assert breaker.opened == 0
+    await remote.aclose()
+
+
 async def test_a_callers_shorter_deadline_ends_its_wait_and_keeps_the_connection(
     own_redis: Server,
 ) -> None:
