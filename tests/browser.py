@@ -158,12 +158,14 @@ class Browser:
         """Types into what has the focus."""
         self.call("Input.insertText", text=text)
 
-    def picture(self, file: Path) -> None:
-        """A PNG of the whole page."""
+    def keep(self, name: str) -> None:
+        """A PNG of the whole page in the folder LARDER_TEST_SCREENSHOTS; without one, none."""
+        if not (folder := os.environ.get("LARDER_TEST_SCREENSHOTS")):
+            return
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        file.write_bytes(base64.b64decode(shot["data"]))
+        Path(folder, name).write_bytes(base64.b64decode(shot["data"]))
 
     def complaints(self) -> list[str]:
         """Errors and warnings of the console, exceptions, and what the browser itself logged."""

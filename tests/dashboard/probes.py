@@ -70,7 +70,7 @@ UNLABELLED = """[
   ...[...document.querySelectorAll('input')].filter((each) => !each.labels.length),
   ...[...document.querySelectorAll('[id]')]
     .filter((each, index, all) => all.some((other) => other !== each && other.id === each.id)),
-].map((each) => each.outerHTML.slice(0, 120))"""
+].filter((each) => each.checkVisibility()).map((each) => each.outerHTML.slice(0, 120))"""
 
 HEADINGS = "[...document.querySelectorAll('h1, h2, h3, h4')].map((each) => Number(each.tagName[1]))"
 

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import os
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +10,7 @@ from tests.dashboard import probes as probe
 from tests.dashboard.cases import CASES, HOSTILE
 from tests.dashboard.colours import VISIONS, contrast, distance
 from tests.dashboard.site import Site, shown
+from tests.polling import until
 
 LAPTOP, PHONE = 1280, 390
 LOOKS = [("well", width, scheme) for width in (LAPTOP, PHONE) for scheme in ("light", "dark")] + [
@@ -30,8 +29,7 @@ def test_every_case_is_drawn_whole(
     browser.window(width, scheme=scheme)
 
     shown(browser, site)
-    if folder := os.environ.get("LARDER_TEST_SCREENSHOTS"):
-        browser.picture(Path(folder) / f"{name}-{width}-{scheme}.png")
+    browser.keep(f"{name}-{width}-{scheme}.png")
     browser.run(probe.OPEN_ALL)
     browser.run("new Promise(requestAnimationFrame)")
 
@@ -69,6 +67,33 @@ def test_hostile_texts_are_shown_as_they_are(browser: Browser, site: Site) -> No
 
     assert browser.run(probe.SENTENCE) == HOSTILE
     assert browser.run(f"document.body.innerText.split({json.dumps(HOSTILE)}).length") > 30
+
+
+def test_what_is_pointed_at_is_told_and_stays_so(fast: Browser, site: Site) -> None:
+    shown(fast, site)
+    legend = "document.querySelector('.legend .value').textContent"
+    cursor = "document.querySelector('.cursor').getAttribute('visibility')"
+    newest = fast.run(legend)
+    left, top, width = fast.run(
+        "(({ left, top, width }) => [left, top, width])(document.querySelector('.canvas').getBoundingClientRect())"
+    )
+
+    # The swap in the middle of the hour, where L1 is cold.
+    fast.call(
+        "Input.dispatchMouseEvent",
+        type="mouseMoved",
+        x=left + 52 + (width - 52) * 0.555,
+        y=top + 50,
+    )
+
+    fast.until(f"{cursor} === 'visible'")
+    assert fast.run(f"parseFloat({legend})") < 50 < float(newest.split()[0])
+    assert fast.run("document.querySelectorAll('.cursor[visibility=visible]').length") == 8
+    asked = site.asked
+    assert until(lambda: site.asked > asked + 1)
+    assert fast.run(f"parseFloat({legend})") < 50
+    fast.call("Input.dispatchMouseEvent", type="mouseMoved", x=5, y=5)
+    fast.until(f"{legend} === {json.dumps(newest)}")
 
 
 def test_structure_is_there_for_who_does_not_see_it(browser: Browser, site: Site) -> None:

@@ -9,9 +9,11 @@ const BOTTOM = 20;
 const EMPTY = 44;
 const SHORTEST_S = 600;
 const charts = new Set();
+let pointed = null;
 
 function pointAll(at) {
-  for (const chart of charts) chart.point(at);
+  pointed = at;
+  for (const chart of charts) chart.point();
 }
 
 /** One chart with its legend. `draw` takes what is shown; it is drawn again whenever its width changes. */
@@ -34,11 +36,11 @@ export class TimeChart {
     this.#paint();
   }
 
-  /** Values at a time instead of the newest ones; null: the newest again. */
-  point(at) {
-    if (!this.shown?.at.length || !this.x) return;
+  /** Values at the time that is pointed at; the newest ones if none is. */
+  point() {
+    if (!this.x) return;
     const { at: bins, step } = this.shown;
-    const bin = at === null ? -1 : bins.findIndex((start) => at >= start && at < start + step);
+    const bin = pointed === null ? -1 : bins.findIndex((start) => pointed >= start && pointed < start + step);
     this.cursor.setAttribute("visibility", bin < 0 ? "hidden" : "visible");
     if (bin >= 0) {
       const x = this.x(bins[bin] + step / 2);
@@ -103,7 +105,7 @@ export class TimeChart {
       ...stacked.map((line) => (line.base ? this.#area(line, y) : this.#line(line, y))),
       this.cursor,
     );
-    this.#tell(-1);
+    this.point();
   }
 
   #vertical(lines) {

@@ -44,7 +44,7 @@ function room(data) {
 
 function right(data) {
   const { exact, samples } = data.quality ?? {};
-  const note = isNumber(samples) ? `of ${count(samples)} answers checked` : "nothing checked yet";
+  const note = isNumber(samples) ? `of ${count(samples)} checked` : "nothing checked yet";
   return { name: "Exactly right", value: percent(exact?.rate), note };
 }
 

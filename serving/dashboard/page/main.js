@@ -18,16 +18,17 @@ const panels = [figures(), ...serving(), ...nights(), ...memory(), ...quality()]
 
 let newest = null;
 let trouble = null;
+let isLocked = false;
 
 /** The verdict of the service while its data are new; what the page itself knows when they are not. */
 function judge(isStale, age) {
   const told = newest?.data.verdict ?? {};
   const level = isStale || !LEVELS.includes(told.level) ? "unknown" : told.level;
-  const name = { ok: "", warn: "Look: ", bad: "Alarm: ", unknown: "" }[level];
   find("verdict").dataset.level = level;
   if (!newest) {
-    say(find("sentence"), trouble ? `The service gives no numbers: ${trouble}.` : "Asking the service how it is.");
-    advise(trouble ? "Look whether it runs. This page goes on asking." : null);
+    say(find("sentence"), isLocked ? "The service asks for its token."
+      : trouble ? `The service gives no numbers: ${trouble}.` : "Asking the service how it is.");
+    advise(trouble && !isLocked ? "Look whether it runs. This page goes on asking." : null);
   } else if (isStale) {
     say(find("sentence"), "How the service is now is not known.");
     const last = told.sentence ? ` It said then: ${told.sentence}` : "";
@@ -36,9 +37,9 @@ function judge(isStale, age) {
     say(find("sentence"), told.sentence ?? "The service does not say yet whether all is well.");
     advise(told.advice);
   }
-  const short = level === "unknown" ? "not known" : level === "ok" ? "well" : told.sentence;
-  document.title = `${name}${short} · Larder`;
-  if (!newest) say(find("age"), trouble ? "No contact" : "Asking the service");
+  const title = { ok: "All well", warn: `Look: ${told.sentence}`, bad: `Alarm: ${told.sentence}`, unknown: "Not known" }[level];
+  document.title = `${title} · Larder`;
+  if (!newest) say(find("age"), isLocked ? "Waiting for the token" : trouble ? "No contact" : "Asking the service");
   else if (poller.isPaused) say(find("age"), `Paused; ${duration(age)} old`);
   else say(find("age"), trouble ? `No contact; ${duration(age)} old` : `Updated ${duration(age)} ago`);
 }
@@ -82,6 +83,7 @@ const poller = new Poller({
   onData(data) {
     newest = { data, at: Date.now() };
     trouble = null;
+    isLocked = false;
     find("ask").hidden = true;
     find("numbers").hidden = false;
     draw(data);
@@ -93,6 +95,7 @@ const poller = new Poller({
   },
   onToken(wasWrong) {
     trouble = "it asks for its token";
+    isLocked = true;
     find("ask").hidden = false;
     find("numbers").hidden = newest === null;
     say(find("ask-why"), wasWrong ? "That is not its token." : "");

@@ -36,7 +36,7 @@ function sampled() {
       ["Error of scores", isNumber(error?.mean) ? `${exact(error.mean)} mean, ${exact(error.p99)} p99` : "not known"],
       ["Samples", isNumber(quality.samples) ? `${count(quality.samples)}${since}` : "not known"],
       ["Cold ids for the next night", known(quality.worklist, count)],
-      ["Of the generation read at least once", known(quality.read_share, percent)],
+      ["Read at least once", isNumber(quality.read_share) ? `${percent(quality.read_share)} of the generation` : "not known"],
     ]));
     const rows = Array.isArray(by) ? by.filter(Boolean) : [];
     if (!rows.length) place.replaceChildren();
@@ -57,12 +57,15 @@ function conditions(replica) {
   return found.length ? el("span", { class: "several" }, found) : "not known";
 }
 
+const isTroubled = (each) => each.ready === false || Boolean(each.failed || each.stale || each.degraded);
+
 function replicas() {
   const part = panel("replicas", "Who answers", 12);
   const place = el("div");
   part.body.append(place);
   return (data) => {
     const all = Array.isArray(data.replicas) ? data.replicas.filter(Boolean) : [];
+    all.sort((left, right) => isTroubled(right) - isTroubled(left));
     const live = new Set(all.map((each) => each.generation ?? null));
     part.lede(!all.length ? "No replica has told of itself yet."
       : `${all.length} told of themselves; ${live.size > 1 ? `they answer from ${live.size} different generations` : "all answer from one generation"}.`);
