@@ -15,10 +15,15 @@ def without_redis() -> Dashboard:
     data = copy.deepcopy(well())
     return data | {  # type: ignore[return-value]
         "whole": False,
+        "trouble": "Redis does not answer within 75 ms",
         "verdict": {
             "level": "bad",
             "sentence": "Redis cannot be reached: answers come from memory, live inference and defaults.",
             "advice": "Start Redis, then run: python -m precompute restore",
+            "also": [
+                "Previous and default answer 31 % more than an hour ago.",
+                "The breaker is open.",
+            ],
         },
         "replicas": [{**data["replicas"][0], "stale": "pointer_unreadable", "workers": 1}],  # type: ignore[index]
         "redis": None,
@@ -115,7 +120,7 @@ def hostile() -> Dashboard:
 
     level = data["verdict"]["level"]
     data = spoiled(data)
-    data["verdict"]["level"] = level
+    data["verdict"] |= {"level": level, "also": [HOSTILE, HOSTILE]}
     data["totals"]["misses"] = {HOSTILE: 5, "__proto__": 4, "constructor": 3}
     data["series"]["answers"][HOSTILE] = data["series"]["requests"]
     data["breakers"][HOSTILE] = 1

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.dashboard.cases import CASES
-from tests.dashboard.contract import faults
+from tests.dashboard.faults import faults
 from tests.dashboard.healthy import well
 
 

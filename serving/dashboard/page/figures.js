@@ -21,8 +21,9 @@ function asked(data, series) {
   };
 }
 
-function slow(series) {
-  const p99 = (source) => last(recent(series, series.seconds[source]?.p99 ?? []));
+function slow(data, series) {
+  const p99 = (source) =>
+    data.lately?.latency?.[source]?.p99 ?? last(recent(series, series.seconds[source]?.p99 ?? []));
   const others = [["L2", p99("l2")], ["live", p99("live")]].filter(([, value]) => value !== null);
   const note = others.map(([name, value]) => `${name} ${duration(value)}`).join(", ");
   return { name: "p99 from L1", value: duration(p99("l1")), note: note || "none from L2 or live" };
@@ -52,7 +53,7 @@ function right(data) {
 export function figures() {
   const node = document.getElementById("figures");
   return (data, series) => {
-    const all = [served(series), asked(data, series), slow(series), fresh(data), room(data), right(data)];
+    const all = [served(series), asked(data, series), slow(data, series), fresh(data), room(data), right(data)];
     keyed(node, all, {
       key: (each) => each.name,
       make: (each) => el("div", {}, el("dt", {}, each.name), el("dd", {}, el("span", { class: "big" }), el("span", { class: "note" }))),

@@ -1,6 +1,6 @@
 // Puts the page together: asks, draws, and says how old what it shows is.
 
-import { say } from "./dom.js";
+import { el, keyed, say } from "./dom.js";
 import { clock, count, duration } from "./format.js";
 import { figures } from "./figures.js";
 import { memory } from "./memory.js";
@@ -35,7 +35,7 @@ function judge(isStale, age) {
     advise(`These numbers are from ${clock(newest.at / 1000, "second")}.${trouble ? ` No new ones: ${trouble}.` : ""}${last}`);
   } else {
     say(find("sentence"), told.sentence ?? "The service does not say yet whether all is well.");
-    advise(told.advice);
+    advise(told.advice, told.also ?? []);
   }
   const title = { ok: "All well", warn: `Look: ${told.sentence}`, bad: `Alarm: ${told.sentence}`, unknown: "Not known" }[level];
   document.title = `${title} · Larder`;
@@ -44,9 +44,13 @@ function judge(isStale, age) {
   else say(find("age"), trouble ? `No contact; ${duration(age)} old` : `Updated ${duration(age)} ago`);
 }
 
-function advise(text) {
+function advise(text, also = []) {
   say(find("advice"), text ?? "");
   find("advice").hidden = !text;
+  keyed(find("also"), also, {
+    key: (each) => each, make: () => el("li"), update: (node, each) => say(node, String(each)),
+  });
+  find("also").hidden = !also.length;
 }
 
 /** Every second, and after each answer. */
@@ -58,8 +62,8 @@ function tick() {
 }
 
 /** Whose numbers these are. */
-function whose({ whole, replicas }) {
-  if (whole === false) return "Redis cannot be asked: these are the numbers of one worker only.";
+function whose({ whole, trouble: why, replicas }) {
+  if (whole === false) return `These are the numbers of one worker only: ${why ?? "Redis cannot be asked"}.`;
   const all = Array.isArray(replicas) ? replicas.filter(Boolean) : [];
   if (all.length < 2) return all.length ? "Numbers of the one replica there is." : "";
   return `Numbers of ${count(all.length)} replicas together.`;

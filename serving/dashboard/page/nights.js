@@ -80,7 +80,8 @@ function opened(generation) {
       ? table(`Gates of ${generation.generation}`, ["Rule", "Measured", "Threshold", "Verdict"],
         gates.map((gate) => {
           const { level, word } = verdictOf(gate);
-          return [words(gate.rule ?? "–"), shown(gate.value), shown(gate.threshold), mark(level, words(word))];
+          const rule = el("span", {}, words(gate.rule ?? "–"), gate.note ? el("span", { class: "gloss" }, String(gate.note)) : null);
+          return [rule, shown(gate.value), shown(gate.threshold), mark(level, words(word))];
         }))
       : el("p", { class: "lede" }, "No gate has judged it yet."));
 }
