@@ -39,7 +39,8 @@ def before_first_night() -> Dashboard:
     nothing: Any = {
         "verdict": {"level": "warn", "sentence": "No generation has been published yet.",
                     "advice": "Run the first night: python -m precompute night"},
-        "series": {**series, "requests": [0] * 4, "answers": {}, "seconds": {}, "stages": {}, "misses": {}},
+        "series": {**series, "requests": [0] * 4, "answers": {"l1": [0] * 4},
+                   "seconds": {}, "stages": {}, "misses": {}},
         "totals": {"requests": 0, "answers": {}, "misses": {}, "entities": 0},
         "replicas": [{**data["replicas"][0], "ready": False, "generation": None, "epoch": None}],  # type: ignore[index]
         "generations": [], "nights": [], "schedule": {"age_s": None, "due_at": NOW - 3600, "missing": True},

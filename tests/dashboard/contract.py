@@ -161,6 +161,7 @@ class Quality(TypedDict):
 
 
 class Lately(TypedDict):
+    answers: dict[str, Number] | None
     latency: dict[str, dict[str, Number]] | None
 
 

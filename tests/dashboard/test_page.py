@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.browser import Browser
 from tests.dashboard import probes as probe
 from tests.dashboard.cases import CASES, HOSTILE
 from tests.dashboard.colours import VISIONS, contrast, distance
+from tests.dashboard.healthy import well
 from tests.dashboard.site import Site, shown
 from tests.polling import until
 
@@ -58,6 +60,21 @@ def test_the_numbers_are_those_of_the_data(browser: Browser, site: Site) -> None
         "68.2 %; 512 MiB",
     ):  # fmt: skip
         assert expected in text, expected
+
+
+def test_what_the_service_adds_up_itself_goes_first(browser: Browser, site: Site) -> None:
+    data: Any = well(bins=0)
+    data["lately"] = {
+        "answers": {"l1": 30, "l2": 60, "live": 10, "previous": 0, "default": 0},
+        "latency": {"l1": {"p50": 0.001, "p99": 0.0123, "p999": 0.05}},
+    }
+    site.data = data
+
+    shown(browser, site)
+
+    figures = browser.run("document.getElementById('figures').innerText").replace("\u00a0", " ")
+    assert "90 %" in figures and "of 100 answers" in figures and "12.3 ms" in figures
+    assert browser.complaints() == []
 
 
 def test_hostile_texts_are_shown_as_they_are(browser: Browser, site: Site) -> None:

@@ -31,6 +31,7 @@ export function complete(data) {
   return {
     step,
     at,
+    lately: data?.lately?.answers ?? null,
     requests: bins(series.requests),
     answers: each(series.answers),
     stages: each(series.stages),
@@ -77,10 +78,10 @@ export function shares(series) {
   );
 }
 
-/** Answers of the last minutes by source, and their sum. */
+/** Answers of the last minutes by source, and their sum: as the service adds them up, else from whole bins. */
 export function recentAnswers(series) {
   const by = Object.fromEntries(
-    SOURCES.map(({ name }) => [name, sum(recent(series, series.answers[name] ?? []))]),
+    SOURCES.map(({ name }) => [name, series.lately?.[name] ?? sum(recent(series, series.answers[name] ?? []))]),
   );
   return { by, total: sum(Object.values(by)) };
 }

@@ -25,7 +25,7 @@ function answers() {
       told: percent(now.total > 0 ? (now.by[name] ?? 0) / now.total : null),
     }));
     const stored = storedShare(series);
-    part.lede(!series.at.length ? "Not known yet." : stored === null ? "Nobody has asked in the last 5 minutes."
+    part.lede(stored === null ? (now.total === 0 ? "Nobody has asked in the last 5 minutes." : "Not known yet.")
       : `${percent(stored)} from a stored record in the last 5 minutes.`);
     chart.draw({ ...series, lines, high: 1, summary: described(`${part.title} over ${span(series)}; last 5 minutes`, lines) });
     tell(series, series.at.length);
