@@ -20,6 +20,7 @@ from serving.answer import Answer
 from serving.arrow_answers import answers_stream
 from serving.arrow_request import lookup_arrow
 from serving.ask import Ask, Limits, Options
+from serving.dashboard.pages import page_routes
 from serving.follower import Follower
 from serving.holding import Holding
 from serving.http import as_arrow, as_json, read_body, refused
@@ -182,6 +183,7 @@ def routes(service: Service) -> APIRouter:
     router.add_api_route("/healthz", healthz, methods=["GET"])
     router.add_api_route("/readyz", readyz, methods=["GET"], openapi_extra=openapi.READYZ)
     router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
+    router.routes.extend(page_routes())
     return router
 
 

@@ -239,6 +239,19 @@ async def test_a_body_that_lies_about_its_length_is_stopped_while_it_streams(
     assert response.json()["error"]["code"] == "body_too_large"
 
 
+async def test_the_dashboards_page_needs_no_token_and_is_no_part_of_the_api(
+    night: NightConfig,
+) -> None:
+    async with serving(night, token="secret") as app:
+        page, script = await app.http.get("/dashboard"), await app.http.get("/dashboard/main.js")
+        head, other = await app.http.head("/dashboard"), await app.http.get("/dashboard/other.js")
+        described = (await app.http.get("/openapi.json")).json()
+
+    assert [each.status_code for each in (page, script, head, other)] == [200, 200, 200, 404]
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert not [path for path in described["paths"] if path in ("/dashboard", "/dashboard/main.js")]
+
+
 async def test_a_token_guards_predictions_and_not_the_probes(night: NightConfig) -> None:
     async with serving(night, token="secret") as app:
         assert (await app.http.get("/v1/lookup/user_topk/x")).status_code == 401

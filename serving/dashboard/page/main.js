@@ -1,0 +1,126 @@
+// Puts the page together: asks, draws, and says how old what it shows is.
+
+import { el, keyed, say } from "./dom.js";
+import { clock, count, duration } from "./format.js";
+import { figures } from "./figures.js";
+import { memory } from "./memory.js";
+import { nights } from "./nights.js";
+import { Poller } from "./poll.js";
+import { quality } from "./quality.js";
+import { complete } from "./series.js";
+import { serving } from "./serving.js";
+
+const STALE_MS = 20000;
+const LEVELS = ["ok", "warn", "bad"];
+
+const find = (id) => document.getElementById(id);
+const panels = [figures(), ...serving(), ...nights(), ...memory(), ...quality()];
+
+let newest = null;
+let trouble = null;
+let isLocked = false;
+
+/** The verdict of the service while its data are new; what the page itself knows when they are not. */
+function judge(isStale, age) {
+  const told = newest?.data.verdict ?? {};
+  const level = isStale || !LEVELS.includes(told.level) ? "unknown" : told.level;
+  find("verdict").dataset.level = level;
+  if (!newest) {
+    say(find("sentence"), isLocked ? "The service asks for its token."
+      : trouble ? `The service gives no numbers: ${trouble}.` : "Asking the service how it is.");
+    advise(trouble && !isLocked ? "Look whether it runs. This page goes on asking." : null);
+  } else if (isStale) {
+    say(find("sentence"), "How the service is now is not known.");
+    const last = told.sentence ? ` It said then: ${told.sentence}` : "";
+    advise(`These numbers are from ${clock(newest.at / 1000, "second")}.${trouble ? ` No new ones: ${trouble}.` : ""}${last}`);
+  } else {
+    say(find("sentence"), told.sentence ?? "The service does not say yet whether all is well.");
+    advise(told.advice, told.also ?? []);
+  }
+  const title = { ok: "All well", warn: `Look: ${told.sentence}`, bad: `Alarm: ${told.sentence}`, unknown: "Not known" }[level];
+  document.title = `${title} · Larder`;
+  if (!newest) say(find("age"), isLocked ? "Waiting for the token" : trouble ? "No contact" : "Asking the service");
+  else if (poller.isPaused) say(find("age"), `Paused; ${duration(age)} old`);
+  else say(find("age"), trouble ? `No contact; ${duration(age)} old` : `Updated ${duration(age)} ago`);
+}
+
+function advise(text, also = []) {
+  say(find("advice"), text ?? "");
+  find("advice").hidden = !text;
+  keyed(find("also"), also, {
+    key: (each) => each, make: () => el("li"), update: (node, each) => say(node, String(each)),
+  });
+  find("also").hidden = !also.length;
+}
+
+/** Every second, and after each answer. */
+function tick() {
+  const age = newest ? Math.max(0, Math.round((Date.now() - newest.at) / 1000)) : 0;
+  const isStale = newest !== null && Date.now() - newest.at > STALE_MS;
+  document.documentElement.classList.toggle("is-stale", isStale);
+  judge(isStale, age);
+}
+
+/** Whose numbers these are. */
+function whose({ whole, trouble: why, replicas }) {
+  if (whole === false) return `These are the numbers of one worker only: ${why ?? "Redis cannot be asked"}.`;
+  const all = Array.isArray(replicas) ? replicas.filter(Boolean) : [];
+  if (all.length < 2) return all.length ? "Numbers of the one replica there is." : "";
+  return `Numbers of ${count(all.length)} replicas together.`;
+}
+
+function draw(data) {
+  const series = complete(data);
+  for (const panel of panels) {
+    try {
+      panel(data, series);
+    } catch (error) {
+      console.error(error);
+    }
+  }
+  say(find("whose"), whose(data));
+  find("whose").hidden = !find("whose").textContent;
+}
+
+const poller = new Poller({
+  url: new URL("data", import.meta.url),
+  onData(data) {
+    newest = { data, at: Date.now() };
+    trouble = null;
+    isLocked = false;
+    find("ask").hidden = true;
+    find("numbers").hidden = false;
+    draw(data);
+    tick();
+  },
+  onTrouble(why) {
+    trouble = why;
+    tick();
+  },
+  onToken(wasWrong) {
+    trouble = "it asks for its token";
+    isLocked = true;
+    find("ask").hidden = false;
+    find("numbers").hidden = newest === null;
+    say(find("ask-why"), wasWrong ? "That is not its token." : "");
+    find("token").value = "";
+    tick();
+    find("token").focus();
+  },
+});
+
+find("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  poller.use(find("token").value);
+});
+
+find("pause").addEventListener("click", () => {
+  const isPaused = !poller.isPaused;
+  poller.pause(isPaused);
+  find("pause").setAttribute("aria-pressed", String(isPaused));
+  tick();
+});
+
+say(find("zone"), `Times are of your zone, ${Intl.DateTimeFormat().resolvedOptions().timeZone ?? "as this device is set"}; pointing at one tells UTC.`);
+setInterval(tick, 1000);
+poller.look();

@@ -1,0 +1,78 @@
+"""The dashboard's page and the files that it loads, under strict headers; its numbers come from `/dashboard/data`."""
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import PurePosixPath
+
+from fastapi import Request, Response
+from starlette.responses import RedirectResponse
+from starlette.routing import Route
+
+PATH = "/dashboard"
+_INDEX = "index.html"
+_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    "Cache-Control": "no-cache",  # kept, but asked for again: an upgrade is seen at once
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; object-src 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """One file of the page as it is sent."""
+
+    body: bytes
+    media_type: str
+    etag: str
+
+
+@functools.cache
+def assets() -> Mapping[str, Asset]:
+    """Every file of the page by its path, read once."""
+    found = {}
+    for file in files(__package__).joinpath("page").iterdir():
+        if (media_type := _TYPES.get(PurePosixPath(file.name).suffix)) is not None:
+            body = file.read_bytes()
+            path = PATH if file.name == _INDEX else f"{PATH}/{file.name}"
+            found[path] = Asset(body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return found
+
+
+def page_routes() -> list[Route]:
+    """One route per file: a name that is none of them is nobody's. None holds data, so none asks for the token."""
+    routes = [Route(path, _send, include_in_schema=False) for path in sorted(assets())]
+    return [*routes, Route(f"{PATH}/", _without_slash, include_in_schema=False)]
+
+
+async def _send(request: Request) -> Response:
+    asset = assets()[request.scope["route"].path]
+    headers = {**HEADERS, "ETag": asset.etag}
+    if _is_known(request.headers.get("if-none-match", ""), asset.etag):
+        return Response(None, 304, headers)
+    if request.method == "HEAD":
+        headers |= {"Content-Length": str(len(asset.body))}
+        return Response(None, 200, headers, asset.media_type)
+    return Response(asset.body, 200, headers, asset.media_type)
+
+
+async def _without_slash(_request: Request) -> Response:
+    return RedirectResponse(f"..{PATH}", 308)
+
+
+def _is_known(sent: str, etag: str) -> bool:
+    """RFC 9110, 13.1.2: a list of tags compared weakly, or any."""
+    return any(each.strip().removeprefix("W/") in (etag, "*") for each in sent.split(","))

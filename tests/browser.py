@@ -1,0 +1,230 @@
+"""A headless Chromium, spoken to in its own protocol over a pipe: https://chromedevtools.github.io/devtools-protocol/.
+
+The pipe needs no port and no package, and the browser ends when its other end is closed.
+"""
+
+import base64
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+_FLAGS = (
+    "--headless", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu", "--disable-dev-shm-usage",
+    "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--force-color-profile=srgb", "--hide-scrollbars", "--lang=en-GB",
+)  # fmt: skip
+# Chromium reads commands from descriptor 3 and writes to 4; the given ones are out of the way of both.
+_START = """
+import os, sys
+reads, writes = map(int, sys.argv[1:3])
+os.dup2(reads, 3)
+os.dup2(writes, 4)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+_FIRST_FREE = 10
+_TAB = {"key": "Tab", "code": "Tab", "windowsVirtualKeyCode": 9}
+_ENTER = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+KEYS: dict[str, dict[str, Any]] = {"Tab": _TAB, "Enter": _ENTER}
+
+
+def find_browser() -> str | None:
+    """The Chromium to test with: LARDER_TEST_CHROMIUM (a name or path), else the first on PATH."""
+    chosen = os.environ.get("LARDER_TEST_CHROMIUM", "")
+    if chosen and shutil.which(chosen) is None:
+        raise FileNotFoundError(f"LARDER_TEST_CHROMIUM names no program: {chosen}")
+    return next(
+        (found for name in ((chosen,) if chosen else NAMES) if (found := shutil.which(name))), None
+    )
+
+
+class BrowserError(RuntimeError):
+    """The browser refused, or did not answer in time."""
+
+
+class Browser:
+    """One browser with one page; what its console and its network told is kept until `clear`."""
+
+    def __init__(self, program: str, profile: Path, timeout_s: float = 30.0) -> None:
+        self._timeout_s = timeout_s
+        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has none for root
+        theirs, self._out = _pipe()
+        self._in, others = _pipe()
+        command = [program, *_FLAGS, *sandbox, f"--user-data-dir={profile}", "about:blank"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, str(theirs), str(others), *command],
+            pass_fds=(theirs, others), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        os.close(others)
+        self._number, self._unread, self._session = 0, b"", ""
+        self.events: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Self:
+        try:
+            targets = self.call("Target.getTargets")["targetInfos"]
+            page = next(each for each in targets if each["type"] == "page")
+            attached = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
+            self._session = attached["sessionId"]
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                self.call(f"{domain}.enable")
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def call(self, method: str, **parameters: Any) -> Any:
+        """The result of one command."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        give_up = time.monotonic() + self._timeout_s
+        while (answer := self._read(give_up)).get("id") != self._number:
+            if "method" in answer:
+                self.events.append(answer)
+        if "error" in answer:
+            raise BrowserError(f"{method}: {answer['error']['message']}")
+        return answer["result"]
+
+    def run(self, script: str) -> Any:
+        """The value of an expression in the page; a promise is waited for."""
+        found = self.call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
+        if "exceptionDetails" in found:
+            raise BrowserError(json.dumps(found["exceptionDetails"])[:2000])
+        return found["result"].get("value")
+
+    def until(self, script: str, timeout_s: float = 20.0) -> None:
+        """Waits until an expression is true; fails with what it was last."""
+        give_up = time.monotonic() + timeout_s
+        while not (found := self.run(script)):
+            if time.monotonic() > give_up:
+                raise BrowserError(f"still {found!r} after {timeout_s} s: {script}")
+            time.sleep(0.02)
+
+    def open(self, url: str) -> None:
+        """Goes to a page and waits until all of it is loaded; events of the page before are gone."""
+        self.clear()
+        self.call("Page.navigate", url=url)
+        self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
+
+    def clear(self) -> None:
+        """Forgets what console and network told."""
+        self.run("0")  # what is on its way belongs to what was before
+        self.events.clear()
+
+    def window(self, width: int, height: int = 900, *, scheme: str = "light") -> None:
+        """Size in CSS pixels, a phone's when narrow; light or dark."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=height, deviceScaleFactor=1, mobile=width < 500,
+        )  # fmt: skip
+        features = [
+            {"name": "prefers-color-scheme", "value": scheme},
+            {"name": "prefers-reduced-motion", "value": "reduce"},
+        ]
+        self.call("Emulation.setEmulatedMedia", features=features)
+
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """One key, down and up."""
+        sent = {**KEYS[key], "modifiers": 8 if shift else 0}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **sent)
+        sent.pop("text", None)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **sent)
+
+    def write(self, text: str) -> None:
+        """Types into what has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def keep(self, name: str) -> None:
+        """A PNG of the whole page in the folder LARDER_TEST_SCREENSHOTS; without one, none."""
+        if not (folder := os.environ.get("LARDER_TEST_SCREENSHOTS")):
+            return
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        Path(folder, name).write_bytes(base64.b64decode(shot["data"]))
+
+    def complaints(self) -> list[str]:
+        """Errors and warnings of the console, exceptions, and what the browser itself logged."""
+        self.run("0")
+        found = []
+        for event in self.events:
+            told = event["params"]
+            if event["method"] == "Runtime.exceptionThrown":
+                found.append(json.dumps(told["exceptionDetails"])[:500])
+            elif event["method"] == "Runtime.consoleAPICalled" and told["type"] in (
+                "error",
+                "warning",
+                "assert",
+            ):
+                found.append(
+                    " ".join(
+                        str(each.get("description", each.get("value"))) for each in told["args"]
+                    )
+                )
+            elif event["method"] == "Log.entryAdded" and told["entry"]["level"] in (
+                "error",
+                "warning",
+            ):
+                found.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
+        return found
+
+    def asked(self) -> list[str]:
+        """Every URL that was asked for."""
+        self.run("0")
+        sent = [each for each in self.events if each["method"] == "Network.requestWillBeSent"]
+        return [each["params"]["request"]["url"] for each in sent]
+
+    def _read(self, give_up: float) -> dict[str, Any]:
+        while b"\0" not in self._unread:
+            left = give_up - time.monotonic()
+            if left <= 0 or not select.select([self._in], [], [], left)[0]:
+                raise BrowserError(f"no answer within {self._timeout_s} s")
+            piece = os.read(self._in, 1 << 20)
+            if not piece:
+                raise BrowserError("the browser has ended")
+            self._unread += piece
+        message, _, self._unread = self._unread.partition(b"\0")
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+    def _stop(self) -> None:
+        os.close(self._out)
+        os.close(self._in)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(3)
+        with suppress(ProcessLookupError):  # renderers are of its session
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _pipe() -> tuple[int, int]:
+    """Reading and writing end, both above the descriptors that the browser wants."""
+    ends = os.pipe()
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for each in ends]
+    for each in ends:
+        os.close(each)
+    return high[0], high[1]

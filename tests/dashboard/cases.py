@@ -1,0 +1,139 @@
+"""What a service may tell its dashboard: well, in trouble, new, unknown, huge, hostile."""
+
+import copy
+import json
+from typing import Any
+
+from tests.dashboard.contract import Dashboard
+from tests.dashboard.healthy import NOW, well
+
+HOSTILE = "<script>window.struck = 1</script><img src=x onerror='window.struck = 1'>"
+
+
+def without_redis() -> Dashboard:
+    """Redis is away: one worker's numbers, all fallbacks."""
+    data = copy.deepcopy(well())
+    return data | {  # type: ignore[return-value]
+        "whole": False,
+        "trouble": "Redis does not answer within 75 ms",
+        "verdict": {
+            "level": "bad",
+            "sentence": "Redis cannot be reached: answers come from memory, live inference and defaults.",
+            "advice": "Start Redis, then run: python -m precompute restore",
+            "also": [
+                "Previous and default answer 31 % more than an hour ago.",
+                "The breaker is open.",
+            ],
+        },
+        "replicas": [{**data["replicas"][0], "stale": "pointer_unreadable", "workers": 1}],  # type: ignore[index]
+        "redis": None,
+        "breakers": {"closed": 0, "half_open": 0, "open": 1},
+        "quality": None,
+    }
+
+
+def before_first_night() -> Dashboard:
+    """Nothing has been published, nobody could be answered."""
+    data = copy.deepcopy(well(bins=4))
+    series: Any = data["series"]
+    nothing: Any = {
+        "verdict": {"level": "warn", "sentence": "No generation has been published yet.",
+                    "advice": "Run the first night: python -m precompute night"},
+        "series": {**series, "requests": [0] * 4, "answers": {"l1": [0] * 4},
+                   "seconds": {}, "stages": {}, "misses": {}},
+        "totals": {"requests": 0, "answers": {}, "misses": {}, "entities": 0},
+        "replicas": [{**data["replicas"][0], "ready": False, "generation": None, "epoch": None}],  # type: ignore[index]
+        "generations": [], "nights": [], "schedule": {"age_s": None, "due_at": NOW - 3600, "missing": True},
+        "l1": {"bytes": 0, "budget_bytes": 268_435_456, "entries": 0}, "advisor": None, "quality": None,
+    }  # fmt: skip
+    return data | nothing  # type: ignore[no-any-return]
+
+
+def nothing_known() -> Dashboard:
+    """Null wherever null may stand at the top."""
+    return dict.fromkeys(Dashboard.__annotations__)  # type: ignore[return-value]
+
+
+def hollow() -> Dashboard:
+    """All objects are there, and every number and text in them is null."""
+
+    def emptied(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: emptied(each) for name, each in value.items()}
+        return [emptied(each) for each in value] if isinstance(value, list) else None
+
+    data, kept = emptied(well(bins=30)), well(bins=30)
+    data["verdict"] = kept["verdict"]
+    data["series"] |= {"step_s": 10, "at": kept["series"]["at"]}  # type: ignore[index]
+    data["totals"] |= {"answers": {}, "misses": {}}
+    for name, key in (("replicas", "replica"), ("generations", "generation"), ("nights", "generation")):  # fmt: skip
+        data[name] = [each | {key: f"{name}-{i}"} for i, each in enumerate(data[name])]
+    for each in data["generations"]:
+        each["gates"] = None
+    for each in data["nights"]:
+        each["steps"] = None
+    data["breakers"], data["advisor"]["curve"] = {}, []
+    return data  # type: ignore[no-any-return]
+
+
+def huge() -> Dashboard:
+    """Every number is a billion times as large, some beyond what arithmetic can add up."""
+
+    def grown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: grown(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [grown(each) for each in value]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return value * 1e9 if is_number else value
+
+    data, kept = grown(well(bins=60)), well(bins=60)
+    data |= {"now": kept["now"]}
+    data["series"] |= {"step_s": 10, "at": kept["series"]["at"]}  # type: ignore[index]
+    data["series"]["requests"][3:5] = [1.7e308, 1.7e308]
+    return data  # type: ignore[no-any-return]
+
+
+def one_of_many() -> Dashboard:
+    """Forty replicas, one of which lags behind and fails."""
+    data = copy.deepcopy(well(bins=120))
+    first: Any = data["replicas"][0]  # type: ignore[index]
+    others = [
+        {**first, "replica": f"serve-{index:02}", "seen_s": index / 10} for index in range(39)
+    ]
+    odd = {**first, "replica": "serve-behind", "generation": "20261121T000000Z-9aa01b77c0de", "ready": False,
+           "failed": "checksum of page 7 of user_topk differs", "seen_s": 4.0}  # fmt: skip
+    verdict = {"level": "warn", "sentence": "One of 40 replicas answers from another generation.",
+               "advice": "Look at the log of serve-behind."}  # fmt: skip
+    return data | {"replicas": [*others, odd], "verdict": verdict}  # type: ignore[return-value]
+
+
+def hostile() -> Dashboard:
+    """Every text, and every name that is not the contract's own, tries to be markup."""
+    data: Any = copy.deepcopy(well(bins=60))
+
+    def spoiled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: spoiled(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [spoiled(each) for each in value]
+        return HOSTILE if isinstance(value, str) else value
+
+    level = data["verdict"]["level"]
+    data = spoiled(data)
+    data["verdict"] |= {"level": level, "also": [HOSTILE, HOSTILE]}
+    data["totals"]["misses"] = {HOSTILE: 5, "__proto__": 4, "constructor": 3}
+    data["series"]["answers"][HOSTILE] = data["series"]["requests"]
+    data["breakers"][HOSTILE] = 1
+    return data  # type: ignore[no-any-return]
+
+
+CASES = {
+    each.__name__: each
+    for each in (well, without_redis, before_first_night, nothing_known, hollow, huge, one_of_many, hostile)
+}  # fmt: skip
+
+
+def as_json(data: object) -> bytes:
+    """As the service sends it; refuses what JSON has no word for."""
+    return json.dumps(data, allow_nan=False).encode()

@@ -1,0 +1,187 @@
+"""The JSON of `GET /dashboard/data`, as types; what may be left out is told only by services that know it."""
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+Number = float | None
+Bins = list[Number]
+Scalar = float | str | bool | None
+When = float | str | None
+"""Unix seconds or ISO 8601."""
+
+
+class Verdict(TypedDict):
+    level: Literal["ok", "warn", "bad"]
+    sentence: str
+    advice: str | None
+    also: NotRequired[list[str]]
+
+
+class Replica(TypedDict):
+    replica: str
+    workers: float | list[Any] | None
+    generation: str | None
+    epoch: Number
+    ready: bool | None
+    stale: str | bool | None
+    degraded: str | bool | None
+    seen_s: Number
+    failed: str | bool | None
+
+
+class Series(TypedDict):
+    step_s: float
+    at: list[float]
+    requests: Bins
+    answers: dict[str, Bins]
+    seconds: dict[str, dict[str, Bins]]
+    stages: dict[str, Bins]
+    misses: dict[str, Bins]
+
+
+class Totals(TypedDict):
+    requests: Number
+    answers: dict[str, float]
+    misses: dict[str, float]
+    entities: Number
+
+
+class Gate(TypedDict):
+    rule: str
+    value: Scalar
+    threshold: Scalar
+    verdict: str | bool | None
+    note: NotRequired[str | None]
+
+
+class Generation(TypedDict):
+    generation: str
+    state: str | None
+    epoch: Number
+    role: str | None
+    published_at: When
+    data_until: When
+    bytes: Number
+    records: Number
+    gates: list[Gate] | None
+    reason: str | None
+
+
+class Schedule(TypedDict):
+    age_s: Number
+    due_at: Number
+    missing: bool | None
+
+
+class Step(TypedDict):
+    step: str
+    seconds: Number
+
+
+class Night(TypedDict):
+    generation: str
+    outcome: str | None
+    began_at: When
+    steps: list[Step] | None
+
+
+class Redis(TypedDict):
+    used_bytes: Number
+    limit_bytes: Number
+    policy: str | None
+    clients: Number
+    evicted: Number
+
+
+class Queue(TypedDict):
+    live_queued: Number
+    under_way: Number
+    requests_max: Number
+    queue_seconds: Number
+    shed: float | dict[str, float] | None
+
+
+class Local(TypedDict):
+    bytes: Number
+    budget_bytes: Number
+    entries: Number
+
+
+class Point(TypedDict):
+    bytes: float
+    entries: Number
+    hit_ratio: float
+
+
+class Advisor(TypedDict):
+    sampling_rate: Number
+    sampled: Number
+    budget_bytes: Number
+    hit_ratio: Number
+    sentence: str | None
+    curve: list[Point] | None
+
+
+class Rate(TypedDict):
+    rate: Number
+    low: Number
+    high: Number
+
+
+class Mean(TypedDict):
+    mean: Number
+    low: Number
+    high: Number
+
+
+class ScoreError(TypedDict):
+    mean: Number
+    p99: Number
+
+
+class Stratum(TypedDict):
+    source: str | None
+    table: str | None
+    band: str | None
+    samples: Number
+    exact: Number
+    overlap: Number
+
+
+class Quality(TypedDict):
+    samples: Number
+    since: When
+    exact: Rate | None
+    overlap: Mean | None
+    score_error: ScoreError | None
+    drift: bool | None
+    sentence: str | None
+    by: list[Stratum] | None
+    worklist: Number
+    read_share: Number
+
+
+class Lately(TypedDict):
+    answers: dict[str, Number] | None
+    latency: dict[str, dict[str, Number]] | None
+
+
+class Dashboard(TypedDict):
+    """All of it."""
+
+    now: float | None
+    whole: bool | None
+    verdict: Verdict | None
+    replicas: list[Replica] | None
+    series: Series | None
+    totals: Totals | None
+    generations: list[Generation] | None
+    schedule: Schedule | None
+    nights: list[Night] | None
+    redis: Redis | None
+    breakers: dict[str, float] | None
+    queue: Queue | None
+    l1: Local | None
+    advisor: Advisor | None
+    quality: Quality | None
+    trouble: NotRequired[str | None]
+    lately: NotRequired[Lately | None]

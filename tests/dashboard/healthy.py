@@ -1,0 +1,177 @@
+"""A service that is well, as it tells its dashboard: two replicas, an hour under load, a week of nights."""
+
+import math
+import random
+from typing import Any
+
+from tests.dashboard.contract import Dashboard
+
+NOW = 1_795_338_000.0
+HOUR_BINS = 361
+SOURCES = ("l1", "l2", "live", "previous", "default")
+STEPS = (
+    "begin", "embed items", "score", "assemble", "index", "quantize", "load", "verify", "publish", "warm", "retire",
+)  # fmt: skip
+RULES = (
+    "coverage", "finite", "recall", "score_psi", "redis_headroom", "skew", "tables_of_live", "holdout_ndcg",
+)  # fmt: skip
+
+
+def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
+    """A service of two replicas after a good night, an hour under load with a swap in the middle."""
+    draw = random.Random(seed)
+    series = _series(now, bins, draw)
+    newest = "20261122T000000Z-4c279bf25f9b"
+    return {
+        "now": now,
+        "whole": True,
+        "verdict": {
+            "level": "ok",
+            "sentence": "All is well: predictions are 9 h old, 96.1 % come from memory or Redis.",
+            "advice": None,
+        },
+        "replicas": [
+            _replica("serve-a", newest, now),
+            _replica("serve-b", newest, now - 1.4),
+        ],
+        "series": series,
+        "totals": {
+            "requests": 4_812_907,
+            "answers": {"l1": 9_120_551, "l2": 3_720_114, "live": 402_113, "previous": 3_020, "default": 92_107},
+            "misses": {
+                "not_in_generation": 301_882, "cold_start": 92_107, "input_changed": 71_330, "fresh": 22_410,
+                "deadline": 6_104, "l2_down": 2_872, "evicted": 388, "page_missing": 2, "corrupt": 1,
+            },
+            "entities": 13_337_905,
+        },
+        "generations": [
+            _generation(newest, "live", "live", now - 7 * 3600, draw),
+            _generation("20261121T000000Z-9aa01b77c0de", "superseded", "previous", now - 31 * 3600, draw),
+            _refused("20261120T000000Z-31c5f8ab0077", now - 55 * 3600, draw),
+            _generation("20261119T000000Z-77d0e1b2c3d4", "retired", None, now - 79 * 3600, draw),
+        ],
+        "schedule": {"age_s": 32_400.0, "due_at": now - 8 * 3600, "missing": False},
+        "nights": [_night(day, now, draw) for day in range(7)],
+        "redis": {
+            "used_bytes": 1_471_000_000, "limit_bytes": 2_147_483_648, "policy": "volatile-lru", "clients": 14,
+            "evicted": 0,
+        },
+        "breakers": {"closed": 4, "half_open": 0, "open": 0},
+        "queue": {"live_queued": 3, "under_way": 41, "requests_max": 4096, "queue_seconds": 0.0021, "shed": 0},
+        "l1": {"bytes": 201_326_592, "budget_bytes": 268_435_456, "entries": 214_882},
+        "advisor": {
+            "sampling_rate": 0.01,
+            "sampled": 8_192,
+            "budget_bytes": 268_435_456,
+            "hit_ratio": 0.682,
+            "sentence": "L1 of 256 MiB answers 68.2 %; 512 MiB would add 10.5 points.",
+            "curve": [
+                {"bytes": size << 20, "entries": size * 800, "hit_ratio": 0.86 * (1 - math.exp(-((size / 120) ** 0.6)))}
+                for size in (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048)
+            ],
+        },
+        "quality": {
+            "samples": 12_480,
+            "since": now - 6.8 * 3600,
+            "exact": {"rate": 0.9871, "low": 0.985, "high": 0.989},
+            "overlap": {"mean": 0.9968, "low": 0.9961, "high": 0.9974},
+            "score_error": {"mean": 0.000412, "p99": 0.0031},
+            "drift": False,
+            "sentence": "98.7 % of 12,480 answers are exactly what the model says now.",
+            "by": [
+                {"source": source, "table": "user_topk", "band": band, "samples": samples,
+                 "exact": exact, "overlap": overlap}
+                for source, band, samples, exact, overlap in (
+                    ("l1", "hot", 6120, 0.989, 0.9974), ("l1", "warm", 2210, 0.987, 0.9969),
+                    ("l2", "warm", 1840, 0.986, 0.9962), ("l2", "cold", 1902, 0.985, 0.9958),
+                    ("live", "cold", 408, 0.961, 0.981),
+                )
+            ],
+            "worklist": 1_204,
+            "read_share": 0.3127,
+        },
+    }  # fmt: skip
+
+
+def _series(now: float, bins: int, draw: random.Random) -> Any:
+    at = [now - 10 * (bins - index) for index in range(bins)]
+    requests, answers = [], {source: [] for source in SOURCES}  # type: ignore[var-annotated]
+    for index in range(bins):
+        load = 1300 + 260 * math.sin(index / 40) + draw.gauss(0, 40)
+        swap = math.exp(-((index - bins * 0.55) ** 2) / 90) if index > bins * 0.55 else 0.0
+        shares = {
+            "live": 0.03 + 0.02 * swap, "previous": 0.0004 + 0.02 * swap, "default": 0.007,
+            "l1": 0.68 - 0.4 * swap + draw.gauss(0, 0.006),
+        }  # fmt: skip
+        shares["l2"] = 1 - sum(shares.values())
+        requests.append(round(load * 10))
+        for source in SOURCES:
+            answers[source].append(max(0, round(load * 27 * shares[source])))
+    typical = {"l1": 0.0003, "l2": 0.0007, "live": 0.0031, "previous": 0.0009, "default": 0.0005}
+    seconds = {
+        source: {
+            name: [typical[source] * factor * math.exp(draw.gauss(0, 0.08)) for _ in at]
+            for name, factor in (("p50", 1), ("p99", 4.2), ("p999", 13))
+        }
+        for source in SOURCES
+    }
+    spent = {
+        "parse": 0.12,
+        "stored": 0.9,
+        "live": 1.7,
+        "previous": 0.02,
+        "render": 0.3,
+        "inference": 1.1,
+    }
+    stages = {name: [each * abs(draw.gauss(1, 0.08)) for _ in at] for name, each in spent.items()}
+    misses = {
+        reason: [max(0, round(draw.gauss(per, per / 6))) for _ in at]
+        for reason, per in (("not_in_generation", 840), ("cold_start", 250), ("input_changed", 190), ("fresh", 60))
+    }  # fmt: skip
+    return {
+        "step_s": 10, "at": at, "requests": requests, "answers": answers, "seconds": seconds, "stages": stages,
+        "misses": misses,
+    }  # fmt: skip
+
+
+def _replica(name: str, generation: str, now: float) -> Any:
+    return {
+        "replica": name, "workers": 2, "generation": generation, "epoch": 1_795_312_800_123, "ready": True,
+        "stale": None, "degraded": None, "seen_s": NOW - now + 0.4, "failed": None,
+    }  # fmt: skip
+
+
+def _generation(
+    name: str, state: str, role: str | None, published: float, draw: random.Random
+) -> Any:
+    return {
+        "generation": name, "state": state, "epoch": int(published * 1000), "role": role, "published_at": published,
+        "data_until": published - 2 * 3600, "bytes": draw.randrange(600_000_000, 640_000_000), "records": 1_019_858,
+        "gates": [
+            {"rule": rule, "value": round(draw.uniform(0.95, 1), 5), "threshold": 0.9, "verdict": "passed"}
+            for rule in RULES
+        ],
+        "reason": None,
+    }  # fmt: skip
+
+
+def _refused(name: str, at: float, draw: random.Random) -> Any:
+    found = _generation(name, "refused", None, at, draw)
+    found["gates"][3] = {"rule": "score_psi", "value": 0.2417, "threshold": 0.1, "verdict": "failed",
+                         "note": "the decile from 0.91 to 0.97 has grown most"}  # fmt: skip
+    return found | {
+        "published_at": None,
+        "epoch": None,
+        "reason": "score_psi: 0.2417 is above 0.1",
+    }
+
+
+def _night(day: int, now: float, draw: random.Random) -> Any:
+    typical = (44, 31, 1260, 38, 120, 24, 410, 95, 6, 12, 9)
+    outcome = "refused" if day == 2 else "published"
+    steps = [
+        {"step": step, "seconds": seconds * draw.uniform(0.85, 1.2)}
+        for step, seconds in zip(STEPS, typical, strict=True)
+    ]
+    began = now - (day * 24 + 8) * 3600
+    return {"generation": f"night-{day}", "outcome": outcome, "began_at": began, "steps": steps}

@@ -1,0 +1,74 @@
+"""The dashboard's page as the service sends it, over data that a test lays down."""
+
+import json
+import socket
+import threading
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+from fastapi import Request, Response
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from serving.dashboard.pages import page_routes
+from serving.plan import credentials
+from tests.browser import Browser
+from tests.dashboard import probes as probe
+from tests.dashboard.cases import as_json
+from tests.polling import until
+
+
+class Site:
+    """A server on a free loopback port; `data` and `status` are what it answers from now on."""
+
+    def __init__(self, data: object, token: str = "") -> None:
+        self.data, self.token, self.status = data, token, 200
+        self.asked = 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.host = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self.url = f"http://{self.host}/dashboard"
+        app = Starlette(routes=[*page_routes(), Route("/dashboard/data", self._answer)])
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert until(lambda: self._server.started)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Nobody answers any more."""
+        self._server.should_exit = True
+        self._thread.join(10)
+        self._socket.close()
+        assert not self._thread.is_alive()
+
+    async def _answer(self, request: Request) -> Response:
+        self.asked += 1
+        sent = request.headers.get("authorization", "").encode("latin-1")
+        if self.token and sent not in credentials(self.token):
+            error = {"error": {"code": "unauthorized", "message": "send Authorization"}}
+            return Response(json.dumps(error), 401, {"WWW-Authenticate": "Bearer"})
+        if self.status != 200:
+            return Response("{}", self.status)
+
+        return Response(as_json(self.data), 200, media_type="application/json")
+
+
+def shown(browser: Browser, site: Site) -> None:
+    """Opens the page and waits for its numbers."""
+    browser.open(site.url)
+    browser.until(probe.SHOWN)

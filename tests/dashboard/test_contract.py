@@ -1,0 +1,38 @@
+"""What the page is tested with is what the service may tell; and what it may not is noticed."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.dashboard.cases import CASES
+from tests.dashboard.faults import faults
+from tests.dashboard.healthy import well
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_page_is_tested_with_keeps_to_the_contract(name: str) -> None:
+    assert faults(json.loads(json.dumps(CASES[name]()))) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "fault"),
+    [
+        (("now",), "noon", ".now"),
+        (("verdict", "level"), "fine", ".verdict.level"),
+        (("redis", "used_bytes"), True, ".redis.used_bytes"),
+        (("series", "stages", "parse"), [1.0], ".series.stages.parse"),
+        (("generations", 0, "gates", 1, "value"), [], ".generations[0].gates[1].value"),
+        (("quality", "by", 0, "exact"), float("nan"), ".quality.by[0].exact"),
+    ],
+)
+def test_a_fault_is_told_with_its_place(place: tuple[Any, ...], value: object, fault: str) -> None:
+    data: Any = well()
+    part = data
+    for step in place[:-1]:
+        part = part[step]
+    part[place[-1]] = value
+
+    assert [each.partition(":")[0] for each in faults(data)] == [fault]
+    del part[place[-1]]
+    assert place[-1] == 0 or faults(data) or fault.startswith(".series")

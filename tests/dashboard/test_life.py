@@ -1,0 +1,118 @@
+"""The page while time passes: it updates, gets old, rests, and asks for a token."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.browser import Browser
+from tests.dashboard import probes as probe
+from tests.dashboard.healthy import well
+from tests.dashboard.site import Site, shown
+
+
+def test_it_updates_by_itself_and_leaves_the_reader_alone(fast: Browser, site: Site) -> None:
+    shown(fast, site)
+    fast.run("document.querySelector('.generations details').open = true")
+    fast.run("document.querySelector('.generations summary').focus()")
+    later: Any = well(now=well()["now"] + 60)  # type: ignore[operator]
+    later["verdict"] = {"level": "warn", "sentence": "The night is late.", "advice": "Look at Airflow."}  # fmt: skip
+    later["generations"][0]["bytes"] = 123 << 20
+    site.data = later
+
+    fast.until(f"{probe.SENTENCE} === 'The night is late.'")
+
+    assert fast.run(probe.LEVEL) == "warn"
+    assert fast.run("document.getElementById('advice').textContent") == "Look at Airflow."
+    assert "The night is late" in fast.run("document.title")
+    assert "123" in fast.run("document.querySelector('.generations summary').textContent")
+    assert fast.run("document.querySelector('.generations details').open") is True
+    assert fast.run("document.activeElement === document.querySelector('.generations summary')")
+    assert fast.complaints() == []
+
+
+def test_what_is_old_looks_old_until_new_numbers_come(fast: Browser, site: Site) -> None:
+    shown(fast, site)
+
+    site.status = 503
+    fast.until(probe.IS_STALE)
+
+    assert fast.run(probe.LEVEL) == "unknown"
+    assert "not known" in fast.run(probe.SENTENCE)
+    assert "All is well" in fast.run("document.getElementById('advice').textContent")
+    assert re.match(r"No contact; .+ old", fast.run(probe.AGE))
+    assert fast.run(probe.FAINT) == []
+
+    site.status = 200
+    fast.until(f"!{probe.IS_STALE}")
+    assert fast.run(probe.LEVEL) == "ok"
+
+
+def test_a_service_that_has_gone_is_said_to_be_away(fast: Browser, site: Site) -> None:
+    shown(fast, site)
+
+    site.leave()
+    fast.until(probe.IS_STALE)
+
+    assert "it cannot be reached" in fast.run("document.getElementById('advice').textContent")
+
+
+def test_it_asks_less_often_while_nobody_answers(browser: Browser, site: Site) -> None:
+    shown(browser, site)
+
+    periods = browser.run("""import('./dashboard/poll.js').then(({ Poller }) =>
+      [0, 1, 2, 3, 4, 50].map((failures) => Object.assign(new Poller({}), { failures }).period))""")
+
+    assert periods == [5_000, 10_000, 20_000, 40_000, 60_000, 60_000]
+
+
+@pytest.mark.parametrize(
+    ("leave", "come_back"),
+    [
+        ("document.getElementById('pause').click()", "document.getElementById('pause').click()"),
+        (
+            "Object.defineProperty(document, 'hidden', { value: true, configurable: true })",
+            "delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))",
+        ),
+    ],
+    ids=["paused", "hidden"],
+)
+def test_nobody_is_asked_while_nobody_looks(
+    fast: Browser, site: Site, leave: str, come_back: str
+) -> None:
+    shown(fast, site)
+    fast.run(leave)
+    asked = site.asked
+
+    fast.until(probe.IS_STALE)  # four periods later
+
+    assert site.asked <= asked + 1  # one may have been on its way
+    fast.run(come_back)
+    fast.until(f"!{probe.IS_STALE}")
+    assert site.asked > asked
+
+
+@pytest.mark.parametrize("token", ["s3cret", "gehéim✓"])
+def test_a_token_is_asked_for_kept_in_the_tab_and_sent_as_a_header(
+    browser: Browser, site: Site, token: str
+) -> None:
+    site.token = token
+    browser.open(site.url)
+    browser.until("document.activeElement.id === 'token'")
+    assert browser.run("document.getElementById('numbers').checkVisibility()") is False
+    assert browser.run(probe.SENTENCE) == "The service asks for its token."
+    assert browser.run(probe.FAINT) == browser.run(probe.UNLABELLED) == []
+
+    browser.write("wrong")
+    browser.press("Enter")
+    browser.until("document.getElementById('ask-why').textContent === 'That is not its token.'")
+    browser.write(token)
+    browser.press("Enter")
+    browser.until(probe.SHOWN)
+
+    assert browser.run("document.getElementById('ask').checkVisibility()") is False
+    assert browser.run("[localStorage.length, document.cookie]") == [0, ""]
+    assert all(token not in each and "wrong" not in each for each in browser.asked())
+    shown(browser, site)  # a reload does not ask again
+    assert browser.complaints() == []
+    browser.run("sessionStorage.clear()")

@@ -1,0 +1,192 @@
+"""The dashboard's page in a real Chromium: what it shows, and to whom."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from tests.browser import Browser
+from tests.dashboard import probes as probe
+from tests.dashboard.cases import CASES, HOSTILE
+from tests.dashboard.colours import VISIONS, contrast, distance
+from tests.dashboard.healthy import well
+from tests.dashboard.site import Site, shown
+from tests.polling import until
+
+LAPTOP, PHONE = 1280, 390
+LOOKS = [("well", width, scheme) for width in (LAPTOP, PHONE) for scheme in ("light", "dark")] + [
+    (name, *look)
+    for name in CASES
+    if name != "well"
+    for look in ((LAPTOP, "dark"), (PHONE, "light"))
+]
+
+
+@pytest.mark.parametrize(("name", "width", "scheme"), LOOKS)
+def test_every_case_is_drawn_whole(
+    browser: Browser, site: Site, name: str, width: int, scheme: str
+) -> None:
+    site.data = CASES[name]()
+    browser.window(width, scheme=scheme)
+
+    shown(browser, site)
+    browser.keep(f"{name}-{width}-{scheme}.png")
+    browser.run(probe.OPEN_ALL)
+    browser.run("new Promise(requestAnimationFrame)")
+
+    assert browser.run(f"{probe.SENTENCE}.length") > 10
+    assert browser.run("document.documentElement.scrollWidth") == width
+    assert browser.run(probe.NONSENSE) == []
+    assert browser.run(probe.BENT) == []
+    assert browser.run(probe.FAINT) == []
+    assert browser.run(probe.UNLABELLED) == []
+    assert browser.run("window.struck") is None
+    assert browser.run("document.querySelectorAll('main script, main img').length") == 0
+    assert [each for each in browser.asked() if not each.startswith(f"http://{site.host}/")] == []
+    assert browser.complaints() == []
+
+
+def test_the_numbers_are_those_of_the_data(browser: Browser, site: Site) -> None:
+    shown(browser, site)
+
+    text = browser.run("document.body.innerText").replace("\u00a0", " ")
+
+    assert browser.run(probe.LEVEL) == "ok"
+    assert site.data["verdict"]["sentence"] in text  # type: ignore[index]
+    for expected in (
+        "4.81M since the start", "1.37 GiB of 2 GiB", "302K · 60.7 %", "closed in 4", "41 of 4,096 at most",
+        "9 h", "1 of 8 gates failed", "volatile-lru", "98.7 % (98.5 % to 98.9 %)", "none found", "serve-b",
+        "68.2 %; 512 MiB",
+    ):  # fmt: skip
+        assert expected in text, expected
+
+
+def test_what_the_service_adds_up_itself_goes_first(browser: Browser, site: Site) -> None:
+    data: Any = well(bins=0)
+    data["lately"] = {
+        "answers": {"l1": 30, "l2": 60, "live": 10, "previous": 0, "default": 0},
+        "latency": {"l1": {"p50": 0.001, "p99": 0.0123, "p999": 0.05}},
+    }
+    site.data = data
+
+    shown(browser, site)
+
+    figures = browser.run("document.getElementById('figures').innerText").replace("\u00a0", " ")
+    assert "90 %" in figures and "of 100 answers" in figures and "12.3 ms" in figures
+    assert browser.complaints() == []
+
+
+def test_hostile_texts_are_shown_as_they_are(browser: Browser, site: Site) -> None:
+    site.data = CASES["hostile"]()
+
+    shown(browser, site)
+
+    assert browser.run(probe.SENTENCE) == HOSTILE
+    assert browser.run(f"document.body.innerText.split({json.dumps(HOSTILE)}).length") > 30
+
+
+def test_what_is_pointed_at_is_told_and_stays_so(fast: Browser, site: Site) -> None:
+    shown(fast, site)
+    legend = "document.querySelector('.legend .value').textContent"
+    cursor = "document.querySelector('.cursor').getAttribute('visibility')"
+    newest = fast.run(legend)
+    left, top, width = fast.run(
+        "(({ left, top, width }) => [left, top, width])(document.querySelector('.canvas').getBoundingClientRect())"
+    )
+
+    # The swap in the middle of the hour, where L1 is cold.
+    fast.call(
+        "Input.dispatchMouseEvent",
+        type="mouseMoved",
+        x=left + 52 + (width - 52) * 0.555,
+        y=top + 50,
+    )
+
+    fast.until(f"{cursor} === 'visible'")
+    assert fast.run(f"parseFloat({legend})") < 50 < float(newest.split()[0])
+    assert fast.run("document.querySelectorAll('.cursor[visibility=visible]').length") == 8
+    asked = site.asked
+    assert until(lambda: site.asked > asked + 1)
+    assert fast.run(f"parseFloat({legend})") < 50
+    fast.call("Input.dispatchMouseEvent", type="mouseMoved", x=5, y=5)
+    fast.until(f"{legend} === {json.dumps(newest)}")
+
+
+def test_structure_is_there_for_who_does_not_see_it(browser: Browser, site: Site) -> None:
+    shown(browser, site)
+
+    headings = browser.run(probe.HEADINGS)
+
+    assert headings.count(1) == 1
+    assert all(below - above <= 1 for above, below in itertools.pairwise(headings))
+    assert set(browser.run(probe.LANDMARKS).values()) == {1}
+    assert browser.run("document.documentElement.lang") == "en"
+
+
+def test_the_keyboard_reaches_everything_in_order(browser: Browser, site: Site) -> None:
+    shown(browser, site)
+    reachable = browser.run(f"{probe.TABBABLE}.length")
+
+    visited = []
+    for _ in range(reachable):
+        browser.press("Tab")
+        visited.append(browser.run(probe.FOCUS))
+
+    assert [each["place"] for each in visited] == list(range(reachable))
+    assert all(each["isSeen"] and each["outline"] >= 2 for each in visited)
+
+
+def test_the_skip_link_leads_to_the_numbers_and_enter_opens_a_table(
+    browser: Browser, site: Site
+) -> None:
+    shown(browser, site)
+
+    browser.press("Tab")
+    assert browser.run("document.activeElement.className") == "skip"
+    browser.press("Enter")
+    assert browser.run("document.activeElement.id") == "main"
+    browser.press("Tab")
+    assert browser.run("document.activeElement.tagName") == "SUMMARY"
+    browser.press("Enter")
+
+    browser.until("document.querySelector('details.tabular[open] tbody tr th time') !== null")
+
+
+def test_times_are_of_the_viewers_zone_and_tell_utc(browser: Browser, site: Site) -> None:
+    shown(browser, site)
+
+    found = browser.run(
+        "[...document.querySelectorAll('#nights time')].map((each) => [each.textContent, each.title])"
+    )
+
+    # 5:45 ahead of UTC.
+    assert any("07:45" in text and told == "2026-11-22 02:00:00 UTC" for text, told in found)
+    assert "Asia/" in browser.run("document.getElementById('zone').textContent")
+
+
+TONES = {
+    "sources": ("l1", "l2", "live", "previous", "default"),
+    "steps": ("n1", "n2", "n3", "n4", "n5", "n6", "n7", "rest"),
+    "quantiles": ("depth-1", "depth-2", "depth-3"),
+}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_tones_are_told_apart_whoever_looks(browser: Browser, site: Site, scheme: str) -> None:
+    browser.window(LAPTOP, scheme=scheme)
+    shown(browser, site)
+
+    for names in TONES.values():
+        found = browser.run(f"{probe.COLOURS}({json.dumps(['paper', *names])})")
+        paper = found.pop("paper")
+
+        # WCAG 2.2, 1.4.11
+        assert [name for name, tone in found.items() if contrast(tone, paper) < 3] == []
+        for vision in VISIONS:
+            close = [
+                (left, right)
+                for left, right in itertools.combinations(names, 2)
+                if distance(found[left], found[right], vision) < 10
+            ]
+            assert close == [], vision
