@@ -31,6 +31,9 @@ AWAITED = ("larder_quality_drift",)
 
 SCRAPE_S = 0.25
 EVALUATE_S = 0.5
+LOOK_S = 0.1
+"""Between looks at what Prometheus says."""
+
 _LENGTH = re.compile(r"(?<=\[)(\d+)([smhd])(?=\])|(?<=offset )(\d+)([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
@@ -44,11 +47,11 @@ needs_prometheus = pytest.mark.skipif(
 class Prometheus:
     """A running server."""
 
-    url: str
+    http: httpx.Client
 
     def ask(self, query: str) -> list[Any]:
         """The samples of an instant query; fails on one that Prometheus refuses."""
-        answer = httpx.post(f"{self.url}/api/v1/query", data={"query": query}).json()
+        answer = self.http.post("/api/v1/query", data={"query": query}).json()
         assert answer["status"] == "success", f"{query}: {answer}"
         found: list[Any] = answer["data"]["result"]
         return found
@@ -92,10 +95,16 @@ def prometheus(
         "prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
         f"--web.listen-address={address}", "--log.level=warn",
     ]  # fmt: skip
-    with Guarded(command, log=folder / "log") as process:
-        running = Prometheus(f"http://{address}")
-        assert until(lambda: _is_ready(running)), process.tail()
-        assert until(lambda: running.value("count(up == 1)") == len(services)), process.tail()
+    with (
+        Guarded(command, log=folder / "log") as process,
+        httpx.Client(base_url=f"http://{address}") as http,
+    ):
+        running = Prometheus(http)
+
+        def scraped() -> bool:
+            return is_ready(http) and running.value("count(up == 1)") == len(services)
+
+        assert until(scraped, every_s=LOOK_S), process.tail()
         yield running
 
 
@@ -118,9 +127,10 @@ def _text(seconds: float) -> str:
     return f"{max(1, round(seconds * 1_000))}ms"
 
 
-def _is_ready(server: Prometheus) -> bool:
+def is_ready(http: httpx.Client) -> bool:
+    """Whether the server answers queries."""
     try:
-        return httpx.get(f"{server.url}/-/ready").status_code == 200
+        return http.get("/-/ready").status_code == 200
     except httpx.HTTPError:
         return False
 

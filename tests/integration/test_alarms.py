@@ -23,7 +23,7 @@ from tests.integration.bad_inputs import on_another_scale
 from tests.integration.clocked_service import AHEAD_FILE
 from tests.integration.corpus import build, cut_at
 from tests.integration.nights import build_night, environment, prepare, publish_night
-from tests.integration.scraping import Prometheus, needs_prometheus, prometheus, traffic
+from tests.integration.scraping import LOOK_S, Prometheus, needs_prometheus, prometheus, traffic
 from tests.polling import until
 
 pytestmark = needs_prometheus
@@ -55,8 +55,9 @@ def watched(
 
 def stays(server: Prometheus, expected: set[str]) -> bool:
     """Whether exactly these fire before long, and go on to."""
-    begins = until(lambda: server.firing() - PACE == expected, PATIENCE_S)
-    return begins and not until(lambda: server.firing() - PACE != expected, SILENT_S)
+    begins = until(lambda: server.firing() - PACE == expected, PATIENCE_S, every_s=LOOK_S)
+    changes = begins and until(lambda: server.firing() - PACE != expected, SILENT_S, every_s=LOOK_S)
+    return begins and not changes
 
 
 def test_killing_redis_raises_what_follows_from_it_and_nothing_else(
@@ -67,7 +68,7 @@ def test_killing_redis_raises_what_follows_from_it_and_nothing_else(
     with watched(tmp_path, night, LARDER_L1_BYTES="1") as server:
         # A drop is one from the mean up to half an hour ago.
         yesterday = "avg_over_time(larder:hit_ratio:rate5m[1h] offset 10s)"
-        assert until(lambda: server.value(yesterday) > 0.5, PATIENCE_S)
+        assert until(lambda: server.value(yesterday) > 0.5, PATIENCE_S, every_s=LOOK_S)
         assert server.fired() - PACE == set()
 
         os.kill(own_redis.pid, signal.SIGKILL)
@@ -120,4 +121,4 @@ def test_a_drifted_generation_raises_its_gate_alone_until_something_is_published
         override(scaled, generation, rule="score_psi", reason="agreed", attempt="a")
         pipeline.verify(scaled, {"generation": generation})
         pipeline.publish(scaled, {"generation": generation}, attempt="b")
-        assert until(lambda: "LarderGateRefused" not in server.firing(), PATIENCE_S)
+        assert until(lambda: "LarderGateRefused" not in server.firing(), PATIENCE_S, every_s=LOOK_S)

@@ -57,22 +57,22 @@ def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str)
     with (
         Service(tmp_path / "log", environment(night, **more)) as service,
         prometheus(tmp_path / "prometheus", [service.url]) as server,
-        traffic(service.url, night, judge, rate=150.0),
+        traffic(service.url, night, judge, rate=100.0),
+        httpx.Client(base_url=service.url) as http,
     ):
         publish(night, next_)
         tried = build_verified(night, later(night, 60))
         canary.start(night, tried, percent=50.0, attempt="start")
 
         def report() -> bool:
-            told = {"event": "click", "canary_key": "somebody"}
-            httpx.post(f"{service.url}/v1/feedback", json=told)
+            http.post("/v1/feedback", json={"event": "click", "canary_key": "somebody"})
             # A history of which the model knows nothing: live has nothing to compute from.
             strange = {"entities": [{"id": "odd", "history": ["no-such-item"]}]}
-            httpx.post(f"{service.url}/v1/lookup/user_topk", json=strange)
+            http.post("/v1/lookup/user_topk", json=strange)
             return not without_data(server)
 
-        assert until(report, 40.0), without_data(server)
-        exposed = httpx.get(f"{service.url}/metrics").content
+        assert until(report, 40.0, every_s=0.5), without_data(server)
+        exposed = http.get("/metrics").content
         assert server.value("count(count by (worker) (larder_ready))") == 2
 
     assert judge.broken == 0, judge.violations
