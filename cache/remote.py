@@ -292,6 +292,10 @@ class RemoteTier:
         info = await self._ask("INFO", "memory")
         return str(cast(dict[str, object], info).get("maxmemory_policy", ""))
 
+    async def infos(self) -> list[dict[str, Any]]:
+        """What every server says of itself (`INFO`): here one."""
+        return [cast(dict[str, Any], await self._ask("INFO"))]
+
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
         """Messages of the keyspace's channel; ends with TierUnavailable when the connection does."""
         async with self._control.pubsub(ignore_subscribe_messages=True) as subscription:

@@ -21,6 +21,9 @@ GRACE_MAX_S = 366 * 86_400.0
 CLOCKS_APART_S = 300.0
 """How far the clocks of builder, publisher and reader may differ before a generation is taken for another tick's."""
 
+MISSED_MAX = 9
+"""More nights than these need not be told apart."""
+
 _DAY = timedelta(days=1)
 _RANDOM = re.compile(r"(?:^|[\s,])[rR]")
 
@@ -95,11 +98,19 @@ class Schedule:
 
         A generation that claims to be from the future proves nothing either.
         """
+        return self.missed(now, created_at, at_most=1) > 0
+
+    def missed(self, now: float, created_at: float | None, *, at_most: int = MISSED_MAX) -> int:
+        """How many ticks that are due were followed by nothing that is live; `at_most` are counted."""
         if created_at is None or created_at > now + CLOCKS_APART_S:
-            return True
-        tick = self.due(now)
-        apart_s = min(CLOCKS_APART_S, (tick - self.tick_before(tick - 1)) / 2)
-        return created_at < tick - apart_s
+            return at_most
+        tick, count = self.due(now), 0
+        while count < at_most:
+            before = self.tick_before(tick - 1)
+            if created_at >= tick - min(CLOCKS_APART_S, (tick - before) / 2):
+                break
+            tick, count = before, count + 1
+        return count
 
     def _slack(self, moment: datetime) -> timedelta:
         around = [

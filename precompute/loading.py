@@ -59,6 +59,8 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
         if state in (None, State.BEGUN):
             note_loaded(releases, keys, made.generation)
     seconds = time.perf_counter() - started
+    if loaded and made.read_report("load") is None:
+        made.report("load", {"seconds": seconds})
     return {
         "generation": made.generation,
         "bytes": size_bytes,

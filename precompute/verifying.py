@@ -52,7 +52,11 @@ def verify(
         manifest = replace(
             manifest,
             gates=tuple(each.to_json() for each in verdicts),
-            timings={**manifest.timings, "verify": time.perf_counter() - started},
+            timings={
+                **manifest.timings,
+                **({"load": loaded["seconds"]} if (loaded := made.read_report("load")) else {}),
+                "verify": time.perf_counter() - started,
+            },
         )
         path = generation_path(made.generation, "manifest.json")
         if failed := [each for each in verdicts if not each.passed]:

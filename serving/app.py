@@ -21,9 +21,12 @@ from cache.remote import RemoteConfig
 from cache.tiered import Tiered
 from serving import openapi
 from serving.admission import Admission
+from serving.chronicle import Chronicle
 from serving.clock import RedisClock
 from serving.config import ServingConfig, check_token
 from serving.cores import check_cores, parse_cores, pin_thread
+from serving.events import Events
+from serving.figures import Figures
 from serving.follower import Follower
 from serving.front import Front
 from serving.heartbeat import Heartbeat
@@ -33,12 +36,13 @@ from serving.infer import Inferences
 from serving.ladder import Ladder
 from serving.lead import Lead
 from serving.live import MicroBatcher, compute
-from serving.metrics import Events, Metrics
+from serving.metrics import Metrics
 from serving.nights import Nights
 from serving.peers import Peers
 from serving.problem import Problem
 from serving.pulse import Pulse
 from serving.refresh import Refresher
+from serving.room import Room
 from serving.routes import Service, routes
 from serving.shelf import Shelf
 from serving.sketch import Sketch
@@ -193,6 +197,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     follower = Follower(
         store, remote, shelf, metrics, load_bound_s=config.load_bound_s, clock=clock
     )
+    chronicle, room = Chronicle(store), Room(remote)
     refresher = Refresher(
         follower,
         store,
@@ -209,12 +214,17 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         poll_s=config.poll_s,
         blocklist_poll_s=config.blocklist_poll_s,
         heartbeat_s=config.heartbeat_s,
-        also=[(config.sketch_s, sketch.report)] if config.sketch_s else (),
+        also=[
+            *([(config.sketch_s, sketch.report)] if config.sketch_s else ()),
+            (config.figures_s, chronicle.look),
+            (config.figures_s, room.look),
+        ],
     )
     nights = Nights(config.nights(), follower)
     _gauges(metrics, refresher, local, remote.breaker, batcher, nights)
     metrics.registry.register(Events(events))
     metrics.registry.register(Overload(admission))
+    metrics.registry.register(Figures(lambda: shelf.holding, nights, chronicle, room))
     service = Service(
         follower,
         ladder,

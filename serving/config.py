@@ -71,6 +71,7 @@ class ServingConfig:
     blocklist_poll_s: float = 1.0
     heartbeat_s: float = 1.0
     sketch_s: float = 5.0
+    figures_s: float = 15.0
     drain_s: float = 10.0
     load_bound_s: float = 60.0
 
@@ -187,8 +188,8 @@ _POSITIVE = (
     "deadline_ms", "deadline_max_ms", "l2_deadline_ms", "l2_connections", "breaker_threshold", "breaker_cooldown_s",
     "live_workers", "live_threads", "live_batch", "live_queue", "live_queue_bytes",
     "queue_target_ms", "queue_interval_ms", "requests_max",
-    "poll_s", "blocklist_poll_s", "heartbeat_s", "drain_s", "load_bound_s", "body_bytes", "body_timeout_s", "max_batch",
-    "max_history", "max_exclude", "max_ids",
+    "poll_s", "blocklist_poll_s", "heartbeat_s", "figures_s", "drain_s", "load_bound_s", "body_bytes", "body_timeout_s",
+    "max_batch", "max_history", "max_exclude", "max_ids",
 )  # fmt: skip
 
 

@@ -1,13 +1,11 @@
 """Everything the service counts; sources sum to the entities asked, misses to what no stored tier answered."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
-from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
 
 from serving.tally import Seconds, Tally
 
@@ -16,6 +14,12 @@ SOURCES: tuple[Source, ...] = ("l1", "l2", "live", "previous", "default")
 STAGES = ("parse", "stored", "live", "previous", "render", "inference")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
+OUTCOMES = (
+    "in_step", "load_failed", "redis_unreachable",
+    "pointer_corrupt", "pointer_vanished", "pointer_backwards", "pointer_conflicting",
+)  # fmt: skip
+"""Of a look at the pointer."""
+
 FLIP_S = 1.0
 """How long after a swap answers count as around the flip."""
 
@@ -23,22 +27,6 @@ _SECONDS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10,
 )  # fmt: skip
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-
-
-class Events(Collector):
-    """Counters that others keep as plain numbers, read when they are scraped."""
-
-    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[CounterMetricFamily]:
-        """One family."""
-        family = CounterMetricFamily(
-            "larder_tier_events", "What the tiers did besides answering", labels=["event"]
-        )
-        for event, count in self._read().items():
-            family.add_metric([event], count)
-        yield family
 
 
 class Metrics:
@@ -70,6 +58,10 @@ class Metrics:
         self.refreshes = Counter(
             "larder_refreshes", "Looks at the pointer, by outcome", ["outcome"], registry=registry
         )
+        for (
+            outcome
+        ) in OUTCOMES:  # what first appears above 0 has no increase that an alert could see
+            self.refreshes.labels(outcome)
         self.answer_seconds = Seconds(
             "larder_answer_seconds", "Request start to answer", "source", SOURCES, _SECONDS
         )
@@ -117,7 +109,7 @@ class Metrics:
             "larder_blocklist_version", "The blocklist in force here", registry=registry
         )
         self.blocklist_age = Gauge(
-            "larder_blocklist_checked_seconds",
+            "larder_blocklist_age_seconds",
             "Since the blocklist was last read",
             registry=registry,
         )

@@ -24,9 +24,15 @@ class Nights:
 
     def is_missing(self) -> bool:
         """True also after a rollback: what is live then is older than the last night."""
+        return self.schedule.is_missing(self.clock(), self._created_at())
+
+    def missed(self) -> int:
+        """How many nights that are due are not in what is served."""
+        return self.schedule.missed(self.clock(), self._created_at())
+
+    def _created_at(self) -> float | None:
         held = self.follower.holding
-        created_at = None if held is None else float(held.live.manifest.created_at)
-        return self.schedule.is_missing(self.clock(), created_at)
+        return None if held is None else float(held.live.manifest.created_at)
 
     def age_s(self) -> float | None:
         """Now minus `data_until` of what is served; None when that is nothing."""

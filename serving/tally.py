@@ -64,9 +64,13 @@ class Overload(Collector):
                 "Shortest turn of the event loop in the last interval",
                 now.loop.wait,
             ),
-            ("live_share", "Of the inputs, those that may go to the model", now.live_share),
             (
-                "costly_share",
+                "live_admitted_ratio",
+                "Of the inputs, those that may go to the model",
+                now.live_share,
+            ),
+            (
+                "costly_admitted_ratio",
                 "Of the requests that are costly, those that may go on",
                 now.costly.share,
             ),

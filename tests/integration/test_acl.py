@@ -116,6 +116,7 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     await remote.report_hot(Report(5, [(("user_topk", b"u1"), 2)], [("user_topk", b"u2")]))
     assert await remote.hot(5) == [("user_topk", b"u1")]
     assert await remote.eviction_policy() == "volatile-lru"
+    assert (await remote.infos())[0]["used_memory"] > 0
     await remote.heartbeat("replica-1", b"{}", 1.0)
     await remote.heartbeat("replica-1", b'{"holds":[]}', 2.0)
     assert loader.zrangebyscore(KEYS.replicas, "-inf", "+inf") == [b'{"holds":[]}']

@@ -219,12 +219,16 @@ async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: Test
     pipeline.load(loading, {"generation": live(night)})
     publish_night(loading, "2026-02-01T00:00:00Z")
     pipeline.retire(loading)
-    async with serving(reading, l1_bytes=1) as app:
+    async with serving(reading, l1_bytes=1, figures_s=0.1) as app:
 
         async def whole() -> bool:
             return await all_from_l2(app, users)
 
+        async def asked() -> bool:
+            return bool(await app.counted("larder_redis_memory_used_bytes"))
+
         assert await eventually(whole)
+        assert await eventually(asked)
         with open_releases(loading) as releases:
 
             async def beating() -> bool:

@@ -1,7 +1,6 @@
 """What dashboards and alerts read is what a running service exposes, also around a flip."""
 
 import asyncio
-import json
 import re
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -10,18 +9,20 @@ from typing import Any
 import yaml
 
 from tests.integration.nights import UNTIL, build_night, build_verified, publish
+from tests.integration.scraping import AWAITED, BOARDS, INFRA
 from tests.integration.serving_app import eventually, serving
-
-INFRA = Path(__file__).parents[2] / "infra"
 
 
 def read_series() -> set[str]:
     """The series that some rule or panel reads, recorded ones left out."""
-    rules: Any = yaml.safe_load((INFRA / "prometheus/rules.yml").read_text())
-    board: Any = json.loads((INFRA / "grafana/dashboards/larder.json").read_text())
-    queries = [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
-    queries += [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    return {name for query in queries for name in re.findall(r"\blarder_\w+", query)}
+    rules = [
+        yaml.safe_load(file.read_text()) for file in (INFRA / "prometheus/rules").glob("*.yml")
+    ]
+    groups: list[Any] = [group for each in rules for group in each["groups"]]
+    queries = [rule["expr"] for group in groups for rule in group["rules"]]
+    panels = [panel for board in BOARDS for panel in board["panels"]]
+    queries += [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    return {name for query in queries for name in re.findall(r"\blarder_\w+", query)} - set(AWAITED)
 
 
 async def test_a_running_service_exposes_what_is_read_and_measures_its_flips(
@@ -42,9 +43,13 @@ async def test_a_running_service_exposes_what_is_read_and_measures_its_flips(
         assert await eventually(measured)
         text = (await app.http.get("/metrics")).text
         held = await app.counted("larder_generation_info")
+        steps = await app.counted("larder_night_step_seconds")
 
     named = dict(re.findall(r"^# TYPE (larder_\w+) (\w+)$", text, re.MULTILINE))
     suffixes = {"histogram": ("_bucket", "_count", "_sum"), "summary": ("_count", "_sum")}
     exposed = {name + end for name, kind in named.items() for end in suffixes.get(kind, ("",))}
     assert read_series() <= exposed
     assert {role for _, role in held} == {"live", "previous"}
+    assert {step for (step,) in steps} == {
+        "begin", "embed_items", "score", "index", "quantize", "load", "verify",
+    }  # fmt: skip

@@ -49,7 +49,7 @@ async def ask(app: Running, users: list[str]) -> list[str]:
 
 
 async def event(app: Running, name: str) -> float:
-    return (await app.counted("larder_tier_events_total"))[(name,)]
+    return (await app.counted(f"larder_{name}_total"))[()]
 
 
 async def test_reports_add_up_over_replicas_and_hours(

@@ -534,6 +534,8 @@ async def test_pointer_heartbeat_and_policy(remote: RemoteTier, client: redis.Re
     told = client.time()[0]
     assert told <= await remote.time() < told + 2
     assert await remote.eviction_policy() == "volatile-lru"
+    (info,) = await remote.infos()
+    assert info["used_memory"] > 0 and info["maxmemory"] == 0
 
     await remote.heartbeat("replica-1", b'{"holds":["a"]}', 100.0)
     await remote.heartbeat("replica-1", b'{"holds":["b"]}', 101.0)
@@ -585,7 +587,7 @@ async def test_a_replica_with_the_rights_of_an_earlier_version_beats_all_the_sam
 async def test_an_unreachable_redis_is_one_kind_of_error_for_control_commands_too() -> None:
     remote = RemoteTier(RemoteConfig("redis://127.0.0.1:1/0"), Keyspace("a"))
 
-    for ask in (remote.ping, remote.watch, remote.time, remote.eviction_policy):
+    for ask in (remote.ping, remote.watch, remote.time, remote.eviction_policy, remote.infos):
         with pytest.raises(TierUnavailable) as caught:
             await ask()
         assert caught.value.details["reason"] == "connection"

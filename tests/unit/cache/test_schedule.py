@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import pytest
 
 from cache.errors import ConfigError
-from cache.schedule import CLOCKS_APART_S, Schedule
+from cache.schedule import CLOCKS_APART_S, MISSED_MAX, Schedule
 
 HOUR_S = 3_600
 
@@ -122,3 +122,18 @@ def test_the_environment_outranks_the_file(tmp_path) -> None:
         Schedule.configured({"LARDER_CONFIG": str(tmp_path / "none.toml")})
     with pytest.raises(ConfigError, match="schedule_grace_s"):
         Schedule.configured({"LARDER_SCHEDULE_GRACE_S": "long"})
+
+
+def test_nights_that_are_missed_are_counted_one_by_one_up_to_a_bound() -> None:
+    weekdays = Schedule("0 3 * * 1-5", grace_s=HOUR_S)
+    friday = at("2026-05-01T03:10")
+
+    def missed(now: str) -> int:
+        return weekdays.missed(at(now), friday)
+
+    assert missed("2026-05-01T12:00") == missed("2026-05-04T03:59") == 0  # a weekend is no night
+    assert missed("2026-05-04T04:00") == missed("2026-05-05T03:59") == 1
+    assert missed("2026-05-05T04:00") == 2
+    assert missed("2026-09-05T04:00") == MISSED_MAX
+    assert weekdays.missed(at("2026-05-04T04:00"), None) == MISSED_MAX
+    assert weekdays.missed(at("2026-05-05T04:00"), friday, at_most=1) == 1

@@ -1,0 +1,40 @@
+"""Counters that others keep as plain numbers, read when they are scraped."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+TEXTS: Mapping[str, str] = {
+    "l2_reads": "Records asked of Redis",
+    "l2_batches": "Pipelines sent to Redis",
+    "l2_shed": "Reads not sent, because too much was under way",
+    "breaker_opened": "How often Redis was left alone after failures in a row",
+    "flights_shared": "Reads that joined one under way",
+    "inferences_shared": "Inputs that joined an inference under way",
+    "inferences_hopeless": "Inputs that could not have been answered in time",
+    "overlays_stored": "Live answers written to Redis",
+    "overlays_failed": "Live answers that Redis did not take",
+    "overlays_dropped": "Live answers not written, because too many waited",
+    "hot_reported": "Ids added to the sketch of what is asked for most",
+    "hot_reports_failed": "Reports to that sketch that failed",
+    "leases_led": "Cold answers computed here while others waited",
+    "leases_waited": "Cold answers that another replica was computing",
+    "leases_adopted": "Cold answers taken over from another replica",
+    "leases_taken_over": "Leases of a replica that fell silent, taken over",
+    "leases_timed_out": "Cold answers computed after waiting in vain",
+    "leases_unavailable": "Cold answers computed without a lease",
+}
+"""Each is a family of its own: a sum over all of them would mean nothing."""
+
+
+class Events(Collector):
+    """What the tiers did besides answering: `larder_<name>_total`."""
+
+    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """One family for each event."""
+        for event, count in self._read().items():
+            yield CounterMetricFamily(f"larder_{event}", TEXTS.get(event, event), value=count)

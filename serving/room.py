@@ -1,0 +1,32 @@
+"""How much room Redis has."""
+
+from typing import Any, Protocol
+
+from cache.errors import TierUnavailable
+
+
+class Redis(Protocol):
+    """What is asked of L2."""
+
+    async def infos(self) -> list[dict[str, Any]]:
+        """`INFO` of every server; raises TierUnavailable."""
+
+
+class Room:
+    """Asked now and then; `used_bytes`: None while Redis cannot be asked, `max_bytes`: 0 where one has no limit."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.used_bytes: int | None = None
+        self.max_bytes = 0
+        self._redis = redis
+
+    async def look(self) -> None:
+        """One look at all servers together: pages spread evenly over the nodes of a cluster."""
+        try:
+            infos = await self._redis.infos()
+        except TierUnavailable:
+            self.used_bytes = None
+            return
+        limits = [int(each.get("maxmemory", 0)) for each in infos]
+        self.used_bytes = sum(int(each.get("used_memory", 0)) for each in infos)
+        self.max_bytes = sum(limits) if all(limits) else 0

@@ -1,0 +1,145 @@
+"""A real Prometheus with this repository's settings and rules, over services that a test has started."""
+
+import json
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from cache.guarded import Guarded
+from infra.demo.checks import Judge
+from infra.demo.dataset import Dataset
+from infra.demo.traffic import Background, Stream
+from precompute.config import NightConfig
+from tests.integration.nights import histories
+from tests.polling import until
+
+INFRA = Path(__file__).parents[2] / "infra"
+BOARDS: list[Any] = [
+    json.loads(file.read_text()) for file in sorted((INFRA / "grafana/dashboards").glob("*.json"))
+]
+AWAITED = ("larder_quality_drift",)
+"""Series that no service exposes yet."""
+
+SCRAPE_S = 0.25
+EVALUATE_S = 0.5
+LOOK_S = 0.1
+"""Between looks at what Prometheus says."""
+
+_LENGTH = re.compile(r"(?<=\[)(\d+)([smhd])(?=\])|(?<=offset )(\d+)([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+needs_prometheus = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("promtool")),
+    reason="no Prometheus on PATH: apt-get install prometheus, or run .ci/run",
+)
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """A running server."""
+
+    http: httpx.Client
+
+    def ask(self, query: str) -> list[Any]:
+        """The samples of an instant query; fails on one that Prometheus refuses."""
+        answer = self.http.post("/api/v1/query", data={"query": query}).json()
+        assert answer["status"] == "success", f"{query}: {answer}"
+        found: list[Any] = answer["data"]["result"]
+        return found
+
+    def value(self, query: str) -> float:
+        """The one sample of a query, NaN if there is none."""
+        found = self.ask(query)
+        return float(found[0]["value"][1]) if found else float("nan")
+
+    def firing(self) -> set[str]:
+        """The alerts that fire now."""
+        return self._names('ALERTS{alertstate="firing"}')
+
+    def fired(self) -> set[str]:
+        """The alerts that fire now or ever did."""
+        return self._names('last_over_time(ALERTS{alertstate="firing"}[1h])')
+
+    def _names(self, query: str) -> set[str]:
+        return {each["metric"]["alertname"] for each in self.ask(query)}
+
+
+@contextmanager
+def prometheus(
+    folder: Path, services: Sequence[str], *, faster: float = 1.0
+) -> Iterator[Prometheus]:
+    """Scrapes these services; lengths of time in the rules (ranges, offsets, `for`) are divided by `faster`."""
+    config: Any = yaml.safe_load((INFRA / "prometheus/prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": _text(SCRAPE_S), "evaluation_interval": _text(EVALUATE_S)}  # fmt: skip
+    (job,) = [each for each in config["scrape_configs"] if each["job_name"] == "larder-serving"]
+    del job["authorization"]
+    job["static_configs"] = [{"targets": [each.removeprefix("http://") for each in services]}]
+    config["scrape_configs"] = [job]
+    (folder / "rules").mkdir(parents=True)
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    for file in (INFRA / "prometheus/rules").glob("*.yml"):
+        rules = quicker(yaml.safe_load(file.read_text()), faster)
+        (folder / "rules" / file.name).write_text(yaml.safe_dump(rules))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [
+        "prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
+        f"--web.listen-address={address}", "--log.level=warn",
+    ]  # fmt: skip
+    with (
+        Guarded(command, log=folder / "log") as process,
+        httpx.Client(base_url=f"http://{address}") as http,
+    ):
+        running = Prometheus(http)
+
+        def scraped() -> bool:
+            return is_ready(http) and running.value("count(up == 1)") == len(services)
+
+        assert until(scraped, every_s=LOOK_S), process.tail()
+        yield running
+
+
+def quicker(rules: Any, faster: float) -> Any:
+    """Rules with every length of time divided by `faster`."""
+
+    def shorter(found: re.Match[str]) -> str:
+        number, unit = (each for each in found.groups() if each is not None)
+        return _text(int(number) * _SECONDS[unit] / faster)
+
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            rule["expr"] = _LENGTH.sub(shorter, rule["expr"])
+            if "for" in rule:
+                rule["for"] = _text(int(rule["for"][:-1]) * _SECONDS[rule["for"][-1]] / faster)
+    return rules
+
+
+def _text(seconds: float) -> str:
+    return f"{max(1, round(seconds * 1_000))}ms"
+
+
+def is_ready(http: httpx.Client) -> bool:
+    """Whether the server answers queries."""
+    try:
+        return http.get("/-/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def traffic(url: str, night: NightConfig, judge: Judge, *, rate: float) -> Background:
+    """The demo's stream of requests over the users of this night: hits, misses, live answers and defaults."""
+    known = histories(night)
+    newcomers = {f"new-{user}": tuple(seen) for user, seen in sorted(known.items())[:40]}
+    nothing: Any = None
+    stories = {user: tuple(seen) for user, seen in known.items()}
+    dataset = Dataset("night", nothing, nothing, nothing, nothing, stories, {}, newcomers)
+    return Background(url, Stream(dataset), judge, rate=rate)

@@ -1,0 +1,124 @@
+"""What goes wrong raises exactly the alarms that it should: a real Prometheus with the rules, over the real service.
+
+Ranges, offsets and `for` of the rules are divided by `FASTER`, nothing else about them is changed.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from cache.embedded import Server
+from cache.errors import Refused
+from infra.demo.checks import Judge
+from infra.demo.service import Service
+from precompute import pipeline
+from precompute.config import NightConfig
+from precompute.gates.override import override
+from tests.integration.bad_inputs import on_another_scale
+from tests.integration.clocked_service import AHEAD_FILE
+from tests.integration.corpus import build, cut_at
+from tests.integration.nights import build_night, environment, prepare, publish_night
+from tests.integration.scraping import LOOK_S, Prometheus, needs_prometheus, prometheus, traffic
+from tests.polling import until
+
+pytestmark = needs_prometheus
+
+FASTER = 200.0
+"""5 minutes are 1.5 s: six scrapes, three evaluations."""
+
+PACE = {"LarderLatencyBudgetBurnsFast", "LarderLatencyBudgetBurnsSlowly"}
+"""Left out: where this machine stalls for a second, answers are slow, and these rightly say so."""
+
+RATE = 60.0
+SILENT_S = 2.0
+PATIENCE_S = 40.0
+
+
+@contextmanager
+def watched(
+    folder: Path, night: NightConfig, *, module: str = "serving", **more: str
+) -> Iterator[Prometheus]:
+    """A service under load, scraped."""
+    environ = environment(night, LARDER_FIGURES_S="0.3", **more)
+    with (
+        Service(folder / "log", environ, module=module) as service,
+        prometheus(folder / "prometheus", [service.url], faster=FASTER) as server,
+        traffic(service.url, night, Judge(), rate=RATE),
+    ):
+        yield server
+
+
+def stays(server: Prometheus, expected: set[str]) -> bool:
+    """Whether exactly these fire before long, and go on to."""
+    begins = until(lambda: server.firing() - PACE == expected, PATIENCE_S, every_s=LOOK_S)
+    changes = begins and until(lambda: server.firing() - PACE != expected, SILENT_S, every_s=LOOK_S)
+    return begins and not changes
+
+
+def test_killing_redis_raises_what_follows_from_it_and_nothing_else(
+    tmp_path: Path, own_redis: Server
+) -> None:
+    night = build_night(tmp_path / "night", own_redis.url, users=200, items=60)
+    # Nothing stays in memory, so that everybody feels it.
+    with watched(tmp_path, night, LARDER_L1_BYTES="1") as server:
+        # A drop is one from the mean up to half an hour ago.
+        yesterday = "avg_over_time(larder:hit_ratio:rate5m[1h] offset 10s)"
+        assert until(lambda: server.value(yesterday) > 0.5, PATIENCE_S, every_s=LOOK_S)
+        assert server.fired() - PACE == set()
+
+        os.kill(own_redis.pid, signal.SIGKILL)
+
+        expected = {"LarderRedisAway", "LarderStale", "LarderHitRateDropped", "LarderFallbackSurge"}
+        assert stays(server, expected), server.firing()
+        assert server.fired() - PACE == expected
+
+
+def test_a_night_that_stops_for_two_periods_of_its_schedule_is_missing_and_then_stale(
+    tmp_path: Path, redis_url: str
+) -> None:
+    night = build_night(tmp_path / "night", redis_url, users=60, items=60)
+    ahead = tmp_path / "ahead"
+    ahead.write_text("0")
+    # Half an hour from now, whenever that is: a generation of right now belongs to no tick.
+    hourly = f"{(datetime.now(UTC).minute + 30) % 60} * * * *"
+    more = {"LARDER_SCHEDULE": hourly, "LARDER_SCHEDULE_GRACE_S": "0", AHEAD_FILE: str(ahead)}
+    module = "tests.integration.clocked_service"
+    with watched(tmp_path, night, module=module, **more) as server:
+        assert stays(server, set()), server.firing()
+
+        ahead.write_text("3600")
+        missing = {"LarderGenerationMissing"}
+        assert stays(server, missing), server.firing()
+
+        ahead.write_text("7200")
+        assert stays(server, missing | {"LarderGenerationStale"}), server.firing()
+        assert server.fired() - PACE == missing | {"LarderGenerationStale"}
+
+
+def test_a_drifted_generation_raises_its_gate_alone_until_something_is_published(
+    tmp_path: Path, redis_url: str
+) -> None:
+    config = prepare(tmp_path / "night", redis_url, users=200, items=80)
+    publish_night(config, cut_at(config, 0.85))
+    (tmp_path / "scaled").mkdir()
+    scaled = on_another_scale(config, tmp_path / "scaled")
+    with watched(tmp_path, config) as server:
+        assert stays(server, set()), server.firing()
+
+        generation = build(scaled, cut_at(config, 0.9))
+        with pytest.raises(Refused, match="score_psi"):
+            pipeline.verify(scaled, {"generation": generation})
+        assert stays(server, {"LarderGateRefused"}), server.firing()
+        (refused,) = server.ask('ALERTS{alertname="LarderGateRefused",alertstate="firing"}')
+        assert refused["metric"]["rule"] == "score_psi"
+        assert server.fired() - PACE == {"LarderGateRefused"}
+
+        override(scaled, generation, rule="score_psi", reason="agreed", attempt="a")
+        pipeline.verify(scaled, {"generation": generation})
+        pipeline.publish(scaled, {"generation": generation}, attempt="b")
+        assert until(lambda: "LarderGateRefused" not in server.firing(), PATIENCE_S, every_s=LOOK_S)

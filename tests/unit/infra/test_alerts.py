@@ -1,0 +1,135 @@
+"""Each alert fires and stays silent as it should, says promtool, and has a section in the runbook to follow."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+
+from precompute.arguments import parser_of_commands
+from serving.__main__ import _parser as parser_of_service
+from tests.unit.infra.test_monitoring import ALERTS, INFRA
+
+CASES: dict[str, list[Any]] = {
+    file.name: yaml.safe_load(file.read_text())["tests"]
+    for file in sorted((INFRA / "prometheus/tests").glob("*.yml"))
+}
+NAMES = [alert["alert"] for alert in ALERTS]
+FIRING = 'count by (alertname) (ALERTS{alertstate="firing"})'
+SECTIONS = dict(
+    re.findall(
+        r"^## (\w+)\n(.*?)(?=^## |\Z)", (INFRA / "RUNBOOK.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+)
+COMMANDS = sorted(
+    {re.sub(r"\s+", " ", each) for text in SECTIONS.values() for each in re.findall(r"`([^`]+)`", text)}
+)  # fmt: skip
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="no promtool on PATH: apt-get install prometheus, or run .ci/run",
+)
+
+
+def fires(case: Any) -> set[str]:
+    """The alerts that a case expects."""
+    (asked,) = case["promql_expr_test"]
+    assert asked["expr"] == FIRING
+    return {re.findall(r'"(\w+)"', each["labels"])[0] for each in asked["exp_samples"]}
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", CASES)
+def test_alerts_fire_and_stay_silent_as_their_cases_say(name: str) -> None:
+    file = INFRA / "prometheus/tests" / name
+    told = subprocess.run(
+        ["promtool", "test", "rules", file], capture_output=True, text=True, timeout=120, check=False
+    )  # fmt: skip
+
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+@needs_promtool
+def test_promtool_accepts_the_configuration_and_the_rules() -> None:
+    files = sorted((INFRA / "prometheus/rules").glob("*.yml"))
+    for command in (
+        ["check", "rules", "--lint=all", "--lint-fatal", *map(str, files)],
+        ["check", "config", "--syntax-only", str(INFRA / "prometheus/prometheus.yml")],
+    ):
+        told = subprocess.run(
+            ["promtool", *command], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert told.returncode == 0, told.stdout + told.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_alert_has_a_case_in_which_it_fires_and_one_in_which_it_is_silent(name: str) -> None:
+    about = [case for cases in CASES.values() for case in cases if case["name"].split()[0] == name]
+    firing = [name in fires(case) for case in about]
+
+    assert any(firing) and not all(firing)
+    for case, does in zip(about, firing, strict=True):
+        assert case["name"].split(maxsplit=1)[1].startswith("fires" if does else "is silent")
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+def test_a_silent_case_has_all_that_the_alert_reads(alert: Any) -> None:
+    """A case without the series would be silent whatever the alert says."""
+    read = set(re.findall(r"\blarder_\w+|\bup\b", alert["expr"]))
+    for case in (case for cases in CASES.values() for case in cases):
+        if case["name"].startswith(f"{alert['alert']} is silent"):
+            given = {re.split(r"\{", each["series"])[0] for each in case["input_series"]}
+            assert given and read <= given
+
+
+def test_the_runbook_has_a_section_for_each_alert_and_for_nothing_else() -> None:
+    assert sorted(SECTIONS) == sorted(NAMES) and len(set(NAMES)) == len(NAMES)
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+def test_an_alert_points_at_its_section_which_says_all_that_is_needed(alert: Any) -> None:
+    text = SECTIONS[alert["alert"]]
+
+    assert alert["annotations"]["runbook_url"] == f"infra/RUNBOOK.md#{alert['alert'].lower()}"
+    assert re.findall(r"^- \*\*([\w ]+)\*\*", text, re.MULTILINE) == [
+        "Means",
+        "Look",
+        "Do",
+        "Over when",
+    ]
+    assert f"(*{alert['labels']['severity']}*)" in text
+
+
+def test_every_series_that_the_runbook_names_is_one_that_rules_or_dashboards_read() -> None:
+    told = {each for text in SECTIONS.values() for each in re.findall(r"\blarder[_:][\w:]+", text)}
+    files = [*(INFRA / "prometheus/rules").glob("*.yml"), *(INFRA / "grafana").rglob("*.json")]
+    read = "".join(file.read_text() for file in files)
+
+    assert {each for each in told if each not in read} == set()
+
+
+@pytest.mark.parametrize(
+    "command", [each for each in COMMANDS if re.match("python|curl|airflow", each)]
+)
+def test_a_command_of_the_runbook_exists(command: str) -> None:
+    words = shlex.split(command)
+    match words[:3]:
+        case ["python", "-m", "precompute"]:
+            parser_of_commands().parse_args(words[3:])
+        case ["python", "-m", "serving"]:
+            parser_of_service().parse_args(words[3:])
+        case ["curl", "-s", address]:
+            path = address.removeprefix("$LARDER")
+            assert path in (INFRA.parent / "serving/routes.py").read_text() and path
+        case ["airflow", "dags", _]:
+            assert (INFRA.parent / f"dags/{words[3]}.py").is_file()
+        case _:
+            raise AssertionError(f"nobody has looked whether this exists: {command}")
+
+
+def test_a_command_that_does_not_exist_would_be_found() -> None:
+    with pytest.raises(SystemExit):
+        parser_of_commands().parse_args(["roll-back", "--because", "REASON"])

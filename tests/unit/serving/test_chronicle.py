@@ -1,0 +1,102 @@
+"""What the release records tell of the nights, and what is told of it when they cannot be read."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.artefacts import ArtefactStore, generation_path
+from cache.releases import Release, done_path, intent_path
+from serving.chronicle import UNKNOWN, Chronicle, open_refusal
+from tests.unit.serving.world import World
+
+MANIFEST = World().snapshot().manifest
+A, B = "20260101T000000Z-aaaaaaaaaaaa", "20260102T000000Z-bbbbbbbbbbbb"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtefactStore:
+    return ArtefactStore(str(tmp_path / "store"))
+
+
+def write(store: ArtefactStore, *told: tuple[Any, str], done: bool = True) -> None:
+    """Adds records in order, each of them later than the one before."""
+    for action, generation in told:
+        number = len([each for each in store.names("releases") if each.endswith(".json")]) + 1
+        release = Release(number, action, generation, None, "a", 100.0 * number, number=number)
+        store.write_once(intent_path(number), release.to_bytes())
+        if done:
+            store.write_once(done_path(number), b"")
+
+
+def judged(store: ArtefactStore, generation: str, **rules: bool) -> None:
+    """A manifest with these verdicts."""
+    gates = tuple({"rule": rule, "passed": passed} for rule, passed in rules.items())
+    manifest = dataclasses.replace(MANIFEST, generation=generation, gates=gates)
+    store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
+
+
+async def test_the_newest_of_each_action_is_told_and_an_intent_is_none(
+    store: ArtefactStore,
+) -> None:
+    write(store, ("publish", A), ("pin", A), ("publish", B))
+    write(store, ("roll_back", A), done=False)
+    chronicle = Chronicle(store)
+
+    await chronicle.look()
+
+    assert chronicle.last == {"publish": 300.0, "pin": 200.0} and not chronicle.refused
+
+
+async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_something_is_published(
+    store: ArtefactStore,
+) -> None:
+    chronicle = Chronicle(store)
+    write(store, ("publish", A), ("refuse", B))
+    await chronicle.look()
+    assert chronicle.refused == {UNKNOWN}
+
+    judged(store, B, score_psi=False, finite=True, skew=False)
+    await chronicle.look()
+    assert chronicle.refused == {"score_psi", "skew"}
+
+    write(store, ("publish", B))
+    await chronicle.look()
+    assert chronicle.refused == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("told", "is_open"),
+    [
+        ([("refuse", B), ("roll_back", A)], True),
+        ([("refuse", B), ("verify", A)], True),
+        ([("refuse", B), ("verify", B)], False),
+        ([("refuse", B), ("abandon", B)], False),
+        ([("refuse", A), ("publish", B), ("refuse", B)], True),
+        ([("publish", B)], False),
+    ],
+)
+def test_a_refusal_is_open_until_it_is_lifted_given_up_or_overtaken(
+    told: list[tuple[Any, str]], is_open: bool
+) -> None:
+    records = [Release(n, action, of, None, "a", 1.0, done=True) for n, (action, of) in enumerate(told)]  # fmt: skip
+
+    found = open_refusal(records)
+
+    assert (found is not None) == is_open
+
+
+async def test_records_that_cannot_be_read_leave_what_is_known_and_are_told_once(
+    store: ArtefactStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chronicle = Chronicle(store)
+    write(store, ("publish", A))
+    await chronicle.look()
+    (tmp_path / "store" / intent_path(2)).write_bytes(b"no record")
+
+    await chronicle.look()
+    await chronicle.look()
+
+    assert chronicle.last == {"publish": 100.0}
+    assert caplog.text.count("the release records cannot be read") == 1

@@ -1,0 +1,102 @@
+"""What Prometheus hears of the nights: from the live generation's manifest, the release records and Redis."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client.registry import CollectorRegistry
+
+from cache.errors import TierUnavailable
+from cache.schedule import MISSED_MAX, Schedule
+from serving.chronicle import Chronicle
+from serving.events import TEXTS, Events
+from serving.figures import Figures
+from serving.lead import Counts
+from serving.nights import Nights
+from serving.room import Room
+from tests.unit.serving.world import World
+
+MANIFEST = World().snapshot().manifest
+HOUR_S = 3_600.0
+NOW = 1_700_000_000.0
+
+
+class Redis:
+    """Says of itself what a test says, or nothing."""
+
+    def __init__(self, *infos: dict[str, Any]) -> None:
+        self.told: list[dict[str, Any]] = list(infos)
+
+    async def infos(self) -> list[dict[str, Any]]:
+        if not self.told:
+            raise TierUnavailable("away", reason="connection")
+        return self.told
+
+
+def registered(manifest: Any, room: Room, chronicle: Chronicle) -> CollectorRegistry:
+    held: Any = None if manifest is None else SimpleNamespace(live=SimpleNamespace(manifest=manifest))  # fmt: skip
+    nights = Nights(Schedule("0 * * * *", grace_s=0), SimpleNamespace(holding=held), lambda: NOW)  # type: ignore[arg-type]
+    registry = CollectorRegistry()
+    registry.register(Figures(lambda: held, nights, chronicle, room))
+    return registry
+
+
+def chronicle() -> Chronicle:
+    store: Any = None
+    return Chronicle(store)
+
+
+def test_before_anything_is_served_all_nights_are_missed_and_nothing_else_is_told() -> None:
+    registry = registered(None, Room(Redis()), chronicle())
+
+    told = {sample.name: sample.value for family in registry.collect() for sample in family.samples}
+
+    assert told == {"larder_nights_missed": MISSED_MAX}
+
+
+def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
+    gates = (
+        {"rule": "score_psi", "passed": True, "value": 0.3, "threshold": 0.25, "overridden": "known"},
+        {"rule": "live_files", "passed": True, "value": "text", "threshold": None},
+    )  # fmt: skip
+    manifest = dataclasses.replace(
+        MANIFEST, gates=gates, timings={"score": 2.5}, created_at=int(NOW - 2 * HOUR_S)
+    )
+    told = chronicle()
+    told.last, told.refused = {"publish": 7.0}, frozenset({"skew"})
+    value = registered(manifest, Room(Redis()), told).get_sample_value
+
+    assert value("larder_night_step_seconds", {"step": "score"}) == 2.5
+    assert value("larder_gate_value", {"rule": "score_psi"}) == 0.3
+    assert value("larder_gate_threshold", {"rule": "score_psi"}) == 0.25
+    assert value("larder_gate_overridden", {"rule": "score_psi"}) == 1.0
+    assert value("larder_gate_value", {"rule": "live_files"}) is None
+    assert value("larder_last_release_timestamp_seconds", {"action": "publish"}) == 7.0
+    assert value("larder_gate_refused", {"rule": "skew"}) == 1.0
+    assert value("larder_nights_missed") == 2.0
+    assert value("larder_generation_data_until_timestamp_seconds") == manifest.data_until
+    for name, table in manifest.tables.items():
+        size = sum(part.file.size_bytes for part in table.parts)
+        assert value("larder_generation_size_bytes", {"table": name}) == size
+
+
+async def test_the_room_of_all_nodes_is_told_while_redis_can_be_asked() -> None:
+    redis = Redis({"used_memory": 3, "maxmemory": 10}, {"used_memory": 4, "maxmemory": 10})
+    room = Room(redis)
+    await room.look()
+    assert (room.used_bytes, room.max_bytes) == (7, 20)
+
+    redis.told[1]["maxmemory"] = 0
+    await room.look()
+    assert room.max_bytes == 0
+
+    redis.told.clear()
+    await room.look()
+    assert room.used_bytes is None
+
+
+def test_an_event_is_a_counter_of_its_own_with_a_text() -> None:
+    (family,) = Events(lambda: {"l2_reads": 3.0}).collect()
+
+    assert (family.name, family.documentation) == ("larder_l2_reads", TEXTS["l2_reads"])
+    assert set(Counts().events()) <= set(TEXTS)
