@@ -166,6 +166,16 @@ class ClusterTier:
                 raise error
         return next((each for each in policies if each.startswith("allkeys")), *policies[:1])
 
+    async def ask_all(self, commands: Sequence[tuple[str | bytes | float, ...]]) -> list[Any]:
+        """See `RemoteTier.ask_all`; for keys that lie with the control keys."""
+        return await self._home(lambda tier: tier.ask_all(commands))
+
+    async def infos(self) -> list[dict[str, Any]]:
+        """See `RemoteTier.infos`; of all nodes, raises when one does not answer."""
+        await self.nodes.ready()
+        found = await asyncio.gather(*(tier.infos() for tier in self.nodes.tiers))
+        return [each for told in found for each in told]
+
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
         """See `RemoteTier.subscribe`. Every node passes messages on; after an error the next one is listened to."""
         await self.nodes.ready()
