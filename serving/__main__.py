@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m serving",
-        description="Serve predictions; or `top`: show the dashboard of a service. Settings: the [serving] section of LARDER_CONFIG, then the "
+        description="Serve predictions; or `top`: show the dashboard of a service. "
+        "Settings: the [serving] section of LARDER_CONFIG, then the "
         "environment (REDIS_URL, LARDER_ARTIFACTS, LARDER_NAMESPACE, LARDER_STATE, LARDER_TOKEN, "
         "LARDER_<SETTING>), then these options.",
     )
