@@ -1,13 +1,8 @@
 """What workers tell a Redis that fails, forgets and comes back, and what a reader makes of it."""
 
-from collections import defaultdict
-from dataclasses import dataclass, field
-from typing import Any
-
 import orjson
 import pytest
 
-from cache.errors import TierUnavailable
 from cache.keys import Keyspace
 from serving.buckets import finer
 from serving.dashboard.bins import BIN_S, BINS_MAX
@@ -15,49 +10,10 @@ from serving.dashboard.counts import Counts, merged
 from serving.dashboard.teller import _SWEEP, AT_ONCE, GONE_S, Teller
 from serving.dashboard.whole import _ALL_AGAIN_S, LATELY_BINS, SILENT_S, Seen, Whole
 from tests.fakes import FakeClock
+from tests.unit.serving.dashboard.hashes import FakeRedis
 
 KEYS = Keyspace("test")
 BOUNDS = finer((0.001, 1.0))
-
-
-@dataclass
-class FakeRedis:
-    """Hashes in a dictionary; `loses`: it does what it is told, and its reply is lost."""
-
-    down: bool = False
-    loses: bool = False
-    hashes: defaultdict[str, dict[bytes, bytes]] = field(default_factory=lambda: defaultdict(dict))
-    asked: int = 0
-
-    async def ask_all(self, commands: Any) -> list[Any]:
-        self.asked += 1
-        if self.down:
-            raise TierUnavailable("gone", reason="connection")
-        replies = [self._do(*each) for each in commands]
-        if self.loses:
-            raise TierUnavailable("no reply", reason="timeout")
-        return replies
-
-    def _do(self, name: str, key: str, *arguments: Any) -> Any:
-        table = self.hashes[key]
-        match name:
-            case "HSET":
-                is_new = arguments[0].encode() not in table
-                table[arguments[0].encode()] = arguments[1]
-                return int(is_new)
-            case "HDEL":
-                return sum(
-                    table.pop(each if isinstance(each, bytes) else each.encode(), None) is not None
-                    for each in arguments
-                )
-            case "HGETALL":
-                return dict(table)
-            case "EXPIRE":
-                return 1
-        raise AssertionError(name)
-
-    async def infos(self) -> list[dict[str, Any]]:
-        return [{"used_memory": 1}]
 
 
 class Worker:
@@ -106,6 +62,13 @@ async def test_what_two_workers_told_is_one_whole(world: World) -> None:
     assert {name: each["counts"]["r"] for name, each in seen.workers.items()} == {
         "one": 13, "other": 4,
     }  # fmt: skip
+
+
+async def test_a_bin_that_was_drawn_is_drawn_again_when_more_is_told(world: World) -> None:
+    for expected in (1, 2, 3):
+        world.other.count(1)
+        await world.tell()
+        assert requests(await world.one.whole.look()) == expected
 
 
 async def test_a_reply_that_was_lost_counts_nothing_twice(world: World) -> None:
