@@ -166,6 +166,10 @@ class ClusterTier:
                 raise error
         return next((each for each in policies if each.startswith("allkeys")), *policies[:1])
 
+    async def ask_all(self, commands: Sequence[tuple[str | bytes | float, ...]]) -> list[Any]:
+        """See `RemoteTier.ask_all`; for keys that lie with the control keys."""
+        return await self._home(lambda tier: tier.ask_all(commands))
+
     async def infos(self) -> list[dict[str, Any]]:
         """See `RemoteTier.infos`; of all nodes, raises when one does not answer."""
         await self.nodes.ready()

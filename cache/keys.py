@@ -150,6 +150,15 @@ class Keyspace:
         """Sorted set of table and id by how often it was asked for in one hour (since 1970, Redis' clock)."""
         return f"larder:{FORMAT}:{{{self.namespace}}}:hot:{hour}"
 
+    def bin(self, start: int) -> str:
+        """Hash: worker -> what it counted in the seconds from `start` (Unix) on; for the dashboard."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:dash:{start}"
+
+    @property
+    def workers(self) -> str:
+        """Hash: worker -> what it counted in all, and how it stands; for the dashboard."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:dash:workers"
+
     @property
     def channel(self) -> str:
         """Pub/sub channel that shortens what polling would find anyway."""

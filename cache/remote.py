@@ -292,6 +292,16 @@ class RemoteTier:
         info = await self._ask("INFO", "memory")
         return str(cast(dict[str, object], info).get("maxmemory_policy", ""))
 
+    async def ask_all(self, commands: Sequence[tuple[str | bytes | float, ...]]) -> list[Any]:
+        """The reply to each, in one round trip of a connection for control; the first refusal is raised."""
+        try:
+            async with self._control.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                return await pipeline.execute()
+        except (RedisError, OSError) as error:
+            raise _unavailable(error) from error
+
     async def infos(self) -> list[dict[str, Any]]:
         """What every server says of itself (`INFO`): here one."""
         return [cast(dict[str, Any], await self._ask("INFO"))]

@@ -22,6 +22,7 @@ from precompute.releases.registry import open_releases
 from precompute.releases.states import State, demand
 from precompute.releases.sweep import note_loaded
 from precompute.sealing import seal
+from precompute.timed import timed
 
 
 def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
@@ -31,7 +32,7 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
     for artefact in manifest.pages():
         made.fetch(artefact.path)
     size_bytes, loaded = total_bytes(manifest), 0
-    with open_releases(config) as releases:
+    with timed(made, "load"), open_releases(config) as releases:
         control, keys = releases.control, config.keyspace()
         state = releases.state(made.generation)
         if state not in (State.LIVE, State.SUPERSEDED):

@@ -32,6 +32,7 @@ from precompute.releases.staging import Stage, staged
 from precompute.releases.sweep import drop_old_rows, sweepable
 from precompute.releases.sweep import retire as retire_generation
 from precompute.sealing import seal
+from precompute.timed import timed
 
 WARM_POLL_S = 0.1
 
@@ -48,6 +49,7 @@ def publish(
     made = Build.of(config, verified)
     manifest = seal(made)
     with (
+        timed(made, "publish"),
         open_releases(config) as releases,
         open_governor(config.governor, releases.control) as governor,
     ):
@@ -106,7 +108,10 @@ def warm(config: NightConfig, build: Mapping[str, Any]) -> Step:
     `skew_ms`: between the first swap and the last, null below two; `lag_ms`: each one's behind `published_at`.
     """
     generation, started = str(build["generation"]), time.perf_counter()
-    with connect(config.redis_url, config.redis_timeout_s) as client:
+    with (
+        timed(Build.of(config, build), "warm"),
+        connect(config.redis_url, config.redis_timeout_s) as client,
+    ):
         control = Control(client, config.keyspace())
         while True:
             replicas = control.replicas()

@@ -34,7 +34,12 @@ _BACKLOG = 2_048
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the service; 0 after a clean stop, 2 when it cannot start as configured, 1 when no worker stays up."""
-    sent = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["top"]:
+        from serving.dashboard import top  # an observer needs nothing of what serves
+
+        return top.main(given[1:])
+    sent = _parser().parse_args(given)
     # uvicorn raises what stopped it once more when it is done: the default would end us before Redis is stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logging.basicConfig(level=sent.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -68,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m serving",
-        description="Serve predictions. Settings: the [serving] section of LARDER_CONFIG, then the "
+        description="Serve predictions; or `top`: show the dashboard of a service. "
+        "Settings: the [serving] section of LARDER_CONFIG, then the "
         "environment (REDIS_URL, LARDER_ARTIFACTS, LARDER_NAMESPACE, LARDER_STATE, LARDER_TOKEN, "
         "LARDER_<SETTING>), then these options.",
     )

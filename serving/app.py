@@ -3,7 +3,6 @@
 import contextlib
 import secrets
 import socket
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from cache.blocklist import Blocklist
 from cache.breaker import Breaker
-from cache.cluster import Breakers, open_tier
+from cache.cluster import open_tier
 from cache.keys import Keyspace
 from cache.local import LocalTier, NegativeCache
 from cache.releases import Pointer
@@ -25,10 +24,11 @@ from serving.chronicle import Chronicle
 from serving.clock import RedisClock
 from serving.config import ServingConfig, check_token
 from serving.cores import check_cores, parse_cores, pin_thread
-from serving.events import Events
+from serving.dashboard.board import Dashboard
 from serving.figures import Figures
 from serving.follower import Follower
 from serving.front import Front
+from serving.gauges import Parts
 from serving.heartbeat import Heartbeat
 from serving.hot import Hot
 from serving.http import refused
@@ -47,11 +47,9 @@ from serving.routes import Service, routes
 from serving.shelf import Shelf
 from serving.sketch import Sketch
 from serving.snapshot import Snapshot
-from serving.tally import Overload
 from serving.trial import Trial
 from serving.warming import Warming
 
-_BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 _LOOKS = 10
 """At the queues, per interval of the admission."""
 _CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -170,23 +168,6 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             cores=cores,
         )
 
-    def events() -> dict[str, float]:
-        return {
-            "l2_reads": tiers.counters.l2_reads,
-            "l2_batches": remote.batches,
-            "l2_shed": remote.shed,
-            "breaker_opened": remote.breaker.opened,
-            "flights_shared": tiers.flights.shared,
-            "inferences_shared": inferences.flights.shared,
-            "inferences_hopeless": batcher.hopeless,
-            "overlays_stored": tiers.writes.stored,
-            "overlays_failed": tiers.writes.failed,
-            "overlays_dropped": tiers.writes.dropped,
-            "hot_reported": sketch.reported,
-            "hot_reports_failed": sketch.failed,
-            **lead.counts.events(),
-        }
-
     aside = ThreadPoolExecutor(1, thread_name_prefix="larder-next")
     clock = RedisClock()
     sketch = Sketch(remote, ladder.recent, lambda: shelf.live, clock)
@@ -221,10 +202,19 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         ],
     )
     nights = Nights(config.nights(), follower)
-    _gauges(metrics, refresher, local, remote.breaker, batcher, nights)
-    metrics.registry.register(Events(events))
-    metrics.registry.register(Overload(admission))
     metrics.registry.register(Figures(lambda: shelf.holding, nights, chronicle, room))
+    parts = Parts(
+        metrics, tiers, remote, batcher, admission, inferences, lead, sketch, refresher, nights
+    )
+    parts.register()
+    replica = name if peers is None else peers.replica
+    dashboard = Dashboard(
+        remote, store, remote.keyspace, name=name, is_on=config.dashboard_s > 0,
+        counted=parts.counted, about=lambda: parts.about(replica),
+        bounds=metrics.answer_seconds.bounds, nights=nights, clock=clock,
+    )  # fmt: skip
+    if dashboard.is_on:
+        refresher.also(config.dashboard_s, dashboard.tell)
     service = Service(
         follower,
         ladder,
@@ -240,6 +230,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         metrics.exposition if peers is None else peers.exposition,
         admission,
         config.body_timeout_s,
+        dashboard,
     )
     try:
         await refresher.start()
@@ -252,6 +243,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         if peers is not None:
             await peers.aclose()
         await refresher.aclose()
+        await dashboard.aclose()
         await tiers.aclose()
         await remote.aclose()
         executor.shutdown(wait=False, cancel_futures=True)
@@ -261,29 +253,3 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
 def replica_id() -> str:
     """Differs for every process, also after a restart."""
     return f"{socket.gethostname()}-{secrets.token_hex(4)}"
-
-
-def _gauges(
-    metrics: Metrics,
-    refresher: Refresher,
-    local: LocalTier,
-    breaker: Breaker | Breakers,
-    batcher: MicroBatcher,
-    nights: Nights,
-) -> None:
-    follower = refresher.follower
-
-    def age() -> float:
-        age_s = nights.age_s()
-        return float("nan") if age_s is None else age_s
-
-    metrics.generation_age.set_function(age)
-    metrics.generation_missing.set_function(lambda: float(nights.is_missing()))
-    metrics.generation_due.set_function(nights.due_at)
-    metrics.stale.set_function(lambda: float(follower.stale is not None))
-    metrics.ready.set_function(lambda: float(follower.health.ready))
-    metrics.breaker.set_function(lambda: _BREAKER_STATES[breaker.state])
-    metrics.blocklist_age.set_function(lambda: time.monotonic() - refresher.blocklist_read_at)
-    metrics.l1_bytes.set_function(lambda: local.size_bytes)
-    metrics.l1_entries.set_function(lambda: len(local))
-    metrics.live_queue.set_function(lambda: batcher.queued)

@@ -72,6 +72,8 @@ class ServingConfig:
     heartbeat_s: float = 1.0
     sketch_s: float = 5.0
     figures_s: float = 15.0
+
+    dashboard_s: float = 2.0
     drain_s: float = 10.0
     load_bound_s: float = 60.0
 
@@ -97,15 +99,11 @@ class ServingConfig:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}", field=name)
-        if not 0 <= self.lease_wait_ms <= 60_000:
-            raise ConfigError(
-                f"lease_wait_ms is 0 (no leases) to 60000, not {self.lease_wait_ms}",
-                field="lease_wait_ms",
-            )
-        if not 0 <= self.sketch_s <= 3_600:
-            raise ConfigError(
-                f"sketch_s is 0 (no sketch) to 3600, not {self.sketch_s}", field="sketch_s"
-            )
+        for name, (most, without) in _OPTIONAL.items():
+            if not 0 <= getattr(self, name) <= most:
+                raise ConfigError(
+                    f"{name} is 0 (no {without}) to {most}, not {getattr(self, name)}", field=name
+                )
         parse_cores(self.live_cores)
         self.nights()
 
@@ -191,6 +189,12 @@ _POSITIVE = (
     "poll_s", "blocklist_poll_s", "heartbeat_s", "figures_s", "drain_s", "load_bound_s", "body_bytes", "body_timeout_s",
     "max_batch", "max_history", "max_exclude", "max_ids",
 )  # fmt: skip
+
+_OPTIONAL = {
+    "lease_wait_ms": (60_000, "leases"),
+    "sketch_s": (3_600, "sketch"),
+    "dashboard_s": (5, "dashboard"),
+}
 
 
 def _from_toml(path: Path) -> dict[str, object]:

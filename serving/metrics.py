@@ -47,11 +47,9 @@ class Metrics:
             registry=registry,
         )
         self.live_failures = Counter(
-            "larder_live_failures",
-            "Inputs that live did not answer",
-            ["table", "reason"],
+            "larder_live_failures", "Inputs that live did not answer", ["table", "reason"],
             registry=registry,
-        )
+        )  # fmt: skip
         self.requests = Counter(
             "larder_requests", "HTTP requests", ["route", "status"], registry=registry
         )
@@ -67,10 +65,10 @@ class Metrics:
         )
         registry.register(self.answer_seconds)
         self.tally = Tally()
-        self.stage_seconds = Histogram(
-            "larder_stage_seconds", "Time in one stage of a request", ["stage"],
-            buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
+        self.stage_seconds = Seconds(
+            "larder_stage_seconds", "Time in one stage of a request", "stage", STAGES, _SECONDS
+        )
+        registry.register(self.stage_seconds)
         self.live_batch = Histogram(
             "larder_live_batch_size", "Inputs per inference", buckets=_BATCHES, registry=registry
         )
@@ -153,7 +151,6 @@ class Metrics:
         )
         self._flips, self._is_flipping = 0, False
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
-        self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
 
     def answered(self, table: str, source: Source, seconds: float) -> None:
         """One entity has its answer."""
@@ -197,12 +194,12 @@ class Metrics:
 
     def stage(self, stage: str, seconds: float) -> None:
         """One stage of one request took this long."""
-        self._stages[stage].observe(seconds)
+        self.stage_seconds.observe(stage, seconds)
 
     def inferred(self, size: int, seconds: float) -> None:
         """One inference for `size` inputs."""
         self.live_batch.observe(size)
-        self._stages["inference"].observe(seconds)
+        self.stage("inference", seconds)
 
     def warmed(self, records: int, seconds: float) -> None:
         """So many records were read ahead."""
@@ -229,12 +226,16 @@ class Metrics:
         """What a scrape is answered with where this process is the whole service."""
         return self.expose()
 
-    def expose(self) -> bytes:
-        """The text format of Prometheus."""
+    def settle(self) -> None:
+        """Takes over what the hot route has counted since the last time."""
         answers, requests = self.tally.take()
         for (table, source), count in answers.items():
             self._child(self.entities, table).inc(count)
             self._child(self.answers, table, source).inc(count)
         for route, count in requests.items():
             self._child(self.requests, route, "200").inc(count)
+
+    def expose(self) -> bytes:
+        """The text format of Prometheus."""
+        self.settle()
         return generate_latest(self.registry)

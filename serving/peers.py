@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,11 @@ class Peers:
         self._slot = slot
         self._server: asyncio.Server | None = None
         self._expose: Callable[[], bytes] = bytes
+
+    @property
+    def replica(self) -> str:
+        """What all workers of the same parent are called together."""
+        return f"{socket.gethostname()}-{self._folder.name.removeprefix('larder-')}"
 
     async def open(self, expose: Callable[[], bytes]) -> None:
         """Answers peers from now on."""

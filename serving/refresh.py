@@ -83,6 +83,10 @@ class Refresher:
         self._beating = asyncio.Lock()
         self._is_policy_fine = self._is_policy_unknown = False
 
+    def also(self, pause_s: float, step: Step) -> None:
+        """Takes another step, every `pause_s` seconds from the start on."""
+        self._steps.append((lambda: pause_s, step, asyncio.Event()))
+
     async def start(self) -> None:
         """Takes every step once, then keeps taking them in the background."""
         await self.look_at_blocklist()

@@ -1,8 +1,6 @@
 """The HTTP surface: reads a request, asks the ladder, sends prebuilt JSON."""
 
 import functools
-import hmac
-import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -10,9 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
 
-from cache.errors import InvalidInput, LarderError
 from cache.tiered import Tiered
 from serving import openapi, schema
 from serving.admission import Admission
@@ -20,27 +16,24 @@ from serving.answer import Answer
 from serving.arrow_answers import answers_stream
 from serving.arrow_request import lookup_arrow
 from serving.ask import Ask, Limits, Options
+from serving.dashboard.board import Dashboard
+from serving.dashboard.document import DASHBOARD
 from serving.dashboard.pages import page_routes
 from serving.follower import Follower
+from serving.guard import Guard, Handler
 from serving.holding import Holding
-from serving.http import as_arrow, as_json, read_body, refused
+from serving.http import as_arrow, as_json, read_body
 from serving.ladder import Ladder
-from serving.media import forms
+from serving.media import JSON_TYPE, forms
 from serving.metrics import CONTENT_TYPE, Metrics
 from serving.nights import Nights
 from serving.options import with_headers
 from serving.overview import overview
 from serving.parse import feedback_body, lookup_body, lookup_url, score_body
-from serving.plan import credentials
-from serving.problem import Problem, from_input
+from serving.problem import Problem
 from serving.score import rank_candidates, vector_table
 from serving.snapshot import Snapshot
 from serving.trial import Trial
-
-log = logging.getLogger(__name__)
-
-Handler = Callable[[Request, float], Awaitable[object]]
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 LOOKUP_PREFIX = b"/v1/lookup/"
 
@@ -63,6 +56,7 @@ class Service:
     expose: Callable[[], Awaitable[bytes]]
     admission: Admission
     body_timeout_s: float
+    dashboard: Dashboard
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:
@@ -86,6 +80,7 @@ class _Direct(APIRoute):
 def routes(service: Service) -> APIRouter:
     """All routes of the service."""
     router = APIRouter(route_class=_Direct)
+    guard = Guard(service.token, service.metrics, service.timer)
 
     async def lookup_one(request: Request, started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
@@ -128,6 +123,10 @@ def routes(service: Service) -> APIRouter:
         shelf = service.follower.shelf
         return overview(service.holding(), service.follower.health, shelf.canary)
 
+    async def dashboard_data(_request: Request, _started: float) -> object:
+        body = await service.dashboard.data()
+        return Response(body, media_type=JSON_TYPE, headers={"Cache-Control": "no-store"})
+
     async def healthz(_request: Request) -> Response:
         return as_json(200, {"status": "ok"})
 
@@ -147,11 +146,18 @@ def routes(service: Service) -> APIRouter:
     async def metrics(_request: Request) -> Response:
         return Response(await service.expose(), media_type=CONTENT_TYPE)
 
-    def add(path: str, method: str, handler: Handler, extra: dict[str, Any] | None = None) -> None:
+    def add(
+        path: str,
+        method: str,
+        handler: Handler,
+        extra: dict[str, Any] | None = None,
+        *,
+        is_counted: bool = True,
+    ) -> None:
         route = path.partition("{entity")[0].rstrip("/") if "{entity" in path else path
         router.add_api_route(
             path,
-            _guarded(service, f"{method} {route}", handler),
+            guard.around(f"{method} {route}", handler, is_counted=is_counted),
             methods=[method],
             name=handler.__name__,
             openapi_extra=extra,
@@ -180,6 +186,11 @@ def routes(service: Service) -> APIRouter:
         described(schema.FEEDBACK, body=schema.FEEDBACK_BODY, has_options=False),
     )  # fmt: skip
     add("/v1/generations", "GET", generations, described(schema.GENERATIONS, has_options=False))
+    # Not counted, as no probe is: who looks on is not what is looked at.
+    add(
+        "/dashboard/data", "GET", dashboard_data,
+        described(DASHBOARD, has_options=False), is_counted=False,
+    )  # fmt: skip
     router.add_api_route("/healthz", healthz, methods=["GET"])
     router.add_api_route("/readyz", readyz, methods=["GET"], openapi_extra=openapi.READYZ)
     router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
@@ -213,34 +224,3 @@ def marked(service: Service, answers: list[Answer]) -> list[Answer]:
         for answer in answers:
             answer["stale"] = stale
     return answers
-
-
-def _guarded(service: Service, route: str, handler: Handler) -> Endpoint:
-    expected = credentials(service.token)
-
-    async def answer(request: Request) -> Response:
-        started = service.timer()
-        try:
-            if service.token:
-                # Starlette reads headers as latin-1: encoded back, these are the bytes that were sent.
-                sent = request.headers.get("authorization", "").encode("latin-1")
-                if not any(hmac.compare_digest(sent, each) for each in expected):
-                    raise Problem(401, "unauthorized", "send Authorization: Bearer <token>")
-            found = await handler(request, started)
-            response = found if isinstance(found, Response) else as_json(200, found)
-        except Problem as problem:
-            response = refused(problem)
-        except ClientDisconnect:
-            response = refused(Problem(400, "disconnected", "the body ended early"))
-        except InvalidInput as error:
-            response = refused(from_input(error, "body"))
-        except LarderError as error:
-            log.exception("%s failed", route)
-            response = refused(Problem(503, error.code, error.message))
-        except Exception:
-            log.exception("%s failed", route)
-            response = refused(Problem(500, "internal_error", "this is a defect; the log has more"))
-        service.metrics.requested(route, response.status_code)
-        return response
-
-    return answer

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -10,34 +11,39 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from serving.admission import Admission
+from serving.buckets import finer
 
 
 class Seconds(Collector):
-    """A histogram by source, without a lock: only the event loop adds to it."""
+    """A histogram by one label, without a lock: only the event loop adds to it.
+
+    Counted in finer buckets (`serving.buckets`) than Prometheus is told: one bisect serves both.
+    """
 
     def __init__(
         self, name: str, text: str, label: str, values: Sequence[str], bounds: Sequence[float]
     ) -> None:
+        self.bounds = finer(bounds)
+        self.counts = {value: [0] * (len(self.bounds) + 1) for value in values}
+        self.sums = dict.fromkeys(values, 0.0)
         self._name, self._text, self._label = name, text, label
-        self._bounds = tuple(bounds)
-        self._counts = {value: [0] * (len(bounds) + 1) for value in values}
-        self._sums = dict.fromkeys(values, 0.0)
+        self._shown = [(bound, self.bounds.index(bound)) for bound in bounds]
 
     def observe(self, value: str, seconds: float, times: int = 1) -> None:
         """`times` observations of the same length."""
-        self._counts[value][bisect_left(self._bounds, seconds)] += times
-        self._sums[value] += seconds * times
+        self.counts[value][bisect_left(self.bounds, seconds)] += times
+        self.sums[value] += seconds * times
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """One family."""
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
-        for value, counts in self._counts.items():
-            total, buckets = 0, []
-            for bound, count in zip((*self._bounds, float("inf")), counts, strict=True):
-                total += count
+        for value, counts in self.counts.items():
+            sums = list(accumulate(counts))
+            buckets: list[tuple[str, float]] = []
+            for bound, at in (*self._shown, (float("inf"), len(counts) - 1)):
                 name: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
-                buckets.append((name, float(total)))
-            family.add_metric([value], buckets, self._sums[value])
+                buckets.append((name, float(sums[at])))
+            family.add_metric([value], buckets, self.sums[value])
         yield family
 
 

@@ -28,6 +28,7 @@ from precompute.scoring.shard import (
     score_items,
 )
 from precompute.scoring.users import score_users
+from precompute.timed import timed
 
 
 @writes_files
@@ -102,7 +103,8 @@ def assemble(
     missing = sorted(set(range(config.shards)) - {int(each["shard"]) for each in scored})
     if missing:
         raise Conflict(f"shards {missing} of {config.shards} were not scored")
-    reports = [made.need(f"shard-{shard:04d}") for shard in range(config.shards)]
-    users = sum(report["users"]["scored"] for report in reports)
-    made.report("assemble", {"users_scored": users})
+    with timed(made, "assemble"):
+        reports = [made.need(f"shard-{shard:04d}") for shard in range(config.shards)]
+        users = sum(report["users"]["scored"] for report in reports)
+        made.report("assemble", {"users_scored": users})
     return {"generation": made.generation, "users": users}

@@ -117,6 +117,15 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     assert await remote.hot(5) == [("user_topk", b"u1")]
     assert await remote.eviction_policy() == "volatile-lru"
     assert (await remote.infos())[0]["used_memory"] > 0
+
+    loader.hset(KEYS.generations, "g1", "{}")
+    told = [("HSET", key, "w", "{}") for key in (KEYS.workers, KEYS.bin(10))]
+    assert await remote.ask_all([*told, ("EXPIRE", KEYS.bin(10), 60)]) == [1, 1, 1]
+    read = [("HGETALL", key) for key in (KEYS.workers, KEYS.bin(10), KEYS.generations)]
+    assert await remote.ask_all(read) == [{b"w": b"{}"}, {b"w": b"{}"}, {b"g1": b"{}"}]
+    assert await remote.ask_all([("HDEL", KEYS.workers, "w")]) == [1]
+    assert [each["maxmemory_policy"] for each in await remote.infos()] == ["volatile-lru"]
+    loader.hdel(KEYS.generations, "g1")
     await remote.heartbeat("replica-1", b"{}", 1.0)
     await remote.heartbeat("replica-1", b'{"holds":[]}', 2.0)
     assert loader.zrangebyscore(KEYS.replicas, "-inf", "+inf") == [b'{"holds":[]}']
@@ -157,6 +166,13 @@ def test_the_service_hears_of_a_publish(reader: redis.Redis, loader: redis.Redis
         ("UNLINK", KEYS.hot(1)),
         ("ZINCRBY", "larder:1:{other}:hot:1", "1", "x"),
         ("HSET", KEYS.generations, "g1", "live"),
+        ("HDEL", KEYS.generations, "g1"),
+        ("EXPIRE", KEYS.generations, "1"),
+        ("GET", KEYS.generations),
+        ("SET", KEYS.bin(10), "x"),
+        ("UNLINK", KEYS.workers),
+        ("HSET", "larder:1:{other}:dash:workers", "w", "x"),
+        ("HGETALL", KEYS.replicas),
         ("SET", "larder:1:other:w:g1:user_topk:ab", "x"),
         ("GET", "somebody-elses-key"),
         ("EVAL", "return redis.call('SET', KEYS[1], '')", "1", KEYS.live),

@@ -241,3 +241,23 @@ def joined(rules: list[str]) -> list[str]:
     """A selector, in brackets, is one rule."""
     at = next((n for n, each in enumerate(rules) if each.startswith("(")), len(rules))
     return [*rules[:at], *([" ".join(rules[at:])] if rules[at:] else [])]
+
+
+async def test_the_dashboard_is_whole_and_adds_up_the_memory_of_all_masters(
+    night: NightConfig, servers: TestCluster
+) -> None:
+    async with (
+        serving(night, dashboard_s=0.1) as one,
+        serving(night, dashboard_s=0.1) as other,
+    ):
+        await ask(one, users_of(night)[:10])
+
+        async def is_whole() -> bool:
+            body = await other.get("/dashboard/data")
+            return bool(body["whole"] and body["totals"]["entities"] == 10)
+
+        assert await eventually(is_whole)
+        body = await other.get("/dashboard/data")
+
+    assert len(body["replicas"]) == 2 and body["generations"][0]["state"] == "live"
+    assert body["redis"]["used_bytes"] > 3 * 500_000 and body["redis"]["policy"] == "volatile-lru"

@@ -1,0 +1,149 @@
+"""The dashboard of one worker: what it tells, and the document that any viewer of any worker is answered with."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import orjson
+
+from cache.artefacts import ArtefactStore
+from cache.keys import Keyspace
+from serving.dashboard.archive import Archive
+from serving.dashboard.counts import Counts
+from serving.dashboard.teller import Commands, Teller
+from serving.dashboard.view import document
+from serving.dashboard.whole import Seen, Whole
+from serving.nights import Nights
+from serving.problem import Problem
+
+log = logging.getLogger(__name__)
+
+READ_S = 1.0
+"""Redis is read at most once in so long, however many look."""
+ARCHIVE_S = 10.0
+_ARCHIVE_WAIT_S = 1.0
+"""A store that is slow costs a viewer no more: what was known before is shown."""
+
+Provider = Callable[[], Mapping[str, Any] | None]
+Archived = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+
+
+class Redis(Protocol):
+    """What the dashboard needs of L2; both raise TierUnavailable."""
+
+    async def ask_all(self, commands: Commands) -> list[Any]:
+        """The reply to each."""
+
+    async def infos(self) -> list[dict[str, Any]]:
+        """What each server says of itself."""
+
+
+def nothing() -> None:
+    """A provider that has nothing to tell."""
+
+
+class Dashboard:
+    """`tell` is to be called every few seconds; `data` answers any number of viewers from one reading a second.
+
+    `advisor` and `quality` tell their part of the document, quickly and without waiting for anything.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        store: ArtefactStore,
+        keys: Keyspace,
+        *,
+        name: str,
+        is_on: bool = True,
+        counted: Callable[[], Counts],
+        about: Callable[[], Mapping[str, Any]],
+        bounds: tuple[float, ...],
+        nights: Nights,
+        clock: Callable[[], float],
+        advisor: Provider = nothing,
+        quality: Provider = nothing,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.is_on = is_on
+        self.teller = Teller(redis, keys, name, clock, counted, about)
+        self.advisor, self.quality = advisor, quality
+        self._whole = Whole(redis, keys, self.teller, bounds, clock, timer)
+        self._archive = Archive(store)
+        self._bounds, self._nights, self._timer = bounds, nights, timer
+        self._archived: Archived = [], []
+        self._archived_at: float | None = None
+        self._archiving: asyncio.Task[None] | None = None
+        self._reading = asyncio.Lock()
+        self._body, self._read_at = b"", float("-inf")
+
+    async def tell(self) -> None:
+        """One telling; a Redis that is away is told later."""
+        await self.teller.tell()
+
+    async def data(self) -> bytes:
+        """The document as JSON, at most a second old; raises Problem 404 where nothing is told."""
+        if not self.is_on:
+            raise Problem(404, "dashboard_off", "LARDER_DASHBOARD_S is 0 here: nothing is told")
+        async with self._reading:
+            if self._timer() - self._read_at >= READ_S:
+                self._body = await self._read()
+                self._read_at = self._timer()
+            return self._body
+
+    async def _read(self) -> bytes:
+        seen = await self._whole.look()
+        await self._look_into_store(seen)
+        held = self._nights.follower.holding
+        schedule = {
+            "age_s": self._nights.age_s(), "due_at": self._nights.due_at(),
+            "missing": self._nights.is_missing(),
+        }  # fmt: skip
+        advisor, quality = _told(self.advisor), _told(self.quality)
+        roles = {} if held is None else held.roles
+
+        def composed() -> bytes:
+            found = document(
+                seen, schedule=schedule, archive=self._archived, roles=roles,
+                bounds=self._bounds, advisor=advisor, quality=quality,
+            )  # fmt: skip
+            return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
+
+        return await asyncio.to_thread(composed)
+
+    async def _look_into_store(self, seen: Seen) -> None:
+        """Has generations and nights read when it is time; one reading at a time, however long the store takes."""
+        at = self._timer()
+        if self._archiving is None:
+            if self._archived_at is not None and at - self._archived_at < ARCHIVE_S:
+                return
+            self._archiving = asyncio.create_task(self._read_archive(seen))
+        # The first time a viewer waits for it; later it is there at the next look.
+        wait_s = _ARCHIVE_WAIT_S if self._archived_at is None else 0.0
+        await asyncio.wait({self._archiving}, timeout=wait_s)
+
+    async def _read_archive(self, seen: Seen) -> None:
+        try:
+            self._archived = await asyncio.to_thread(self._archive.read, seen.registry)
+        except Exception:  # a defect here must not cost the rest of the page
+            log.exception("generations and nights cannot be read")
+        finally:
+            self._archived_at, self._archiving = self._timer(), None
+
+    async def aclose(self) -> None:
+        """Takes this worker out of what others show."""
+        if self._archiving is not None:
+            self._archiving.cancel()
+            await asyncio.wait({self._archiving})
+        if self.is_on:
+            await self.teller.sign_off()
+
+
+def _told(provider: Provider) -> Mapping[str, Any] | None:
+    try:
+        return provider()
+    except Exception:
+        log.exception("a part of the dashboard cannot be told")
+        return None

@@ -1,0 +1,215 @@
+"""The one sentence at the top: whether all is well, and if not what to do. Pure."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+Level = Literal["ok", "warn", "bad"]
+Body = Mapping[str, Any]
+
+ENOUGH = 200
+"""Answers below which a share says nothing."""
+DROP = 0.10
+"""Points of the hit rate that the last five minutes may be below the hour before."""
+SURGE = 0.05
+"""Points that previous and default may have more of the answers than in the hour before."""
+SURGE_BAD = 0.30
+MEMORY_WARN, MEMORY_BAD = 0.90, 0.98
+"""Of Redis' maxmemory."""
+HITS, FALLBACKS = ("l1", "l2"), ("previous", "default")
+
+
+class Finding(NamedTuple):
+    """Something that is not as it should be."""
+
+    level: Level
+    sentence: str
+    advice: str
+
+
+def verdict(body: Body) -> dict[str, Any]:
+    """Level, sentence, advice, and in `also` the sentences of what else was found, worst first."""
+    found = sorted(
+        (each for look in _LOOKS for each in look(body)), key=lambda each: each.level != "bad"
+    )
+    if not found:
+        return {"level": "ok", "sentence": _well(body), "advice": None, "also": []}
+    first = found[0]
+    return {
+        "level": first.level, "sentence": first.sentence, "advice": first.advice,
+        "also": [each.sentence for each in found[1:]],
+    }  # fmt: skip
+
+
+def _well(body: Body) -> str:
+    live, share = _live(body), _share(body["lately"]["answers"], HITS)
+    parts = [f"generation {live} is live on {_count(len(body['replicas']), 'replica')}"]
+    if share is not None:
+        parts.append(f"{share:.1%} of the answers of the last minutes came from cache")
+    return f"All is well: {' and '.join(parts)}."
+
+
+def _live(body: Body) -> str | None:
+    return next((each["generation"] for each in body["replicas"] if each["generation"]), None)
+
+
+def _share(answers: Mapping[str, int], sources: Sequence[str]) -> float | None:
+    total = sum(answers.values())
+    return sum(answers.get(each, 0) for each in sources) / total if total >= ENOUGH else None
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def _ready(body: Body) -> Iterator[Finding]:
+    out = [each for each in body["replicas"] if not each["ready"]]
+    if out:
+        why = next((each["failed"] for each in out if each["failed"]), "see /readyz")
+        served = all(each["generation"] is None for each in out)
+        advice = (
+            "Publish a generation: python -m precompute night."
+            if served
+            else f"Look at the log of {out[0]['replica']}; python -m precompute roll-back returns to the last good one."
+        )
+        of = f"{len(out)} of {_count(len(body['replicas']), 'replica')}"
+        yield Finding("bad", f"{of} cannot be asked: {why}.", advice)
+
+
+def _redis(body: Body) -> Iterator[Finding]:
+    if not body["whole"]:
+        yield Finding(
+            "bad",
+            f"Redis cannot be asked ({body['trouble']}): answers come from L1, the live model and defaults, "
+            "and these figures are of one worker alone.",
+            "Start Redis again or repair the network; if it came back empty, run python -m precompute restore.",
+        )
+    elif opened := body["breakers"].get("open", 0) + body["breakers"].get("half_open", 0):
+        yield Finding(
+            "bad",
+            f"{_count(opened, 'worker')} left Redis alone after failures (breaker open).",
+            "Look at Redis' latency (LATENCY LATEST, SLOWLOG GET) and at the network of those replicas.",
+        )
+
+
+def _stale(body: Body) -> Iterator[Finding]:
+    reasons = sorted({each["stale"] for each in body["replicas"] if each["stale"]})
+    # Without Redis this is said already.
+    if body["whole"] and reasons:
+        yield Finding(
+            "warn",
+            f"Answers may lag behind what was published: {', '.join(reasons)}.",
+            "python -m precompute status shows the pointer; python -m precompute restore rebuilds it from the records.",
+        )
+
+
+def _missing(body: Body) -> Iterator[Finding]:
+    schedule = body["schedule"]
+    if schedule["missing"] and _live(body) is not None:
+        age = (
+            ""
+            if schedule["age_s"] is None
+            else f": what is served is {_span(schedule['age_s'])} old"
+        )
+        yield Finding(
+            "bad",
+            f"The last night brought no generation{age}.",
+            "Look at the last run of the DAG, or run python -m precompute night.",
+        )
+
+
+def _refused(body: Body) -> Iterator[Finding]:
+    newest = next(iter(body["generations"]), None)
+    if newest is not None and newest["state"] == "refused":
+        failed = [each["rule"] for each in newest["gates"] if each["verdict"] == "failed"]
+        yield Finding(
+            "warn",
+            f"Generation {newest['generation']} was refused by {', '.join(failed) or 'a gate'}, the one before stays.",
+            "Read the gate's reason below; if it is right all the same: python -m precompute override, then verify.",
+        )
+
+
+def _apart(body: Body) -> Iterator[Finding]:
+    held = sorted({each["generation"] for each in body["replicas"] if each["generation"]})
+    if len(held) > 1:
+        yield Finding(
+            "warn",
+            f"Replicas answer from {len(held)} generations: {', '.join(held)}.",
+            "A flip takes a second; if it lasts, restart the replicas that stayed behind.",
+        )
+
+
+def _fallback(body: Body) -> Iterator[Finding]:
+    now = _share(body["lately"]["answers"], FALLBACKS)
+    before = _share(body["earlier"]["answers"], FALLBACKS) or 0.0
+    if now is not None and now - before >= SURGE:
+        level: Level = "bad" if now - before >= SURGE_BAD else "warn"
+        reason = max(body["lately"]["misses"].items(), key=lambda each: each[1], default=None)
+        why = "" if reason is None else f", mostly because of {reason[0]}"
+        yield Finding(
+            level,
+            f"{now:.1%} of the answers are from the previous generation or defaults ({before:.1%} before){why}.",
+            "Look at the miss reasons and at the live path: queue, model, time-outs.",
+        )
+
+
+def _hits(body: Body) -> Iterator[Finding]:
+    now, before = _share(body["lately"]["answers"], HITS), _share(body["earlier"]["answers"], HITS)
+    if now is not None and before is not None and before - now >= DROP:
+        yield Finding(
+            "warn",
+            f"The hit rate fell to {now:.1%} from {before:.1%}.",
+            "Look at the miss reasons; after a restart or a flip it comes back by itself within minutes.",
+        )
+
+
+def _degraded(body: Body) -> Iterator[Finding]:
+    why = sorted({each["degraded"] for each in body["replicas"] if each["degraded"]})
+    if why:
+        yield Finding(
+            "warn",
+            f"The live model does not work ({why[0]}): ids the night does not know get defaults.",
+            "Roll back (python -m precompute roll-back), then look at the bundle.",
+        )
+
+
+def _memory(body: Body) -> Iterator[Finding]:
+    told = body["redis"]
+    if not told["limit_bytes"] or told["used_bytes"] is None:
+        return
+    share = told["used_bytes"] / told["limit_bytes"]
+    if share >= MEMORY_WARN:
+        yield Finding(
+            "bad" if share >= MEMORY_BAD else "warn",
+            f"Redis is {share:.0%} full: the next night may not fit.",
+            "Raise maxmemory, or retire generations: python -m precompute retire.",
+        )
+
+
+def _policy(body: Body) -> Iterator[Finding]:
+    policy = body["redis"]["policy"]
+    if policy and policy.startswith("allkeys"):
+        yield Finding(
+            "bad",
+            f"Redis may evict published pages: its maxmemory-policy is {policy}.",
+            "Set maxmemory-policy volatile-lru.",
+        )
+
+
+def _shed(body: Body) -> Iterator[Finding]:
+    entities, shed = sum(body["lately"]["answers"].values()), body["queue"]["shed_lately"]
+    if shed and shed >= 0.01 * max(entities, 1):
+        yield Finding(
+            "warn",
+            f"Overload: {shed} inferences or requests were left out in the last minutes.",
+            "Add workers or replicas (LARDER_WORKERS); the load is more than these can answer in time.",
+        )
+
+
+def _span(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.1f} days"
+
+
+_LOOKS: tuple[Callable[[Body], Iterator[Finding]], ...] = (
+    _ready, _redis, _missing, _policy, _fallback, _memory, _stale, _apart, _hits, _refused, _degraded, _shed,
+)  # fmt: skip

@@ -1,0 +1,117 @@
+"""The document of the dashboard as it is drawn in a terminal. Needs rich."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+_COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_BINS = 30
+_GENERATIONS = 6
+
+Body = Mapping[str, Any]
+
+
+def screen(body: Body, trouble: str | None = None) -> Group:
+    """Everything that fits a terminal of 100 columns; `trouble`: why this is not of now."""
+    parts: list[RenderableType] = [_verdict(body), _sources(body), _replicas(body)]
+    parts += [_generations(body), Text(_misses(body)), Text(_state(body))]
+    if trouble:
+        parts.insert(0, Text(f"not of now: {trouble}", style="bold red"))
+    return Group(*parts)
+
+
+def _verdict(body: Body) -> Panel:
+    told = body["verdict"]
+    lines = [told["sentence"], *([told["advice"]] if told["advice"] else [])]
+    lines += told.get("also", [])
+    at = f"{datetime.fromtimestamp(body['now'], UTC):%H:%M:%S} UTC"
+    title = f"Larder {at}" + ("" if body["whole"] else ", this worker alone")
+    return Panel(Text("\n".join(lines)), title=title, border_style=_COLOURS[told["level"]])
+
+
+def _sources(body: Body) -> Table:
+    series, lately = body["series"], body["lately"]
+    total = sum(lately["answers"].values())
+    rate = lately["requests"] / lately["seconds"]
+    table = Table(
+        "source", "share", "p50 ms", "p99 ms", "p99.9 ms", "last five minutes", "total", expand=True,
+        title=f"answers of the last {lately['seconds'] // 60} minutes, {rate:,.1f} requests/s",
+    )  # fmt: skip
+    for source, n in lately["answers"].items():
+        times = lately["latency"].get(source, {})
+        table.add_row(
+            source, f"{n / total:.1%}" if total else "-",
+            *(_ms(times.get(each)) for each in ("p50", "p99", "p999")),
+            spark(series["answers"].get(source, [])[-_BINS:]),
+            f"{body['totals']['answers'].get(source, 0):,}",
+        )  # fmt: skip
+    return table
+
+
+def _replicas(body: Body) -> Table:
+    table = Table("replica", "workers", "generation", "ready", "notes", "seen", expand=True)
+    for each in body["replicas"]:
+        notes = [str(each[name]) for name in ("failed", "stale", "degraded") if each[name]]
+        table.add_row(
+            str(each["replica"]), str(each["workers"]), each["generation"] or "-",
+            "yes" if each["ready"] else "NO", ", ".join(notes) or "-", f"{each['seen_s']:.0f} s",
+        )  # fmt: skip
+    return table
+
+
+def _generations(body: Body) -> Table:
+    table = Table("generation", "state", "role", "gates", "size", "records", expand=True)
+    for each in body["generations"][:_GENERATIONS]:
+        failed = [gate["rule"] for gate in each["gates"] if gate["verdict"] == "failed"]
+        gates = f"{len(each['gates'])} passed" if each["gates"] else "-"
+        table.add_row(
+            each["generation"], each["state"] or "-", each["role"] or "-",
+            f"failed: {', '.join(failed)}" if failed else gates,
+            size(each["bytes"]), "-" if each["records"] is None else f"{each['records']:,}",
+        )  # fmt: skip
+    return table
+
+
+def _misses(body: Body) -> str:
+    found = sorted(body["lately"]["misses"].items(), key=lambda each: -each[1])[:6]
+    return "misses: " + (", ".join(f"{name} {n:,}" for name, n in found) or "none")
+
+
+def _state(body: Body) -> str:
+    redis, l1, queue = body["redis"], body["l1"], body["queue"]
+    limit = f" of {size(redis['limit_bytes'])}" if redis["limit_bytes"] else ""
+    breakers = ", ".join(f"{n} {state}" for state, n in body["breakers"].items() if n) or "none"
+    age_s = body["schedule"]["age_s"]
+    age = "-" if age_s is None else f"{age_s / 3600:.1f} h"
+    return (
+        f"Redis {size(redis['used_bytes'])}{limit} · L1 {size(l1['bytes'])} of {size(l1['budget_bytes'])} · "
+        f"breakers {breakers} · under way {queue['under_way']}, "
+        f"for live {queue['live_queued']}, shed {queue['shed']:,} · served age {age}"
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.3g}"
+
+
+def size(size_bytes: float | None) -> str:
+    """Bytes as people read them."""
+    if size_bytes is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:,.0f} {unit}" if unit == "B" else f"{size_bytes:,.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:,.1f} TiB"
+
+
+def spark(values: Sequence[float]) -> str:
+    """One block per value, as high as it is beside the greatest."""
+    most = max(values, default=0) or 1
+    return "".join(_BLOCKS[round((len(_BLOCKS) - 1) * each / most)] for each in values)

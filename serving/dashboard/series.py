@@ -1,0 +1,84 @@
+"""Bins as columns that can be drawn. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from serving.buckets import quantile
+from serving.dashboard.bins import BIN_S
+from serving.dashboard.counts import ANSWERS, MISSES, REQUESTS, STAGES, by, histograms
+from serving.metrics import SOURCES
+from serving.metrics import STAGES as STAGE_NAMES
+
+SHARES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
+REASONS_MAX = 20
+"""Miss reasons shown by name, the most frequent ones; the others are summed up as `other`."""
+
+Quantiles = dict[str, float | None]
+
+
+class Row(NamedTuple):
+    """One bin: seconds by source and quantile, seconds spent by stage."""
+
+    requests: int
+    answers: dict[str, int]
+    seconds: dict[str, Quantiles]
+    stages: dict[str, float]
+    misses: dict[str, int]
+
+
+EMPTY = Row(0, {}, {}, {}, {})
+
+
+def row(counts: Mapping[str, int], bounds: Sequence[float]) -> Row:
+    """What is drawn of a bin."""
+    return Row(
+        counts.get(REQUESTS, 0),
+        by(counts, ANSWERS),
+        quantiles(counts, bounds),
+        {stage: micro / 1e6 for stage, micro in by(counts, STAGES).items()},
+        by(counts, MISSES),
+    )
+
+
+def quantiles(counts: Mapping[str, int], bounds: Sequence[float]) -> dict[str, Quantiles]:
+    """Seconds by source; only sources that answered."""
+    return {
+        source: {name: _short(quantile(bounds, buckets, share)) for name, share in SHARES.items()}
+        for source, buckets in histograms(counts).items()
+    }
+
+
+def _short(seconds: float | None) -> float | None:
+    """More digits than its error leaves true would only be sent."""
+    return None if seconds is None else float(f"{seconds:.3g}")
+
+
+def series(rows: Mapping[int, Row], until: int) -> dict[str, Any]:
+    """Every bin from the oldest known to the one before `until`, both starts; one that nobody wrote has zeros."""
+    starts = range(min(rows, default=until), until, BIN_S)
+    found = [rows.get(start, EMPTY) for start in starts]
+    reasons = _reasons(found)
+    misses = {reason: [each.misses.get(reason, 0) for each in found] for reason in reasons}
+    rest = [sum(n for name, n in each.misses.items() if name not in misses) for each in found]
+    return {
+        "step_s": BIN_S,
+        "at": list(starts),
+        "requests": [each.requests for each in found],
+        "answers": {source: [each.answers.get(source, 0) for each in found] for source in SOURCES},
+        "seconds": {
+            source: {
+                name: [each.seconds.get(source, {}).get(name) for each in found] for name in SHARES
+            }
+            for source in SOURCES
+        },
+        "stages": {stage: [each.stages.get(stage, 0.0) for each in found] for stage in STAGE_NAMES},
+        "misses": misses | ({"other": rest} if any(rest) else {}),
+    }
+
+
+def _reasons(rows: Sequence[Row]) -> list[str]:
+    sums: dict[str, int] = {}
+    for each in rows:
+        for reason, n in each.misses.items():
+            sums[reason] = sums.get(reason, 0) + n
+    return sorted(sums, key=lambda reason: (-sums[reason], reason))[:REASONS_MAX]

@@ -1,0 +1,141 @@
+"""The document of `GET /dashboard/data`, from what was seen. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from serving.dashboard import counts
+from serving.dashboard.bins import BIN_S
+from serving.dashboard.counts import merged
+from serving.dashboard.judge import verdict
+from serving.dashboard.series import Row, quantiles, series
+from serving.dashboard.whole import LATELY_BINS, Seen
+from serving.metrics import SOURCES
+
+Worker = Mapping[str, Any]
+
+SETTLED_S = 3.0
+"""After its end a bin is shown: by then every worker has told its part."""
+
+
+def document(
+    seen: Seen,
+    *,
+    schedule: Mapping[str, Any],
+    archive: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
+    roles: Mapping[str, str],
+    bounds: Sequence[float],
+    advisor: Mapping[str, Any] | None,
+    quality: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Every field of the contract; `roles` are those of the generations that this replica holds, by role."""
+    workers = [seen.workers[name] for name in sorted(seen.workers)]
+    until = int((seen.now - SETTLED_S) // BIN_S) * BIN_S
+    recent = merged(seen.lately.values())
+    total = merged(each["counts"] or {} for each in workers)
+    of = {generation: role for role, generation in roles.items()}
+    generations = [{**each, "role": of.get(each["generation"])} for each in archive[0]]
+    body: dict[str, Any] = {
+        "now": seen.now,
+        "whole": seen.trouble is None,
+        "trouble": seen.trouble,
+        "replicas": replicas(workers, seen.now),
+        "series": series(seen.rows, until),
+        "lately": {
+            "seconds": LATELY_BINS * BIN_S,
+            "requests": recent.get(counts.REQUESTS, 0),
+            "answers": _answers(recent),
+            "misses": counts.by(recent, counts.MISSES),
+            "latency": quantiles(recent, bounds),
+        },
+        "earlier": {"answers": _earlier(seen.rows, seen.lately)},
+        "totals": {
+            "requests": total.get(counts.REQUESTS, 0),
+            "answers": _answers(total),
+            "misses": counts.by(total, counts.MISSES),
+            "entities": total.get(counts.ENTITIES, 0),
+        },
+        "generations": generations,
+        "schedule": dict(schedule),
+        "nights": list(archive[1]),
+        "redis": redis(seen.infos),
+        "breakers": {"closed": 0, "half_open": 0, "open": 0}
+        | Counter(str(each["breaker"]) for each in workers),
+        "queue": {
+            "live_queued": _sum(workers, "live_queued"),
+            "under_way": _sum(workers, "under_way"),
+            "requests_max": _sum(workers, "requests_max"),
+            "queue_seconds": max((each["queue_seconds"] or 0.0 for each in workers), default=0.0),
+            "shed": total.get(counts.SHED, 0),
+            "shed_lately": recent.get(counts.SHED, 0),
+        },
+        "l1": {
+            "bytes": _sum(workers, "l1_bytes"),
+            "budget_bytes": _sum(workers, "l1_budget_bytes"),
+            "entries": _sum(workers, "l1_entries"),
+        },
+        "advisor": advisor,
+        "quality": quality,
+    }
+    return {**body, "verdict": verdict(body)}
+
+
+def _answers(found: Mapping[str, int]) -> dict[str, int]:
+    return {source: found.get(counts.ANSWERS + source, 0) for source in SOURCES}
+
+
+def _earlier(rows: Mapping[int, Row], lately: Mapping[int, Any]) -> dict[str, int]:
+    """Answers by source in the bins before those of `lately`."""
+    found = Counter[str]()
+    for start, row in rows.items():
+        if start not in lately:
+            found.update(row.answers)
+    return {source: found[source] for source in SOURCES}
+
+
+def _sum(workers: Iterable[Worker], name: str) -> int:
+    return sum(each[name] or 0 for each in workers)
+
+
+def replicas(workers: Iterable[Worker], now: float) -> list[dict[str, Any]]:
+    """Workers of one parent are one replica; it is as good, and as far, as the last of them."""
+    groups: dict[str, list[Worker]] = {}
+    for each in workers:
+        groups.setdefault(str(each["replica"]), []).append(each)
+    found = []
+    for name, group in sorted(groups.items()):
+        last = min(group, key=lambda each: each["epoch"] or 0)
+        found.append(
+            {
+                "replica": name,
+                "workers": len(group),
+                "generation": last["generation"],
+                "epoch": last["epoch"],
+                "ready": all(each["ready"] for each in group),
+                "stale": _first(group, "stale"),
+                "degraded": _first(group, "degraded"),
+                "seen_s": round(max(max(0.0, now - each["at"]) for each in group), 3),
+                "failed": _first(group, "failed"),
+            }
+        )
+    return found
+
+
+def _first(group: Iterable[Worker], name: str) -> str | None:
+    return next((each[name] for each in group if each[name]), None)
+
+
+def redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Memory and evictions; of a cluster the sum of its nodes, and the policy that is worst."""
+    if not infos:
+        return dict.fromkeys(("used_bytes", "limit_bytes", "policy", "clients", "evicted"))
+    policies = [str(each.get("maxmemory_policy", "")) for each in infos]
+    limits = [int(each.get("maxmemory", 0)) for each in infos]
+    return {
+        "used_bytes": sum(int(each.get("used_memory", 0)) for each in infos),
+        "limit_bytes": sum(limits) if all(limits) else None,
+        "policy": next((each for each in policies if each.startswith("allkeys")), policies[0])
+        or None,
+        "clients": sum(int(each.get("connected_clients", 0)) for each in infos),
+        "evicted": sum(int(each.get("evicted_keys", 0)) for each in infos),
+    }

@@ -1,0 +1,47 @@
+"""Redis as the dashboard uses it: hashes."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from cache.errors import TierUnavailable
+
+
+@dataclass
+class FakeRedis:
+    """Hashes in a dictionary; `loses`: it does what it is told, and its reply is lost."""
+
+    down: bool = False
+    loses: bool = False
+    hashes: defaultdict[str, dict[bytes, bytes]] = field(default_factory=lambda: defaultdict(dict))
+    asked: int = 0
+
+    async def ask_all(self, commands: Any) -> list[Any]:
+        self.asked += 1
+        if self.down:
+            raise TierUnavailable("gone", reason="connection")
+        replies = [self._do(*each) for each in commands]
+        if self.loses:
+            raise TierUnavailable("no reply", reason="timeout")
+        return replies
+
+    def _do(self, name: str, key: str, *arguments: Any) -> Any:
+        table = self.hashes[key]
+        match name:
+            case "HSET":
+                is_new = arguments[0].encode() not in table
+                table[arguments[0].encode()] = arguments[1]
+                return int(is_new)
+            case "HDEL":
+                return sum(
+                    table.pop(each if isinstance(each, bytes) else each.encode(), None) is not None
+                    for each in arguments
+                )
+            case "HGETALL":
+                return dict(table)
+            case "EXPIRE":
+                return 1
+        raise AssertionError(name)
+
+    async def infos(self) -> list[dict[str, Any]]:
+        return [{"used_memory": 1}]

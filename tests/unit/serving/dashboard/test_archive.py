@@ -1,0 +1,122 @@
+"""Generations and nights as the store and the registry have them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from cache.artefacts import ArtefactStore, generation_path
+from cache.manifest import Artefact, ItemFiles, Manifest
+from cache.releases import Release, done_path, intent_path
+from serving.dashboard.archive import GENERATIONS_MAX, Archive
+
+G1, G2, G3 = (f"2026112{day}T000000Z-00000000000{day}" for day in (1, 2, 3))
+FILE = Artefact("f", 100, "")
+GATES: tuple[dict[str, Any], ...] = (
+    {"rule": "recall", "passed": True, "value": 0.99, "threshold": 0.95, "note": ""},
+    {"rule": "skew", "passed": False, "value": 2, "threshold": 1, "note": "far", "overridden": "ok"},
+    {"rule": "drift", "passed": False, "value": None, "threshold": None, "note": "why"},
+)  # fmt: skip
+MANIFEST = Manifest(
+    namespace="n", generation=G1, data_until=1_000, created_at=2_000, bundle_digest="",
+    inputs_digest="", entity_sets={}, items=ItemFiles(FILE, FILE, FILE, FILE, 1, 1), tables={},
+    models={}, indexes={}, defaults=FILE, gates=GATES,
+    timings={"begin": 10.0, "score": 30.0, "verify": 5.0},
+)  # fmt: skip
+
+
+class Night:
+    """A store in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = ArtefactStore(str(folder))
+        self.archive = Archive(self.store)
+        self.releases = 0
+
+    def make(self, generation: str, **changes: Any) -> None:
+        manifest = replace(MANIFEST, generation=generation, **changes)
+        self.store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
+
+    def release(self, action: Any, generation: str, reason: str = "", *, done: bool = True) -> None:
+        self.releases += 1
+        number = self.releases
+        record = Release(
+            number * 10, action, generation, None, "a", 5_000.0 + number, reason, number=number
+        )
+        self.store.write(intent_path(number), record.to_bytes())
+        if done:
+            self.store.write(done_path(number), b"")
+
+    def read(self, registry: Any = None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        generations, nights = self.archive.read(registry)
+        return {each["generation"]: each for each in generations}, nights
+
+
+@pytest.fixture
+def night(tmp_path: Path) -> Night:
+    return Night(tmp_path)
+
+
+def test_a_generation_is_told_with_its_release_gates_and_size(night: Night) -> None:
+    night.make(G1)
+    night.release("publish", G1)
+    night.release("publish", G2, done=False)
+    found = night.read({G1: {"state": "live", "at": 1.0, "reason": ""}})[0][G1]
+
+    assert (found["state"], found["epoch"], found["published_at"]) == ("live", 10, 5_001.0)
+    assert (found["data_until"], found["bytes"], found["records"]) == (1_000, 500, 0)
+    assert [each["verdict"] for each in found["gates"]] == ["passed", "overridden", "failed"]
+    assert found["gates"][2] == {
+        "rule": "drift", "value": None, "threshold": None, "verdict": "failed", "note": "why",
+    }  # fmt: skip
+
+
+def test_steps_stand_in_the_order_of_a_night_with_the_late_ones_from_their_own_files(
+    night: Night,
+) -> None:
+    night.make(G1)
+    for step, seconds in (("load", 7.0), ("publish", 1.5)):
+        told = orjson.dumps({"began_at": 1.0, "seconds": seconds})
+        night.store.write(generation_path(G1, f"times/{step}.json"), told)
+    night.store.write(generation_path(G1, "times/warm.json"), b"{")
+    (found,) = night.read({G1: {"state": "superseded"}})[1]
+
+    assert [(each["step"], each["seconds"]) for each in found["steps"]] == [
+        ("begin", 10.0), ("score", 30.0), ("load", 7.0), ("verify", 5.0), ("publish", 1.5),
+    ]  # fmt: skip
+    assert (found["outcome"], found["began_at"]) == ("published", 2_000 - 40)
+
+
+def test_without_a_registry_states_are_what_the_records_prove(night: Night) -> None:
+    night.release("publish", G1)
+    night.release("publish", G2)
+    night.release("refuse", G3, "recall is too low")
+    found, _ = night.read()
+
+    assert [found[each]["state"] for each in (G1, G2, G3)] == ["superseded", "live", "refused"]
+    assert found[G3]["reason"] == "recall is too low" and found[G3]["bytes"] is None
+
+
+def test_what_changed_is_read_again_and_what_is_settled_is_not(night: Night) -> None:
+    night.make(G1)
+    assert len(night.read({G1: {"state": "loaded"}})[0][G1]["gates"]) == 3
+    night.make(G1, gates=())
+    assert night.read({G1: {"state": "verified"}})[0][G1]["gates"] == []
+    assert night.read({G1: {"state": "superseded"}})[0][G1]["gates"] == []
+    (Path(night.store.url) / generation_path(G1, "manifest.json")).unlink()
+
+    assert night.read({G1: {"state": "superseded"}})[0][G1]["bytes"] == 500
+
+
+def test_it_is_bounded_and_survives_a_broken_store(night: Night) -> None:
+    names = [f"202611{day:02}T000000Z-0000000000{day:02}" for day in range(1, 30)]
+    for each in names:
+        night.make(each)
+    night.store.write("releases/1.json", b"{")
+    night.store.write(generation_path(names[-1], "manifest.json"), b"not json")
+    found, nights = night.read({"no generation": {}})
+
+    assert list(found) == names[: -GENERATIONS_MAX - 1 : -1] and len(nights) == 7
+    assert found[names[-1]]["bytes"] is None

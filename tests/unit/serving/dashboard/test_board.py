@@ -1,0 +1,99 @@
+"""Any number of viewers cost one reading a second, and no part of the document costs the others."""
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from cache.artefacts import ArtefactStore
+from cache.keys import Keyspace
+from cache.schedule import Schedule
+from serving.buckets import finer
+from serving.dashboard.board import ARCHIVE_S, READ_S, Dashboard
+from serving.nights import Nights
+from serving.problem import Problem
+from tests.fakes import FakeClock
+from tests.unit.serving.dashboard.hashes import FakeRedis
+
+
+class Board:
+    """A dashboard over fakes and a real, empty store."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        self.redis, self.clock = FakeRedis(), FakeClock(1_000_000.0)
+        about = {
+            "replica": "a", "generation": None, "epoch": None, "ready": False, "stale": None,
+            "degraded": None, "failed": None, "breaker": "closed", "live_queued": 0,
+            "under_way": 0, "requests_max": 1, "queue_seconds": 0.0, "l1_bytes": 0,
+            "l1_budget_bytes": 0, "l1_entries": 0,
+        }  # fmt: skip
+        follower: Any = SimpleNamespace(holding=None)
+        self.store = ArtefactStore(str(folder))
+        self.dashboard = Dashboard(
+            self.redis, self.store, Keyspace("test"), name="a", counted=lambda: {"r": 1},
+            about=lambda: about, bounds=finer((0.1,)), nights=Nights(Schedule(), follower, self.clock),
+            clock=self.clock, timer=self.clock, **more,
+        )  # fmt: skip
+
+    async def data(self) -> dict[str, Any]:
+        found: dict[str, Any] = orjson.loads(await self.dashboard.data())
+        return found
+
+
+async def test_many_viewers_cost_one_reading_a_second(tmp_path: Path) -> None:
+    board = Board(tmp_path)
+    bodies = await asyncio.gather(*(board.dashboard.data() for _ in range(50)))
+    asked = board.redis.asked
+    board.clock.tick(READ_S / 2)
+    await board.dashboard.data()
+
+    assert len(set(bodies)) == 1 and board.redis.asked == asked
+    board.clock.tick(READ_S / 2)
+    await board.dashboard.data()
+    assert board.redis.asked > asked
+
+
+async def test_providers_fill_their_parts_and_one_that_fails_costs_only_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise ValueError("no curve")
+
+    board = Board(tmp_path, advisor=fails, quality=lambda: {"samples": 3})
+    body = await board.data()
+
+    assert (body["advisor"], body["quality"]) == (None, {"samples": 3})
+    assert "a part of the dashboard cannot be told" in caplog.text
+
+
+async def test_a_store_that_hangs_holds_up_nobody_after_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, gate, asked = Board(tmp_path), threading.Event(), []
+    await board.data()
+
+    def names(path: str) -> list[str]:
+        asked.append(path)
+        gate.wait(30)
+        return []
+
+    monkeypatch.setattr(board.store, "names", names)
+    for _ in range(3):
+        board.clock.tick(ARCHIVE_S)
+        assert (await board.data())["whole"]
+    at_once = len(asked)
+    gate.set()
+    await board.dashboard.aclose()
+
+    assert at_once <= 1
+
+
+async def test_switched_off_it_says_so(tmp_path: Path) -> None:
+    board = Board(tmp_path, is_on=False)
+
+    with pytest.raises(Problem, match="LARDER_DASHBOARD_S"):
+        await board.dashboard.data()

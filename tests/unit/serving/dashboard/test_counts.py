@@ -1,0 +1,69 @@
+"""Counts as tables that add up: from the metrics, over bins, through Redis."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.dashboard.bins import BIN_S, BINS_MAX, Bins, start_of
+from serving.dashboard.counts import counted, difference, merged, pack, totals, unpack
+from serving.metrics import Metrics
+
+fields = st.one_of(
+    st.sampled_from(["r", "e", "x", "a:l1", "m:not:plain", "s:parse"]),
+    st.builds("h:{}:{}".format, st.sampled_from(["l1", "l2"]), st.integers(0, 180)),
+)
+tables = st.dictionaries(fields, st.integers(1, 1 << 40))
+
+
+@given(tables)
+def test_what_is_packed_is_read_again(table: dict[str, int]) -> None:
+    assert unpack(pack(table)) == table
+
+
+def test_what_another_version_wrote_counts_nothing() -> None:
+    for blob in (b"", b"{}", b"[1]", b"[{}, 3]", b'[{"r":"x"}, {}]', b'[{}, {"l1": []}]'):
+        assert unpack(blob) == {}
+
+
+@given(tables, tables)
+def test_a_difference_is_what_has_to_be_added(before: dict[str, int], more: dict[str, int]) -> None:
+    now = merged((before, more))
+
+    assert difference(now, before) == more
+    assert merged((before, difference(now, before))) == now
+
+
+def test_counts_are_those_of_metrics_those_of_the_hot_route_included() -> None:
+    metrics = Metrics()
+    metrics.asked(["a", "b"])
+    metrics.answered("a", "l2", 0.002)
+    metrics.answered("b", "default", 0.5)
+    metrics.missed("b", "evicted")
+    metrics.hot("a", "l1", 0.00002, times=3)
+    metrics.tally.requests["GET /v1/lookup/{table}"] += 3
+    metrics.requested("POST /v1/lookup", 422)
+    metrics.stage("parse", 0.25)
+    found = counted(metrics, shed=2)
+
+    assert totals(found) == {
+        "r": 4, "e": 5, "x": 2, "a:l1": 3, "a:l2": 1, "a:default": 1, "m:evicted": 1,
+    }  # fmt: skip
+    assert found["s:parse"] == 250_000
+    assert sum(n for field, n in found.items() if field.startswith("h:")) == 5
+    assert difference(counted(metrics, shed=2), found) == {}
+
+
+def test_bins_keep_an_hour_however_long_they_are_filled_and_add_up_within_one() -> None:
+    bins, chosen = Bins(), random.Random(1)
+    bins.add(5.0, {"r": 1})
+    bins.add(9.9, {"r": 2, "e": 1})
+    assert unpack(bins.packed[0]) == {"r": 3, "e": 1}
+    for number in range(3 * BINS_MAX):
+        at = 1e6 + number * BIN_S
+        bins.add(at, {f"h:l1:{chosen.randrange(180)}": 1 for _ in range(400)})
+        bins.add(at, {})
+
+    assert len(bins.packed) == BINS_MAX == len(bins.untold)
+    assert min(bins.packed) == start_of(1e6 + 2 * BINS_MAX * BIN_S)
+    assert max(map(len, bins.packed.values())) < 1_000

@@ -1,0 +1,203 @@
+"""One sentence for each thing that can be wrong, and what to do about it."""
+
+from typing import Any
+
+import pytest
+
+from serving.dashboard.judge import verdict
+
+G1, G2 = "20261120T000000Z-000000000001", "20261119T000000Z-000000000002"
+
+
+def replica(**changes: Any) -> dict[str, Any]:
+    """One that is fine."""
+    fine = {
+        "replica": "a", "workers": 1, "generation": G1, "epoch": 1, "ready": True, "stale": None,
+        "degraded": None, "seen_s": 0.1, "failed": None,
+    }  # fmt: skip
+    return fine | changes
+
+
+def answers(hits: int = 0, live: int = 0, fallbacks: int = 0) -> dict[str, int]:
+    return {"l1": hits, "l2": 0, "live": live, "previous": 0, "default": fallbacks}
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    """A document in which all is well."""
+    fine: dict[str, Any] = {
+        "whole": True, "trouble": None, "replicas": [replica()],
+        "lately": {"answers": answers(900, 80, 20), "misses": {"cold_start": 80, "evicted": 3}},
+        "earlier": {"answers": answers(9_000, 800, 200)},
+        "generations": [{"generation": G1, "state": "live", "gates": []}],
+        "schedule": {"age_s": 3_600.0, "due_at": 0.0, "missing": False},
+        "redis": {"used_bytes": 50, "limit_bytes": 100, "policy": "volatile-lru"},
+        "breakers": {"closed": 1, "half_open": 0, "open": 0},
+        "queue": {"shed_lately": 0},
+    }  # fmt: skip
+    return fine | changes
+
+
+def lately(**counts: int) -> dict[str, Any]:
+    return {"answers": answers(**counts), "misses": {"cold_start": 80, "evicted": 3}}
+
+
+def test_all_is_well() -> None:
+    found = verdict(body())
+
+    assert (found["level"], found["advice"], found["also"]) == ("ok", None, [])
+    assert found["sentence"] == (
+        f"All is well: generation {G1} is live on 1 replica and 90.0% of the answers of the last "
+        "minutes came from cache."
+    )
+
+
+WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "redis away": (
+        {"whole": False, "trouble": "connection refused"},
+        "bad",
+        "Redis cannot be asked (connection refused)",
+        "precompute restore",
+    ),
+    "breaker": (
+        {"breakers": {"closed": 3, "half_open": 1, "open": 1}},
+        "bad",
+        "2 workers left Redis alone",
+        "SLOWLOG",
+    ),
+    "not ready": (
+        {"replicas": [replica(), replica(replica="b", ready=False, failed="no room")]},
+        "bad",
+        "1 of 2 replicas cannot be asked: no room",
+        "log of b",
+    ),
+    "nothing published": (
+        {"replicas": [replica(ready=False, generation=None)]},
+        "bad",
+        "1 of 1 replica cannot",
+        "precompute night",
+    ),
+    "missing": (
+        {"schedule": {"age_s": 200_000.0, "due_at": 0.0, "missing": True}},
+        "bad",
+        "no generation: what is served is 2.3 days old",
+        "DAG",
+    ),
+    "stale": (
+        {"replicas": [replica(stale="pointer_vanished")]},
+        "warn",
+        "may lag behind what was published: pointer_vanished",
+        "restore",
+    ),
+    "refused": (
+        {
+            "generations": [
+                {
+                    "generation": G1,
+                    "state": "refused",
+                    "gates": [{"rule": "recall", "verdict": "failed"}],
+                }
+            ]
+        },
+        "warn",
+        "refused by recall",
+        "override",
+    ),
+    "apart": (
+        {"replicas": [replica(), replica(generation=G2)]},
+        "warn",
+        f"2 generations: {G2}, {G1}",
+        "restart",
+    ),
+    "fallback": (
+        {"lately": lately(hits=900, fallbacks=100)},
+        "warn",
+        "10.0% of the answers are from the previous generation or defaults (2.0% before), mostly because of cold_start",
+        "miss reasons",
+    ),
+    "fallback, much": (
+        {"lately": lately(hits=500, fallbacks=500)},
+        "bad",
+        "50.0% of the answers",
+        "live path",
+    ),
+    "hit rate": (
+        {"lately": lately(hits=700, live=280, fallbacks=20)},
+        "warn",
+        "hit rate fell to 70.0% from 90.0%",
+        "miss reasons",
+    ),
+    "degraded": ({"replicas": [replica(degraded="bad model")]}, "warn", "(bad model)", "roll-back"),
+    "memory": (
+        {"redis": {"used_bytes": 93, "limit_bytes": 100, "policy": "volatile-lru"}},
+        "warn",
+        "Redis is 93% full",
+        "maxmemory",
+    ),
+    "memory, much": (
+        {"redis": {"used_bytes": 99, "limit_bytes": 100, "policy": "volatile-lru"}},
+        "bad",
+        "99% full",
+        "maxmemory",
+    ),
+    "policy": (
+        {"redis": {"used_bytes": 1, "limit_bytes": None, "policy": "allkeys-lru"}},
+        "bad",
+        "allkeys-lru",
+        "volatile-lru",
+    ),
+    "overload": (
+        {"queue": {"shed_lately": 40}},
+        "warn",
+        "40 inferences or requests were left out",
+        "LARDER_WORKERS",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said_with_its_remedy(name: str) -> None:
+    changes, level, sentence, advice = WRONG[name]
+    found = verdict(body(**changes))
+
+    assert found["level"] == level
+    assert sentence in found["sentence"] and found["sentence"].endswith(".")
+    assert advice in found["advice"]
+
+
+QUIET: dict[str, dict[str, Any]] = {
+    "few answers": {"lately": lately(fallbacks=199)},
+    "no history": {"lately": lately(live=1_000), "earlier": {"answers": answers(hits=10)}},
+    "always so": {
+        "lately": lately(hits=500, fallbacks=500),
+        "earlier": {"answers": answers(5_000, 0, 5_000)},
+    },
+    "better than before": {"lately": lately(hits=1_000)},
+    "no limit": {"redis": {"used_bytes": 99, "limit_bytes": None, "policy": "volatile-lru"}},
+    "unknown memory": {"redis": {"used_bytes": None, "limit_bytes": None, "policy": None}},
+    "an old refusal": {
+        "generations": [
+            {"generation": G1, "state": "live", "gates": []},
+            {"generation": G2, "state": "refused", "gates": []},
+        ]
+    },
+    "little shed": {"queue": {"shed_lately": 9}},
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_what_proves_nothing_alarms_nobody(name: str) -> None:
+    assert verdict(body(**QUIET[name]))["level"] == "ok"
+
+
+def test_the_worst_comes_first_and_the_others_are_told_too() -> None:
+    changes = WRONG["stale"][0] | WRONG["memory, much"][0]
+    found = verdict(body(**changes))
+
+    assert found["level"] == "bad" and "99% full" in found["sentence"]
+    assert [each for each in found["also"] if "pointer_vanished" in each]
+
+
+def test_without_redis_the_pointer_is_not_complained_about_as_well() -> None:
+    gone = WRONG["redis away"][0] | {"replicas": [replica(stale="redis_unreachable")]}
+
+    assert verdict(body(**gone))["also"] == []

@@ -1,0 +1,94 @@
+"""The document from what was seen; the contract's fields, all of them, whatever is known."""
+
+from typing import Any
+
+from serving.buckets import finer
+from serving.dashboard.document import DASHBOARD
+from serving.dashboard.series import row
+from serving.dashboard.view import SETTLED_S, document, redis, replicas
+from serving.dashboard.whole import Seen
+
+BOUNDS = finer((0.001, 1.0))
+NOW = 1_000_000.0
+KNOWN = {"generation": "g2", "state": "live", "gates": []}
+
+
+def worker(replica: str = "a", **changes: Any) -> dict[str, Any]:
+    fine = {
+        "at": NOW - 0.5, "since": 0.0, "replica": replica, "generation": "g2", "epoch": 2,
+        "ready": True, "stale": None, "degraded": None, "failed": None, "breaker": "closed",
+        "live_queued": 1, "under_way": 2, "requests_max": 10, "queue_seconds": 0.25,
+        "l1_bytes": 5, "l1_budget_bytes": 50, "l1_entries": 3,
+        "counts": {"r": 4, "e": 3, "x": 1, "a:l1": 2, "a:default": 1, "m:cold": 1},
+    }  # fmt: skip
+    return fine | changes
+
+
+def made(seen: Seen, **changes: Any) -> dict[str, Any]:
+    parts: dict[str, Any] = {
+        "schedule": {"age_s": None, "due_at": 0.0, "missing": False}, "archive": ([], []),
+        "roles": {}, "bounds": BOUNDS, "advisor": None, "quality": None,
+    }  # fmt: skip
+    return document(seen, **(parts | changes))
+
+
+def test_workers_add_up() -> None:
+    workers = {"w1": worker(), "w2": worker(breaker="open"), "w3": worker("b", counts=None)}
+    counts = {"r": 8, "e": 6, "a:l1": 4, "a:default": 2, "m:cold": 2, "x": 2, "h:l1:10": 4}
+    bins = {999_980: counts, 999_990: {"r": 1}}
+    rows = {start: row(each, BOUNDS) for start, each in bins.items()} | {
+        999_000: row({"a:l2": 7}, BOUNDS)
+    }
+    found = made(
+        Seen(NOW, None, workers, rows, bins),
+        archive=([KNOWN], []),
+        roles={"live": "g2"},
+    )
+
+    assert set(found) == set(DASHBOARD["properties"])
+    assert found["totals"] == {
+        "requests": 8, "entities": 6, "misses": {"cold": 2},
+        "answers": {"l1": 4, "l2": 0, "live": 0, "previous": 0, "default": 2},
+    }  # fmt: skip
+    assert found["lately"]["requests"] == 9 and found["lately"]["latency"]["l1"]["p50"] > 0
+    assert found["earlier"]["answers"]["l2"] == 7
+    assert found["breakers"] == {"closed": 2, "half_open": 0, "open": 1}
+    assert found["queue"] == {
+        "live_queued": 3, "under_way": 6, "requests_max": 30, "queue_seconds": 0.25, "shed": 2,
+        "shed_lately": 2,
+    }  # fmt: skip
+    assert found["l1"] == {"bytes": 15, "budget_bytes": 150, "entries": 9}
+    assert found["generations"] == [{**KNOWN, "role": "live"}]
+    # Until a bin is over and all have told, it is not drawn.
+    assert SETTLED_S < 10 and found["series"]["at"][-1] == 999_980
+
+
+def test_a_replica_is_as_far_as_the_last_of_its_workers() -> None:
+    late = worker(generation="g1", epoch=1, ready=False, failed="no room", at=NOW - 4)
+    (first, other) = replicas([worker(), late, worker("b")], NOW)
+
+    assert first == {
+        "replica": "a", "workers": 2, "generation": "g1", "epoch": 1, "ready": False, "stale": None,
+        "degraded": None, "seen_s": 4.0, "failed": "no room",
+    }  # fmt: skip
+    assert (other["replica"], other["generation"], other["ready"]) == ("b", "g2", True)
+
+
+def test_a_cluster_is_the_sum_of_its_nodes() -> None:
+    node = {
+        "used_memory": 10, "maxmemory": 100, "maxmemory_policy": "volatile-lru",
+        "connected_clients": 3, "evicted_keys": 1,
+    }  # fmt: skip
+
+    assert redis([node, node | {"maxmemory_policy": "allkeys-lru"}]) == {
+        "used_bytes": 20, "limit_bytes": 200, "policy": "allkeys-lru", "clients": 6, "evicted": 2,
+    }  # fmt: skip
+    assert redis([node, node | {"maxmemory": 0}])["limit_bytes"] is None
+    assert set(redis([]).values()) == {None}
+
+
+def test_nothing_is_known_yet() -> None:
+    found = made(Seen(NOW, "gone", {}, {}, {}))
+
+    assert found["whole"] is False and found["verdict"]["level"] == "bad"
+    assert found["series"]["at"] == [] and found["replicas"] == []

@@ -1,0 +1,167 @@
+"""What workers tell a Redis that fails, forgets and comes back, and what a reader makes of it."""
+
+import orjson
+import pytest
+
+from cache.keys import Keyspace
+from serving.buckets import finer
+from serving.dashboard.bins import BIN_S, BINS_MAX
+from serving.dashboard.counts import Counts, merged
+from serving.dashboard.teller import _SWEEP, AT_ONCE, GONE_S, Teller
+from serving.dashboard.whole import _ALL_AGAIN_S, LATELY_BINS, SILENT_S, Seen, Whole
+from tests.fakes import FakeClock
+from tests.unit.serving.dashboard.hashes import FakeRedis
+
+KEYS = Keyspace("test")
+BOUNDS = finer((0.001, 1.0))
+
+
+class Worker:
+    """One worker's teller and reader, and what it has counted."""
+
+    def __init__(self, redis: FakeRedis, clock: FakeClock, name: str) -> None:
+        self.counts: Counts = {}
+        about = {"replica": name, "breaker": "closed"}
+        self.teller = Teller(redis, KEYS, name, clock, lambda: dict(self.counts), lambda: about)
+        self.whole = Whole(redis, KEYS, self.teller, BOUNDS, clock, clock)
+
+    def count(self, n: int) -> None:
+        self.counts = merged((self.counts, {"r": n, "h:l1:50": n}))
+
+
+class World:
+    """Two workers and their Redis."""
+
+    def __init__(self) -> None:
+        self.redis, self.clock = FakeRedis(), FakeClock(1_000_000.0)
+        self.one, self.other = (Worker(self.redis, self.clock, each) for each in ("one", "other"))
+
+    async def tell(self) -> None:
+        for each in (self.one, self.other):
+            await each.teller.tell()
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def requests(seen: Seen) -> int:
+    return sum(row.requests for row in seen.rows.values())
+
+
+async def test_what_two_workers_told_is_one_whole(world: World) -> None:
+    world.one.count(3)
+    world.other.count(4)
+    await world.tell()
+    world.one.count(10)  # not told yet: the worker that is asked knows it all the same
+    seen, theirs = await world.one.whole.look(), await world.other.whole.look()
+
+    assert seen.trouble is None and (requests(seen), requests(theirs)) == (17, 7)
+    assert sum(each["r"] for each in seen.lately.values()) == 17
+    assert {name: each["counts"]["r"] for name, each in seen.workers.items()} == {
+        "one": 13, "other": 4,
+    }  # fmt: skip
+
+
+async def test_a_bin_that_was_drawn_is_drawn_again_when_more_is_told(world: World) -> None:
+    for expected in (1, 2, 3):
+        world.other.count(1)
+        await world.tell()
+        assert requests(await world.one.whole.look()) == expected
+
+
+async def test_a_reply_that_was_lost_counts_nothing_twice(world: World) -> None:
+    world.one.count(3)
+    world.redis.loses = True
+    await world.one.teller.tell()
+    assert world.one.teller.trouble is not None
+    world.redis.loses = False
+    world.one.count(1)
+    await world.one.teller.tell()
+
+    assert requests(await world.other.whole.look()) == 4
+
+
+async def test_without_redis_it_is_the_workers_own_and_afterwards_the_whole(world: World) -> None:
+    world.other.count(4)
+    await world.tell()
+    world.redis.down = True
+    world.one.count(3)
+    await world.one.teller.tell()
+    alone = await world.one.whole.look()
+    assert alone.trouble == "gone" and requests(alone) == 3 and set(alone.workers) == {"one"}
+    world.clock.tick(5 * BIN_S)
+    world.redis.down = False
+    await world.tell()
+
+    assert requests(await world.one.whole.look()) == requests(await world.other.whole.look()) == 7
+
+
+async def test_a_redis_that_came_back_empty_is_told_the_whole_hour_again(world: World) -> None:
+    bins = AT_ONCE + 10
+    for _ in range(bins):
+        world.one.count(1)
+        world.clock.tick(BIN_S)
+        await world.one.teller.tell()
+    world.redis.hashes.clear()
+    for _ in range(3):
+        await world.one.teller.tell()
+
+    assert requests(await world.other.whole.look()) == bins
+    assert not world.one.teller.bins.untold
+
+
+async def test_an_hour_is_kept_and_no_more(world: World) -> None:
+    for _ in range(BINS_MAX + 50):
+        world.one.count(1)
+        world.clock.tick(BIN_S)
+        await world.one.teller.tell()
+        seen = await world.one.whole.look()
+
+    drawn = world.one.whole._drawn
+    assert BINS_MAX - 1 <= len(drawn.rows) <= BINS_MAX
+    assert len(seen.rows) == len(drawn.tokens) == requests(seen) == len(drawn.rows)
+    assert LATELY_BINS - 1 <= len(seen.lately) == len(drawn.lately) <= LATELY_BINS
+
+
+async def test_what_was_told_late_about_an_old_bin_is_seen_within_a_minute(world: World) -> None:
+    world.redis.down = True
+    world.other.count(5)
+    await world.other.teller.tell()
+    world.redis.down = False
+    world.clock.tick(30 * BIN_S)
+    assert requests(await world.one.whole.look()) == 0
+    await world.other.teller.tell()
+    world.clock.tick(_ALL_AGAIN_S)
+
+    assert requests(await world.one.whole.look()) == 5
+
+
+async def test_a_silent_worker_is_not_shown_and_later_taken_out(world: World) -> None:
+    world.other.count(5)
+    await world.tell()
+    world.clock.tick(SILENT_S)
+    assert set((await world.one.whole.look()).workers) == {"one"}
+    world.clock.tick(GONE_S)
+    for _ in range(_SWEEP):
+        await world.one.teller.tell()
+
+    assert set(world.redis.hashes[KEYS.workers]) == {b"one"}
+    await world.one.teller.sign_off()
+    assert not world.redis.hashes[KEYS.workers]
+
+
+async def test_rows_of_other_versions_spoil_nothing(world: World) -> None:
+    now = world.clock()
+    world.redis.hashes[KEYS.workers] |= {
+        b"older": orjson.dumps({"at": now}),
+        b"broken": b"{",
+        b"strange": b"[1]",
+    }
+    world.redis.hashes[KEYS.bin(int(now) // BIN_S * BIN_S)] |= {b"older": b"?", b"x": b"[1,2]"}
+    world.one.count(2)
+    seen = await world.one.whole.look()
+
+    assert set(seen.workers) == {"one", "older"} and requests(seen) == 2
+    assert seen.workers["older"]["counts"] is None

@@ -1,0 +1,63 @@
+"""Fine buckets: the stated error, and the same figures for Prometheus as coarse ones give."""
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, Histogram
+
+from serving.buckets import LOWEST_S, RATIO, finer, quantile
+from serving.tally import Seconds
+
+COARSE = (0.0001, 0.00025, 0.001, 0.05, 2.5, 10)
+BOUNDS = finer(COARSE)
+
+
+def test_finer_bounds_hold_the_coarse_ones_and_are_nowhere_further_apart_than_stated() -> None:
+    steps = np.array(BOUNDS[1:]) / np.array(BOUNDS[:-1])
+
+    assert set(COARSE) <= set(BOUNDS) and BOUNDS[0] == LOWEST_S and BOUNDS[-1] == 10
+    assert steps.min() > 1 and steps.max() <= RATIO * (1 + 1e-9)
+    assert len(BOUNDS) < 200
+
+
+@pytest.mark.parametrize("share", [0.5, 0.99, 0.999])
+def test_a_quantile_is_off_by_five_percent_at_most(share: float) -> None:
+    times = np.random.default_rng(5).lognormal(-7, 1.5, 20_000)
+    seconds = Seconds("t", "", "source", ["l1"], COARSE)
+    for each in times:
+        seconds.observe("l1", each)
+    counts = {at: n for at, n in enumerate(seconds.counts["l1"]) if n}
+
+    found = quantile(seconds.bounds, counts, share)
+    exact = float(np.quantile(times, share, method="inverted_cdf"))
+    assert found == pytest.approx(exact, rel=0.05)
+
+
+def test_quantiles_of_few_and_of_what_lies_outside_the_bounds() -> None:
+    last = len(BOUNDS)
+
+    assert quantile(BOUNDS, {}, 0.5) is None
+    assert quantile(BOUNDS, {3: 1}, 0.999) == quantile(BOUNDS, {3: 1}, 0.5)
+    assert quantile(BOUNDS, {0: 1}, 0.5) == LOWEST_S
+    assert quantile(BOUNDS, {last: 1}, 0.5) == 10
+    assert quantile(BOUNDS, {1: 999, last: 1}, 0.999) == quantile(BOUNDS, {1: 1}, 0.5)
+    assert quantile(BOUNDS, {1: 998, last: 2}, 0.999) == 10
+
+
+def test_prometheus_is_told_what_a_coarse_histogram_would_tell() -> None:
+    registry = CollectorRegistry()
+    coarse = Histogram("t", "", ["source"], buckets=COARSE, registry=registry).labels("l1")
+    fine = Seconds("t", "", "source", ["l1"], COARSE)
+    times = [*np.random.default_rng(6).lognormal(-5, 3, 500), *COARSE, 11.0, 0.0]
+    for each in times:
+        coarse.observe(each)
+        fine.observe("l1", each)
+
+    def told(samples):
+        return {
+            (each.name, each.labels.get("le")): pytest.approx(each.value)
+            for each in samples
+            if not each.name.endswith("_created")
+        }
+
+    (expected,), (found,) = registry.collect(), fine.collect()
+    assert told(found.samples) == told(expected.samples)
