@@ -17,6 +17,9 @@ LIVE_BYTES = 96
 READY_BYTES = 416
 """The same for a ready answer, whose key is the request's own bytes."""
 
+UNSAMPLED = 1 << 64
+"""The spot of what is not in the sample of L1's reads; any other is less."""
+
 
 class LocalKey(NamedTuple):
     """What a record is called here; the generation is part of it, so nothing is ever invalidated."""
@@ -38,7 +41,8 @@ class Entry(NamedTuple):
 class Ready(NamedTuple):
     """An answer as it is sent, but for its age, which goes between `head` and `tail`.
 
-    `stamp` is that of what it was made from: under any other it counts for nothing. `asked`: table and id.
+    `stamp` is that of what it was made from: under any other it counts for nothing. `asked`: table and id. `spot`:
+    where its record is in the sample of L1's reads (`cache.advisor`).
     """
 
     stamp: int
@@ -47,6 +51,7 @@ class Ready(NamedTuple):
     data_until: int
     asked: tuple[str, bytes]
     request: bytes
+    spot: int = UNSAMPLED
 
 
 def size_of(entry: Entry | Ready) -> int:
@@ -142,6 +147,11 @@ class LocalTier:
     def max_bytes(self) -> int:
         """The bound."""
         return self._max_bytes
+
+    @property
+    def place_bytes(self) -> int:
+        """Of the table, per entry."""
+        return getsizeof(self._entries) // max(1, len(self._entries))
 
 
 class NegativeCache:

@@ -21,6 +21,7 @@ from cache.remote import RemoteConfig
 from cache.tiered import Tiered
 from serving import openapi
 from serving.admission import Admission
+from serving.advisor import Advisor
 from serving.clock import RedisClock
 from serving.config import ServingConfig, check_token
 from serving.cores import check_cores, parse_cores, pin_thread
@@ -193,6 +194,8 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     follower = Follower(
         store, remote, shelf, metrics, load_bound_s=config.load_bound_s, clock=clock
     )
+    advisor = Advisor(tiers, lambda: shelf.live, config.sampled_keys)
+    steps = (config.sketch_s, sketch.report), (advisor.step_s, advisor.step)
     refresher = Refresher(
         follower,
         store,
@@ -209,12 +212,13 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         poll_s=config.poll_s,
         blocklist_poll_s=config.blocklist_poll_s,
         heartbeat_s=config.heartbeat_s,
-        also=[(config.sketch_s, sketch.report)] if config.sketch_s else (),
+        also=[each for each in steps if each[0]],
     )
     nights = Nights(config.nights(), follower)
     _gauges(metrics, refresher, local, remote.breaker, batcher, nights)
     metrics.registry.register(Events(events))
     metrics.registry.register(Overload(admission))
+    metrics.registry.register(advisor)
     service = Service(
         follower,
         ladder,
@@ -230,6 +234,8 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         metrics.exposition if peers is None else peers.exposition,
         admission,
         config.body_timeout_s,
+        config.observe,
+        advisor.told,
     )
     try:
         await refresher.start()

@@ -73,6 +73,8 @@ class ServingConfig:
     sketch_s: float = 5.0
     drain_s: float = 10.0
     load_bound_s: float = 60.0
+    observe: bool = True
+    advisor_keys: int = 16_384
 
     body_bytes: int = 8 << 20
     body_timeout_s: float = 10.0
@@ -82,8 +84,6 @@ class ServingConfig:
     max_ids: int = 50_000
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is 0 (any free one) to 65535, not {self.port}", field="port")
         if self.precision not in get_args(Precision):
             raise ConfigError(
                 f"precision is int8 or fp32, not {self.precision!r}", field="precision"
@@ -96,15 +96,9 @@ class ServingConfig:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}", field=name)
-        if not 0 <= self.lease_wait_ms <= 60_000:
-            raise ConfigError(
-                f"lease_wait_ms is 0 (no leases) to 60000, not {self.lease_wait_ms}",
-                field="lease_wait_ms",
-            )
-        if not 0 <= self.sketch_s <= 3_600:
-            raise ConfigError(
-                f"sketch_s is 0 (no sketch) to 3600, not {self.sketch_s}", field="sketch_s"
-            )
+        for name, (most, none) in _UP_TO.items():
+            if not 0 <= (value := getattr(self, name)) <= most:
+                raise ConfigError(f"{name} is 0 ({none}) to {most}, not {value}", field=name)
         parse_cores(self.live_cores)
         self.nights()
 
@@ -150,6 +144,11 @@ class ServingConfig:
         )
 
     @property
+    def sampled_keys(self) -> int:
+        """Bound of the advisor's sample, 0 without one."""
+        return self.advisor_keys if self.observe else 0
+
+    @property
     def is_loopback(self) -> bool:
         """Whether nobody but this machine can reach `host`."""
         if self.host == "localhost":
@@ -190,6 +189,13 @@ _POSITIVE = (
     "poll_s", "blocklist_poll_s", "heartbeat_s", "drain_s", "load_bound_s", "body_bytes", "body_timeout_s", "max_batch",
     "max_history", "max_exclude", "max_ids",
 )  # fmt: skip
+
+_UP_TO = {
+    "port": (65_535, "any free one"),
+    "lease_wait_ms": (60_000, "no leases"),
+    "sketch_s": (3_600, "no sketch"),
+    "advisor_keys": (1 << 20, "no advisor"),
+}
 
 
 def _from_toml(path: Path) -> dict[str, object]:

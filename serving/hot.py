@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive
 
+from cache.local import size_of
 from serving import plan
 from serving.arrow_schema import MEDIA_TYPE
 from serving.case import want_in
@@ -47,7 +48,8 @@ class Hot:
         self._shelf = service.follower.shelf
         self._tiers = tiers = service.tiers
         self._ready = tiers.local.ready
-        self._counters = tiers.counters
+        self._counters, self._trace = tiers.counters, tiers.trace
+        self._observes = service.observes
         self._recent = service.ladder.recent
         self._metrics = service.metrics
         self._requests = service.metrics.tally.requests
@@ -92,9 +94,12 @@ class Hot:
         age = orjson.dumps(round(self._clock() - ready[3], 3))
         body = b"".join((ready[1], age, ready[2]))
         self._recent.append(ready[4])
-        self._counters.l1 += 1
-        self._requests[GET_ROUTE] += 1
-        self._metrics.hot(ready[4][0], "l1", self._timer() - started)
+        if self._observes:
+            self._counters.l1 += 1
+            if ready[6] <= self._trace.last:
+                self._trace.append((ready[6], size_of(ready)))
+            self._requests[GET_ROUTE] += 1
+            self._metrics.hot(ready[4][0], "l1", self._timer() - started)
         return self._messages(body)
 
     async def get(self, scope: MutableMapping[str, Any]) -> Messages | None:

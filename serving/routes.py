@@ -62,6 +62,8 @@ class Service:
     expose: Callable[[], Awaitable[bytes]]
     admission: Admission
     body_timeout_s: float
+    observes: bool = True
+    advice: Callable[[], dict[str, Any] | None] = lambda: None
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:
