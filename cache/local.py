@@ -151,7 +151,7 @@ class LocalTier:
     @property
     def place_bytes(self) -> int:
         """Of the table, per entry."""
-        return getsizeof(self._entries) // max(1, len(self._entries))
+        return getsizeof(self._entries) // len(self._entries) if self._entries else 0
 
 
 class NegativeCache:

@@ -145,7 +145,7 @@ class Advisor(Collector):
             for size_bytes, ratio in zip(self._capacities, ratios, strict=True)
             if now - ratio < _NOTICED
         )
-        return f"{told}, {shown(enough)} would do as well"
+        return f"{told}, {shown(enough)} gives as much"
 
     def _ratio(self, ratios: list[float], doublings: int) -> float:
         return ratios[(doublings - _SMALLEST) * _STEPS]
