@@ -88,8 +88,6 @@ class Advisor(Collector):
         if trace.generation != self._of:
             self._of = trace.generation
             shards.restart()
-            trace.sample(shards.last)
-            return
         if is_whole:
             found, reads = (after - old for after, old in zip(self._counted, before, strict=True))
             shards.count(found, reads)

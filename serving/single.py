@@ -61,8 +61,8 @@ class Singles:
         self._metrics.hot(asked.table, found.tier, self._service.timer() - get.started)
         marks = self._batches.marks(live)
         if found.tier == "l1" and marks.stale is None:
-            spot = self._tiers.trace.kept(live.generation, asked.table, get.want.fingerprint)
-            self._tiers.local.keep(marks.ready(start, name, get.request, spot))
+            spot = self._tiers.trace.kept(live.generation, get.want.fingerprint, get.request)
+            self._tiers.keep(marks.ready(start, name, get.request, spot))
         return start + marks.end(found.tier, self._clock())
 
     async def _lower(self, get: Get, reason: str | None) -> bytes:

@@ -162,8 +162,8 @@ class Together:
             self._service.metrics.hot(name[0], tier, now - get.started)
             if not each and marks.stale is None:
                 start, tiers = body[: -len(ends["l1"])], self._service.tiers
-                spot = tiers.trace.kept(live.generation, name[0], get.want.fingerprint)
-                tiers.local.keep(marks.ready(start, name, get.request, spot))
+                spot = tiers.trace.kept(live.generation, get.want.fingerprint, get.request)
+                tiers.keep(marks.ready(start, name, get.request, spot))
             member.told.set_result(body)
 
 

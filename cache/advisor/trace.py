@@ -42,10 +42,15 @@ class Trace(deque[Touch]):
             if self.last >= 0:
                 self.sample(SPACE - 1)
 
-    def kept(self, generation: str, table: str, fingerprint: int) -> int:
-        """The spot to keep with an answer of the live generation; UNSAMPLED stays so as long as the generation does."""
+    def kept(self, generation: str, fingerprint: int, request: bytes) -> int:
+        """The spot of a ready answer of the live generation, to be kept with it.
+
+        UNSAMPLED stays so as long as the generation does.
+        """
         self.begin(generation)
-        return fingerprint ^ _salt(generation, table) if fingerprint <= self.last else UNSAMPLED
+        if fingerprint > self.last:
+            return UNSAMPLED
+        return fingerprint ^ _salt(generation, "") ^ xxhash.xxh32_intdigest(request)
 
     def one(self, generation: str, want: Want, outcome: Outcome | None) -> None:
         """A record was asked for, with this outcome; one that is not found is in no L1 of any size."""

@@ -1,5 +1,6 @@
 """What the advisor of a running service predicts is what L1 does at that size."""
 
+import asyncio
 import dataclasses
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -64,7 +65,47 @@ async def test_its_prediction_is_what_l1_of_that_size_does(
             if size == "now":
                 predicted = await told(app)
                 advice = app.service.advice()
-    print(done, predicted, advice["sentence"])
     assert advice is not None and advice["sampling_rate"] == 1.0
     assert advice["sentence"].startswith("L1 of 117 KiB gives ")
-    assert predicted == pytest.approx(done, abs=0.05)
+    assert predicted["now"] == pytest.approx(done["now"], abs=0.03)
+    assert predicted["double"] == pytest.approx(done["double"], abs=0.04)
+    # Ready answers that a smaller L1 would have lost are in the sample beside their records.
+    assert predicted["half"] == pytest.approx(done["half"], abs=0.08)
+
+
+async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(
+    tmp_path: Path, redis_url: str
+) -> None:
+    night = build_night(tmp_path, redis_url, users=200, items=60)
+    users = sorted(histories(night))
+    later = (datetime.fromisoformat(UNTIL) + timedelta(minutes=30)).isoformat()
+    next_ = await asyncio.to_thread(build_verified, night, later)
+    async with serving(night, l1_bytes=4 << 20) as app:
+        await look_up(app, users * 3)
+        before = await told(app)
+        await asyncio.to_thread(publish, night, next_)
+
+        async def is_flipped() -> bool:
+            return app.service.holding().live.generation == next_
+
+        assert await eventually(is_flipped)
+        await look_up(app, users * 3)
+        after = await told(app)
+        keys = (await app.counted("larder_l1_advisor_sampled_keys"))[()]
+
+    # Each key is new once more, but for what was read ahead: L1 had it, the sample had not.
+    assert after["now"] == pytest.approx(before["now"], abs=0.1)
+    assert len(users) <= keys <= 3 * len(users)
+
+
+async def test_switched_off_nothing_is_sampled_and_ready_answers_are_not_counted(
+    night: NightConfig, asked: list[str]
+) -> None:
+    async with serving(night, observe=False) as app:
+        await look_up(app, asked[:100] * 3)
+
+        assert app.service.advice() is None and not app.service.tiers.trace
+        answers = await app.counted("larder_answers_total")
+        sampled = await app.counted("larder_l1_advisor_sampling_rate")
+    assert sum(answers.values()) < 300
+    assert sampled == {(): 0.0}

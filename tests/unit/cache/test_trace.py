@@ -9,7 +9,15 @@ from cache.advisor.shards import SPACE, Touch
 from cache.advisor.trace import TRACE_MAX
 from cache.columns import Wants
 from cache.errors import TierUnavailable
-from cache.local import LIVE_BYTES, OVERHEAD_BYTES, UNSAMPLED, LocalTier, NegativeCache
+from cache.local import (
+    LIVE_BYTES,
+    OVERHEAD_BYTES,
+    UNSAMPLED,
+    LocalTier,
+    NegativeCache,
+    Ready,
+    size_of,
+)
 from cache.tiered import Tiered, Want
 from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeClock, FakeRemote, Night
 
@@ -121,12 +129,23 @@ async def test_a_live_answer_is_written_as_a_store_and_then_as_reads(bench: Benc
     await bench.cache.aclose()
 
 
-async def test_tables_and_generations_are_told_apart(bench: Bench) -> None:
-    kept = bench.cache.trace.kept
-    spots = {kept(GENERATION, "a", 7 << 40), kept(GENERATION, "b", 7 << 40)}
-    spots |= {kept(NEXT_GENERATION, "a", 7 << 40)}
+async def test_a_ready_answer_is_written_as_a_store(bench: Bench) -> None:
+    spot = bench.cache.trace.kept(GENERATION, 5 << 40, b"/a/1")
+    ready = Ready(7, b"head", b"tail", 0, ("t", b"u"), b"/a/1", spot)
+    bench.cache.keep(ready)
+    bench.cache.keep(ready._replace(spot=UNSAMPLED))
 
-    assert len(spots) == 3 and {spot >> 32 for spot in spots} == {7 << 8}
+    assert bench.taken() == [(spot, -size_of(ready))]
+    assert bench.cache.local.ready(b"/a/1") is not None
+
+
+async def test_requests_and_generations_are_told_apart(bench: Bench) -> None:
+    kept = bench.cache.trace.kept
+    spots = {kept(GENERATION, 7 << 40, b"/a/1"), kept(GENERATION, 7 << 40, b"/a/1?k=2")}
+    spots |= {kept(NEXT_GENERATION, 7 << 40, b"/a/1")}
+    spots |= {spot for spot, _ in await bench.many(NIGHT.ids[0])}
+
+    assert len(spots) == 4 and {7 << 8} < {spot >> 32 for spot in spots}
 
 
 def test_a_new_generation_is_sampled_from_its_first_answer_on() -> None:
@@ -134,8 +153,8 @@ def test_a_new_generation_is_sampled_from_its_first_answer_on() -> None:
     trace.begin(GENERATION)
     trace.sample((1 << 32) - 1)
 
-    before = trace.kept(GENERATION, "a", 1 << 40)
-    after = trace.kept(NEXT_GENERATION, "a", 1 << 40)
+    before = trace.kept(GENERATION, 1 << 40, b"/a/1")
+    after = trace.kept(NEXT_GENERATION, 1 << 40, b"/a/1")
 
     assert before == UNSAMPLED > after
     assert trace.last == SPACE - 1
@@ -146,7 +165,7 @@ async def test_nothing_is_written_unless_somebody_samples(bench: Bench) -> None:
     bench.cache.trace.begin(GENERATION)
 
     assert await bench.rows(*NIGHT.ids[:5]) == await bench.many(NIGHT.ids[1]) == []
-    assert bench.cache.trace.kept(NEXT_GENERATION, "a", 0) == UNSAMPLED
+    assert bench.cache.trace.kept(NEXT_GENERATION, 0, b"/a/1") == UNSAMPLED
 
 
 async def test_what_nobody_takes_stays_bounded(bench: Bench) -> None:
