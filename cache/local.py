@@ -17,9 +17,6 @@ LIVE_BYTES = 96
 READY_BYTES = 416
 """The same for a ready answer, whose key is the request's own bytes."""
 
-UNSAMPLED = 1 << 64
-"""The spot of what is not in the sample of L1's reads; any other is less."""
-
 
 class LocalKey(NamedTuple):
     """What a record is called here; the generation is part of it, so nothing is ever invalidated."""
@@ -41,8 +38,8 @@ class Entry(NamedTuple):
 class Ready(NamedTuple):
     """An answer as it is sent, but for its age, which goes between `head` and `tail`.
 
-    `stamp` is that of what it was made from: under any other it counts for nothing. `asked`: table and id. `spot`:
-    where its record is in the sample of L1's reads (`cache.advisor`).
+    `stamp` is that of what it was made from: under any other it counts for nothing. `asked`: table and id. `touch`:
+    its spot and bytes in the sample of what L1 is asked for (`cache.advisor`), if it is in there.
     """
 
     stamp: int
@@ -51,7 +48,7 @@ class Ready(NamedTuple):
     data_until: int
     asked: tuple[str, bytes]
     request: bytes
-    spot: int = UNSAMPLED
+    touch: tuple[int, int] | None = None
 
 
 def size_of(entry: Entry | Ready) -> int:

@@ -12,7 +12,7 @@ from cache.errors import TierUnavailable
 from cache.flightkeys import FlightKey, FlightKeys
 from cache.keys import FORMAT, hash_hex
 from cache.lease import Mark
-from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready, size_of
+from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.locating import reads_of
 from cache.outcomes import (
     MISSED,
@@ -179,11 +179,9 @@ class Tiered:
             OverlayWrite(view.generation, want.table.name, hash_hex(want.key), payload, ttl_s, mark)
         )
 
-    def keep(self, ready: Ready) -> None:
-        """Keeps an answer in L1 beside its record."""
-        self.local.keep(ready)
-        if ready.spot <= self.trace.last:
-            self.trace.append((ready.spot, -size_of(ready)))
+    def keep(self, view: View, want: Want, ready: Ready) -> None:
+        """Keeps an answer of the live generation in L1, beside its record."""
+        self.local.keep(self.trace.kept(view.generation, want.fingerprint, ready))
 
     def discard(self, view: View, want: Want) -> None:
         """Forgets what L1 holds of this entity, for a record that turned out to be damaged."""

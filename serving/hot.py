@@ -12,7 +12,6 @@ from typing import Any
 import orjson
 from starlette.types import Receive
 
-from cache.local import size_of
 from serving import plan
 from serving.arrow_schema import MEDIA_TYPE
 from serving.case import want_in
@@ -96,8 +95,8 @@ class Hot:
         self._recent.append(ready[4])
         if self._observes:
             self._counters.l1 += 1
-            if ready[6] <= self._trace.last:
-                self._trace.append((ready[6], size_of(ready)))
+            if (touch := ready[6]) is not None and touch[0] <= self._trace.last:
+                self._trace.append(touch)
             self._requests[GET_ROUTE] += 1
             self._metrics.hot(ready[4][0], "l1", self._timer() - started)
         return self._messages(body)

@@ -49,10 +49,10 @@ class Marks:
         """That of one tier, at a time in Unix seconds."""
         return b"".join((self._heads[tier], self.age(now), self._tail))
 
-    def ready(self, start: bytes, asked: tuple[str, bytes], request: bytes, spot: int) -> Ready:
+    def ready(self, start: bytes, asked: tuple[str, bytes], request: bytes) -> Ready:
         """An answer from L1 whose prediction is `start`, for when it is asked for again."""
         head = start + self._heads["l1"]
-        return Ready(self.snapshot.stamp, head, self._tail, self._data_until, asked, request, spot)
+        return Ready(self.snapshot.stamp, head, self._tail, self._data_until, asked, request)
 
 
 def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes:

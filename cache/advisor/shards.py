@@ -92,9 +92,10 @@ class Shards:
         self._found *= factor
         self._reads *= factor
 
-    def halve(self) -> None:
-        """Sample half as many keys from now on."""
-        self._fall((self.last + 1) // 2)
+    def lower(self, rate: float) -> None:
+        """Sample at most this share of the keys from now on."""
+        if rate < self._rate:
+            self._fall(int(rate * SPACE))
 
     def restart(self) -> None:
         """Forget the keys and sample all that come; the reads so far stay counted."""

@@ -10,7 +10,7 @@ import xxhash
 
 from cache.advisor.shards import SPACE, Touch
 from cache.columns import Wants
-from cache.local import LIVE_BYTES, OVERHEAD_BYTES, UNSAMPLED
+from cache.local import LIVE_BYTES, OVERHEAD_BYTES, Ready, size_of
 from cache.outcomes import Found, Outcome, Want
 
 TRACE_MAX = 16_384
@@ -42,15 +42,17 @@ class Trace(deque[Touch]):
             if self.last >= 0:
                 self.sample(SPACE - 1)
 
-    def kept(self, generation: str, fingerprint: int, request: bytes) -> int:
-        """The spot of a ready answer of the live generation, to be kept with it.
+    def kept(self, generation: str, fingerprint: int, ready: Ready) -> Ready:
+        """An answer of the live generation, about to be kept, with what its readers are to write if it is sampled.
 
-        UNSAMPLED stays so as long as the generation does.
+        What is not sampled now is not until the next generation, so readers need not look again.
         """
         self.begin(generation)
         if fingerprint > self.last:
-            return UNSAMPLED
-        return fingerprint ^ _salt(generation, "") ^ xxhash.xxh32_intdigest(request)
+            return ready
+        spot = fingerprint ^ _salt(generation, "") ^ xxhash.xxh32_intdigest(ready.request)
+        self.append((spot, -size_of(ready)))
+        return ready._replace(touch=(spot, size_of(ready)))
 
     def one(self, generation: str, want: Want, outcome: Outcome | None) -> None:
         """A record was asked for, with this outcome; one that is not found is in no L1 of any size."""

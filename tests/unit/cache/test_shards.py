@@ -202,17 +202,16 @@ def test_a_restart_forgets_keys_and_keeps_what_was_counted() -> None:
     assert shards.reads == counted + 1
 
 
-def test_halving_samples_half_as_many_keys() -> None:
+def test_a_lower_rate_samples_fewer_keys() -> None:
     shards = Shards([10_000], keys_max=10_000)
     read(shards, list(range(1_000)))
 
-    shards.halve()
-    shards.halve()
+    shards.lower(0.25)
+    shards.lower(0.5)
 
     assert shards.rate == 0.25
     assert shards.keys == pytest.approx(250, abs=60)
-    for _ in range(200):
-        shards.halve()
+    shards.lower(0.0)
     assert 0 < shards.rate < 1e-8
 
 

@@ -12,7 +12,6 @@ from cache.errors import TierUnavailable
 from cache.local import (
     LIVE_BYTES,
     OVERHEAD_BYTES,
-    UNSAMPLED,
     LocalTier,
     NegativeCache,
     Ready,
@@ -25,6 +24,7 @@ NIGHT = Night()
 VIEW = NIGHT.view()
 BYTES = NIGHT.layout.size_bytes + OVERHEAD_BYTES
 STRANGER = "nobody-the-night-knew"
+READY = Ready(7, b"head", b"tail", 0, ("t", b"u"), b"/a/1")
 
 
 class Bench:
@@ -129,23 +129,26 @@ async def test_a_live_answer_is_written_as_a_store_and_then_as_reads(bench: Benc
     await bench.cache.aclose()
 
 
-async def test_a_ready_answer_is_written_as_a_store(bench: Bench) -> None:
-    spot = bench.cache.trace.kept(GENERATION, 5 << 40, b"/a/1")
-    ready = Ready(7, b"head", b"tail", 0, ("t", b"u"), b"/a/1", spot)
-    bench.cache.keep(ready)
-    bench.cache.keep(ready._replace(spot=UNSAMPLED))
+async def test_a_ready_answer_is_written_as_a_store_and_says_how_it_is_read(bench: Bench) -> None:
+    want = NIGHT.want(NIGHT.ids[0])
+    bench.cache.keep(VIEW, want, READY)
+    kept = bench.cache.local.ready(READY.request)
 
-    assert bench.taken() == [(spot, -size_of(ready))]
-    assert bench.cache.local.ready(b"/a/1") is not None
+    assert kept is not None and kept.touch is not None
+    assert kept.touch[1] == size_of(READY)
+    assert bench.taken() == [(kept.touch[0], -size_of(READY))]
 
 
 async def test_requests_and_generations_are_told_apart(bench: Bench) -> None:
-    kept = bench.cache.trace.kept
-    spots = {kept(GENERATION, 7 << 40, b"/a/1"), kept(GENERATION, 7 << 40, b"/a/1?k=2")}
-    spots |= {kept(NEXT_GENERATION, 7 << 40, b"/a/1")}
-    spots |= {spot for spot, _ in await bench.many(NIGHT.ids[0])}
+    kept, other = bench.cache.trace.kept, READY._replace(request=b"/a/1?k=2")
+    ready = [
+        kept(GENERATION, 7 << 40, READY),
+        kept(GENERATION, 7 << 40, other),
+        kept(NEXT_GENERATION, 7 << 40, READY),
+    ]
+    spots = {each.touch[0] for each in ready if each.touch}
 
-    assert len(spots) == 4 and {7 << 8} < {spot >> 32 for spot in spots}
+    assert len(spots) == 3 and {spot >> 32 for spot in spots} == {7 << 8}
 
 
 def test_a_new_generation_is_sampled_from_its_first_answer_on() -> None:
@@ -153,10 +156,10 @@ def test_a_new_generation_is_sampled_from_its_first_answer_on() -> None:
     trace.begin(GENERATION)
     trace.sample((1 << 32) - 1)
 
-    before = trace.kept(GENERATION, 1 << 40, b"/a/1")
-    after = trace.kept(NEXT_GENERATION, 1 << 40, b"/a/1")
+    before = trace.kept(GENERATION, 1 << 40, READY)
+    after = trace.kept(NEXT_GENERATION, 1 << 40, READY)
 
-    assert before == UNSAMPLED > after
+    assert before.touch is None and after.touch is not None
     assert trace.last == SPACE - 1
 
 
@@ -165,7 +168,7 @@ async def test_nothing_is_written_unless_somebody_samples(bench: Bench) -> None:
     bench.cache.trace.begin(GENERATION)
 
     assert await bench.rows(*NIGHT.ids[:5]) == await bench.many(NIGHT.ids[1]) == []
-    assert bench.cache.trace.kept(NEXT_GENERATION, 0, b"/a/1") == UNSAMPLED
+    assert bench.cache.trace.kept(NEXT_GENERATION, 0, READY) is READY
 
 
 async def test_what_nobody_takes_stays_bounded(bench: Bench) -> None:

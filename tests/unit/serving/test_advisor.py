@@ -10,7 +10,7 @@ from cache.advisor.shards import SPACE
 from cache.advisor.trace import TRACE_MAX, Trace
 from cache.local import Entry, LocalKey, LocalTier
 from cache.outcomes import Counters
-from serving.advisor import SAMPLED_MIN, STEP_S, TOUCHES_PER_S, Advisor, shown
+from serving.advisor import BUSY_RATE, SAMPLED_MIN, STEP_S, TOUCHES_PER_S, Advisor, shown
 from serving.snapshot import Snapshot
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World
@@ -124,19 +124,33 @@ async def test_a_flip_starts_the_sample_again_and_keeps_what_was_counted(worker:
     assert worker.tiers.trace.last == SPACE - 1
 
 
+async def test_a_busy_service_is_sampled_in_part_an_idle_one_whole(worker: Worker) -> None:
+    await worker.step()
+    for _ in range(60):
+        worker.read(*(worker._rng.randrange(500) for _ in range(60)))
+        await worker.step()
+    idle = worker.tiers.trace.last + 1
+    for _ in range(60):
+        worker.read(*(worker._rng.randrange(500) for _ in range(1_000)))
+        await worker.step()
+
+    assert idle == SPACE
+    assert worker.tiers.trace.last + 1 == BUSY_RATE * SPACE
+
+
 async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
     worker = Worker(l1_bytes=1 << 30, keys_max=1 << 20)
     await worker.step()
     for _ in range(40):
-        worker.read(*(worker._rng.randrange(20_000) for _ in range(8_000)))
+        worker.read(*(worker._rng.randrange(20_000) for _ in range(12_000)))
         await worker.step()
 
     rate = (worker.tiers.trace.last + 1) / SPACE
-    assert 8_000 / STEP_S * rate <= TOUCHES_PER_S < 8_000 / STEP_S
-    assert rate >= TOUCHES_PER_S / (8_000 / STEP_S) / 2
+    assert 12_000 / STEP_S * rate <= 1.05 * TOUCHES_PER_S
+    assert rate >= TOUCHES_PER_S / (12_000 / STEP_S) / 2
     told = worker.advisor.told()
     assert told is not None and told["sampling_rate"] == pytest.approx(rate)
-    assert told["hit_ratio"] == pytest.approx(1 - 20_000 / 320_000, abs=0.03)
+    assert told["hit_ratio"] == pytest.approx(1 - 20_000 / 480_000, abs=0.03)
 
 
 async def test_a_step_that_lost_reads_counts_none_of_them_and_says_so(worker: Worker) -> None:
@@ -147,7 +161,7 @@ async def test_a_step_that_lost_reads_counts_none_of_them_and_says_so(worker: Wo
 
     assert worker.advisor.lost == 1
     assert after is not None and after["hit_ratio"] == pytest.approx(before["hit_ratio"])
-    assert worker.tiers.trace.last < SPACE // 2
+    assert worker.tiers.trace.last + 1 <= BUSY_RATE * SPACE
 
 
 async def test_switched_off_it_samples_nothing_and_says_nothing() -> None:
