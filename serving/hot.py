@@ -6,6 +6,7 @@ behind it, and ids without a stored answer to the ladder.
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -51,7 +52,13 @@ class Hot:
         self._observes = service.observes
         self._recent = service.ladder.recent
         self._metrics = service.metrics
-        self._requests = service.metrics.tally.requests
+        self._requests, self._answers = (
+            service.metrics.tally.requests,
+            service.metrics.tally.answers,
+        )
+        # As `Metrics.hot` does, whose calls would cost as much as the counting.
+        self._spent = service.metrics.answer_seconds.spent["l1"]
+        self._bounds = service.metrics.answer_seconds.bounds
         self._timer, self._clock = service.timer, clock
         self._queries = Queries(service.limits)
         sent = credentials(service.token) if service.token else ()
@@ -98,7 +105,12 @@ class Hot:
             if (touch := ready[6]) is not None and touch[0] <= self._trace.last:
                 self._trace.append(touch)
             self._requests[GET_ROUTE] += 1
-            self._metrics.hot(ready[4][0], "l1", self._timer() - started)
+            self._answers[ready[4][0], "l1"] += 1
+            spent, seconds = self._spent, self._timer() - started
+            spent.counts[bisect_left(self._bounds, seconds)] += 1
+            spent.sum += seconds
+            if self._metrics.is_flipping:
+                self._metrics.flip_answer_seconds.observe(seconds)
         return self._messages(body)
 
     async def get(self, scope: MutableMapping[str, Any]) -> Messages | None:

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -12,6 +13,14 @@ from prometheus_client.utils import floatToGoString
 from serving.admission import Admission
 
 
+@dataclass(slots=True)
+class Spent:
+    """How long the answers of one source took: how many by bucket, and seconds in all."""
+
+    counts: list[int]
+    sum: float = 0.0
+
+
 class Seconds(Collector):
     """A histogram by source, without a lock: only the event loop adds to it."""
 
@@ -19,25 +28,25 @@ class Seconds(Collector):
         self, name: str, text: str, label: str, values: Sequence[str], bounds: Sequence[float]
     ) -> None:
         self._name, self._text, self._label = name, text, label
-        self._bounds = tuple(bounds)
-        self._counts = {value: [0] * (len(bounds) + 1) for value in values}
-        self._sums = dict.fromkeys(values, 0.0)
+        self.bounds = tuple(bounds)
+        self.spent = {value: Spent([0] * (len(bounds) + 1)) for value in values}
 
     def observe(self, value: str, seconds: float, times: int = 1) -> None:
         """`times` observations of the same length."""
-        self._counts[value][bisect_left(self._bounds, seconds)] += times
-        self._sums[value] += seconds * times
+        spent = self.spent[value]
+        spent.counts[bisect_left(self.bounds, seconds)] += times
+        spent.sum += seconds * times
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """One family."""
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
-        for value, counts in self._counts.items():
+        for value, spent in self.spent.items():
             total, buckets = 0, []
-            for bound, count in zip((*self._bounds, float("inf")), counts, strict=True):
+            for bound, count in zip((*self.bounds, float("inf")), spent.counts, strict=True):
                 total += count
                 name: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
                 buckets.append((name, float(total)))
-            family.add_metric([value], buckets, self._sums[value])
+            family.add_metric([value], buckets, spent.sum)
         yield family
 
 
