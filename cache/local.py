@@ -38,7 +38,8 @@ class Entry(NamedTuple):
 class Ready(NamedTuple):
     """An answer as it is sent, but for its age, which goes between `head` and `tail`.
 
-    `stamp` is that of what it was made from: under any other it counts for nothing. `asked`: table and id.
+    `stamp` is that of what it was made from: under any other it counts for nothing. `asked`: table and id. `touch`:
+    its spot and bytes in the sample of what L1 is asked for (`cache.advisor`), if it is in there.
     """
 
     stamp: int
@@ -47,6 +48,7 @@ class Ready(NamedTuple):
     data_until: int
     asked: tuple[str, bytes]
     request: bytes
+    touch: tuple[int, int] | None = None
 
 
 def size_of(entry: Entry | Ready) -> int:
@@ -142,6 +144,11 @@ class LocalTier:
     def max_bytes(self) -> int:
         """The bound."""
         return self._max_bytes
+
+    @property
+    def place_bytes(self) -> int:
+        """Of the table, per entry."""
+        return getsizeof(self._entries) // len(self._entries) if self._entries else 0
 
 
 class NegativeCache:

@@ -5,13 +5,14 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol, TypeVar, cast
 
+from cache.advisor.trace import Trace
 from cache.columns import Rows, Wants
 from cache.commands import Answer, Overlay, OverlayWrite, Read
 from cache.errors import TierUnavailable
 from cache.flightkeys import FlightKey, FlightKeys
 from cache.keys import FORMAT, hash_hex
 from cache.lease import Mark
-from cache.local import Entry, LocalKey, LocalTier, NegativeCache
+from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.locating import reads_of
 from cache.outcomes import (
     MISSED,
@@ -71,6 +72,7 @@ class Tiered:
         self.local = local
         self.negative = negative
         self.counters = Counters()
+        self.trace = Trace()
         self.flights: SingleFlight[FlightKey, Entry | Missed] = SingleFlight()
         self._flight_keys = FlightKeys()
         self.writes = WriteBehind(remote.write_overlays, writes_max_bytes, timer)
@@ -84,6 +86,7 @@ class Tiered:
         found = self._local(view, want)
         if isinstance(found, Found):
             self.counters.l1 += 1
+            self.trace.one(view.generation, want, found)
             return found
         return None
 
@@ -93,7 +96,7 @@ class Tiered:
         flight = self._flight_keys.of(view.generation, want)
         entry = await self.flights.do_one(flight, lambda: self._fetch(view, (key,), (want,)))
         outcome = self._judged(key, entry, want)
-        self.counters.count((outcome,))
+        self._count(view, (want,), (outcome,))
         return outcome
 
     async def get(self, view: View, want: Want, deadline: float) -> Outcome:
@@ -106,13 +109,13 @@ class Tiered:
             else:
                 (entry,) = await self._read(view, (want,), deadline)
                 outcome = self._judged(key, entry, want)
-        self.counters.count((outcome,))
+        self._count(view, (want,), (outcome,))
         return outcome
 
     async def get_many(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
         """One outcome per want, in order; all that L1 lacks is read from L2 together."""
         outcomes = await self._resolve(view, wants, deadline)
-        self.counters.count(outcomes)
+        self._count(view, wants, outcomes)
         return outcomes
 
     async def get_rows(self, view: View, wants: Wants, deadline: float | None) -> Rows:
@@ -126,6 +129,7 @@ class Tiered:
                 key = LocalKey(view.generation, wants.table.name, wants.keys[place])
                 rows.others[place] = self._judged(key, outcome, wants.one(place))
         self.counters.count_rows(rows.is_l2, rows.others)
+        self.trace.rows(view.generation, wants, rows.others)
         return rows
 
     async def warm(self, view: View, wants: Sequence[Want], deadline: float) -> int:
@@ -168,11 +172,16 @@ class Tiered:
             self.local.put(_live_key(key, digest), entry)
             return
         self.local.put(key, entry)
+        self.trace.put(view.generation, want, len(record))
         self.negative.discard(key)
         payload = pack_overlay(record, digest)
         self.writes.put(
             OverlayWrite(view.generation, want.table.name, hash_hex(want.key), payload, ttl_s, mark)
         )
+
+    def keep(self, view: View, want: Want, ready: Ready) -> None:
+        """Keeps an answer of the live generation in L1, beside its record."""
+        self.local.keep(self.trace.kept(view.generation, want.fingerprint, ready))
 
     def discard(self, view: View, want: Want) -> None:
         """Forgets what L1 holds of this entity, for a record that turned out to be damaged."""
@@ -184,6 +193,11 @@ class Tiered:
     async def aclose(self, timeout_s: float = 1.0) -> None:
         """Stores the overlays still queued, as far as `timeout_s` allows; the rest counts as dropped."""
         await self.writes.aclose(timeout_s)
+
+    def _count(self, view: View, wants: Sequence[Want], outcomes: Sequence[Outcome]) -> None:
+        self.counters.count(outcomes)
+        for want, outcome in zip(wants, outcomes, strict=True):
+            self.trace.one(view.generation, want, outcome)
 
     def _local(self, view: View, want: Want) -> Outcome | None:
         key = LocalKey(view.generation, want.table.name, want.key)

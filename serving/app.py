@@ -20,6 +20,7 @@ from cache.remote import RemoteConfig
 from cache.tiered import Tiered
 from serving import openapi
 from serving.admission import Admission
+from serving.advisor import Advisor
 from serving.chronicle import Chronicle
 from serving.clock import RedisClock
 from serving.config import ServingConfig, check_token
@@ -179,6 +180,8 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         store, remote, shelf, metrics, load_bound_s=config.load_bound_s, clock=clock
     )
     chronicle, room = Chronicle(store), Room(remote)
+    advisor = Advisor(tiers, lambda: shelf.live, config.sampled_keys)
+    steps = (config.sketch_s, sketch.report), (advisor.step_s, advisor.step)
     refresher = Refresher(
         follower,
         store,
@@ -196,12 +199,13 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         blocklist_poll_s=config.blocklist_poll_s,
         heartbeat_s=config.heartbeat_s,
         also=[
-            *([(config.sketch_s, sketch.report)] if config.sketch_s else ()),
+            *(each for each in steps if each[0]),
             (config.figures_s, chronicle.look),
             (config.figures_s, room.look),
         ],
     )
     nights = Nights(config.nights(), follower)
+    metrics.registry.register(advisor)
     metrics.registry.register(Figures(lambda: shelf.holding, nights, chronicle, room))
     parts = Parts(
         metrics, tiers, remote, batcher, admission, inferences, lead, sketch, refresher, nights
@@ -209,9 +213,10 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     parts.register()
     replica = name if peers is None else peers.replica
     dashboard = Dashboard(
-        remote, store, remote.keyspace, name=name, is_on=config.dashboard_s > 0,
+        remote, store, remote.keyspace, name=name, is_on=config.observe and config.dashboard_s > 0,
         counted=parts.counted, about=lambda: parts.about(replica),
         bounds=metrics.answer_seconds.bounds, nights=nights, clock=clock,
+        advisor=advisor.told,
     )  # fmt: skip
     if dashboard.is_on:
         refresher.also(config.dashboard_s, dashboard.tell)
@@ -231,6 +236,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         admission,
         config.body_timeout_s,
         dashboard,
+        config.observe,
     )
     try:
         await refresher.start()

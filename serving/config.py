@@ -72,10 +72,11 @@ class ServingConfig:
     heartbeat_s: float = 1.0
     sketch_s: float = 5.0
     figures_s: float = 15.0
-
     dashboard_s: float = 2.0
     drain_s: float = 10.0
     load_bound_s: float = 60.0
+    observe: bool = True
+    advisor_keys: int = 16_384
 
     body_bytes: int = 8 << 20
     body_timeout_s: float = 10.0
@@ -85,8 +86,6 @@ class ServingConfig:
     max_ids: int = 50_000
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is 0 (any free one) to 65535, not {self.port}", field="port")
         if self.precision not in get_args(Precision):
             raise ConfigError(
                 f"precision is int8 or fp32, not {self.precision!r}", field="precision"
@@ -99,11 +98,9 @@ class ServingConfig:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}", field=name)
-        for name, (most, without) in _OPTIONAL.items():
-            if not 0 <= getattr(self, name) <= most:
-                raise ConfigError(
-                    f"{name} is 0 (no {without}) to {most}, not {getattr(self, name)}", field=name
-                )
+        for name, (most, none) in _UP_TO.items():
+            if not 0 <= (value := getattr(self, name)) <= most:
+                raise ConfigError(f"{name} is 0 ({none}) to {most}, not {value}", field=name)
         parse_cores(self.live_cores)
         self.nights()
 
@@ -149,6 +146,11 @@ class ServingConfig:
         )
 
     @property
+    def sampled_keys(self) -> int:
+        """Bound of the advisor's sample, 0 without one."""
+        return self.advisor_keys if self.observe else 0
+
+    @property
     def is_loopback(self) -> bool:
         """Whether nobody but this machine can reach `host`."""
         if self.host == "localhost":
@@ -190,10 +192,12 @@ _POSITIVE = (
     "max_batch", "max_history", "max_exclude", "max_ids",
 )  # fmt: skip
 
-_OPTIONAL = {
-    "lease_wait_ms": (60_000, "leases"),
-    "sketch_s": (3_600, "sketch"),
-    "dashboard_s": (5, "dashboard"),
+_UP_TO = {
+    "port": (65_535, "any free one"),
+    "lease_wait_ms": (60_000, "no leases"),
+    "sketch_s": (3_600, "no sketch"),
+    "dashboard_s": (5, "no dashboard"),
+    "advisor_keys": (1 << 20, "no advisor"),
 }
 
 

@@ -6,6 +6,7 @@ behind it, and ids without a stored answer to the ladder.
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -47,10 +48,17 @@ class Hot:
         self._shelf = service.follower.shelf
         self._tiers = tiers = service.tiers
         self._ready = tiers.local.ready
-        self._counters = tiers.counters
+        self._counters, self._trace = tiers.counters, tiers.trace
+        self._observes = service.observes
         self._recent = service.ladder.recent
         self._metrics = service.metrics
-        self._requests = service.metrics.tally.requests
+        self._requests, self._answers = (
+            service.metrics.tally.requests,
+            service.metrics.tally.answers,
+        )
+        # As `Metrics.hot` does, whose calls would cost as much as the counting.
+        self._spent = service.metrics.answer_seconds.spent["l1"]
+        self._bounds = service.metrics.answer_seconds.bounds
         self._timer, self._clock = service.timer, clock
         self._queries = Queries(service.limits)
         sent = credentials(service.token) if service.token else ()
@@ -92,9 +100,17 @@ class Hot:
         age = orjson.dumps(round(self._clock() - ready[3], 3))
         body = b"".join((ready[1], age, ready[2]))
         self._recent.append(ready[4])
-        self._counters.l1 += 1
-        self._requests[GET_ROUTE] += 1
-        self._metrics.hot(ready[4][0], "l1", self._timer() - started)
+        if self._observes:
+            self._counters.l1 += 1
+            if (touch := ready[6]) is not None and touch[0] <= self._trace.last:
+                self._trace.append(touch)
+            self._requests[GET_ROUTE] += 1
+            self._answers[ready[4][0], "l1"] += 1
+            spent, seconds = self._spent, self._timer() - started
+            spent.counts[bisect_left(self._bounds, seconds)] += 1
+            spent.sum += seconds
+            if self._metrics.is_flipping:
+                self._metrics.flip_answer_seconds.observe(seconds)
         return self._messages(body)
 
     async def get(self, scope: MutableMapping[str, Any]) -> Messages | None:

@@ -149,21 +149,21 @@ class Metrics:
         self.feedback = Counter(
             "larder_feedback", "What callers report, by arm", ["arm", "event"], registry=registry
         )
-        self._flips, self._is_flipping = 0, False
+        self._flips, self.is_flipping = 0, False
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
     def answered(self, table: str, source: Source, seconds: float) -> None:
         """One entity has its answer."""
         self._child(self.answers, table, source).inc()
         self.answer_seconds.observe(source, seconds)
-        if self._is_flipping:
+        if self.is_flipping:
             self.flip_answer_seconds.observe(seconds)
 
     def hot(self, table: str, source: Source, seconds: float, times: int = 1) -> None:
         """So many entities of a table were asked for and answered on the hot route, each after `seconds`."""
         self.tally.answers[table, source] += times
         self.answer_seconds.observe(source, seconds, times)
-        if self._is_flipping:
+        if self.is_flipping:
             for _ in range(times):
                 self.flip_answer_seconds.observe(seconds)
 
@@ -216,11 +216,11 @@ class Metrics:
     def flipped(self) -> None:
         """The live generation has changed: answers of the next moments are also counted as around a flip."""
         self._flips += 1
-        self._is_flipping = True
+        self.is_flipping = True
         asyncio.get_running_loop().call_later(FLIP_S, self._settle, self._flips)
 
     def _settle(self, flip: int) -> None:
-        self._is_flipping = self._flips != flip
+        self.is_flipping = self._flips != flip
 
     async def exposition(self) -> bytes:
         """What a scrape is answered with where this process is the whole service."""

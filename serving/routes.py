@@ -57,6 +57,7 @@ class Service:
     admission: Admission
     body_timeout_s: float
     dashboard: Dashboard
+    observes: bool = True
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:

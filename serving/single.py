@@ -61,7 +61,7 @@ class Singles:
         self._metrics.hot(asked.table, found.tier, self._service.timer() - get.started)
         marks = self._batches.marks(live)
         if found.tier == "l1" and marks.stale is None:
-            self._tiers.local.keep(marks.ready(start, name, get.request))
+            self._tiers.keep(live.view, get.want, marks.ready(start, name, get.request))
         return start + marks.end(found.tier, self._clock())
 
     async def _lower(self, get: Get, reason: str | None) -> bytes:

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -12,6 +13,14 @@ from prometheus_client.utils import floatToGoString
 
 from serving.admission import Admission
 from serving.buckets import finer
+
+
+@dataclass(slots=True)
+class Spent:
+    """How long the answers of one source took: how many by bucket, and seconds in all."""
+
+    counts: list[int]
+    sum: float = 0.0
 
 
 class Seconds(Collector):
@@ -24,26 +33,26 @@ class Seconds(Collector):
         self, name: str, text: str, label: str, values: Sequence[str], bounds: Sequence[float]
     ) -> None:
         self.bounds = finer(bounds)
-        self.counts = {value: [0] * (len(self.bounds) + 1) for value in values}
-        self.sums = dict.fromkeys(values, 0.0)
         self._name, self._text, self._label = name, text, label
         self._shown = [(bound, self.bounds.index(bound)) for bound in bounds]
+        self.spent = {value: Spent([0] * (len(self.bounds) + 1)) for value in values}
 
     def observe(self, value: str, seconds: float, times: int = 1) -> None:
         """`times` observations of the same length."""
-        self.counts[value][bisect_left(self.bounds, seconds)] += times
-        self.sums[value] += seconds * times
+        spent = self.spent[value]
+        spent.counts[bisect_left(self.bounds, seconds)] += times
+        spent.sum += seconds * times
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """One family."""
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
-        for value, counts in self.counts.items():
-            sums = list(accumulate(counts))
+        for value, spent in self.spent.items():
+            sums = list(accumulate(spent.counts))
             buckets: list[tuple[str, float]] = []
-            for bound, at in (*self._shown, (float("inf"), len(counts) - 1)):
+            for bound, at in (*self._shown, (float("inf"), len(sums) - 1)):
                 name: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
                 buckets.append((name, float(sums[at])))
-            family.add_metric([value], buckets, self.sums[value])
+            family.add_metric([value], buckets, spent.sum)
         yield family
 
 

@@ -161,8 +161,8 @@ class Together:
             self._service.ladder.recent.append(name)
             self._service.metrics.hot(name[0], tier, now - get.started)
             if not each and marks.stale is None:
-                start = body[: -len(ends["l1"])]
-                self._service.tiers.local.keep(marks.ready(start, name, get.request))
+                ready = marks.ready(body[: -len(ends["l1"])], name, get.request)
+                self._service.tiers.keep(live.view, get.want, ready)
             member.told.set_result(body)
 
 

@@ -30,10 +30,10 @@ def counted(metrics: Metrics, shed: int = 0) -> Counts:
         (metrics.misses, MISSES, "reason"),
     ):
         _add(found, counter, field, label)
-    for stage, seconds in metrics.stage_seconds.sums.items():
-        found[STAGES + stage] = round(seconds * 1e6)
-    for source, buckets in metrics.answer_seconds.counts.items():
-        found.update({f"{TIMES}{source}:{at}": n for at, n in enumerate(buckets) if n})
+    for stage, spent in metrics.stage_seconds.spent.items():
+        found[STAGES + stage] = round(spent.sum * 1e6)
+    for source, spent in metrics.answer_seconds.spent.items():
+        found.update({f"{TIMES}{source}:{at}": n for at, n in enumerate(spent.counts) if n})
     return dict(found)
 
 

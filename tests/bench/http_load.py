@@ -25,7 +25,15 @@ class Program:
     pid: int
 
     def cpu_s(self) -> float:
-        """Processor time so far, all threads."""
+        """Processor time so far, all threads that are there; in nanoseconds where the kernel keeps them, else ticks."""
+        try:
+            tasks = [
+                each.read_text() for each in Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+            ]
+        except OSError:  # a thread that ended just now
+            tasks = []
+        if tasks:
+            return sum(int(each.split()[0]) for each in tasks) / 1e9
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

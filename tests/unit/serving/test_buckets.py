@@ -25,7 +25,7 @@ def test_a_quantile_is_off_by_five_percent_at_most(share: float) -> None:
     seconds = Seconds("t", "", "source", ["l1"], COARSE)
     for each in times:
         seconds.observe("l1", each)
-    counts = {at: n for at, n in enumerate(seconds.counts["l1"]) if n}
+    counts = {at: n for at, n in enumerate(seconds.spent["l1"].counts) if n}
 
     found = quantile(seconds.bounds, counts, share)
     exact = float(np.quantile(times, share, method="inverted_cdf"))

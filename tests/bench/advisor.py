@@ -1,0 +1,78 @@
+"""How well the size advisor predicts L1, and what it costs.
+
+- `max_error_points`: the largest difference, in points, of its hit ratio to that of an exact LRU simulation, at cache
+  sizes of 1 % of the keys and more, over several seeds of the sample; `max_error_points_small`: the same from 0.1 %. On
+  the trace `orm-busy` if LARDER_BENCH_DATA names the folder that holds `traces/`, else on a stream of Zipf.
+- `cost_share`: what it takes of the throughput of L1 hits, by the server's processor time: 1 - with / without
+  (`LARDER_ADVISOR_KEYS=0`), in the same rounds.
+
+Sizes are in keys; both figures of accuracy stand beside the sampling rate that they were reached with.
+"""
+
+import dataclasses
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from cache.advisor.shards import Shards
+from serving.config import ServingConfig
+from tests.bench.harness import Options, Ratio, Report, parse
+from tests.bench.observe import on_vs_off
+from tests.bench.place import own_server
+from tests.bench.read_path import make_case
+from tests.bench.traces import capacities_of, lru_hit_ratio, orm_busy, sampled, trace_file, zipf
+
+SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+LARGE = 0.01
+
+
+def accuracy(report: Report, options: Options) -> None:
+    """The advisor's curve beside the exact one."""
+    file = trace_file()
+    keys = zipf(40_000, 1_000_000) if file is None else orm_busy(file)
+    capacities = capacities_of(keys, SHARES)
+    listed = keys.tolist()
+    exact = np.array([lru_hit_ratio(listed, None, capacity) for capacity in capacities])
+    errors, rates, spent, touches = [], [], 0.0, 0
+    seeds = range(2 if options.quick else 8)
+    for seed in seeds:
+        shards = Shards(capacities, ServingConfig().advisor_keys)
+        began = time.process_time()
+        sampled(keys, shards, seed=seed)
+        spent += time.process_time() - began
+        touches += shards.sampled
+        rates.append(shards.rate)
+        errors.append(np.abs(np.array(shards.hit_ratios()) - exact) * 100)
+    worst = np.max(errors, axis=0)
+    report.figures["stream"] = "zipf 1.0" if file is None else "orm-busy"
+    report.figures["reads"], report.figures["keys"] = len(keys), int(keys.max()) + 1
+    report.figures["sampling rate"] = f"{min(rates):.3f} to {max(rates):.3f}"
+    report.figures["seeds"] = len(seeds)
+    report.figures["us per sampled read"] = spent / touches * 1e6
+    for share, capacity, ratio, error in zip(SHARES, capacities, exact, worst, strict=True):
+        name = f"{share:.1%} of keys ({capacity})"
+        report.figures[name] = f"exact {ratio:.4f}, off by {error:.2f} points at most"
+    is_large = np.array(SHARES) >= LARGE
+    for name, error in (
+        ("max_error_points", worst[is_large].max()),
+        ("max_error_points_small", worst[~is_large].max()),
+    ):
+        report.ratios[name] = Ratio(float(error), 1.0, len(seeds), float(error), 1.0)
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("advisor", ("fastapi", "uvicorn", "uvloop", "httptools"))
+    accuracy(report, options)
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        case = make_case(Path(folder), server.url, options.quick)
+        ratio = on_vs_off(case, {"LARDER_ADVISOR_KEYS": "0"}, options)
+        report.ratios["cost_share"] = dataclasses.replace(ratio, value=1 - ratio.value)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()

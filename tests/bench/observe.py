@@ -1,0 +1,70 @@
+"""What observing costs an L1 hit: the same service with everything that watches it, and with all of it switched off.
+
+- `l1_throughput_on_vs_off`: requests per second of the server's processor time of `GET /v1/lookup/user_topk/{id}?k=20`,
+  each a ready answer in L1, 32 keep-alive connections; on: as installed; off: `LARDER_OBSERVE=false` (no counting of
+  ready answers, no size advisor and nothing else that the setting switches off).
+
+Both are driven until the advisor has found its sampling rate before anything is measured.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.bench.harness import Options, Ratio, Report, alternate, parse
+from tests.bench.http_load import Program, place, program
+from tests.bench.mix import path_of
+from tests.bench.place import own_server
+from tests.bench.read_path import Case, make_case
+from tests.bench.sockets import per_cpu_s, request
+from tests.integration.nights import environment
+
+TOLERANCE = 0.02
+"""Of the A/A ratio: a few per cent are to be told from none."""
+SETTLE = 60_000
+"""Requests before the first round."""
+
+
+@contextmanager
+def served(case: Case, name: str, settings: Mapping[str, str]) -> Iterator[Program]:
+    """The service with these settings, on the first core."""
+    command = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
+    env = environment(case.night, **settings)
+    with program(command, case.folder / f"{name}.log", env) as running:
+        place(running)
+        yield running
+
+
+def on_vs_off(case: Case, off: Mapping[str, str], options: Options) -> Ratio:
+    """Rates of L1 hits as installed, over those with the settings that switch something off."""
+    users = random.Random(0).sample(case.users, len(case.users))
+    lookups = [request(path_of(user)) for user in users]
+    count = 10_000 if options.quick else 40_000
+
+    def run(target: Program) -> Callable[[], float]:
+        return lambda: per_cpu_s(target, lookups, count)
+
+    with served(case, "on", {}) as on, served(case, "off", off) as without:
+        for each in (on, without):
+            per_cpu_s(each, lookups, SETTLE)
+        rounds = options.rounds if options.quick else max(15, options.rounds)
+        return alternate(run(without), {"on": run(on)}, rounds=rounds, tolerance=TOLERANCE)["on"]
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("observe", ("fastapi", "uvicorn", "uvloop", "httptools"))
+    report.figures["unit"] = "requests per second of the server's processor time"
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        case = make_case(Path(folder), server.url, options.quick)
+        off = {"LARDER_OBSERVE": "false"}
+        report.ratios["l1_throughput_on_vs_off"] = on_vs_off(case, off, options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What the advisor of a running service predicts is what L1 does at that size."""
+
+import asyncio
+import dataclasses
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from precompute.config import NightConfig
+from tests.integration.nights import UNTIL, build_night, build_verified, histories, publish
+from tests.integration.serving_app import Running, eventually, serving
+
+L1_BYTES = 120_000
+READS = 2_500
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("advisor"), redis_url)
+
+
+@pytest.fixture(scope="module")
+def asked(night: NightConfig) -> list[str]:
+    """Single lookups and batches of users, some far more popular than others; and of strangers."""
+    rng = np.random.default_rng(0)
+    users = [*sorted(histories(night)), *(f"nobody-{number}" for number in range(20))]
+    weights = 1 / rng.permutation(np.arange(1, len(users) + 1)) ** 0.8
+    return [str(each) for each in rng.choice(users, READS, p=weights / weights.sum())]
+
+
+async def look_up(app: Running, asked: list[str]) -> float:
+    """The share of these reads that L1 answered, over all requests."""
+    before = dataclasses.replace(app.service.tiers.counters)
+    total = before.total
+    for start in range(0, len(asked), 25):
+        for user in asked[start : start + 15]:
+            await app.get(f"/v1/lookup/user_topk/{user}", k=10)
+        entities = [{"id": user} for user in dict.fromkeys(asked[start + 15 : start + 25])]
+        await app.post("/v1/lookup/user_topk", {"entities": entities})
+    after = app.service.tiers.counters
+    return (after.l1 - before.l1) / (after.total - total)
+
+
+async def told(app: Running) -> dict[str, float]:
+    """The advisor's word once it has seen all that was read."""
+
+    async def is_done() -> bool:
+        return not app.service.tiers.trace and app.service.dashboard.advisor() is not None
+
+    assert await eventually(is_done)
+    samples = await app.counted("larder_l1_predicted_hit_ratio")
+    return {size: value for (size,), value in samples.items()}
+
+
+async def test_its_prediction_is_what_l1_of_that_size_does(
+    night: NightConfig, asked: list[str]
+) -> None:
+    done: dict[str, float] = {}
+    predicted: dict[str, float] = {}
+    for size, times in (("half", 0.5), ("now", 1.0), ("double", 2.0)):
+        async with serving(night, l1_bytes=int(L1_BYTES * times)) as app:
+            done[size] = await look_up(app, asked)
+            if size == "now":
+                predicted = await told(app)
+                advice = app.service.dashboard.advisor()
+    assert advice is not None and advice["sampling_rate"] == 1.0
+    assert advice["sentence"].startswith("L1 of 117 KiB gives ")
+    assert predicted["now"] == pytest.approx(done["now"], abs=0.03)
+    assert predicted["double"] == pytest.approx(done["double"], abs=0.04)
+    # Ready answers that a smaller L1 would have lost are in the sample beside their records.
+    assert predicted["half"] == pytest.approx(done["half"], abs=0.08)
+
+
+async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(
+    tmp_path: Path, redis_url: str
+) -> None:
+    night = build_night(tmp_path, redis_url, users=200, items=60)
+    users = sorted(histories(night))
+    later = (datetime.fromisoformat(UNTIL) + timedelta(minutes=30)).isoformat()
+    next_ = await asyncio.to_thread(build_verified, night, later)
+    async with serving(night, l1_bytes=4 << 20) as app:
+        await look_up(app, users * 3)
+        before = await told(app)
+        await asyncio.to_thread(publish, night, next_)
+
+        async def is_flipped() -> bool:
+            return app.service.holding().live.generation == next_
+
+        assert await eventually(is_flipped)
+        await look_up(app, users * 3)
+        after = await told(app)
+        keys = (await app.counted("larder_l1_advisor_sampled_keys"))[()]
+
+    # Each key is new once more, but for what was read ahead: L1 had it, the sample had not.
+    assert after["now"] == pytest.approx(before["now"], abs=0.1)
+    assert len(users) <= keys <= 3 * len(users)
+
+
+async def test_switched_off_nothing_is_sampled_and_ready_answers_are_not_counted(
+    night: NightConfig, asked: list[str]
+) -> None:
+    async with serving(night, observe=False) as app:
+        await look_up(app, asked[:100] * 3)
+
+        assert app.service.dashboard.advisor() is None and not app.service.tiers.trace
+        answers = await app.counted("larder_answers_total")
+        sampled = await app.counted("larder_l1_advisor_sampling_rate")
+    assert sum(answers.values()) < 300
+    assert sampled == {(): 0.0}

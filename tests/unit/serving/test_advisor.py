@@ -1,0 +1,198 @@
+"""The advisor keeps the curve of L1 up to date, within its budget, and says it in a sentence."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cache.advisor.shards import SPACE
+from cache.advisor.trace import TRACE_MAX, Trace
+from cache.local import Entry, LocalKey, LocalTier
+from cache.outcomes import Counters
+from serving.advisor import BUSY_RATE, SAMPLED_MIN, STEP_S, TOUCHES_PER_S, Advisor, shown
+from serving.snapshot import Snapshot
+from tests.fakes import FakeClock
+from tests.unit.serving.world import World
+
+KEYS_MAX = 4_096
+
+
+class Tiers:
+    """What the advisor watches, driven by hand."""
+
+    def __init__(self, l1_bytes: int) -> None:
+        self.local = LocalTier(l1_bytes)
+        self.trace = Trace()
+        self.counters = Counters()
+
+
+class Worker:
+    """One worker's advisor."""
+
+    def __init__(self, l1_bytes: int = 100_000, keys_max: int = KEYS_MAX) -> None:
+        self.clock, self.tiers = FakeClock(), Tiers(l1_bytes)
+        self.live: Snapshot | None = World().snapshot()
+        self.advisor = Advisor(self.tiers, lambda: self.live, keys_max, self.clock)
+        self._rng = random.Random(0)
+        self._spots: dict[int, int] = {}
+
+    def spot(self, key: int) -> int:
+        return self._spots.setdefault(key, self._rng.randrange(SPACE))
+
+    def read(self, *keys: int, size: int = 1_000) -> None:
+        for key in keys:
+            self.tiers.counters.l1 += 1
+            if self.spot(key) <= self.tiers.trace.last:
+                self.tiers.trace.append((self.spot(key), size))
+
+    async def step(self, seconds: float = STEP_S) -> None:
+        self.clock.tick(seconds)
+        await self.advisor.step()
+
+    async def reading(self, keys: list[int]) -> dict[str, Any]:
+        """Reads at a pace that the advisor likes; what it tells afterwards."""
+        await self.step()
+        for start in range(0, len(keys), 500):
+            self.read(*keys[start : start + 500])
+            await self.step()
+        told = self.advisor.told()
+        assert told is not None
+        return told
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+async def test_it_says_what_more_and_less_would_give(worker: Worker) -> None:
+    # Round and round: 150 keys are too many for 100 and few enough for 200; then two of them over and over.
+    told = await worker.reading(list(range(150)) * 3 + [0, 1] * 75)
+
+    assert told["hit_ratio"] == pytest.approx(148 / 600, abs=1e-4)
+    assert told["sentence"] == (
+        "L1 of 97.7 KiB gives 24.7 %, doubling adds 50.3 points, 2.16 KiB gives as much"
+    )
+    assert told["sampling_rate"] == 1.0 and told["sampled"] == 150
+
+
+async def test_the_curve_grows_with_bytes_and_ends_where_it_says(worker: Worker) -> None:
+    told = await worker.reading([int(worker._rng.paretovariate(0.8)) for _ in range(4_000)])
+
+    sizes = [point["bytes"] for point in told["curve"]]
+    ratios = [point["hit_ratio"] for point in told["curve"]]
+    entries = [point["entries"] for point in told["curve"]]
+    assert sizes == sorted(sizes) and ratios == sorted(ratios) and entries == sorted(entries)
+    assert sizes[0] == told["budget_bytes"] // 64 and sizes[-1] == 8 * told["budget_bytes"]
+    assert told["hit_ratio"] == ratios[sizes.index(100_000)]
+    assert entries[sizes.index(100_000)] == 100
+
+
+async def test_nothing_is_said_before_there_was_enough_traffic(worker: Worker) -> None:
+    await worker.step()
+    worker.read(*range(SAMPLED_MIN - 1))
+    await worker.step()
+
+    assert worker.advisor.told() is None
+    worker.read(0)
+    await worker.step()
+    assert worker.advisor.told() is not None
+
+
+async def test_the_place_in_the_table_counts(worker: Worker) -> None:
+    for number in range(40):
+        key = LocalKey("g", "t", number)
+        worker.tiers.local.put(key, Entry(bytes(600), number))
+    place = worker.tiers.local.place_bytes
+    told = await worker.reading(list(range(200)) * 2)
+
+    at_budget = next(point for point in told["curve"] if point["bytes"] == 100_000)
+    assert place > 50
+    assert at_budget["entries"] == 100_000 // (1_000 + place)
+
+
+async def test_a_flip_starts_the_sample_again_and_keeps_what_was_counted(worker: Worker) -> None:
+    before = await worker.reading([1, 2] * 500)
+    assert worker.live is not None
+    worker.live = replace(worker.live, generation="another")
+    await worker.step()
+    after = worker.advisor.told()
+
+    assert after is not None and after["sampled"] == 0
+    assert after["hit_ratio"] == pytest.approx(before["hit_ratio"])
+    assert worker.tiers.trace.last == SPACE - 1
+
+
+async def test_a_busy_service_is_sampled_in_part_an_idle_one_whole(worker: Worker) -> None:
+    await worker.step()
+    for _ in range(60):
+        worker.read(*(worker._rng.randrange(500) for _ in range(60)))
+        await worker.step()
+    idle = worker.tiers.trace.last + 1
+    for _ in range(60):
+        worker.read(*(worker._rng.randrange(500) for _ in range(1_000)))
+        await worker.step()
+
+    assert idle == SPACE
+    assert worker.tiers.trace.last + 1 == BUSY_RATE * SPACE
+
+
+async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
+    worker = Worker(l1_bytes=1 << 30, keys_max=1 << 20)
+    await worker.step()
+    for _ in range(40):
+        worker.read(*(worker._rng.randrange(20_000) for _ in range(12_000)))
+        await worker.step()
+
+    rate = (worker.tiers.trace.last + 1) / SPACE
+    assert 12_000 / STEP_S * rate <= 1.05 * TOUCHES_PER_S
+    assert rate >= TOUCHES_PER_S / (12_000 / STEP_S) / 2
+    told = worker.advisor.told()
+    assert told is not None and told["sampling_rate"] == pytest.approx(rate)
+    assert told["hit_ratio"] == pytest.approx(1 - 20_000 / 480_000, abs=0.03)
+
+
+async def test_a_step_that_lost_reads_counts_none_of_them_and_says_so(worker: Worker) -> None:
+    before = await worker.reading([1, 2] * 500)
+    worker.read(*range(TRACE_MAX + 10))
+    await worker.step()
+    after = worker.advisor.told()
+
+    assert worker.advisor.lost == 1
+    assert after is not None and after["hit_ratio"] == pytest.approx(before["hit_ratio"])
+    assert worker.tiers.trace.last + 1 <= BUSY_RATE * SPACE
+
+
+async def test_switched_off_it_samples_nothing_and_says_nothing() -> None:
+    worker = Worker(keys_max=0)
+    worker.read(*range(1_000))
+
+    assert not worker.tiers.trace and worker.advisor.step_s == 0.0
+    assert worker.advisor.told() is None
+    samples = [each for family in worker.advisor.collect() for each in family.samples]
+    assert {each.name: each.value for each in samples} == {
+        "larder_l1_advisor_sampling_rate": 0.0,
+        "larder_l1_advisor_sampled_keys": 0.0,
+        "larder_l1_advisor_lost_steps_total": 0.0,
+    }
+
+
+async def test_three_points_of_the_curve_are_gauges(worker: Worker) -> None:
+    told = await worker.reading([int(worker._rng.paretovariate(0.8)) for _ in range(4_000)])
+
+    ratios = {point["bytes"]: point["hit_ratio"] for point in told["curve"]}
+    predicted = next(iter(worker.advisor.collect()))
+    assert {each.labels["size"]: each.value for each in predicted.samples} == {
+        "half": ratios[50_000],
+        "now": ratios[100_000],
+        "double": ratios[200_000],
+    }
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(12, "12 B"), (1_536, "1.5 KiB"), (256 << 20, "256 MiB"), (1_023 << 20, "1023 MiB")],
+)
+def test_sizes_are_told_in_binary_units(size_bytes: int, text: str) -> None:
+    assert shown(size_bytes) == text
