@@ -27,7 +27,6 @@ from serving.cores import check_cores, parse_cores, pin_thread
 from serving.follower import Follower
 from serving.front import Front
 from serving.heartbeat import Heartbeat
-from serving.hot import Hot
 from serving.http import refused
 from serving.infer import Inferences
 from serving.ladder import Ladder
@@ -46,6 +45,8 @@ from serving.snapshot import Snapshot
 from serving.tally import Overload
 from serving.trial import Trial
 from serving.warming import Warming
+from serving.why.explain import Explainer
+from serving.why.watching import watched
 
 _BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 _LOOKS = 10
@@ -62,14 +63,17 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with running(config, peers) as service:
+        async with (
+            running(config, peers) as service,
+            watched(config, service, replica_id()) as (hot, front.watch),
+        ):
             app.state.service = service
             # Routes are tried in order: what is asked most comes before the documentation.
             documentation = list(app.router.routes)
             app.router.routes.clear()
             app.include_router(routes(service))
             app.router.routes.extend(documentation)
-            front.hot = Hot(service)
+            front.hot = hot
             yield
             front.hot = None
 
@@ -230,6 +234,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         metrics.exposition if peers is None else peers.exposition,
         admission,
         config.body_timeout_s,
+        Explainer(follower, tiers, remote, batcher, admission, store),
     )
     try:
         await refresher.start()

@@ -1,5 +1,6 @@
 """The application itself: FastAPI, with the hot route ahead of its router."""
 
+import functools
 from typing import Any
 
 from fastapi import FastAPI
@@ -8,8 +9,9 @@ from starlette.types import Receive, Scope, Send
 from serving.hot import Hot, Messages
 from serving.http import refused
 from serving.problem import Problem
+from serving.why.watch import Watch
 
-_LOOKUP, _SCORE = "/v1/lookup", "/v1/score"
+_LIMITED = ("/v1/lookup", "/v1/score", "/v1/explain")
 
 
 def _refusal(problem: Problem) -> Messages:
@@ -28,6 +30,7 @@ class Front(FastAPI):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.hot: Hot | None = None
+        self.watch: Watch | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or the application's life; what is ready is answered under any load: a refusal costs as much."""
@@ -40,7 +43,16 @@ class Front(FastAPI):
             await send(answer[0])
             await send(answer[1])
             return
-        if not scope["path"].startswith((_LOOKUP, _SCORE)):  # decoded, as the router reads it
+        if self.watch is None:
+            await self._below(hot, scope, receive, send)
+        else:
+            below = functools.partial(self._below, hot)
+            await self.watch(below, scope, receive, send)
+
+    async def _below(self, hot: Hot, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request without a ready answer."""
+        answer: Messages | None
+        if not scope["path"].startswith(_LIMITED):  # decoded, as the router reads it
             await super().__call__(scope, receive, send)
             return
         if not hot.admission.enter():

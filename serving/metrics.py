@@ -10,6 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from serving.tally import Seconds, Tally
+from serving.why.seen import note
 
 Source = Literal["l1", "l2", "live", "previous", "default"]
 SOURCES: tuple[Source, ...] = ("l1", "l2", "live", "previous", "default")
@@ -203,9 +204,10 @@ class Metrics:
             child = self._children[key] = counter.labels(*labels)
         return child
 
-    def stage(self, stage: str, seconds: float) -> None:
-        """One stage of one request took this long."""
+    def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
+        """One stage of the current request has ended."""
         self._stages[stage].observe(seconds)
+        note(stage, seconds, entities)
 
     def inferred(self, size: int, seconds: float) -> None:
         """One inference for `size` inputs."""

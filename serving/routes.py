@@ -35,13 +35,14 @@ from serving.problem import Problem, from_input
 from serving.score import rank_candidates, vector_table
 from serving.snapshot import Snapshot
 from serving.trial import Trial
+from serving.why.explain import Explainer
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Request, float], Awaitable[object]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-LOOKUP_PREFIX = b"/v1/lookup/"
+LOOKUP_PREFIX, EXPLAIN_PREFIX = b"/v1/lookup/", b"/v1/explain/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Service:
     expose: Callable[[], Awaitable[bytes]]
     admission: Admission
     body_timeout_s: float
+    explainer: Explainer
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:
@@ -123,6 +125,16 @@ def routes(service: Service) -> APIRouter:
         told = feedback_body(await _body(service, request))
         return {"arm": service.trial.feedback(service.holding(), *told)}
 
+    async def explain_one(request: Request, _started: float) -> object:
+        raw_path = request.scope.get("raw_path") or request.url.path.encode()
+        ask = lookup_url(raw_path, EXPLAIN_PREFIX, request.scope["query_string"], service.limits)
+        return await service.explainer.explain(service.holding(), ask)
+
+    async def explain_input(request: Request, _started: float) -> object:
+        table = request.path_params["table"]
+        ask = lookup_body(await _body(service, request), table, service.limits)
+        return await service.explainer.explain(service.holding(), ask)
+
     async def generations(_request: Request, _started: float) -> object:
         shelf = service.follower.shelf
         return overview(service.holding(), service.follower.health, shelf.canary)
@@ -177,6 +189,14 @@ def routes(service: Service) -> APIRouter:
     add(
         "/v1/feedback", "POST", feedback,
         described(schema.FEEDBACK, body=schema.FEEDBACK_BODY, has_options=False),
+    )  # fmt: skip
+    add(
+        "/v1/explain/{table}/{entity:path}", "GET", explain_one,
+        described(schema.EXPLAINED, path=("table", "entity"), query=True),
+    )  # fmt: skip
+    add(
+        "/v1/explain/{table}", "POST", explain_input,
+        described(schema.EXPLAINED, body=schema.lookup(service.limits), path=("table",)),
     )  # fmt: skip
     add("/v1/generations", "GET", generations, described(schema.GENERATIONS, has_options=False))
     router.add_api_route("/healthz", healthz, methods=["GET"])
