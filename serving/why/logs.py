@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import orjson
 
 from serving.why.redact import Redactor, passwords_of
-from serving.why.seen import CURRENT
+from serving.why.seen import current
 
 Form = Literal["text", "json"]
 
@@ -59,7 +59,7 @@ def configure_for(settings: Settings, level: str, *, worker: int | None = None) 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     """The record's own fields, and those that say to which request it belongs."""
     found = dict(getattr(record, FIELDS, None) or {})
-    if (seen := CURRENT.get()) is not None and "request_id" not in found:
+    if (seen := current()) is not None and "request_id" not in found:
         found["request_id"] = seen.id
         if seen.span is not None:
             found["trace_id"], found["span_id"] = seen.span

@@ -30,6 +30,11 @@ class Seen:
     """The last piece of the response's body, not a copy."""
     span: tuple[str, str] | None = None
     """Trace and span id, once it is known that there is a span."""
+    is_over: bool = False
+
+    def end(self) -> None:
+        """From now on this is nobody's request: a connection that it opened keeps its context for good."""
+        self.is_over, self.body = True, b""
 
     def by_stage(self) -> dict[str, float]:
         """Seconds by stage, in the order in which they first ended."""
@@ -43,7 +48,13 @@ CURRENT: ContextVar[Seen | None] = ContextVar("larder_seen", default=None)
 """Of the request that this task answers, and of what it started; never of others that are answered along with it."""
 
 
+def current() -> Seen | None:
+    """The request that is being answered here, if any."""
+    seen = CURRENT.get()
+    return None if seen is None or seen.is_over else seen
+
+
 def note(stage: str, seconds: float, entities: int = 0) -> None:
     """One stage of the current request has ended."""
-    if (seen := CURRENT.get()) is not None:
+    if (seen := current()) is not None:
         seen.stages.append(Stage(stage, time.monotonic(), seconds, entities))

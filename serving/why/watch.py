@@ -94,6 +94,7 @@ class Watch:
         finally:
             CURRENT.reset(current)
             self._end(seen, scope, span)
+            seen.end()
 
     def _telling(self, seen: Seen, send: Send) -> Send:
         async def tell(message: Message) -> None:

@@ -122,3 +122,17 @@ def test_the_environment_outranks_the_file(tmp_path) -> None:
         Schedule.configured({"LARDER_CONFIG": str(tmp_path / "none.toml")})
     with pytest.raises(ConfigError, match="schedule_grace_s"):
         Schedule.configured({"LARDER_SCHEDULE_GRACE_S": "long"})
+
+
+@pytest.mark.parametrize(
+    "cron", ["0 3 * * *", "*/7 * * * *", "30 2 * * 0", "0 0 29 2 *", "5 1,2,3 * * *"]
+)
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
+def test_the_next_tick_is_the_first_that_comes_after(cron: str, zone: str) -> None:
+    schedule = Schedule(cron, zone)
+    # Around both changes of clocks in Berlin, and an arbitrary day.
+    for at in (1_774_745_999.0, 1_774_749_600.0, 1_792_890_000.0, 1_792_893_601.5, 1_800_000_000.0):
+        after = schedule.tick_after(at)
+
+        assert after > at and schedule.tick_before(after) == after
+        assert schedule.tick_before(after - 0.001) == schedule.tick_before(at) <= at
