@@ -23,17 +23,17 @@ class RequestLog:
         self._slow_s = slow_s
         self._draw = draw
 
-    def told(self, seen: Seen, request: Request, seconds: float) -> None:
-        """At most one line; errors and slow requests under levels of their own, so that no sample crowds them out."""
-        if seen.status >= 500 and request.route != "/readyz":  # which tells a state, as it should
-            level = logging.ERROR
-        elif seconds >= self._slow_s:
-            level = logging.WARNING
-        elif self._draw() < self._share:
-            level = logging.INFO
-        else:
-            return
-        if log.isEnabledFor(level):
+    def level(self, seen: Seen, seconds: float) -> int | None:
+        """Errors and slow requests have levels of their own, so that no sample crowds them out; None: no line."""
+        if seen.status >= 500:
+            return logging.ERROR
+        if seconds >= self._slow_s:
+            return logging.WARNING
+        return logging.INFO if self._draw() < self._share else None
+
+    def told(self, level: int, seen: Seen, request: Request, seconds: float) -> None:
+        """One line, unless it is a probe's: that tells a state, as it should."""
+        if request.route != "/readyz" and log.isEnabledFor(level):
             fields = {FIELDS: fields_of(seen, request, seconds)}
             log.log(level, "%s %s", request.method, request.route, extra=fields)
 

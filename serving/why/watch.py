@@ -38,8 +38,11 @@ class Request(NamedTuple):
 class Journal(Protocol):
     """Where finished requests are told."""
 
-    def told(self, seen: Seen, request: Request, seconds: float) -> None:
-        """Writes a line, or not."""
+    def level(self, seen: Seen, seconds: float) -> int | None:
+        """Of the line that the request gets; None if it gets none."""
+
+    def told(self, level: int, seen: Seen, request: Request, seconds: float) -> None:
+        """Writes it."""
 
 
 class Tracer(Protocol):
@@ -75,16 +78,14 @@ class Watch:
 
     async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
         """Has the request answered by `below`, and tells what was seen of it."""
-        sent = _watched(scope["headers"])
-        parent = parent_of(sent.get(b"traceparent", ()), sent.get(b"tracestate", ()))
-        own = sent.get(b"x-request-id")
-        seen = Seen(self._timer(), accepted(own[0] if own else None) or new_id(), parent)
+        seen = Seen(self._timer(), "")
+        if sent := _watched(scope["headers"]):
+            scope = _taken(seen, sent, scope)
+        if not seen.id:
+            seen.id = new_id()
         span: Any = None
-        if self._tracer is not None and self._tracer.judged(scope, parent):
+        if self._tracer is not None and self._tracer.judged(scope, seen.parent):
             span = self._tracer.begin(seen)
-        if ASKED in sent:  # the hot route takes only headers that it knows
-            kept = [each for each in scope["headers"] if each[0] != ASKED]
-            scope = {**scope, "headers": kept}
         current = CURRENT.set(seen)
         try:
             await below(scope, receive, self._telling(seen, send))
@@ -97,36 +98,50 @@ class Watch:
             seen.end()
 
     def _telling(self, seen: Seen, send: Send) -> Send:
+        timer = self._timer
+
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
-                seen.status = message["status"]
-                message = {**message, "headers": [*message["headers"], *self._headers(seen)]}
+                seen.status = status = message["status"]
+                own = [*message["headers"], (b"x-request-id", seen.id.encode())]
+                if self._times and status != 401:  # a stranger learns nothing
+                    own.append((b"server-timing", timing(seen, timer() - seen.started)))
+                message = {**message, "headers": own}
             else:
                 seen.body = message.get("body", b"")
             await send(message)
 
         return tell
 
-    def _headers(self, seen: Seen) -> Iterable[tuple[bytes, bytes]]:
-        yield b"x-request-id", seen.id.encode()
-        if self._times and seen.status not in (401, 403):
-            yield b"server-timing", timing(seen, self._timer() - seen.started)
-
     def _end(self, seen: Seen, scope: Scope, span: Any) -> None:
-        if span is None and self._journal is None:
-            return
         seconds = self._timer() - seen.started
+        level = None if self._journal is None else self._journal.level(seen, seconds)
+        if level is None and span is None:
+            return
         request = request_of(scope, self._tables())
-        if self._journal is not None:
-            self._journal.told(seen, request, seconds)
-        if span is not None and self._tracer is not None:
+        if self._journal is not None and level is not None:
+            self._journal.told(level, seen, request, seconds)
+        if self._tracer is not None and span is not None:
             self._tracer.end(span, seen, request, seconds)
+
+
+def _taken(seen: Seen, sent: dict[bytes, list[bytes]], scope: Scope) -> Scope:
+    """Reads what the request says of itself; the scope that the hot route gets, which takes only headers it knows."""
+    seen.id = accepted(sent[b"x-request-id"][0]) or "" if b"x-request-id" in sent else ""
+    if traceparents := sent.get(b"traceparent"):
+        seen.parent = parent_of(traceparents, sent.get(b"tracestate", ()))
+    if ASKED not in sent:
+        return scope
+    return {**scope, "headers": [each for each in scope["headers"] if each[0] != ASKED]}
 
 
 def timing(seen: Seen, total_s: float) -> bytes:
     """The value of `Server-Timing` (https://www.w3.org/TR/server-timing/), in milliseconds."""
-    parts = [f"{name};dur={seconds * 1000:.3f}" for name, seconds in seen.by_stage().items()]
-    return ", ".join([*parts, f"total;dur={total_s * 1000:.3f}"]).encode()
+    total = b"total;dur=%.3f" % (total_s * 1000)
+    if not seen.stages:
+        return total
+    times = [b"%b;dur=%.3f" % (name.encode(), s * 1000) for name, s in seen.by_stage().items()]
+    return b", ".join([*times, total])
 
 
 def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> Request:

@@ -129,7 +129,9 @@ def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(
     draws = iter([0.5, 0.05, 0.5])
     journal = RequestLog(share=0.1, slow_s=1.0, draw=lambda: next(draws))
     for status, seconds in ((200, 0.1), (200, 0.2), (404, 0.3), (200, 1.0), (500, 0.4), (503, 2.0)):
-        journal.told(Seen(0.0, "r", status=status), ASKED, seconds)
+        seen = Seen(0.0, "r", status=status)
+        if (level := journal.level(seen, seconds)) is not None:
+            journal.told(level, seen, ASKED, seconds)
 
     told = [(each.levelname, each.larder_fields["seconds"]) for each in lines]  # type: ignore[attr-defined]
     assert told == [("INFO", 0.2), ("WARNING", 1.0), ("ERROR", 0.4), ("ERROR", 2.0)]
@@ -140,7 +142,7 @@ def test_a_line_of_a_request_says_where_time_went_and_never_whose_it_was(
 ) -> None:
     seen = Seen(0.0, "r", status=200, body=b'{"id":"u-secret","source":"l2","generation":"g"}')
     seen.stages += [Stage("stored", 1.0, 0.25, 1), Stage("stored", 2.0, 0.5, 1)]
-    RequestLog(share=1.0, slow_s=9.0).told(seen, ASKED, 1.0)
+    RequestLog(share=1.0, slow_s=9.0).told(logging.INFO, seen, ASKED, 1.0)
     line = orjson.loads(Json(SECRETS).format(lines[0]))
 
     assert line["stages"] == {"stored": 0.75} and line["sources"] == {"l2": 1}
