@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 from serving.hot import Hot, Messages
 from serving.http import refused
 from serving.problem import Problem
-from serving.why.watch import Watch
+from serving.why.watch import Below, Watch
 
 _LIMITED = ("/v1/lookup", "/v1/score", "/v1/explain")
 
@@ -43,17 +43,21 @@ class Front(FastAPI):
             await send(answer[0])
             await send(answer[1])
             return
-        if self.watch is None:
-            await self._below(hot, scope, receive, send)
+        watch, behind = self.watch, super().__call__
+        if watch is None:
+            await self._below(hot, behind, scope, receive, send)
+        elif method == "GET" and watch.leaves(scope):  # unless the hot route leaves it, too
+            await self._below(hot, functools.partial(watch, behind), scope, receive, send)
         else:
-            below = functools.partial(self._below, hot)
-            await self.watch(below, scope, receive, send)
+            await watch(functools.partial(self._below, hot, behind), scope, receive, send)
 
-    async def _below(self, hot: Hot, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _below(
+        self, hot: Hot, behind: Below, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """A request without a ready answer."""
         answer: Messages | None
         if not scope["path"].startswith(_LIMITED):  # decoded, as the router reads it
-            await super().__call__(scope, receive, send)
+            await behind(scope, receive, send)
             return
         if not hot.admission.enter():
             answer = _OVERLOADED
@@ -61,7 +65,7 @@ class Front(FastAPI):
             try:
                 answer, receive = await self._judged(hot, scope, receive)
                 if answer is None:
-                    await super().__call__(scope, receive, send)
+                    await behind(scope, receive, send)
                     return
             except Problem as problem:
                 answer = _refusal(problem)

@@ -1,4 +1,4 @@
-"""Watches the requests that no ready answer serves: how long their stages take, what to log, what to trace."""
+"""Watches requests: how long their stages take, what to log, what to trace. Plain single lookups pass it by."""
 
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, MutableMapping
@@ -11,7 +11,7 @@ from serving.why.seen import CURRENT, Seen
 from serving.why.trace_context import Parent, parent_of
 
 ASKED = b"x-larder-timing"
-"""A request with this header is answered past the ready answers, so that its response can tell where time went."""
+"""With this header a single lookup tells where time went, too; it is answered past the ready answers."""
 
 _NAMES = frozenset({b"x-request-id", b"traceparent", b"tracestate", ASKED})
 _ROUTES = {
@@ -75,6 +75,12 @@ class Watch:
         self._journal = journal
         self._tracer = tracer
         self._timer = timer
+
+    def leaves(self, scope: Scope) -> bool:
+        """Whether a single lookup may pass by: it asks for nothing, is part of no trace, and costs little itself."""
+        if not _NAMES.isdisjoint([name for name, _ in scope["headers"]]):
+            return False
+        return self._tracer is None or not self._tracer.judged(scope, None)
 
     async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
         """Has the request answered by `below`, and tells what was seen of it."""

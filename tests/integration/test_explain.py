@@ -238,12 +238,16 @@ async def test_with_redis_away_it_says_who_answers_instead(
         sent = {"entities": [{"id": users[1], "history": histories(own)[users[1]]}]}
         live = await service.post("/v1/explain/user_topk", sent)
         answers = [await service.get(LOOKUP + each) for each in users[:2]]
+        kept = await service.post("/v1/lookup/user_topk", sent)
+        beside = await service.post("/v1/explain/user_topk", sent)
 
     assert warm["answer"]["tier"] == "l1" and "Redis" in warm["sentence"].partition(";")[2]
     assert cold["answer"]["tier"] == "default" and cold["page"]["state"] in AWAY
     assert cold["answer"]["reason"] in AWAY and cold["page"]["expected"] is not None
     assert live["answer"]["tier"] == "live"
     assert [each["source"] for each in answers] == ["l1", "default"]
+    assert kept["answers"][0]["source"] == "live"  # and stands in while Redis is away
+    assert beside["answer"]["tier"] == "l1" and beside["answer"]["reason"] in AWAY
 
 
 AWAY = ("l2_down", "l2_timeout", "breaker_open")

@@ -69,12 +69,16 @@ def named(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
-async def test_an_answer_tells_its_stages_unless_it_lay_ready(
+async def test_an_answer_tells_its_stages_and_a_plain_single_lookup_if_asked(
     night: NightConfig, users: list[str]
 ) -> None:
     async with serving(night) as service:
-        first, second, ready = [await service.http.get(PATH + users[0]) for _ in range(3)]
-        asked = await service.http.get(PATH + users[0], headers={"X-Larder-Timing": "1"})
+        ask = {"X-Larder-Timing": "1"}
+        first, second = [await service.http.get(PATH + users[0], headers=ask) for _ in range(2)]
+        plain = await service.http.get(PATH + users[1])
+        ready = [await service.http.get(PATH + users[0]) for _ in range(2)][1]
+        asked = await service.http.get(PATH + users[0], headers=ask)
+        unknown = await service.http.get(PATH + "nobody at all")
         history = {"entities": [{"id": "new", "history": histories(night)[users[0]]}]}
         live = await service.http.post("/v1/lookup/user_topk", json=history)
         batch = await service.http.post("/v1/lookup/user_topk", json={"entities": users[5:9]})
@@ -84,7 +88,11 @@ async def test_an_answer_tells_its_stages_unless_it_lay_ready(
     assert stages(first)["stored"] <= stages(first)["total"]
     assert second.json()["source"] == "l1" and set(stages(second)) == {"total"}
     assert ready.json()["source"] == "l1" and "server-timing" not in ready.headers
+    assert plain.json()["source"] == "l2" and "server-timing" not in plain.headers
     assert asked.json()["source"] == "l1" and set(stages(asked)) == {"total"}
+    assert (
+        set(stages(unknown)) == {"parse", "stored", "total"} and "x-request-id" in unknown.headers
+    )
     assert live.json()["answers"][0]["source"] == "live"
     assert set(stages(live)) == {"parse", "stored", "live", "total"}
     assert set(stages(batch)) == {"stored", "total"} and "total" in stages(score)
