@@ -85,6 +85,12 @@ class LocalTier:
         self._drop(key)
         return None
 
+    def look(self, key: LocalKey) -> Entry | None:
+        """`get` for somebody who only looks: it changes neither what is held nor what goes first."""
+        entry: Entry | None = self._find(key)  # type: ignore[assignment]  # as above
+        is_over = entry is None or (entry[3] is not None and entry[3] <= self._timer())
+        return None if is_over else entry
+
     def get_many(self, keys: Sequence[LocalKey]) -> list[Entry | None]:
         """`get` of each."""
         return [self.get(key) for key in keys]

@@ -23,6 +23,8 @@ CLOCKS_APART_S = 300.0
 
 MISSED_MAX = 9
 """More nights than these need not be told apart."""
+_AHEAD_MAX_S = 40 * 366 * 86_400.0
+"""A 29th of February on a given weekday comes within 28 years, or 40 around a year like 2100."""
 
 _DAY = timedelta(days=1)
 _RANDOM = re.compile(r"(?:^|[\s,])[rR]")
@@ -88,6 +90,19 @@ class Schedule:
         if found is None:
             raise ConfigError(f"schedule {self.cron!r} has no tick before {moment.isoformat()}")
         return found.timestamp()
+
+    def tick_after(self, at: float) -> float:
+        """The first tick after `at`, both Unix seconds, to the second."""
+        before, step_s = self.tick_before(at), 60.0
+        while self.tick_before(at + step_s) <= before:
+            step_s *= 2
+            if step_s > _AHEAD_MAX_S:
+                raise ConfigError(f"schedule {self.cron!r} has no tick in the next years")
+        low, high = at, at + step_s
+        while high - low > 0.5:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.tick_before(middle) <= before else (low, middle)
+        return self.tick_before(high)
 
     def due(self, now: float) -> float:
         """The newest tick whose generation should exist by `now`: its grace has passed."""

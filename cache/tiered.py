@@ -169,7 +169,7 @@ class Tiered:
         entry = Entry(record, want.fingerprint, digest, self._timer() + ttl_s)
         if want.position >= 0:
             # Beside the batch record, never in its place: whoever sent nothing gets what the night computed.
-            self.local.put(_live_key(key, digest), entry)
+            self.local.put(live_key(key, digest), entry)
             return
         self.local.put(key, entry)
         self.trace.put(view.generation, want, len(record))
@@ -188,7 +188,7 @@ class Tiered:
         key = LocalKey(view.generation, want.table.name, want.key)
         self.local.discard(key)
         if want.digest is not None:
-            self.local.discard(_live_key(key, want.digest))
+            self.local.discard(live_key(key, want.digest))
 
     async def aclose(self, timeout_s: float = 1.0) -> None:
         """Stores the overlays still queued, as far as `timeout_s` allows; the rest counts as dropped."""
@@ -202,7 +202,7 @@ class Tiered:
     def _local(self, view: View, want: Want) -> Outcome | None:
         key = LocalKey(view.generation, want.table.name, want.key)
         entry = self.local.get(key)
-        return None if entry is None else _judge(entry, want, "l1")
+        return None if entry is None else judge(entry, want, "l1")
 
     async def _resolve(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
         generation, get = view.generation, self.local.get
@@ -212,7 +212,7 @@ class Tiered:
             key = LocalKey(generation, want[0].name, want[1])
             entry = get(key)
             if entry is not None:
-                outcomes.append(_judge(entry, want, "l1"))
+                outcomes.append(judge(entry, want, "l1"))
             elif want[3] < 0 and key in self.negative:
                 outcomes.append(MISSED[MissReason.NEGATIVE])
             else:
@@ -227,11 +227,11 @@ class Tiered:
     def _judged(self, key: LocalKey, entry: Entry | Missed, want: Want) -> Outcome:
         """What a read of L2 comes to; a live answer kept beside the page counts only while the page is out of reach."""
         if isinstance(entry, Entry):
-            return _judge(entry, want, "l2")
+            return judge(entry, want, "l2")
         if want.position < 0 or want.digest is None or entry.reason not in OUTAGES:
             return entry
-        kept = self.local.get(_live_key(key, want.digest))
-        outcome = entry if kept is None else _judge(kept, want, "l1")
+        kept = self.local.get(live_key(key, want.digest))
+        outcome = entry if kept is None else judge(kept, want, "l1")
         return outcome._replace(reason=entry.reason) if isinstance(outcome, Found) else entry
 
     async def _read(
@@ -298,25 +298,33 @@ class Tiered:
     def _keep_overlay(
         self, key: LocalKey, want: Want, overlay: Overlay, asked_at: float
     ) -> Entry | Missed:
-        unpacked = unpack_overlay(want.table.layout, overlay.payload)
-        if unpacked is None or peek_format(unpacked[0]) != FORMAT:
-            return MISSED[MissReason.CORRUPT]
-        if overlay.ttl_s <= 0:
-            return MISSED[MissReason.EXPIRED]
-        record, digest = unpacked
-        entry = Entry(record, peek_fingerprint(record), digest, asked_at + overlay.ttl_s)
-        if entry.fingerprint != want.fingerprint:
-            return MISSED[MissReason.CORRUPT]
-        self.local.put(key, entry)
+        entry = overlay_entry(want, overlay, asked_at)
+        if isinstance(entry, Entry):
+            self.local.put(key, entry)
         return entry
 
 
-def _live_key(key: LocalKey, digest: bytes) -> LocalKey:
+def overlay_entry(want: Want, overlay: Overlay, asked_at: float) -> Entry | Missed:
+    """What an overlay that was asked for then (monotonic) is worth."""
+    unpacked = unpack_overlay(want.table.layout, overlay.payload)
+    if unpacked is None or peek_format(unpacked[0]) != FORMAT:
+        return MISSED[MissReason.CORRUPT]
+    if overlay.ttl_s <= 0:
+        return MISSED[MissReason.EXPIRED]
+    record, digest = unpacked
+    if peek_fingerprint(record) != want.fingerprint:
+        return MISSED[MissReason.CORRUPT]
+    return Entry(record, want.fingerprint, digest, asked_at + overlay.ttl_s)
+
+
+def live_key(key: LocalKey, digest: bytes) -> LocalKey:
+    """Where a live answer to this input is kept beside the record of the night."""
     raw = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
     return key._replace(key=raw + digest)
 
 
-def _judge(entry: Entry, want: Want, tier: Literal["l1", "l2"]) -> Outcome:
+def judge(entry: Entry, want: Want, tier: Literal["l1", "l2"]) -> Outcome:
+    """Whether what a tier holds answers this want."""
     if entry.fingerprint != want.fingerprint:
         return MISSED[MissReason.CORRUPT]
     # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.

@@ -19,12 +19,12 @@ from cache.errors import LarderError
 from cache.interrupts import never_swallowed
 from precompute.arguments import parser_of_commands
 from precompute.config import night_config
-from precompute.display import bars_on, err, out, show
+from precompute.display import Told, bars_on, err, out, show
 from precompute.own_redis import redis_for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 refused or failed with a reason, 2 wrong usage, 130 interrupted."""
+    """Exit code: 0 done, 1 refused or failed, 2 wrong usage, 3 what `status` saw is not well, 130 interrupted."""
     arguments = parser_of_commands().parse_args(argv)
     try:
         _on_interrupt(_interrupt)
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             redis_for(config, arguments, progress) as config,
         ):
             found = arguments.run(config, arguments, progress)
-        show(found, out)
+        told = found if isinstance(found, Told) else Told(found)
+        show(told.shown, out)
     except KeyboardInterrupt:
         err.print("interrupted; run the same command again to go on where it stopped")
         return 130
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _on_interrupt(_end)
         _explain(error, debug=arguments.debug)
         return 1
-    return 0
+    return told.code
 
 
 def _explain(error: Exception, *, debug: bool) -> None:

@@ -151,7 +151,14 @@ def parser_of_commands() -> argparse.ArgumentParser:
     )
     command.add_argument("--reason", help="why it is re-admitted; kept in the record")
     command.set_defaults(redis="if running")
-    add("status", run_by.status, "generations, their states and gates, replicas")
+    command = add(
+        "status",
+        run_by.status,
+        "generations with state, size, gates and pins, replicas, the next one expected; exit code 3 where not all is "
+        "well, also without Redis",
+    )
+    command.add_argument("--json", action="store_true", help="for programs")
+    command.set_defaults(redis="if running")
     command = add("plan", planning.plan, planning.DESCRIPTION)
     planning.add_options(command)
     command.set_defaults(redis="if running")

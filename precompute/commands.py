@@ -7,28 +7,29 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+import orjson
 from rich.table import Table
 
-from cache.artefacts import read_manifest
-from cache.blocklist import change_blocklist, latest_blocklist
+from cache.blocklist import change_blocklist
 from cache.errors import ConfigError, Conflict, LarderError
 from cache.keys import canonical_id
 from precompute import pipeline
 from precompute.build import Progress
 from precompute.checks import demand_reason
 from precompute.config import NightConfig
-from precompute.display import Found, err
-from precompute.erasures.erasure import all_erasures, demand_unerased
+from precompute.display import NOT_WELL, Found, Told, err
+from precompute.erasures.erasure import demand_unerased
 from precompute.models.training import train_reference
 from precompute.night import run_night
 from precompute.releases.adopt import adopt
 from precompute.releases.control import Control, connect
 from precompute.releases.release import Releases
-from precompute.releases.states import State
 from precompute.scoring.shard import Scorers
 from precompute.sources import source_files
+from precompute.standing import shown
+from precompute.status import look, report
 
-Command = Callable[[NightConfig, argparse.Namespace, Progress], Found]
+Command = Callable[[NightConfig, argparse.Namespace, Progress], Found | Told]
 
 
 def new_attempt() -> str:
@@ -221,44 +222,10 @@ def block(
     }
 
 
-def status(config: NightConfig, _arguments: argparse.Namespace, _progress: Progress) -> Found:
-    """Generations with their states and gates, the pointer, replicas."""
-    with connect(config.redis_url, config.redis_timeout_s) as client:
-        releases = Releases(config.store(), Control(client, config.keyspace()))
-        pointer, ledger = releases.control.pointer(), releases.ledger()
-        known = set(releases.store.names("generations")) | set(releases.control.rows())
-        table = Table(
-            "generation", "state", "gates", "notes", title=f"namespace {config.namespace}"
-        )
-        for generation in sorted(known, reverse=True):
-            notes = [
-                "live" if pointer is not None and pointer.generation == generation else "",
-                "previous" if ledger.previous == generation else "",
-                "pinned" if ledger.is_pinned(generation, releases.clock()) else "",
-            ]
-            table.add_row(
-                generation,
-                str(releases.state(generation, ledger) or State.BEGUN),
-                _gates(config, generation),
-                " ".join(each for each in notes if each),
-            )
-        replicas = releases.control.replicas()
-    return [
-        table,
-        f"epoch {pointer.epoch}"
-        if pointer
-        else "Redis has no pointer: nothing published, or lost (restore)",
-        f"{len(replicas)} replicas, blocklist version {latest_blocklist(config.store()).version}",
-        f"{sum(each.is_pending for each in all_erasures(config.store()))} erasures pending (erase --list)",
-    ]
-
-
-def _gates(config: NightConfig, generation: str) -> str:
-    try:
-        gates = read_manifest(config.store(), generation).gates
-    except LarderError:
-        return "-"
-    failed = [str(gate["rule"]) for gate in gates if not gate["passed"]]
-    return (
-        f"failed: {', '.join(failed)}" if failed else f"{len(gates)} passed" if gates else "not run"
-    )
+def status(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Told:
+    """How everything stands; its code is 3 where something is not well."""
+    told = report(config, look(config))
+    code = 0 if told["well"] else NOT_WELL
+    if arguments.json:
+        return Told(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode(), code)
+    return Told(shown(told), code)

@@ -1,7 +1,8 @@
 """What the shell shows: bars while it works, tables when it is done."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +25,19 @@ from precompute.night import size_text
 PLAIN_COLUMNS = 1_000
 BYTES = ("load pages", "restore pages")
 
-Found = dict[str, Any] | list[Table | str]
+Found = dict[str, Any] | Sequence[Table | str | Text]
+
+NOT_WELL = 3
+"""Exit code of a command that did what it should, and found something that is not as it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a command shows, with an exit code of its own; a text is written as it is."""
+
+    shown: Found | str
+    code: int = 0
+
 
 out = Console()
 err = Console(stderr=True, soft_wrap=True)
@@ -77,8 +90,11 @@ class _Rate(ProgressColumn):
         return Text(f"{rate}/s", style="progress.data.speed")
 
 
-def show(found: Found, out: Console) -> None:
+def show(found: Found | str, out: Console) -> None:
     """For eyes; where nobody looks, plain and never wrapped."""
+    if isinstance(found, str):
+        out.file.write(f"{found}\n")
+        return
     if isinstance(found, dict):
         table = Table(show_header=False, box=None)
         for name, value in found.items():

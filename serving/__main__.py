@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import functools
+import importlib
 import logging
 import os
 import signal
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import redis
@@ -25,21 +26,23 @@ from cache.keys import Keyspace
 from cache.releases import newest_release
 from cache.servers import masters, open_client
 from serving.config import ServingConfig, check_token
+from serving.why.logs import configure_for
 from serving.workers import Spawn, Workers
 
 log = logging.getLogger("serving")
 
 _BACKLOG = 2_048
+_COMMANDS = {"explain": "serving.why.command", "top": "serving.dashboard.top"}
+"""Word -> module whose `main` takes what follows; any other command line serves."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the service; 0 after a clean stop, 2 when it cannot start as configured, 1 when no worker stays up."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if given[:1] == ["top"]:
-        from serving.dashboard import top  # an observer needs nothing of what serves
-
-        return top.main(given[1:])
-    sent = _parser().parse_args(given)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words and words[0] in _COMMANDS:
+        command: Callable[[Sequence[str]], int] = importlib.import_module(_COMMANDS[words[0]]).main
+        return command(words[1:])
+    sent = _parser().parse_args(words)
     # uvicorn raises what stopped it once more when it is done: the default would end us before Redis is stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logging.basicConfig(level=sent.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -51,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             workers=sent.workers,
             insecure=sent.insecure or None,
         )
+        configure_for(config, sent.log_level)
         config.require_guard()
         check_token(config.token)
         with (
@@ -60,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ):
             is_own = not config.redis_url
             config = config.with_redis(url)
+            configure_for(config, sent.log_level)
             _check_redis(config, is_own=is_own)
             serve = _serve if config.workers == 1 else _supervise
             return serve(config, listener, sent.log_level)
@@ -76,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve predictions; or `top`: show the dashboard of a service. "
         "Settings: the [serving] section of LARDER_CONFIG, then the "
         "environment (REDIS_URL, LARDER_ARTIFACTS, LARDER_NAMESPACE, LARDER_STATE, LARDER_TOKEN, "
-        "LARDER_<SETTING>), then these options.",
+        "LARDER_<SETTING>), then these options. `python -m serving explain --help`: "
+        "why an entity is answered as it is.",
     )
     parser.add_argument("--host", help="address to bind (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to bind, 0 = any free one (default 8000)")

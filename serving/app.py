@@ -31,7 +31,6 @@ from serving.follower import Follower
 from serving.front import Front
 from serving.gauges import Parts
 from serving.heartbeat import Heartbeat
-from serving.hot import Hot
 from serving.http import refused
 from serving.infer import Inferences
 from serving.ladder import Ladder
@@ -50,6 +49,8 @@ from serving.sketch import Sketch
 from serving.snapshot import Snapshot
 from serving.trial import Trial
 from serving.warming import Warming
+from serving.why.explain import Explainer
+from serving.why.watching import watched
 
 _LOOKS = 10
 """At the queues, per interval of the admission."""
@@ -65,14 +66,17 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with running(config, peers) as service:
+        async with (
+            running(config, peers) as service,
+            watched(config, service, replica_id()) as (hot, front.watch),
+        ):
             app.state.service = service
             # Routes are tried in order: what is asked most comes before the documentation.
             documentation = list(app.router.routes)
             app.router.routes.clear()
             app.include_router(routes(service))
             app.router.routes.extend(documentation)
-            front.hot = Hot(service)
+            front.hot = hot
             yield
             front.hot = None
 
@@ -236,6 +240,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         admission,
         config.body_timeout_s,
         dashboard,
+        Explainer(follower, tiers, remote, batcher, admission, store),
         config.observe,
     )
     try:

@@ -21,6 +21,7 @@ from serving.resolved import Lookup, Resolved
 from serving.routes import Service
 from serving.rows import plain, texts_of
 from serving.snapshot import Snapshot
+from serving.why.seen import note
 
 _SLICE = 128
 """Answers rendered before others may use the event loop."""
@@ -108,7 +109,9 @@ class Batches:
         return found, is_plain
 
     async def _stored(self, lookup: Lookup, places: NDArray[np.int64], wants: Wants) -> Resolved:
+        began = self._service.timer()
         found, is_plain = await self.read(lookup, wants)
+        note("stored", self._service.timer() - began, len(wants))
         if np.count_nonzero(is_plain) == len(is_plain):
             resolved = Resolved(places, found.records, found.is_l2)
         else:

@@ -12,6 +12,7 @@ from cache.errors import ConfigError
 from cache.schedule import CRON, GRACE_S, TIMEZONE, Schedule
 from serving.ask import Limits
 from serving.cores import parse_cores
+from serving.why.logs import Form
 
 Precision = Literal["int8", "fp32"]
 
@@ -78,6 +79,15 @@ class ServingConfig:
     observe: bool = True
     advisor_keys: int = 16_384
 
+    log: Form = "text"
+    log_share: float = 0.001
+    log_slow_ms: float = 1_000.0
+    log_lines_per_s: float = 5.0
+    server_timing: bool = True
+    traces: bool = False
+    traces_share: float = 0.01
+    traces_ids: bool = False
+
     body_bytes: int = 8 << 20
     body_timeout_s: float = 10.0
     max_batch: int = 1_000
@@ -90,6 +100,11 @@ class ServingConfig:
             raise ConfigError(
                 f"precision is int8 or fp32, not {self.precision!r}", field="precision"
             )
+        if self.log not in get_args(Form):
+            raise ConfigError(f"log is text or json, not {self.log!r}", field="log")
+        for name in ("log_share", "traces_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is 0 to 1, not {getattr(self, name)}", field=name)
         if not self.namespace or set(self.namespace) & set("{}:*\r\n "):
             raise ConfigError(
                 f"a namespace is not empty and holds no braces, colons or spaces: {self.namespace!r}",
@@ -189,7 +204,7 @@ _POSITIVE = (
     "live_workers", "live_threads", "live_batch", "live_queue", "live_queue_bytes",
     "queue_target_ms", "queue_interval_ms", "requests_max",
     "poll_s", "blocklist_poll_s", "heartbeat_s", "figures_s", "drain_s", "load_bound_s", "body_bytes", "body_timeout_s",
-    "max_batch", "max_history", "max_exclude", "max_ids",
+    "max_batch", "max_history", "max_exclude", "max_ids", "log_slow_ms", "log_lines_per_s",
 )  # fmt: skip
 
 _UP_TO = {
@@ -248,7 +263,7 @@ def _typed(name: str, kind: object, value: object) -> object:
             return int(number)
         if kind is bool and isinstance(value, bool):
             return value
-        if (kind is str or kind == Precision) and isinstance(value, str):
+        if (kind is str or kind in (Precision, Form)) and isinstance(value, str):
             return value
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{name} = {value!r}: {error}", field=name) from error

@@ -1,5 +1,6 @@
 """The application itself: FastAPI, with the hot route ahead of its router."""
 
+import functools
 from typing import Any
 
 from fastapi import FastAPI
@@ -8,8 +9,9 @@ from starlette.types import Receive, Scope, Send
 from serving.hot import Hot, Messages
 from serving.http import refused
 from serving.problem import Problem
+from serving.why.watch import Below, Watch
 
-_LOOKUP, _SCORE = "/v1/lookup", "/v1/score"
+_LIMITED = ("/v1/lookup", "/v1/score", "/v1/explain")
 
 
 def _refusal(problem: Problem) -> Messages:
@@ -28,6 +30,7 @@ class Front(FastAPI):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.hot: Hot | None = None
+        self.watch: Watch | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or the application's life; what is ready is answered under any load: a refusal costs as much."""
@@ -40,8 +43,21 @@ class Front(FastAPI):
             await send(answer[0])
             await send(answer[1])
             return
-        if not scope["path"].startswith((_LOOKUP, _SCORE)):  # decoded, as the router reads it
-            await super().__call__(scope, receive, send)
+        watch, behind = self.watch, super().__call__
+        if watch is None:
+            await self._below(hot, behind, scope, receive, send)
+        elif method == "GET" and watch.leaves(scope):  # unless the hot route leaves it, too
+            await self._below(hot, functools.partial(watch, behind), scope, receive, send)
+        else:
+            await watch(functools.partial(self._below, hot, behind), scope, receive, send)
+
+    async def _below(
+        self, hot: Hot, behind: Below, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """A request without a ready answer."""
+        answer: Messages | None
+        if not scope["path"].startswith(_LIMITED):  # decoded, as the router reads it
+            await behind(scope, receive, send)
             return
         if not hot.admission.enter():
             answer = _OVERLOADED
@@ -49,7 +65,7 @@ class Front(FastAPI):
             try:
                 answer, receive = await self._judged(hot, scope, receive)
                 if answer is None:
-                    await super().__call__(scope, receive, send)
+                    await behind(scope, receive, send)
                     return
             except Problem as problem:
                 answer = _refusal(problem)

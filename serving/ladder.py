@@ -150,7 +150,7 @@ class Ladder:
                 case.reason = outcome.reason
             else:
                 case.found = outcome
-        self._metrics.stage("stored", self._timer() - began)
+        self._metrics.stage("stored", self._timer() - began, len(cases))
 
     def _too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
         if max_age_s is None:
@@ -176,7 +176,7 @@ class Ladder:
                 case.live_reason = outcome.reason
             if case.live_reason is not None:
                 self._metrics.live_failed(case.table.name, case.live_reason)
-        self._metrics.stage("live", self._timer() - began)
+        self._metrics.stage("live", self._timer() - began, len(cases))
 
     def _take_live(self, case: Case, snapshot: Snapshot, computed: Computed, turn: Turn) -> None:
         missed = case.reason
@@ -239,7 +239,7 @@ class Ladder:
                 self._tiers.discard(previous.view, want)
             if case.answer is None:
                 case.reason = missed
-        self._metrics.stage("previous", self._timer() - began)
+        self._metrics.stage("previous", self._timer() - began, len(asked))
 
 
 def _is_worth(case: Case, snapshot: Snapshot) -> bool:

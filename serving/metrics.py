@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summ
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from serving.tally import Seconds, Tally
+from serving.why.seen import note
 
 Source = Literal["l1", "l2", "live", "previous", "default"]
 SOURCES: tuple[Source, ...] = ("l1", "l2", "live", "previous", "default")
@@ -192,9 +193,10 @@ class Metrics:
             child = self._children[key] = counter.labels(*labels)
         return child
 
-    def stage(self, stage: str, seconds: float) -> None:
-        """One stage of one request took this long."""
+    def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
+        """One stage of the current request has ended."""
         self.stage_seconds.observe(stage, seconds)
+        note(stage, seconds, entities)
 
     def inferred(self, size: int, seconds: float) -> None:
         """One inference for `size` inputs."""

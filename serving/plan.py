@@ -13,12 +13,13 @@ from cache.keys import ID_BYTES_MAX
 from serving.ask import Limits, Options
 from serving.options import query_options
 from serving.problem import Problem
+from serving.why.watch import ASKED
 
 PREFIX = b"/v1/lookup/"
 _QUERIES_MAX = 1_024
 _DEADLINE_DIGITS_MAX = 9
 _BATCH_FIELDS = frozenset({"entities", "k"})
-_WATCHED = frozenset({b"x-deadline-ms", b"x-larder-canary-key", b"authorization"})
+_WATCHED = frozenset({b"x-deadline-ms", b"x-larder-canary-key", b"authorization", ASKED})
 
 
 class Single(NamedTuple):
@@ -83,7 +84,9 @@ class Headers:
                 if not sent_ms:
                     return None
                 deadline_s = min(deadline_s, min(sent_ms, self._limits.deadline_max_ms) / 1000)
-            elif not (value.isascii() and 0 < len(value) <= ID_BYTES_MAX):
+            elif name == ASKED or not (  # taken away where the stages are told
+                value.isascii() and 0 < len(value) <= ID_BYTES_MAX
+            ):
                 return None
         return None if needed else deadline_s
 

@@ -34,8 +34,9 @@ from serving.problem import Problem
 from serving.score import rank_candidates, vector_table
 from serving.snapshot import Snapshot
 from serving.trial import Trial
+from serving.why.explain import Explainer
 
-LOOKUP_PREFIX = b"/v1/lookup/"
+LOOKUP_PREFIX, EXPLAIN_PREFIX = b"/v1/lookup/", b"/v1/explain/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Service:
     admission: Admission
     body_timeout_s: float
     dashboard: Dashboard
+    explainer: Explainer
     observes: bool = True
     timer: Callable[[], float] = time.monotonic
 
@@ -119,6 +121,16 @@ def routes(service: Service) -> APIRouter:
     async def feedback(request: Request, _started: float) -> object:
         told = feedback_body(await _body(service, request))
         return {"arm": service.trial.feedback(service.holding(), *told)}
+
+    async def explain_one(request: Request, _started: float) -> object:
+        raw_path = request.scope.get("raw_path") or request.url.path.encode()
+        ask = lookup_url(raw_path, EXPLAIN_PREFIX, request.scope["query_string"], service.limits)
+        return await service.explainer.explain(service.holding(), ask)
+
+    async def explain_input(request: Request, _started: float) -> object:
+        table = request.path_params["table"]
+        ask = lookup_body(await _body(service, request), table, service.limits)
+        return await service.explainer.explain(service.holding(), ask)
 
     async def generations(_request: Request, _started: float) -> object:
         shelf = service.follower.shelf
@@ -185,6 +197,14 @@ def routes(service: Service) -> APIRouter:
     add(
         "/v1/feedback", "POST", feedback,
         described(schema.FEEDBACK, body=schema.FEEDBACK_BODY, has_options=False),
+    )  # fmt: skip
+    add(
+        "/v1/explain/{table}/{entity:path}", "GET", explain_one,
+        described(schema.EXPLAINED, path=("table", "entity"), query=True),
+    )  # fmt: skip
+    add(
+        "/v1/explain/{table}", "POST", explain_input,
+        described(schema.EXPLAINED, body=schema.lookup(service.limits), path=("table",)),
     )  # fmt: skip
     add("/v1/generations", "GET", generations, described(schema.GENERATIONS, has_options=False))
     # Not counted, as no probe is: who looks on is not what is looked at.

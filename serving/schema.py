@@ -171,6 +171,47 @@ ERROR: Json = _object(
     }
 )
 _TEXT: Json = {"type": ["string", "null"]}
+_TIER: Json = _object(
+    {"found": {"type": "boolean"}, "reason": {"type": "string"}, "by": {"enum": ["batch", "live"]}},
+    ("found",),
+)
+_FOUND: Json = {"type": ["object", "null"]}
+EXPLAINED: Json = _object(
+    {
+        "table": {"type": "string"},
+        "id": _TEXT,
+        "sentence": {"type": "string", "description": "Which rung would answer, and why"},
+        "generation": {"type": "string"},
+        "epoch": {"type": "integer"},
+        "published_at": {"type": "string", "format": "date-time"},
+        "age_seconds": {"type": "number"},
+        "stale": _TEXT,
+        "degraded": _TEXT,
+        "answer": _object(
+            {
+                "tier": {"enum": ["l1", "l2", "live", "previous", "default"]},
+                "reason": {**_TEXT, "description": "Why it is no plain hit"},
+                "live": {**_TEXT, "description": "Why live could not, though it had an input"},
+            },
+            ("tier", "reason", "live"),
+        ),
+        "directory": {"type": "object", "description": "Where the night has it, by its hash"},
+        "page": {**_FOUND, "description": "Its page in Redis with its checksum; null: unknown"},
+        "l1": _TIER,
+        "l2": _TIER,
+        "same_bytes": {"type": ["boolean", "null"]},
+        "record": {**_FOUND, "description": "What is stored, decoded"},
+        "previous": {**_FOUND, "description": "What the previous generation has; null: none held"},
+        "model": {
+            "type": "object",
+            "description": "What the model says now, and from what: `computed_from` is `sent`, `own` (the item "
+            "itself), `stored_vector` (scores of the stored list only) or null",
+        },
+        "difference": {**_FOUND, "description": "Model minus record: `exact`, `overlap`, deltas"},
+        "default": {**_FOUND, "description": "What answers if nothing else does"},
+    },
+    ("table", "id", "sentence", "generation", "answer", "directory", "l1", "l2", "model"),
+)
 _HELD: Json = _object(
     {
         "generation": {"type": "string"},

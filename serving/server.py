@@ -32,6 +32,7 @@ def make_server(
         http="httptools",
         lifespan="on",
         access_log=False,
+        log_config=None,  # uvicorn's loggers write where all others do
         log_level=log_level,
         backlog=_BACKLOG,
     )

@@ -5,13 +5,14 @@ from typing import Any
 
 import orjson
 
-from cache.tiered import Found
+from cache.tiered import Found, Outcome
 from serving.ask import Ask, Entity
 from serving.batch import Batches
 from serving.get import Get
 from serving.render import JSON, Unfit, start_of
 from serving.routes import Service
 from serving.together import Lower, Together
+from serving.why.seen import note
 
 
 class Singles:
@@ -31,22 +32,31 @@ class Singles:
         live, want = get.holding.live, get.want
         found = self._tiers.peek(live.view, want)
         if found is None:
-            has_time, together = self._together.have_time(get), self._together
-            if has_time and together.pays():
-                if (told := await together.ask(get)) is not None:
-                    return await self._lower(get, told.reason) if isinstance(told, Lower) else told
-                has_time = together.have_time(get)
-            if has_time:
-                outcome = await self._tiers.read(live.view, want)
-            else:  # a clock of its own
-                deadline = self._ladder.l2_deadline(get.options, get.started)
-                outcome = await self._tiers.get(live.view, want, deadline)
+            began = self._service.timer()
+            outcome = await self._read(get)
+            note("stored", self._service.timer() - began, 1)
+            if isinstance(outcome, bytes):
+                return outcome
             if not isinstance(outcome, Found):
                 return await self._lower(get, outcome.reason)
             if outcome.reason is not None:  # a live answer that stands in for the night's
                 return await self._lower(get, None)
             found = outcome
         return await self._rendered(get, found)
+
+    async def _read(self, get: Get) -> Outcome | Lower | bytes:
+        """What L2 has, or the whole body if others were answered along with it."""
+        together = self._together
+        has_time = together.have_time(get)
+        if has_time and together.pays():
+            if (told := await together.ask(get)) is not None:
+                return told
+            has_time = together.have_time(get)
+        live, want = get.holding.live, get.want
+        if has_time:
+            return await self._tiers.read(live.view, want)
+        deadline = self._ladder.l2_deadline(get.options, get.started)  # a clock of its own
+        return await self._tiers.get(live.view, want, deadline)
 
     async def _rendered(self, get: Get, found: Found) -> bytes:
         live, asked = get.holding.live, get.asked

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from serving.app import create_app
 from serving.config import ServingConfig
 from serving.peers import Peers
 from serving.server import Server, make_server
+from serving.why.logs import configure_for
 from serving.workers import READY
 
 
@@ -24,11 +24,9 @@ def main(arguments: Sequence[str]) -> int:
     listener, control = (socket.socket(fileno=int(each)) for each in arguments[:2])
     folder, slot, log_level = Path(arguments[2]), int(arguments[3]), arguments[4]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    logging.basicConfig(
-        level=log_level.upper(), format=f"%(levelname)s worker {slot} %(name)s: %(message)s"
-    )
     try:
         config = ServingConfig.load(os.environ)
+        configure_for(config, log_level, worker=slot)
         app = create_app(config, Peers(folder, slot))
 
         def announce() -> None:

@@ -137,3 +137,17 @@ def test_nights_that_are_missed_are_counted_one_by_one_up_to_a_bound() -> None:
     assert missed("2026-09-05T04:00") == MISSED_MAX
     assert weekdays.missed(at("2026-05-04T04:00"), None) == MISSED_MAX
     assert weekdays.missed(at("2026-05-05T04:00"), friday, at_most=1) == 1
+
+
+@pytest.mark.parametrize(
+    "cron", ["0 3 * * *", "*/7 * * * *", "30 2 * * 0", "0 0 29 2 *", "5 1,2,3 * * *"]
+)
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
+def test_the_next_tick_is_the_first_that_comes_after(cron: str, zone: str) -> None:
+    schedule = Schedule(cron, zone)
+    # Around both changes of clocks in Berlin, and an arbitrary day.
+    for at in (1_774_745_999.0, 1_774_749_600.0, 1_792_890_000.0, 1_792_893_601.5, 1_800_000_000.0):
+        after = schedule.tick_after(at)
+
+        assert after > at and schedule.tick_before(after) == after
+        assert schedule.tick_before(after - 0.001) == schedule.tick_before(at) <= at

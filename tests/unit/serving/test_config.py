@@ -36,7 +36,8 @@ def test_the_environment_outranks_the_file_and_the_command_line_both(tmp_path: P
     [
         {"LARDER_PORT": "many"}, {"LARDER_PORT": "70000"}, {"LARDER_PORT": "1.5"},
         {"LARDER_L1_BYTES": "0"}, {"LARDER_DEADLINE_MS": "nan"}, {"LARDER_INSECURE": "perhaps"},
-        {"LARDER_PRECISION": "int4"}, {"LARDER_NAMESPACE": "a{b}"},
+        {"LARDER_LOG": "xml"}, {"LARDER_LOG_SHARE": "1.1"}, {"LARDER_TRACES_SHARE": "nan"}, {"LARDER_LOG_SLOW_MS": "0"},
+        {"LARDER_TRACES": "perhaps"}, {"LARDER_PRECISION": "int4"}, {"LARDER_NAMESPACE": "a{b}"},
         {"LARDER_SCHEDULE": "at night"}, {"LARDER_TIMEZONE": "Mars/Olympus"}, {"LARDER_SCHEDULE_GRACE_S": "-1"},
         {"LARDER_CONFIG": "/nowhere/larder.toml"},
     ],

@@ -1,0 +1,18 @@
+"""What a response says of itself, read from its bytes: exact, since no text in JSON holds an unescaped quote. Pure."""
+
+import re
+
+_SOURCES = ("l1", "l2", "live", "previous", "default")
+_GENERATION = re.compile(rb'"generation":"([^"\\]+)"')
+
+
+def sources_of(body: bytes) -> dict[str, int]:
+    """Answers by source; empty for what is not JSON."""
+    counts = {each: body.count(b'"source":"%b"' % each.encode()) for each in _SOURCES}
+    return {each: count for each, count in counts.items() if count}
+
+
+def generation_of(body: bytes) -> str | None:
+    """The generation of the first answer."""
+    found = _GENERATION.search(body)
+    return None if found is None else found[1].decode(errors="replace")

@@ -1,0 +1,35 @@
+"""Keeps secrets out of what is written down. Pure."""
+
+import re
+from collections.abc import Iterable
+from urllib.parse import unquote, urlsplit
+
+_MASK = "***"
+_IN_URL = re.compile(r"(://[^/\s:@'\"]*:)[^/\s@'\"]+@")
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",;]+")
+LENGTH_MAX = 16_384
+"""Characters of one text; a traceback of any depth ends there."""
+
+
+class Redactor:
+    """Masks the secrets it was told of, passwords in any URL, and bearer tokens; cuts what is too long."""
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        self._secrets = sorted({each for each in secrets if each}, key=len, reverse=True)
+
+    def __call__(self, text: str) -> str:
+        """The text without them."""
+        for secret in self._secrets:
+            text = text.replace(secret, _MASK)
+        text = _BEARER.sub(rf"\g<1>{_MASK}", _IN_URL.sub(rf"\g<1>{_MASK}@", text))
+        return text if len(text) <= LENGTH_MAX else f"{text[:LENGTH_MAX]}... (cut)"
+
+
+def passwords_of(*urls: str) -> set[str]:
+    """The passwords of URLs, as written and as meant."""
+    found: set[str] = set()
+    for url in urls:
+        netloc = urlsplit(url).netloc if "://" in url else ""
+        password = netloc.rpartition("@")[0].partition(":")[2]
+        found |= {password, unquote(password)} - {""}
+    return found

@@ -1,0 +1,19 @@
+"""The name of a request, in logs, spans and its response."""
+
+import itertools
+import re
+import secrets
+
+_VALID = re.compile(rb"[A-Za-z0-9._~:+/=@-]{1,128}")
+_own = secrets.token_hex(6)
+_number = itertools.count(1)
+
+
+def accepted(sent: bytes | None) -> str | None:
+    """A caller's own id: 1 to 128 letters, digits and `._~:+/=@-`; None for anything else, which no log shall hold."""
+    return sent.decode("ascii") if sent is not None and _VALID.fullmatch(sent) else None
+
+
+def new_id() -> str:
+    """One that no other process makes: a random part of this one's own, and a number."""
+    return f"{_own}-{next(_number):x}"

@@ -1,0 +1,66 @@
+"""An explanation in one sentence. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_AWAY = {
+    "l2_down": "Redis cannot be reached",
+    "l2_timeout": "Redis does not answer in time",
+    "breaker_open": "Redis failed several times in a row and is left alone for a moment",
+}
+_REASONS = _AWAY | {
+    "not_in_generation": "the night did not know it and no live answer is stored",
+    "negative": "the night did not know it and no live answer is stored",
+    "expired": "its stored live answer is over",
+    "input_changed": "what is stored was computed from another input",
+    "page_missing": "its page is not in Redis",
+    "corrupt": "its record in Redis is damaged or of another entity",
+    "entity_blocked": "it is on the blocklist",
+    "exhausted": "nothing of its list is left to show",
+}
+_TIERS = {
+    "l1": "this process would answer from its own memory (L1)",
+    "l2": "Redis would answer (L2)",
+    "live": "live inference would answer",
+    "previous": "the previous generation would answer",
+    "default": "the default that holds for everybody would answer",
+}
+
+
+def sentence(told: Mapping[str, Any]) -> str:
+    """Which rung would answer and why not a higher one; and what is wrong with what is stored, if anything is."""
+    answer = told["answer"]
+    parts = [_TIERS[answer["tier"]]]
+    if (reason := answer["reason"]) is not None:
+        parts[0] += f", since {_REASONS.get(reason, reason)}"
+    if answer["live"]:
+        parts.append(f"live inference could not: {answer['live']}")
+    elif answer["tier"] in ("previous", "default") and not told["model"]["computed_from"]:
+        parts.append("live inference needs a history or features")
+    away = told["l2"].get("reason")
+    if answer["tier"] == "l1" and away in _AWAY and reason is None:
+        parts.append(_AWAY[away])
+    if (told["page"] or {}).get("state") == "damaged":
+        parts.append("its page in Redis is not the one that the night made: restore it")
+    if told["same_bytes"] is False and told["record"] and told["record"]["by"] == "batch":
+        parts.append("L1 and Redis hold different records")
+    found = told["difference"]
+    if found is not None:
+        parts.append(_compared(found, told["model"]["computed_from"]))
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _compared(found: Mapping[str, Any], computed_from: str) -> str:
+    by = {
+        "sent": "the model, from what was sent,",
+        "own": "the model",
+        "stored_vector": "the stored vector",
+    }[computed_from]
+    if found["exact"]:
+        return f"{by} says the same now"
+    if "overlap" not in found:
+        return f"{by} differs by up to {found.get('delta_max')} now"
+    if found["overlap"] == 1.0:
+        return f"{by} has the same items in another order now"
+    return f"{by} shares {found['overlap']:.0%} of the items now"

@@ -1,0 +1,130 @@
+"""An explanation for eyes: with rich where it is installed, else plain text of the same."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+Section = tuple[str, list[tuple[str, str]]]
+_SHOWN = 10
+"""Items of a list, numbers of a vector."""
+
+
+def show(told: Mapping[str, Any]) -> None:
+    """To standard output."""
+    title, sections = f"{told['table']} {told['id']}", list(sections_of(told))
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+    except ImportError:
+        _plain(title, told["sentence"], sections)
+        return
+    console = Console()
+    if not console.is_terminal:
+        _plain(title, told["sentence"], sections)
+        return
+    console.print(f"[bold]{escape(title)}[/bold]: {escape(told['sentence'])}", highlight=False)
+    for name, rows in sections:
+        table = Table(title=name, title_justify="left", show_header=False, box=None)
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, text in rows:
+            table.add_row(label, escape(text))
+        console.print(table, highlight=False)
+
+
+def _plain(title: str, sentence: str, sections: list[Section]) -> None:
+    print(f"{title}: {sentence}")
+    for name, rows in sections:
+        print(f"\n{name}")
+        for label, text in rows:
+            print(f"  {label:<14} {text}")
+    sys.stdout.flush()
+
+
+def sections_of(told: Mapping[str, Any]) -> Iterator[Section]:
+    """Names and values, in the order of the ladder."""
+    answer = told["answer"]
+    rows = [("tier", answer["tier"])]
+    rows += [(name, answer[name]) for name in ("reason", "live") if answer[name]]
+    rows += [("generation", f"{told['generation']} (epoch {told['epoch']})")]
+    rows += [("published", told["published_at"]), ("age", _age(told["age_seconds"]))]
+    rows += [(name, told[name]) for name in ("stale", "degraded") if told[name]]
+    yield "Answer", rows
+    yield "Where", list(_where(told))
+    if (record := told["record"]) is not None:
+        yield "Record", list(_record(record))
+    model = told["model"]
+    rows = [("computed from", _or(model["computed_from"], "nothing"))]
+    rows += [(name, str(model[name])) for name in ("reason", "precision") if model[name]]
+    rows += list(_prediction(model))
+    yield "Model now", rows
+    if (found := told["difference"]) is not None:
+        yield "Difference", [(name.replace("_", " "), _text(each)) for name, each in found.items()]
+    if (default := told.get("default")) is not None:
+        yield "Default", list(_prediction(default))
+
+
+def _where(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    directory = told["directory"]
+    place = f"position {directory['position']} of {directory['entities']}"
+    known = place if directory["known"] else f"not among the {directory['entities']} of this night"
+    yield "directory", f"{known}, hash {directory['hash']}"
+    if (page := told["page"]) is not None:
+        yield "page", f"{page['key']}, byte {page['offset_bytes']} of {page['size_bytes']}"
+        yield (
+            "checksum",
+            f"{page['state']}: {_or(page['checksum'])}, expected {_or(page['expected'])}",
+        )
+    for tier in ("l1", "l2"):
+        yield tier.upper(), _tier(told[tier])
+    if (same := told["same_bytes"]) is not None:
+        yield "same bytes", "yes" if same else "NO"
+    if (previous := told["previous"]) is not None:
+        found = "has it" if previous["found"] else f"has not: {previous['reason']}"
+        yield "previous", f"{previous['generation']} {found}"
+
+
+def _tier(tier: Mapping[str, Any]) -> str:
+    if not tier["found"]:
+        return str(tier["reason"])
+    left = tier.get("expires_in_seconds")
+    return f"there, {tier['by']}" + ("" if left is None else f", for {left:.0f} s more")
+
+
+def _record(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    at = datetime.fromtimestamp(record["scored_at"], UTC).isoformat(timespec="seconds")
+    yield "made by", f"{record['by']}, scored {at}"
+    yield "bytes", f"{record['bytes']}, format {record['format']}, {record['count']} used"
+    yield "fingerprint", record["fingerprint"]
+    yield from _prediction(record)
+
+
+def _prediction(held: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if "items" in held:
+        pairs = zip(held["items"], held["scores"], strict=True)
+        yield "items", _text([f"{item} ({score:.5g})" for item, score in pairs])
+    for name in ("vector", "values"):
+        if held.get(name) is not None:
+            yield name, _text([f"{each:.5g}" for each in held[name]])
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if not isinstance(value, list):
+        return _or(value)
+    more = f", and {len(value) - _SHOWN} more" if len(value) > _SHOWN else ""
+    return (", ".join(map(str, value[:_SHOWN])) or "none") + more
+
+
+def _or(value: object, otherwise: str = "-") -> str:
+    return otherwise if value is None else str(value)
+
+
+def _age(seconds: float) -> str:
+    hours, minutes = divmod(int(seconds) // 60, 60)
+    return f"{hours} h {minutes} min"

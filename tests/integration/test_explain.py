@@ -1,0 +1,367 @@
+"""`/v1/explain` and `python -m serving explain`: which rung would answer, shown without changing anything."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+import redis
+
+from cache.blocklist import change_blocklist
+from cache.embedded import Server
+from precompute.config import NightConfig
+from serving.why import shown
+from serving.why.command import main
+from serving.why.explain import AT_ONCE
+from tests.integration.nights import (
+    NEXT,
+    UNTIL,
+    K,
+    build_night,
+    histories,
+    prepare,
+    publish_night,
+    top_lists,
+)  # fmt: skip
+from tests.integration.program import ROOT, environment, started
+from tests.integration.serving_app import Running, eventually, serving
+
+EXPLAIN, LOOKUP = "/v1/explain/user_topk/", "/v1/lookup/user_topk/"
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("explained"), redis_url)
+
+
+@pytest.fixture(scope="module")
+def user(night: NightConfig) -> str:
+    return min(histories(night))
+
+
+async def counts(service: Running) -> dict[str, Any]:
+    """All that looking must not change."""
+    inner = service.service
+    names = ("larder_answers_total", "larder_misses_total", "larder_entities_total")
+    return {
+        **{name: await service.counted(name) for name in names},
+        "l1": (len(inner.tiers.local), list(inner.tiers.local._entries)),
+        "negative": len(inner.tiers.negative),
+        "tiers": (inner.tiers.counters.total, inner.tiers.counters.l2_reads),
+        "writes": inner.tiers.writes.stored,
+        "recent": list(inner.ladder.recent),
+    }
+
+
+async def test_looking_shows_the_record_its_page_and_its_checksum_and_changes_nothing(
+    night: NightConfig, user: str
+) -> None:
+    async with serving(night, sketch_s=0.0) as service:
+        before = await counts(service)
+        cold = await service.get(EXPLAIN + user)
+        assert await counts(service) == before
+        for _ in range(2):
+            answer = await service.get(LOOKUP + user)
+        before = await counts(service)
+        warm = await service.get(EXPLAIN + user)
+        assert await counts(service) == before
+
+    generation = cold["generation"]
+    assert cold["answer"] == {"tier": "l2", "reason": None, "live": None}
+    assert warm["answer"]["tier"] == "l1" and warm["same_bytes"] is True
+    assert cold["l1"] == {"found": False, "reason": "absent"} and cold["l2"]["found"]
+    assert cold["page"]["state"] == "ok" and cold["page"]["checksum"] == cold["page"]["expected"]
+    assert cold["page"]["key"].startswith(f"larder:1:{night.namespace}:g:{generation}:user_topk:")
+    assert cold["directory"]["known"] and cold["record"]["by"] == "batch"
+    assert tuple(cold["record"]["items"]) == top_lists(night, generation, [user])[user]
+    assert (cold["record"]["items"], cold["record"]["scores"]) == (
+        answer["items"],
+        answer["scores"],
+    )
+    assert cold["sentence"].startswith("Redis would answer (L2)")
+
+
+async def test_every_page_is_found_and_sound(night: NightConfig) -> None:
+    async with serving(night) as service:
+        told = [await service.get(EXPLAIN + each) for each in sorted(histories(night))[::7]]
+        items = await service.get("/v1/explain/item_similar/i-00003")
+
+    assert {each["page"]["state"] for each in [*told, items]} == {"ok"}
+    assert len({each["page"]["number"] for each in told}) > 2
+
+
+async def test_the_model_says_what_it_would_from_a_history_and_the_difference_is_told(
+    night: NightConfig, user: str
+) -> None:
+    history = histories(night)[user]
+    body = {"entities": [{"id": user, "history": history}]}
+    async with serving(night) as service:
+        told = await service.post("/v1/explain/user_topk", body)
+        fresh = await service.post("/v1/lookup/user_topk", body | {"fresh": True})
+        shorter = await service.post(
+            "/v1/explain/user_topk", {"entities": [{"id": user, "history": history[:1]}]}
+        )
+
+    answer = fresh["answers"][0]
+    assert answer["source"] == "live" and told["model"]["computed_from"] == "sent"
+    assert told["model"]["items"] == answer["items"] and told["model"]["precision"] == "int8"
+    assert told["answer"]["tier"] == "l2"
+    found = told["difference"]
+    assert found["overlap"] > 0.8 and found["delta_max"] < 0.1 and found["k"] == K
+    assert set(found["only_live"]) == set(answer["items"]) - set(told["record"]["items"])
+    assert (
+        not shorter["difference"]["exact"] and shorter["difference"]["overlap"] < found["overlap"]
+    )
+
+
+async def test_without_a_history_the_stored_vector_says_how_the_stored_list_scores(
+    night: NightConfig, user: str
+) -> None:
+    async with serving(night) as service:
+        told = await service.get(EXPLAIN + user, k=10)
+
+    assert told["model"]["computed_from"] == "stored_vector"
+    assert told["difference"]["overlap"] == 1.0 and told["difference"]["delta_max"] < 0.01
+    assert len(told["record"]["items"]) == 10
+
+
+@pytest.mark.parametrize("table", ["item_similar", "item_vector"])
+async def test_an_item_is_its_own_input(night: NightConfig, table: str) -> None:
+    async with serving(night) as service:
+        told = await service.get(f"/v1/explain/{table}/i-00003")
+
+    assert told["model"]["computed_from"] == "own" and told["difference"] is not None
+    assert told["difference"].get("overlap", 1.0) > 0.8
+
+
+@pytest.mark.parametrize("table", ["user_vector", "user_affinity"])
+async def test_numbers_are_compared_as_numbers(night: NightConfig, user: str, table: str) -> None:
+    body = {"entities": [{"id": user, "history": histories(night)[user]}]}
+    async with serving(night) as service:
+        told = await service.post(f"/v1/explain/{table}", body)
+
+    assert told["difference"]["cosine"] > 0.99 and told["record"]["count"] > 0
+
+
+async def test_an_unknown_id_is_said_to_be_unknown(night: NightConfig) -> None:
+    async with serving(night) as service:
+        told = await service.get(EXPLAIN + "nobody")
+        sent = {"entities": [{"id": "nobody", "history": ["i-00001", "i-00002"]}]}
+        live = await service.post("/v1/explain/user_topk", sent)
+        after = await service.get(LOOKUP + "nobody")
+
+    assert not told["directory"]["known"] and told["page"] is None and told["record"] is None
+    assert told["answer"] == {"tier": "default", "reason": "not_in_generation", "live": None}
+    assert told["default"]["items"] == after["items"]
+    assert "did not know it" in told["sentence"] and "needs a history" in told["sentence"]
+    assert live["answer"]["tier"] == "live" and len(live["model"]["items"]) > 0
+    assert after["source"] == "default"  # what was computed for the explanation was kept nowhere
+
+
+async def test_a_stored_live_answer_is_shown_with_what_is_left_of_its_life(
+    night: NightConfig,
+) -> None:
+    sent = {"entities": [{"id": "overlaid", "history": ["i-00001", "i-00002"]}]}
+    async with serving(night) as service:
+        await service.post("/v1/lookup/user_topk", sent)
+        told = await service.get(EXPLAIN + "overlaid")
+        other = {"entities": [{"id": "overlaid", "history": ["i-00003"]}]}
+        changed = await service.post("/v1/explain/user_topk", other)
+
+    assert told["answer"]["tier"] == "l1" and told["record"]["by"] == "live"
+    assert 0 < told["l1"]["expires_in_seconds"] <= 600
+    assert changed["answer"] == {"tier": "live", "reason": "input_changed", "live": None}
+
+
+async def test_a_blocked_entity_gets_the_default_and_a_blocked_item_is_left_out(
+    tmp_path: Path, redis_url: str
+) -> None:
+    own = build_night(tmp_path, redis_url, users=60, items=40)
+    first, second = sorted(histories(own))[:2]
+    async with serving(own) as service:
+        item = (await service.get(EXPLAIN + second))["record"]["items"][0]
+        change_blocklist(own.store(), block_entities=[first.encode()], block_items=[item.encode()])
+
+        async def is_blocked() -> bool:
+            return bool(
+                (await service.get(EXPLAIN + first))["answer"]["reason"] == "entity_blocked"
+            )
+
+        assert await eventually(is_blocked)
+        told, other = await service.get(EXPLAIN + first), await service.get(EXPLAIN + second)
+        answer = await service.get(LOOKUP + first)
+
+    assert told["answer"]["tier"] == "default" == answer["source"]
+    assert item not in other["record"]["items"] and other["answer"]["tier"] == "l2"
+
+
+async def test_damage_in_redis_is_found(tmp_path: Path, own_redis: Server) -> None:
+    own = prepare(tmp_path / "night", own_redis.url, users=60, items=40)
+    publish_night(own, UNTIL)
+    publish_night(own, NEXT)
+    users = sorted(histories(own))
+    with redis.Redis.from_url(own_redis.url) as client:
+        async with serving(own) as service:
+            page = (await service.get(EXPLAIN + users[0]))["page"]
+            client.setrange(page["key"], page["offset_bytes"] + 20, b"\x01\x00\x00\x00")
+            damaged = await service.get(EXPLAIN + users[0])
+            client.setrange(page["key"], page["offset_bytes"], b"\xff" * 8)
+            corrupt = await service.get(EXPLAIN + users[0])
+            corrupt_answer = await service.get(LOOKUP + users[0])
+            client.delete(page["key"])
+            missing = await service.get(EXPLAIN + users[0])
+
+    assert damaged["page"]["state"] == "damaged" and damaged["answer"]["tier"] == "l2"
+    assert "restore it" in damaged["sentence"]
+    assert corrupt["l2"] == {"found": False, "reason": "corrupt"}
+    assert corrupt["answer"] == {"tier": "previous", "reason": "corrupt", "live": None}
+    assert corrupt_answer["source"] == "previous" and corrupt["previous"]["found"]
+    assert missing["l2"]["reason"] == "page_missing" == missing["page"]["state"]
+    assert missing["answer"]["tier"] == "previous"
+
+
+async def test_with_redis_away_it_says_who_answers_instead(
+    tmp_path: Path, own_redis: Server
+) -> None:
+    own = build_night(tmp_path / "night", own_redis.url, users=60, items=40)
+    users = sorted(histories(own))
+    async with serving(own) as service:
+        await service.get(LOOKUP + users[0])
+        with redis.Redis.from_url(own_redis.url) as client:
+            client.shutdown(nosave=True)
+        warm = await service.get(EXPLAIN + users[0])
+        cold = await service.get(EXPLAIN + users[1])
+        sent = {"entities": [{"id": users[1], "history": histories(own)[users[1]]}]}
+        live = await service.post("/v1/explain/user_topk", sent)
+        answers = [await service.get(LOOKUP + each) for each in users[:2]]
+        kept = await service.post("/v1/lookup/user_topk", sent)
+        beside = await service.post("/v1/explain/user_topk", sent)
+
+    assert warm["answer"]["tier"] == "l1" and "Redis" in warm["sentence"].partition(";")[2]
+    assert cold["answer"]["tier"] == "default" and cold["page"]["state"] in AWAY
+    assert cold["answer"]["reason"] in AWAY and cold["page"]["expected"] is not None
+    assert live["answer"]["tier"] == "live"
+    assert [each["source"] for each in answers] == ["l1", "default"]
+    assert kept["answers"][0]["source"] == "live"  # and stands in while Redis is away
+    assert beside["answer"]["tier"] == "l1" and beside["answer"]["reason"] in AWAY
+
+
+AWAY = ("l2_down", "l2_timeout", "breaker_open")
+
+
+async def test_what_cannot_be_explained_is_refused_like_any_request(
+    night: NightConfig, user: str
+) -> None:
+    async with serving(night, token="secret") as service:
+        assert (await service.http.get(EXPLAIN + user)).status_code == 401
+        service.http.headers["Authorization"] = "Bearer secret"
+        table = await service.http.get("/v1/explain/nothing/x")
+        two = await service.http.post("/v1/explain/user_topk", json={"entities": ["a", "b"]})
+        gone = await service.http.get(EXPLAIN + user, params={"generation": "x"})
+        document = (await service.http.get("/openapi.json")).json()
+        service.service.explainer._under_way = AT_ONCE
+        busy = await service.http.get(EXPLAIN + user)
+        service.service.explainer._under_way = 0
+        service.service.admission.requests_max = 0
+        full = await service.http.get(EXPLAIN + user)
+
+    assert (table.status_code, table.json()["error"]["code"]) == (404, "unknown_table")
+    assert (two.status_code, gone.status_code) == (422, 409)
+    assert [each.json()["error"]["code"] for each in (busy, full)] == ["overloaded"] * 2
+    for path, method in (("/v1/explain/{table}/{entity}", "get"), ("/v1/explain/{table}", "post")):
+        described = document["paths"][path][method]
+        assert described["security"] and "sentence" in str(described["responses"]["200"])
+
+
+def test_the_command_shows_it_all_and_says_what_is_wrong(
+    night: NightConfig, user: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    history = tmp_path / "history"
+    history.write_text("\n".join(histories(night)[user]))
+    environ = environment(night, tmp_path, REDIS_URL=str(night.redis_url), LARDER_TOKEN="secret")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    monkeypatch.delenv("LARDER_TOKEN", raising=False)
+    with started(environ) as (_, url):
+        at = ("--url", url, "--token", "secret")
+        code, out, _ = run(*at, "user_topk", user)
+        assert code == 0 and user in out and "Redis would answer (L2)" in out
+        for word in ("checksum", "fingerprint", "directory", "overlap", "generation", "age"):
+            assert word in out
+        code, out, _ = run(*at, "--json", "--history", f"@{history}", "user_topk", user)
+        assert code == 0 and orjson.loads(out)["model"]["computed_from"] == "sent"
+        code, out, _ = run(*at, "user_topk", "nobody")
+        assert code == 0 and "did not know it" in out and "Default" in out
+        assert run(*at, "--k", "3", "user_vector", user)[0] == 0
+        code, _, wrong = run(*at, "nothing", user)
+        assert code == 1 and "nothing" in wrong and "user_topk" in wrong
+        code, _, wrong = run("--url", url, "user_topk", user)
+        assert code == 1 and "LARDER_TOKEN" in wrong
+        code, _, wrong = run(*at[2:], "--url", f"{url}/deeper", "user_topk", user)
+        assert code == 1 and "--url" in wrong
+        module = [sys.executable, "-m", "serving", "explain", "--url", url, "user_topk", user]
+        done = subprocess.run(
+            module, env=os.environ | {"LARDER_TOKEN": "secret"}, cwd=ROOT, capture_output=True,
+            text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and "Redis would answer" in done.stdout
+    code, _, wrong = run(*at, "user_topk", user)
+    assert code == 1 and "cannot be asked" in wrong and "secret" not in wrong
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://host:99999", "http://host:port"])
+def test_a_url_that_cannot_be_one_is_wrong_usage(url: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--url", url, "user_topk", "42"])
+    assert ended.value.code == 2
+
+
+def test_before_anything_is_published_it_says_what_to_do(
+    tmp_path: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = prepare(tmp_path / "night", redis_url, users=60, items=40)
+    with started(environment(empty, tmp_path, REDIS_URL=redis_url)) as (_, url):
+        code = main(["--url", url, "user_topk", "42"])
+        assert httpx.get(f"{url}/healthz").status_code == 200
+
+    assert code == 1 and "publish a generation" in capsys.readouterr().err
+
+
+def test_on_a_terminal_the_same_is_shown_by_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rich.console
+
+    pieces: list[str] = []
+
+    class Terminal(rich.console.Console):
+        def __init__(self) -> None:
+            super().__init__(force_terminal=True, width=100, record=True)
+
+        def print(self, *what: Any, **more: Any) -> None:
+            with self.capture() as capture:
+                super().print(*what, **more)
+            pieces.append(capture.get())
+
+    monkeypatch.setattr(rich.console, "Console", Terminal)
+    tier = {"found": False, "reason": "absent"}
+    shown.show(
+        {
+            "table": "t", "id": "[red]", "sentence": "Redis would answer.", "generation": "g", "epoch": 1,
+            "published_at": "p", "age_seconds": 3_700.0, "stale": None, "degraded": None,
+            "answer": {"tier": "l2", "reason": None, "live": None}, "l1": tier, "l2": tier, "page": None,
+            "directory": {"known": False, "position": None, "entities": 3, "hash": "0f"}, "same_bytes": None,
+            "record": None, "previous": None, "difference": None,
+            "model": {"computed_from": None, "reason": "no_model", "precision": None},
+        }
+    )  # fmt: skip
+    text = "".join(pieces)
+
+    assert "[red]" in text and "1 h 1 min" in text and "no_model" in text

@@ -1,0 +1,145 @@
+"""`python -m precompute status`: what it shows, what it calls a problem, and what it still knows without Redis."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import redis
+
+from cache.embedded import Server
+from precompute import __main__ as shell
+from precompute.config import NightConfig
+from precompute.releases.control import connect
+from precompute.releases.registry import open_releases
+from precompute.standing import shown
+from precompute.status import look, report
+from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night
+
+SOON = {"schedule": "* * * * *", "schedule_grace_s": 86_400.0}
+
+
+@pytest.fixture
+def config(tmp_path: Path, own_redis: Server) -> NightConfig:
+    return prepare(tmp_path / "night", own_redis.url, users=60, items=40)
+
+
+def told_of(config: NightConfig) -> dict[str, Any]:
+    """The report, as JSON has it, also shown once."""
+    told = report(config, look(config))
+    shown(told)
+    found: dict[str, Any] = orjson.loads(orjson.dumps(told))
+    return found
+
+
+def one(told: dict[str, Any], generation: str) -> dict[str, Any]:
+    (found,) = [each for each in told["generations"] if each["generation"] == generation]
+    return dict(found)
+
+
+def run(config: NightConfig, *arguments: str) -> int:
+    base = Path(config.base)
+    (base / "larder.toml").write_text(
+        f'namespace = "{config.namespace}"\nartifacts = "artifacts"\nstate = "state"\nbundle = "bundle"\n'
+        f'redis_url = "{config.redis_url}"\nredis_timeout_s = 1.0\n'
+    )
+    return shell.main(["--config", str(base / "larder.toml"), "--quiet", "status", *arguments])
+
+
+def test_generations_with_their_sizes_gates_pins_and_the_next_one_expected(
+    config: NightConfig,
+) -> None:
+    first, second = publish_night(config, UNTIL), publish_night(config, NEXT)
+    with open_releases(config) as releases:
+        releases.pin(first, reason="kept", expires_at=releases.clock() + 3_600, attempt="p")
+    told = told_of(config)
+
+    assert told["well"] and told["problems"] == []
+    assert (told["live"], told["previous"]) == (second, first)
+    live, before = one(told, second), one(told, first)
+    assert (live["state"], before["state"]) == ("live", "superseded")
+    assert live["roles"] == ["live"] and before["roles"] == ["previous"]
+    assert before["pinned"] and before["pinned_until"] and not live["pinned"]
+    assert live["gates"]["run"] > 10 and live["gates"]["failed"] == []
+    with connect(config.redis_url, 5.0) as client:
+        names: list[bytes] = client.keys(f"larder:1:{config.namespace}:g:{second}:*")  # type: ignore[assignment]
+        pages = [name for name in names if name.rpartition(b":")[2].isdigit()]
+        held = sum(client.strlen(name) for name in pages)
+    assert live["redis_bytes"] == held == sum(each["bytes"] for each in live["tables"].values())
+    files = Path(config.base, "artifacts", config.namespace, "generations", second)
+    on_disk = sum(each.stat().st_size for each in files.rglob("*") if each.is_file())
+    assert 0.3 * on_disk < live["store_bytes"] <= on_disk
+    assert live["data_until"] == NEXT
+    schedule = told["schedule"]
+    assert schedule["next"] < schedule["next_expected_by"] and not schedule["missing"]
+
+
+def test_a_refused_newest_and_a_missing_one_are_problems(config: NightConfig) -> None:
+    live = publish_night(config, UNTIL)
+    coming = build_verified(config, NEXT)
+    with open_releases(config) as releases:
+        assert told_of(config)["well"]
+        releases.refuse(coming, reason="score_psi: 0.9", attempt="r")
+    told = told_of(config)
+
+    assert not told["well"] and told["live"] == live
+    assert len(told["problems"]) == 1 and f"{coming}, was refused" in told["problems"][0]
+
+    seen = replace(look(config), now=look(config).now + 3 * 86_400)
+    problems = report(config, seen)["problems"]
+    assert any("is missing" in each for each in problems)
+
+
+def test_a_lost_pointer_and_a_replica_left_behind_are_problems(config: NightConfig) -> None:
+    first, second = publish_night(config, UNTIL), publish_night(config, NEXT)
+    with open_releases(config) as releases:
+        beat = {
+            "replica": "slow",
+            "serving": first,
+            "holds": [first],
+            "failed": {second: "no disk"},
+        }
+        releases.control.client.zadd(
+            config.keyspace().replicas, {orjson.dumps(beat): releases.control.time()}
+        )
+        told = told_of(config)
+        releases.control.client.delete(config.keyspace().live)
+    assert any("slow cannot load" in each and "no disk" in each for each in told["problems"])
+    assert any(f"slow answers from {first}" in each for each in told["problems"])
+    lost = told_of(config)
+    assert any("lost its pointer" in each for each in lost["problems"]) and lost["live"] == second
+
+
+def test_without_redis_it_tells_what_the_store_knows_and_says_so(
+    config: NightConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = publish_night(config, UNTIL)
+    assert run(config) == 0 and "all is well" in capsys.readouterr().out
+    assert run(config, "--json") == 0 and orjson.loads(capsys.readouterr().out)["live"] == live
+    with redis.Redis.from_url(str(config.redis_url)) as client:
+        client.shutdown(nosave=True)
+
+    assert run(config) == 3
+    text = capsys.readouterr().out
+    assert live in text and "not well: Redis cannot be asked" in text and "due:" in text
+    assert run(config, "--json") == 3
+    told = orjson.loads(capsys.readouterr().out)
+    assert told["live"] == live and told["redis"]["state"] == "away"
+    assert one(told, live)["redis_bytes"] > 0
+
+
+def test_before_the_first_night_it_says_what_to_run(config: NightConfig) -> None:
+    told = told_of(config)
+
+    assert told["problems"] == ["nothing is live: run `python -m precompute night`"]
+    assert told["generations"] == [] and told["schedule"]["missing"]
+
+
+def test_where_no_redis_is_configured_none_is_started_and_none_is_missed(
+    config: NightConfig,
+) -> None:
+    live = publish_night(config, UNTIL)
+    told = told_of(replace(config, redis_url=None))
+
+    assert told["well"] and told["redis"]["state"] == "absent" and told["live"] == live

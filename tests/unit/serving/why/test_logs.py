@@ -1,0 +1,184 @@
+"""What a log line holds, what it never holds, and how many there are."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+import pytest
+
+from serving.why.journal import RequestLog, log
+from serving.why.logs import BURST, Json, Limit, Text
+from serving.why.redact import LENGTH_MAX, Redactor, passwords_of
+from serving.why.request_id import accepted, new_id
+from serving.why.seen import CURRENT, Seen, Stage, note
+from serving.why.trace_context import Parent
+from serving.why.watch import Request, request_of, timing
+from tests.fakes import FakeClock
+
+SECRETS = Redactor({"t0k3n"} | passwords_of("redis://larder:p%40ss@host:6379/0"))
+ASKED = Request("GET", "/v1/lookup/{table}/{entity}", "user_topk", "u-secret")
+
+
+def record(text: str, *values: object, **more: Any) -> logging.LogRecord:
+    found = logging.LogRecord("some.where", logging.WARNING, "f.py", 7, text, values, None)
+    found.__dict__.update(more)
+    return found
+
+
+@pytest.fixture
+def lines() -> Iterator[list[logging.LogRecord]]:
+    """What the request log writes."""
+    kept: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            kept.append(record)
+
+    handler, level = Keep(), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield kept
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cannot reach redis://larder:p%40ss@host:6379/0", "the password is p@ss", "Authorization: Bearer t0k3n",
+        "bearer somebody-elses", "t0k3n" * 3, "s3://key:hidden@bucket/x",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("form", [Json, Text])
+def test_no_secret_reaches_a_line(form: type[logging.Formatter], text: str) -> None:
+    line = form(SECRETS).format(record("%s", text))  # type: ignore[arg-type]
+
+    for secret in ("p%40ss", "p@ss", "t0k3n", "somebody-elses", "hidden"):
+        assert secret not in line
+    assert "***" in line
+
+
+def test_no_secret_reaches_a_line_through_an_exception_or_a_field() -> None:
+    try:
+        raise ValueError("t0k3n")
+    except ValueError as error:
+        failed = record("failed", exc_info=(ValueError, error, error.__traceback__))
+    failed.larder_fields = {"deep": {"er": "t0k3n"}}
+    told = orjson.loads(Json(SECRETS).format(failed))
+
+    assert "t0k3n" not in str(told) and "ValueError: ***" in told["exception"]
+    assert "t0k3n" not in Text(SECRETS).format(failed)
+
+
+def test_a_line_is_one_object_that_names_the_request_and_the_worker() -> None:
+    seen = Seen(0.0, "req-1", Parent("a" * 32, "b" * 16, 1))
+    current = CURRENT.set(seen)
+    try:
+        line = Json(SECRETS, 3).format(record("two\nlines %d", 5))
+    finally:
+        CURRENT.reset(current)
+    told = orjson.loads(line)
+
+    assert "\n" not in line
+    assert told["message"] == "two\nlines 5" and told["level"] == "warning"
+    assert (told["request_id"], told["trace_id"], told["worker"]) == ("req-1", "a" * 32, 3)
+
+
+def test_a_request_that_is_over_is_in_no_line_and_takes_no_stage() -> None:
+    seen = Seen(0.0, "req-1", body=b"large")
+    current = CURRENT.set(seen)
+    try:
+        note("stored", 1.0)
+        seen.end()
+        note("stored", 1.0)
+        line = orjson.loads(Json(SECRETS).format(record("x")))
+    finally:
+        CURRENT.reset(current)
+
+    assert "request_id" not in line and len(seen.stages) == 1 and seen.body == b""
+
+
+def test_a_text_that_no_encoding_takes_is_logged_all_the_same() -> None:
+    assert orjson.loads(Json(SECRETS).format(record("\ud800")))["message"] == "?"
+
+
+def test_a_text_without_end_is_cut() -> None:
+    assert len(SECRETS("x" * 10 * LENGTH_MAX)) < LENGTH_MAX + 100
+
+
+def test_a_storm_of_one_kind_is_bounded_says_so_and_hides_no_other() -> None:
+    clock = FakeClock()
+    limit = Limit(2.0, clock)
+    passed = sum(limit.filter(record("x")) for _ in range(100_000))
+    other = record("y")
+    other.lineno = 8
+    clock.tick(1.0)
+    after = [record("x") for _ in range(5)]
+    kept = [each for each in after if limit.filter(each)]
+
+    assert passed == BURST and limit.filter(other)
+    assert len(kept) == 2
+    assert kept[0].larder_dropped == 100_000 - BURST  # type: ignore[attr-defined]
+    assert orjson.loads(Json(SECRETS).format(kept[0]))["dropped"] == 100_000 - BURST
+
+
+def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(
+    lines: list[logging.LogRecord],
+) -> None:
+    draws = iter([0.5, 0.05, 0.5])
+    journal = RequestLog(share=0.1, slow_s=1.0, draw=lambda: next(draws))
+    for status, seconds in ((200, 0.1), (200, 0.2), (404, 0.3), (200, 1.0), (500, 0.4), (503, 2.0)):
+        seen = Seen(0.0, "r", status=status)
+        if (level := journal.level(seen, seconds)) is not None:
+            journal.told(level, seen, ASKED, seconds)
+
+    told = [(each.levelname, each.larder_fields["seconds"]) for each in lines]  # type: ignore[attr-defined]
+    assert told == [("INFO", 0.2), ("WARNING", 1.0), ("ERROR", 0.4), ("ERROR", 2.0)]
+
+
+def test_a_line_of_a_request_says_where_time_went_and_never_whose_it_was(
+    lines: list[logging.LogRecord],
+) -> None:
+    seen = Seen(0.0, "r", status=200, body=b'{"id":"u-secret","source":"l2","generation":"g"}')
+    seen.stages += [Stage("stored", 1.0, 0.25, 1), Stage("stored", 2.0, 0.5, 1)]
+    RequestLog(share=1.0, slow_s=9.0).told(logging.INFO, seen, ASKED, 1.0)
+    line = orjson.loads(Json(SECRETS).format(lines[0]))
+
+    assert line["stages"] == {"stored": 0.75} and line["sources"] == {"l2": 1}
+    assert line["table"] == "user_topk" and line["status"] == 200
+    assert "u-secret" not in str(line) and "u-secret" not in Text(SECRETS).format(lines[0])
+
+
+def test_server_timing_sums_each_stage_in_milliseconds() -> None:
+    seen = Seen(0.0, "r", stages=[Stage("parse", 0.1, 0.001, 0), Stage("live", 0.2, 0.0205, 3)])
+
+    assert timing(seen, 0.03) == b"parse;dur=1.000, live;dur=20.500, total;dur=30.000"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("GET", "/v1/lookup/user_topk/a/b", ("GET", "/v1/lookup/{table}/{entity}", "user_topk", "a/b")),
+        ("POST", "/v1/lookup/user_topk", ("POST", "/v1/lookup/{table}", "user_topk", None)),
+        ("GET", "/v1/lookup/made-up/a", ("GET", "/v1/lookup/{table}/{entity}", None, "a")),
+        ("POST", "/v1/lookup", ("POST", "/v1/lookup", None, None)),
+        ("GET", "/v1/lookup/", ("GET", "other", None, None)),
+        ("BREW", "/anything/u-secret", ("other", "other", None, None)),
+        ("GET", "", ("GET", "other", None, None)),
+    ],
+)  # fmt: skip
+def test_a_path_becomes_a_route_of_few(method: str, path: str, expected: tuple[Any, ...]) -> None:
+    assert request_of({"method": method, "path": path}, {"user_topk"}) == expected
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"x" * 129, b"a b", b"a\nb", b"<x>", "ü".encode(), b'"', None]
+)
+def test_a_request_id_that_could_spoil_a_log_is_not_taken(sent: bytes | None) -> None:
+    assert accepted(sent) is None
+
+
+def test_request_ids_are_taken_or_made() -> None:
+    assert accepted(b"9f2c-A_b.c~d:e+f/g=h@i") == "9f2c-A_b.c~d:e+f/g=h@i"
+    assert len({new_id() for _ in range(1_000)}) == 1_000 and accepted(new_id().encode())
