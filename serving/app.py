@@ -38,6 +38,9 @@ from serving.nights import Nights
 from serving.peers import Peers
 from serving.problem import Problem
 from serving.pulse import Pulse
+from serving.quality.picks import Picks
+from serving.quality.quality import Quality
+from serving.quality.watch import Watch
 from serving.refresh import Refresher
 from serving.routes import Service, routes
 from serving.shelf import Shelf
@@ -151,7 +154,10 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         lead=lead if config.lease_wait_ms else None,
         admit=admission.admit_live,
     )
-    ladder = Ladder(tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000)
+    watch = Watch(metrics.l1_misses, local.absences, Picks(config.quality_per_mille))
+    ladder = Ladder(
+        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch
+    )
     store = config.store()
 
     def open_snapshot(pointer: Pointer, blocklist: Blocklist) -> Snapshot:
@@ -181,6 +187,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             "hot_reported": sketch.reported,
             "hot_reports_failed": sketch.failed,
             **lead.counts.events(),
+            **quality.events(),
         }
 
     aside = ThreadPoolExecutor(1, thread_name_prefix="larder-next")
@@ -190,6 +197,9 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     warming = Warming(tiers, lambda: ladder.recent, hottest, metrics.warmed)
     trial = Trial(lambda: shelf.canary, metrics)
     shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside)
+    quality = Quality(
+        config, watch, metrics, local, remote, shelf, ladder.recent, batcher, admission, clock, name
+    )
     follower = Follower(
         store, remote, shelf, metrics, load_bound_s=config.load_bound_s, clock=clock
     )
@@ -209,7 +219,10 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         poll_s=config.poll_s,
         blocklist_poll_s=config.blocklist_poll_s,
         heartbeat_s=config.heartbeat_s,
-        also=[(config.sketch_s, sketch.report)] if config.sketch_s else (),
+        also=[
+            *([(config.sketch_s, sketch.report)] if config.sketch_s else ()),
+            *quality.steps(),
+        ],
     )
     nights = Nights(config.nights(), follower)
     _gauges(metrics, refresher, local, remote.breaker, batcher, nights)
@@ -234,6 +247,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     try:
         await refresher.start()
         pulse.start()
+        quality.start()
         if peers is not None:
             await peers.open(metrics.expose)
         yield service
@@ -242,6 +256,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         if peers is not None:
             await peers.aclose()
         await refresher.aclose()
+        await quality.aclose()
         await tiers.aclose()
         await remote.aclose()
         executor.shutdown(wait=False, cancel_futures=True)

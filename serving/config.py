@@ -71,6 +71,9 @@ class ServingConfig:
     blocklist_poll_s: float = 1.0
     heartbeat_s: float = 1.0
     sketch_s: float = 5.0
+    quality_s: float = 5.0
+    quality_per_mille: float = 10.0
+    quality_cpu_share: float = 0.01
     drain_s: float = 10.0
     load_bound_s: float = 60.0
 
@@ -96,15 +99,11 @@ class ServingConfig:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}", field=name)
-        if not 0 <= self.lease_wait_ms <= 60_000:
-            raise ConfigError(
-                f"lease_wait_ms is 0 (no leases) to 60000, not {self.lease_wait_ms}",
-                field="lease_wait_ms",
-            )
-        if not 0 <= self.sketch_s <= 3_600:
-            raise ConfigError(
-                f"sketch_s is 0 (no sketch) to 3600, not {self.sketch_s}", field="sketch_s"
-            )
+        for name, most, what in _BETWEEN:
+            if not 0 <= getattr(self, name) <= most:
+                raise ConfigError(
+                    f"{name} is 0 ({what}) to {most}, not {getattr(self, name)}", field=name
+                )
         parse_cores(self.live_cores)
         self.nights()
 
@@ -181,6 +180,12 @@ def check_token(token: str) -> None:
         )
 
 
+_BETWEEN = (
+    ("lease_wait_ms", 60_000, "no leases"),
+    ("sketch_s", 3_600, "no sketch"),
+    ("quality_s", 3_600, "nothing is told"),
+    ("quality_per_mille", 1_000, "no sampling"),
+)
 _POSITIVE = (
     "workers",
     "l1_bytes", "negative_entries", "negative_ttl_s", "overlay_ttl_s", "outage_ttl_s",
@@ -188,7 +193,7 @@ _POSITIVE = (
     "live_workers", "live_threads", "live_batch", "live_queue", "live_queue_bytes",
     "queue_target_ms", "queue_interval_ms", "requests_max",
     "poll_s", "blocklist_poll_s", "heartbeat_s", "drain_s", "load_bound_s", "body_bytes", "body_timeout_s", "max_batch",
-    "max_history", "max_exclude", "max_ids",
+    "max_history", "max_exclude", "max_ids", "quality_cpu_share",
 )  # fmt: skip
 
 

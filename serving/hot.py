@@ -23,6 +23,7 @@ from serving.media import JSON_TYPE, forms
 from serving.plan import Headers, Queries, credentials
 from serving.posted import Posted, refuses
 from serving.problem import Problem
+from serving.quality.picks import Pick
 from serving.routes import Service
 from serving.single import Singles
 
@@ -50,6 +51,7 @@ class Hot:
         self._counters = tiers.counters
         self._recent = service.ladder.recent
         self._metrics = service.metrics
+        self._picks = service.ladder.watch.picks
         self._requests = service.metrics.tally.requests
         self._timer, self._clock = service.timer, clock
         self._queries = Queries(service.limits)
@@ -89,12 +91,18 @@ class Hot:
             or self._headers.deadline_s(scope["headers"]) is None
         ):
             return None
-        age = orjson.dumps(round(self._clock() - ready[3], 3))
+        now = self._clock()
+        age = orjson.dumps(round(now - ready[3], 3))
         body = b"".join((ready[1], age, ready[2]))
         self._recent.append(ready[4])
         self._counters.l1 += 1
         self._requests[GET_ROUTE] += 1
         self._metrics.hot(ready[4][0], "l1", self._timer() - started)
+        picks = self._picks
+        picks.left -= 1
+        if picks.left < 0:
+            picks.places(1)
+            picks.put(Pick(holding.live.generation, *ready[4], "l1", "batch", now, body=body))
         return self._messages(body)
 
     async def get(self, scope: MutableMapping[str, Any]) -> Messages | None:

@@ -9,6 +9,8 @@ from cache.errors import (
     SourceError,
 )
 from cache.items import ItemTable
+from cache.probe import FILE as PROBE
+from cache.probe import write_probe
 from precompute import catalogue
 from precompute.build import (
     Build,
@@ -88,11 +90,16 @@ def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progres
     for name in (catalogue.VECTORS, *(f"models/{model.name}.fp32.onnx" for model in bundle.models)):
         made.fetch(name)
     items = catalogue.open_items(made.root, begun, dims=bundle.dims)
+    users = _sample(made, begun, items, bundle.user_tower)
+    usable, _, _ = usable_inputs(items, users, {bundle.user_tower.name: bundle.user_tower.spec})
+    made.finish(
+        write_probe(made.root, users.hashes, users.indptr, users.ordinals, users.features, usable)
+    )
     models = quantize_models(
         bundle,
         made.root / "models",
         items,
-        lambda model: _sample(made, begun, items, model),
+        lambda model: users if model is bundle.user_tower else _sample(made, begun, items, model),
         item_features={
             model.name: read_item_features(made, model.spec)
             for model in bundle.models
@@ -108,6 +115,7 @@ def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progres
             name: asdict(model_entry(made, bundle, name, found.int8, found.agreement))
             for name, found in models.items()
         },
+        "probe": asdict(made.describe(PROBE)),
         "seconds": time.perf_counter() - started,
     }
     made.report("quantize", report)

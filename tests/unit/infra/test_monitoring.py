@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
+from cache.absence import ABSENCES
 from serving.arms import ARMS
 from serving.metrics import SOURCES, STAGES, Metrics
+from serving.quality.reasons import REASONS, L1Misses
 from serving.tally import Seconds
 
 INFRA = Path(__file__).parents[3] / "infra"
@@ -26,7 +28,7 @@ VALUES: dict[str, set[str]] = {
     "role": {"live", "previous", "next", "canary"},
     "arm": {*ARMS, "pinned", "no_key", "not_held"},
     "outcome": {"in_step", "load_failed"},
-    "reason": {"page_missing", "corrupt"},
+    "reason": {*REASONS, *ABSENCES},
 }
 """Of each label, the values that queries may name: each has to be one that occurs."""
 
@@ -41,6 +43,9 @@ def labels() -> dict[str, set[str]]:
         if isinstance(collector, Seconds):
             samples = [each for family in collector.collect() for each in family.samples]
             found |= {each.name: set(each.labels) for each in samples}
+            continue
+        if isinstance(collector, L1Misses):
+            found["larder_l1_misses_total"] = {"table", "reason"}
             continue
         suffixes = {
             "counter": ("_total",),

@@ -1,0 +1,30 @@
+"""What the request path tells of its answers, and nothing more: judging comes later, elsewhere."""
+
+from collections.abc import Sequence
+
+from cache.absence import Absences, LetGo
+from serving.quality.picks import Picks
+from serving.quality.reads import Reads
+from serving.quality.reasons import L1Misses
+from serving.sketch import Recent
+
+
+class Watch:
+    """For the event loop of one process only. `cold`: ids asked for that the night did not know."""
+
+    def __init__(
+        self, l1_misses: L1Misses, absences: Absences | None = None, picks: Picks | None = None
+    ) -> None:
+        self.cold = Recent()
+        self.reads = Reads()
+        self.picks = picks or Picks(0)
+        self._l1_misses = l1_misses
+        self._absences = absences or Absences(LetGo(2), lambda _key: False)
+
+    def read(
+        self, generation: str, table: str, keys: Sequence[int | bytes], is_known: bool = True
+    ) -> None:
+        """Redis answered these, so L1 did not; `is_known` to the night."""
+        self._l1_misses.add(table, self._absences.count(generation, table, keys))
+        if is_known:
+            self.reads.add(generation, table, keys)
