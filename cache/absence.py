@@ -60,6 +60,10 @@ class Absences:
         """Another generation is live from now on; `before` is the one that was."""
         self._before = before, self._timer() + FLIPPED_S
 
+    def is_over(self, generation: str, table: str, key: int | bytes) -> bool:
+        """Whether a record was here until its life was over."""
+        return self._let_go.why((generation, table, key)) == "expired"
+
     def count(self, generation: str, table: str, keys: Iterable[int | bytes]) -> Counter[Absence]:
         """How many of the keys L1 lacked for which reason; each has exactly one."""
         before = self._before

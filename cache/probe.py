@@ -1,10 +1,10 @@
 """The probe: what the night computed a sample of users from, so that answers can be computed once more.
 
-One file of a generation, named in the manifest's facts: an Arrow stream of the users with the lowest hashes of one
-shard (so: users at random), their histories as ordinals, oldest first, and one column per feature.
+One file of a generation, named in the manifest's facts: an Arrow stream of the users with the lowest hashes (so: users
+at random), their histories as ordinals, oldest first, and one column per feature.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -21,32 +21,35 @@ from cache.preparing import LiveInput
 FILE: Final = "probe.arrow"
 FACT: Final = "probe"
 USERS_MAX: Final = 8_192
-"""Some 2 MB at 50 items each; a generation of fewer users has all of its first shard in it."""
+"""Some 2 MB at 50 items each; a generation of fewer users has them all in it."""
 
 _PREFIX = "feature:"
 
 
-def write_probe(
-    root: Path,
+def probe_part(
     hashes: NDArray[np.uint64],
     indptr: NDArray[np.int64],
     ordinals: NDArray[np.int64],
     features: Mapping[str, Any],
     rows: NDArray[np.int64],
-) -> str:
-    """Of entities in hash order, the first of `rows` (those that have every input); the file's path."""
-    kept = rows[:USERS_MAX]
-    pieces = [ordinals[indptr[row] : indptr[row + 1]] for row in kept.tolist()]
+) -> Any:
+    """An Arrow table of the entities at `rows`, ascending, of a shard in hash order."""
+    pieces = [ordinals[indptr[row] : indptr[row + 1]] for row in rows.tolist()]
     ends = np.cumsum([0, *map(len, pieces)]).astype(np.int32)
     flat = np.concatenate([*pieces, np.empty(0, np.int64)]).astype(np.uint32)
-    table = pa.table({
-        "hash": pa.array(hashes[kept]),
+    return pa.table({
+        "hash": pa.array(hashes[rows]),
         "history": pa.ListArray.from_arrays(pa.array(ends), pa.array(flat)),
-        **{_PREFIX + name: column.take(pa.array(kept)) for name, column in features.items()},
+        **{_PREFIX + name: column.take(pa.array(rows)) for name, column in features.items()},
     })  # fmt: skip
+
+
+def write_probe(root: Path, parts: Sequence[Any]) -> str:
+    """The parts in hash order, as one file; its path."""
+    table = pa.concat_tables(parts).combine_chunks()
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table.combine_chunks())
+        writer.write_table(table)
     write_atomically(root / FILE, sink.getvalue().to_pybytes())
     return FILE
 

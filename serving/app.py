@@ -243,6 +243,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         metrics.exposition if peers is None else peers.exposition,
         admission,
         config.body_timeout_s,
+        quality,
     )
     try:
         await refresher.start()

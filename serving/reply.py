@@ -111,7 +111,9 @@ class Reply:
         )  # fmt: skip
         self._metrics.answered(table, source, self._timer() - turn.started)
         if source not in ("l1", "l2"):
-            self._metrics.missed(table, case.reason or "internal_error")
+            key, reason = case.want.key, case.reason
+            word = self._watch.word(snapshot.generation, table, key, reason)
+            self._metrics.missed(table, word)
         elif source == "l2":
             self._watch.read(snapshot.generation, table, (case.want.key,), case.want.position >= 0)
 

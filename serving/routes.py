@@ -32,6 +32,7 @@ from serving.overview import overview
 from serving.parse import feedback_body, lookup_body, lookup_url, score_body
 from serving.plan import credentials
 from serving.problem import Problem, from_input
+from serving.quality.quality import Quality
 from serving.score import rank_candidates, vector_table
 from serving.snapshot import Snapshot
 from serving.trial import Trial
@@ -62,6 +63,7 @@ class Service:
     expose: Callable[[], Awaitable[bytes]]
     admission: Admission
     body_timeout_s: float
+    quality: Quality
     timer: Callable[[], float] = time.monotonic
 
     def holding(self) -> Holding:

@@ -15,6 +15,8 @@ WORDS: Mapping[str, str] = {
 }
 """What an answer tells in more detail than a count needs; all other reasons are counted as they are told."""
 
+NOWHERE = frozenset({"not_in_generation", "negative"})
+
 REASONS = (
     "not_in_generation", "expired", "page_missing", "corrupt", "l2_down", "deadline",
     "input_changed", "fresh", "too_old", "exhausted", "entity_blocked", "internal_error",

@@ -55,7 +55,9 @@ class Usage(Collector):
         if live is None:
             return
         if (release := (live.generation, live.epoch)) != self._release:
-            self._release, self._before, self.read = release, hits_of(self._metrics), {}
+            if self._release is not None:
+                self._before = hits_of(self._metrics)
+            self._release, self.read = release, {}
         found = self._reads.take(live.generation)
         for table, keys in (await asyncio.to_thread(self._ahead, live)).items():
             found.setdefault(table, []).extend(keys)

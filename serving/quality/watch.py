@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from cache.absence import Absences, LetGo
 from serving.quality.picks import Picks
 from serving.quality.reads import Reads
-from serving.quality.reasons import L1Misses
+from serving.quality.reasons import NOWHERE, L1Misses
 from serving.sketch import Recent
 
 
@@ -17,9 +17,15 @@ class Watch:
     ) -> None:
         self.cold = Recent()
         self.reads = Reads()
-        self.picks = picks or Picks(0)
+        self.picks = Picks(0) if picks is None else picks
         self._l1_misses = l1_misses
         self._absences = absences or Absences(LetGo(2), lambda _key: False)
+
+    def word(self, generation: str, table: str, key: int | bytes, reason: str | None) -> str:
+        """The reason by which a miss is counted: an id that the night lacks may have had a live answer for its life."""
+        if reason in NOWHERE and self._absences.is_over(generation, table, key):
+            return "expired"
+        return reason or "internal_error"
 
     def read(
         self, generation: str, table: str, keys: Sequence[int | bytes], is_known: bool = True
