@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cachetools import TTLCache
 
-from cache.absence import Absences, LetGo
+from cache.absence import Absences
 
 OVERHEAD_BYTES = 328
 """Memory per entry besides the record and the table: key, entry, two numbers, and what the allocator rounds up."""
@@ -73,8 +73,8 @@ class LocalTier:
         self._entries: OrderedDict[LocalKey | bytes, Entry | Ready] = OrderedDict()
         self._find, self._touch = self._entries.get, self._entries.move_to_end
         self._bytes = 0
-        self._let_go = LetGo()
-        self.absences = Absences(self._let_go, self._entries.__contains__, timer)
+        self.absences = Absences(self._entries.__contains__, timer)
+        self._evicted = self.absences.evicted.note
 
     def get(self, key: LocalKey) -> Entry | None:
         """The entry, unless it is absent or its life is over."""
@@ -85,7 +85,7 @@ class LocalTier:
             self._touch(key)
             return entry
         self._drop(key)
-        self._let_go.note(key, expired=True)
+        self.absences.expired.note(key)
         return None
 
     def get_many(self, keys: Sequence[LocalKey]) -> list[Entry | None]:
@@ -125,7 +125,7 @@ class LocalTier:
             gone, oldest = entries.popitem(last=False)
             self._bytes -= size_of(oldest)
             if type(gone) is not bytes:  # of a ready answer the record may still be here
-                self._let_go.note(gone)
+                self._evicted(gone)
         if not entries:
             entries.clear()  # an emptied table keeps its memory
 
@@ -136,7 +136,7 @@ class LocalTier:
     def discard(self, key: LocalKey) -> None:
         """Forgets the key if it is there."""
         self._drop(key)
-        self._let_go.note(key)
+        self._evicted(key)
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -152,7 +152,7 @@ class Batches:
             return unfit.reason
         self._count(lookup, [place], outcome.tier)
         if outcome.tier == "l2":
-            self._watch.read(live.generation, table.name, (want.key,))
+            self._watch.read(live.generation, table.name, want.key)
         entity = _entity(lookup, place)
         return complete(
             prediction, live, table.name, entity, outcome.tier, "batch", self._clock(),
@@ -190,7 +190,7 @@ class Batches:
             if l2 < len(keys):
                 at = np.flatnonzero(is_plain)[resolved.is_l2]
                 keys = [keys[each] for each in at.tolist()]
-            self._watch.read(generation, table, keys)
+            self._watch.read_many(generation, table, keys)
         picks = self._watch.picks
         picks.left -= count
         for each in picks.places(count) if picks.left < 0 else ():

@@ -115,7 +115,7 @@ class Reply:
             word = self._watch.word(snapshot.generation, table, key, reason)
             self._metrics.missed(table, word)
         elif source == "l2":
-            self._watch.read(snapshot.generation, table, (case.want.key,), case.want.position >= 0)
+            self._watch.read(snapshot.generation, table, case.want.key, case.want.position >= 0)
 
         if case.is_cold:
             self._watch.cold.append((table, case.entity.raw or b""))

@@ -62,7 +62,7 @@ class Singles:
         self._ladder.recent.append(name)
         self._metrics.hot(asked.table, found.tier, self._service.timer() - get.started)
         if found.tier == "l2":
-            self._watch.read(live.generation, asked.table, (get.want.key,))
+            self._watch.read(live.generation, asked.table, get.want.key)
         picks = self._watch.picks
         picks.left -= 1
         if picks.left < 0:

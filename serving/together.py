@@ -177,7 +177,7 @@ class Together:
                     live.generation, *name, tier, "batch", self._clock(), lookup.k, record
                 ))  # fmt: skip
         if read:
-            watch.read(live.generation, lookup.table.name, read)
+            watch.read_many(live.generation, lookup.table.name, read)
 
 
 _TIERS: tuple[Literal["l1"], Literal["l2"]] = "l1", "l2"

@@ -1,10 +1,11 @@
 """Why L1 lacks a key: what it let go, what is over, what another generation had, or nothing that it remembers."""
 
 import random
+from collections import Counter
 
 import pytest
 
-from cache.absence import ABSENCES, FLIPPED_S, Absences, LetGo
+from cache.absence import ABSENCES, FLIPPED_S, Absences
 from cache.local import OVERHEAD_BYTES, Entry, LocalKey, LocalTier
 from tests.fakes import FakeClock
 
@@ -18,8 +19,7 @@ def tier(entries: int, clock: FakeClock | None = None) -> LocalTier:
 
 
 def why(local: LocalTier, number: int, generation: str = "g1") -> str:
-    (found,) = local.absences.count(generation, "t", [number])
-    return found
+    return local.absences.why(generation, "t", number)
 
 
 def test_what_was_never_here_is_cold_and_what_made_room_was_evicted() -> None:
@@ -67,12 +67,11 @@ def test_what_was_evicted_before_the_flip_counts_as_flipped_too() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
-    rng, let_go = random.Random(seed), LetGo(64)
-    absences = Absences(let_go, lambda _key: False, FakeClock())
+    rng, absences = random.Random(seed), Absences(timer=FakeClock(), slots=64)
     gone: set[int] = set()
     for _ in range(2_000):
         number = rng.randrange(500)
-        let_go.note(key(number))
+        absences.evicted.note(key(number))
         gone.add(number)
 
     found = absences.count("g1", "t", range(1_000))
@@ -80,4 +79,18 @@ def test_each_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
     assert sum(found.values()) == 1_000 and set(found) <= set(ABSENCES)
     # Forgetting makes an eviction look cold, never the other way round.
     assert 0 < found["evicted"] <= 64
-    assert not absences.count("g1", "t", set(range(1_000)) - gone)["evicted"]
+    assert not absences.count("g1", "t", sorted(set(range(1_000)) - gone))["evicted"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_at_once_are_judged_as_one_by_one(seed: int) -> None:
+    rng, absences = random.Random(seed), Absences(timer=FakeClock(), slots=256)
+    for _ in range(300):
+        letting = rng.choice([absences.evicted, absences.evicted, absences.expired][: 2 + seed % 2])
+        letting.note(key(rng.randrange(400), rng.choice(["g0", "g1"])))
+    if seed > 2:
+        absences.flipped("g0")
+
+    for keys in (range(500), range(5)):
+        one_by_one = Counter(absences.why("g1", "t", each) for each in keys)
+        assert Counter(absences.count("g1", "t", keys)) == one_by_one
