@@ -54,6 +54,11 @@ def write_probe(root: Path, parts: Sequence[Any]) -> str:
     return FILE
 
 
+def probe_bytes(users: int, history: float) -> int:
+    """About what the file takes: a hash, an offset and so many ordinals each."""
+    return round(min(users, USERS_MAX) * (8 + 4 + 4 * history))
+
+
 class Probe:
     """The inputs of some users of a generation, memory-mapped."""
 
