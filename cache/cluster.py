@@ -154,6 +154,14 @@ class ClusterTier:
         """See `RemoteTier.hot`."""
         return await self._home(lambda tier: tier.hot(hour))
 
+    async def cold(self, day: int) -> list[Name]:
+        """See `RemoteTier.cold`."""
+        return await self._home(lambda tier: tier.cold(day))
+
+    async def ask(self, *command: str | bytes | float) -> Any:
+        """See `RemoteTier.ask`."""
+        return await self._home(lambda tier: tier.ask(*command))
+
     async def eviction_policy(self) -> str:
         """The first that may evict pages among the nodes that answer, else any; TierUnavailable when none answers."""
         await self.nodes.ready()

@@ -159,6 +159,19 @@ class Keyspace:
         """Hash: worker -> what it counted in all, and how it stands; for the dashboard."""
         return f"larder:{FORMAT}:{{{self.namespace}}}:dash:workers"
 
+    def cold(self, day: int) -> str:
+        """The same of ids that the live generation did not know, in one day."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:cold:{day}"
+
+    def read(self, generation: str, table: str) -> str:
+        """HyperLogLog of the entities of a table that were read at least once."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:read:{generation}:{table}"
+
+    @property
+    def quality(self) -> str:
+        """Hash: replica -> what it found of the quality of its answers, as JSON."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:quality"
+
     @property
     def channel(self) -> str:
         """Pub/sub channel that shortens what polling would find anyway."""

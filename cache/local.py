@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from cachetools import TTLCache
 
+from cache.absence import Absences
+
 OVERHEAD_BYTES = 328
 """Memory per entry besides the record and the table: key, entry, two numbers, and what the allocator rounds up."""
 
@@ -73,6 +75,8 @@ class LocalTier:
         self._entries: OrderedDict[LocalKey | bytes, Entry | Ready] = OrderedDict()
         self._find, self._touch = self._entries.get, self._entries.move_to_end
         self._bytes = 0
+        self.absences = Absences(self._entries.__contains__, timer)
+        self._evicted = self.absences.evicted.note
 
     def get(self, key: LocalKey) -> Entry | None:
         """The entry, unless it is absent or its life is over."""
@@ -83,6 +87,7 @@ class LocalTier:
             self._touch(key)
             return entry
         self._drop(key)
+        self.absences.expired.note(key)
         return None
 
     def look(self, key: LocalKey) -> Entry | None:
@@ -125,8 +130,10 @@ class LocalTier:
             self._drop(key)
             self.too_large += 1
         while self._bytes + getsizeof(entries) > self._max_bytes and entries:
-            _, oldest = entries.popitem(last=False)
+            gone, oldest = entries.popitem(last=False)
             self._bytes -= size_of(oldest)
+            if type(gone) is not bytes:  # of a ready answer the record may still be here
+                self._evicted(gone)
         if not entries:
             entries.clear()  # an emptied table keeps its memory
 
@@ -137,6 +144,7 @@ class LocalTier:
     def discard(self, key: LocalKey) -> None:
         """Forgets the key if it is there."""
         self._drop(key)
+        self._evicted(key)
 
     def __len__(self) -> int:
         return len(self._entries)

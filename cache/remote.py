@@ -21,7 +21,7 @@ from cache.lane import SECOND_LOOK_S, Lane, deadline_for
 from cache.lease import Lease
 from cache.part import Keep, Part, as_it_is
 from cache.redirects import is_redirect
-from cache.sketch import MEMBERS_MAX, READ_AT_ONCE, REPORT, Name, Report, hottest
+from cache.sketch import COLD, MEMBERS_MAX, READ_AT_ONCE, REPORT, Name, Report, hottest
 from cache.wire import Batch, Replies
 
 PROTOCOL = 2
@@ -271,12 +271,17 @@ class RemoteTier:
 
     async def report_hot(self, report: Report) -> None:
         """Adds to the sketch of recent requests what this replica was asked for."""
-        keys = self.keyspace.hot(report.hour), self.keyspace.hot(report.hour - 1)
+        name = self.keyspace.cold if report.window is COLD else self.keyspace.hot
+        keys = name(report.hour), name(report.hour - 1)
         await self._ask("EVAL", REPORT, len(keys), *keys, *report.arguments())
 
     async def hot(self, hour: int) -> list[Name]:
         """What all replicas were asked for most in this hour and the last, hottest first."""
         return hottest([await self._hot(self.keyspace.hot(each)) for each in (hour, hour - 1)])
+
+    async def cold(self, day: int) -> list[Name]:
+        """What all replicas were asked for this day and the last though no generation knew it, most asked first."""
+        return hottest([await self._hot(self.keyspace.cold(each)) for each in (day, day - 1)])
 
     async def _hot(self, key: str) -> list[bytes]:
         found: list[bytes] = []
@@ -286,6 +291,10 @@ class RemoteTier:
             if len(piece) < 2 * READ_AT_ONCE:
                 break
         return found
+
+    async def ask(self, *command: str | bytes | float) -> Any:
+        """One command on a key beside the pointer, at leisure; TierUnavailable when there is no reply."""
+        return await self._ask(*command)
 
     async def eviction_policy(self) -> str:
         """`maxmemory-policy` of the server; `allkeys-*` would evict published pages."""

@@ -1,4 +1,7 @@
-"""The sketch of recent requests in Redis: which ids were asked for most, of this hour and the last. Pure."""
+"""The sketches of requests in Redis: which ids were asked for most, of this hour and the last. Pure.
+
+One of what the night knows, by the hour (HOT), one of what it does not, by the day (COLD).
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -6,6 +9,20 @@ from typing import Any, NamedTuple
 HOUR_S = 3_600
 LIFE_S = 2 * HOUR_S
 """From the last report of an hour: no id stays longer than three hours after it was asked for."""
+DAY_S = 86_400
+
+
+class Window(NamedTuple):
+    """What one key of a sketch covers, and how long it stays after its last report."""
+
+    seconds: int
+    life_s: int
+
+
+HOT = Window(HOUR_S, LIFE_S)
+COLD = Window(DAY_S, 2 * DAY_S)
+"""Two nights may read it; no id stays longer than three days after it was asked for."""
+
 MEMBERS_MAX = 4_096
 """Of each hour; what was counted least goes first."""
 
@@ -30,23 +47,27 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 
 
 class Report(NamedTuple):
-    """How often a replica was asked for what since its last one, and what must not be in the sketch at all."""
+    """How often a replica was asked for what since its last one, and what must not be in the sketch at all.
+
+    `hour` is the number of the window that it counts for.
+    """
 
     hour: int
     counts: Sequence[tuple[Name, int]]
     gone: Sequence[Name] = ()
+    window: Window = HOT
 
     def arguments(self) -> list[Any]:
         """ARGV of `REPORT`."""
-        found: list[Any] = [MEMBERS_MAX, LIFE_S, len(self.counts)]
+        found: list[Any] = [MEMBERS_MAX, self.window.life_s, len(self.counts)]
         for name, count in self.counts:
             found += count, member(name)
         return found + [member(name) for name in self.gone]
 
 
-def hour_of(at: float) -> int:
-    """The hour that a moment (Unix seconds, Redis' clock) counts for."""
-    return int(at // HOUR_S)
+def hour_of(at: float, window: Window = HOT) -> int:
+    """The hour (or day) that a moment (Unix seconds, Redis' clock) counts for."""
+    return int(at // window.seconds)
 
 
 def member(name: Name) -> bytes:

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from precompute import commands as run_by
+from precompute import worklist
 from precompute.commands import Command
 from precompute.erasures.command import erase
 from precompute.gates.override import command as override
@@ -158,6 +159,21 @@ def parser_of_commands() -> argparse.ArgumentParser:
         "well, also without Redis",
     )
     command.add_argument("--json", action="store_true", help="for programs")
+    command.set_defaults(redis="if running")
+    command = add(
+        "worklist",
+        worklist.worklist,
+        "ids that callers ask for and that no night knows, most asked first",
+    )
+    command.add_argument(
+        "--limit", type=int, default=worklist.LIMIT, help="shown (default: %(default)s)"
+    )
+    command.add_argument(
+        "--export",
+        metavar="FILE",
+        type=_place,
+        help="all of them as CSV: table, entity, reads, standing",
+    )
     command.set_defaults(redis="if running")
     command = add("plan", planning.plan, planning.DESCRIPTION)
     planning.add_options(command)

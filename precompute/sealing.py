@@ -17,6 +17,7 @@ from cache.manifest import (
     Table,
     TablePart,
 )
+from cache.probe import FACT
 from precompute import catalogue
 from precompute.build import (
     Build,
@@ -96,6 +97,7 @@ def seal(made: Build) -> Manifest:
             "items_without_vector": begun["items_without_vector"],
             "inputs": begun["inputs"],
             "vocabulary_digest": bundle.vocabulary_digest,
+            FACT: models.get("probe"),  # none where an earlier version had taken that step
         },
     )  # fmt: skip
     made.store.write(generation_path(made.generation, "manifest.json"), manifest.to_bytes())

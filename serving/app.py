@@ -41,6 +41,9 @@ from serving.nights import Nights
 from serving.peers import Peers
 from serving.problem import Problem
 from serving.pulse import Pulse
+from serving.quality.picks import Picks
+from serving.quality.quality import Quality
+from serving.quality.watch import Watch
 from serving.refresh import Refresher
 from serving.room import Room
 from serving.routes import Service, routes
@@ -158,7 +161,10 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         lead=lead if config.lease_wait_ms else None,
         admit=admission.admit_live,
     )
-    ladder = Ladder(tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000)
+    watch = Watch(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
+    ladder = Ladder(
+        tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch
+    )
     store = config.store()
 
     def open_snapshot(pointer: Pointer, blocklist: Blocklist) -> Snapshot:
@@ -180,6 +186,9 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     warming = Warming(tiers, lambda: ladder.recent, hottest, metrics.warmed)
     trial = Trial(lambda: shelf.canary, metrics)
     shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside)
+    quality = Quality(
+        config, watch, metrics, local, remote, shelf, ladder.recent, batcher, admission, clock, name
+    )
     follower = Follower(
         store, remote, shelf, metrics, load_bound_s=config.load_bound_s, clock=clock
     )
@@ -206,13 +215,24 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             *(each for each in steps if each[0]),
             (config.figures_s, chronicle.look),
             (config.figures_s, room.look),
+            *quality.steps(),
         ],
     )
     nights = Nights(config.nights(), follower)
     metrics.registry.register(advisor)
     metrics.registry.register(Figures(lambda: shelf.holding, nights, chronicle, room))
     parts = Parts(
-        metrics, tiers, remote, batcher, admission, inferences, lead, sketch, refresher, nights
+        metrics,
+        tiers,
+        remote,
+        batcher,
+        admission,
+        inferences,
+        lead,
+        sketch,
+        quality,
+        refresher,
+        nights,
     )
     parts.register()
     replica = name if peers is None else peers.replica
@@ -220,7 +240,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         remote, store, remote.keyspace, name=name, is_on=config.observe and config.dashboard_s > 0,
         counted=parts.counted, about=lambda: parts.about(replica),
         bounds=metrics.answer_seconds.bounds, nights=nights, clock=clock,
-        advisor=advisor.told,
+        advisor=advisor.told, quality=quality.told,
     )  # fmt: skip
     if dashboard.is_on:
         refresher.also(config.dashboard_s, dashboard.tell)
@@ -241,11 +261,13 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         config.body_timeout_s,
         dashboard,
         Explainer(follower, tiers, remote, batcher, admission, store),
+        quality,
         config.observe,
     )
     try:
         await refresher.start()
         pulse.start()
+        quality.start()
         if peers is not None:
             await peers.open(metrics.expose)
         yield service
@@ -255,6 +277,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             await peers.aclose()
         await refresher.aclose()
         await dashboard.aclose()
+        await quality.aclose()
         await tiers.aclose()
         await remote.aclose()
         executor.shutdown(wait=False, cancel_futures=True)

@@ -16,6 +16,7 @@ from cache.outcomes import Found, Missed, Outcome, Want
 from serving.answer import Answer, complete
 from serving.arrow_rows import items_of, resolved_stream
 from serving.ask import Ask, Entity
+from serving.quality.picks import Pick
 from serving.render import JSON, Marks, Unfit, prediction_of
 from serving.resolved import Lookup, Resolved
 from serving.routes import Service
@@ -35,6 +36,7 @@ class Batches:
         self._tiers = service.tiers
         self._ladder = service.ladder
         self._metrics = service.metrics
+        self._watch = service.ladder.watch
         self._clock = clock
         self._marks: Marks | None = None
 
@@ -121,6 +123,7 @@ class Batches:
         else:
             self._count(lookup, resolved.places[~resolved.is_l2].tolist(), "l1")
             self._count(lookup, resolved.places[resolved.is_l2].tolist(), "l2")
+        self._note(lookup, resolved, wants, is_plain)
         if len(resolved.places) == len(places):
             return resolved
         lower: dict[int, str | None] = {}
@@ -151,6 +154,8 @@ class Batches:
                 self._tiers.discard(live.view, want)
             return unfit.reason
         self._count(lookup, [place], outcome.tier)
+        if outcome.tier == "l2":
+            self._watch.read(live.generation, table.name, want.key)
         entity = _entity(lookup, place)
         return complete(
             prediction, live, table.name, entity, outcome.tier, "batch", self._clock(),
@@ -176,6 +181,28 @@ class Batches:
             self._ladder.recent.extend(zip(repeat(name), asked, strict=False))
             seconds = self._service.timer() - lookup.started
             self._metrics.hot(name, tier, seconds, len(places))
+
+    def _note(
+        self, lookup: Lookup, resolved: Resolved, wants: Wants, is_plain: NDArray[np.bool_]
+    ) -> None:
+        """What was read from Redis, and what the sampler looks at again."""
+        generation, table = lookup.holding.live.generation, lookup.table.name
+        count = len(resolved.places)
+        if l2 := int(np.count_nonzero(resolved.is_l2)):
+            keys: Sequence[int] = wants.keys
+            if l2 < len(keys):
+                at = np.flatnonzero(is_plain)[resolved.is_l2]
+                keys = [keys[each] for each in at.tolist()]
+            self._watch.read_many(generation, table, keys)
+        picks = self._watch.picks
+        picks.left -= count
+        for each in picks.places(count) if picks.left < 0 else ():
+            raw = lookup.raws[int(resolved.places[each])]
+            source = "l2" if resolved.is_l2[each] else "l1"
+            picks.put(Pick(
+                generation, table, raw, source, "batch", self._clock(), lookup.k,
+                resolved.rows[each].tobytes(),
+            ))  # fmt: skip
 
     def _texts(self, lookup: Lookup, resolved: Resolved, part: slice) -> list[bytes]:
         live, raws = lookup.holding.live, lookup.raws

@@ -73,6 +73,15 @@ class Case:
         """What live computes from."""
         return LiveInput(self.entity.history, self.entity.features, self.own_ordinal)
 
+    @property
+    def is_cold(self) -> bool:
+        """Whether the night did not know the id, though it may be served."""
+        return (
+            self.want.position < 0
+            and self.entity.raw is not None
+            and self.reason != "entity_blocked"
+        )
+
     def may_compute(self, snapshot: Snapshot) -> bool:
         """Whether there is an input and the table has a producer; the model itself may still be down."""
         if self.reason == "entity_blocked":

@@ -74,6 +74,9 @@ class ServingConfig:
     sketch_s: float = 5.0
     figures_s: float = 15.0
     dashboard_s: float = 2.0
+    quality_s: float = 5.0
+    quality_per_mille: float = 10.0
+    quality_cpu_share: float = 0.01
     drain_s: float = 10.0
     load_bound_s: float = 60.0
     observe: bool = True
@@ -166,6 +169,11 @@ class ServingConfig:
         return self.advisor_keys if self.observe else 0
 
     @property
+    def sampled_per_mille(self) -> float:
+        """Of the answers, those that are judged."""
+        return self.quality_per_mille if self.observe else 0
+
+    @property
     def is_loopback(self) -> bool:
         """Whether nobody but this machine can reach `host`."""
         if self.host == "localhost":
@@ -204,7 +212,7 @@ _POSITIVE = (
     "live_workers", "live_threads", "live_batch", "live_queue", "live_queue_bytes",
     "queue_target_ms", "queue_interval_ms", "requests_max",
     "poll_s", "blocklist_poll_s", "heartbeat_s", "figures_s", "drain_s", "load_bound_s", "body_bytes", "body_timeout_s",
-    "max_batch", "max_history", "max_exclude", "max_ids", "log_slow_ms", "log_lines_per_s",
+    "max_batch", "max_history", "max_exclude", "max_ids", "log_slow_ms", "log_lines_per_s", "quality_cpu_share",
 )  # fmt: skip
 
 _UP_TO = {
@@ -213,6 +221,8 @@ _UP_TO = {
     "sketch_s": (3_600, "no sketch"),
     "dashboard_s": (5, "no dashboard"),
     "advisor_keys": (1 << 20, "no advisor"),
+    "quality_s": (3_600, "nothing is told"),
+    "quality_per_mille": (1_000, "no sampling"),
 }
 
 

@@ -17,6 +17,7 @@ from serving.lead import Lead
 from serving.live import MicroBatcher
 from serving.metrics import Metrics
 from serving.nights import Nights
+from serving.quality.quality import Quality
 from serving.refresh import Refresher
 from serving.sketch import Sketch
 from serving.tally import Overload
@@ -36,6 +37,7 @@ class Parts:
     inferences: Inferences
     lead: Lead
     sketch: Sketch
+    quality: Quality
     refresher: Refresher
     nights: Nights
 
@@ -62,6 +64,7 @@ class Parts:
             "hot_reported": sketch.reported,
             "hot_reports_failed": sketch.failed,
             **self.lead.counts.events(),
+            **self.quality.events(),
         }
 
     def _set_gauges(self, breaker: Breaker | Breakers) -> None:

@@ -24,6 +24,7 @@ from serving.media import JSON_TYPE, forms
 from serving.plan import Headers, Queries, credentials
 from serving.posted import Posted, refuses
 from serving.problem import Problem
+from serving.quality.picks import Pick
 from serving.routes import Service
 from serving.single import Singles
 
@@ -59,6 +60,7 @@ class Hot:
         # As `Metrics.hot` does, whose calls would cost as much as the counting.
         self._spent = service.metrics.answer_seconds.spent["l1"]
         self._bounds = service.metrics.answer_seconds.bounds
+        self._picks = service.ladder.watch.picks
         self._timer, self._clock = service.timer, clock
         self._queries = Queries(service.limits)
         sent = credentials(service.token) if service.token else ()
@@ -97,7 +99,8 @@ class Hot:
             or self._headers.deadline_s(scope["headers"]) is None
         ):
             return None
-        age = orjson.dumps(round(self._clock() - ready[3], 3))
+        now = self._clock()
+        age = orjson.dumps(round(now - ready[3], 3))
         body = b"".join((ready[1], age, ready[2]))
         self._recent.append(ready[4])
         if self._observes:
@@ -111,6 +114,11 @@ class Hot:
             spent.sum += seconds
             if self._metrics.is_flipping:
                 self._metrics.flip_answer_seconds.observe(seconds)
+            picks = self._picks
+            picks.left -= 1
+            if picks.left < 0:
+                picks.places(1)
+                picks.put(Pick(holding.live.generation, *ready[4], "l1", "batch", now, body=body))
         return self._messages(body)
 
     async def get(self, scope: MutableMapping[str, Any]) -> Messages | None:

@@ -15,6 +15,7 @@ from serving.holding import Holding
 from serving.infer import Inferences
 from serving.live import Computed
 from serving.metrics import Metrics
+from serving.quality.watch import Watch
 from serving.reply import EXHAUSTED, Reply, Turn
 from serving.sketch import Recent
 from serving.snapshot import Snapshot
@@ -44,14 +45,16 @@ class Ladder:
         metrics: Metrics,
         *,
         l2_deadline_s: float,
+        watch: Watch | None = None,
         timer: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.recent = Recent()
+        self.watch = watch or Watch(metrics.l1_misses)
         self._tiers = tiers
         self._inferences = inferences
         self._metrics = metrics
-        self._reply = Reply(metrics, timer, clock)
+        self._reply = Reply(metrics, self.watch, timer, clock)
         self._l2_deadline_s = l2_deadline_s
         self._timer = timer
         self._clock = clock

@@ -1,4 +1,7 @@
-"""Everything the service counts; sources sum to the entities asked, misses to what no stored tier answered."""
+"""Everything the service counts; sources sum to the entities asked, misses to what no stored tier answered.
+
+What Redis answered sums to `larder_l1_misses`: each entity that L1 did not answer has exactly one reason.
+"""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -7,6 +10,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from serving.quality.reasons import WORDS, L1Misses
 from serving.tally import Seconds, Tally
 from serving.why.seen import note
 
@@ -47,6 +51,8 @@ class Metrics:
             ["table", "reason"],
             registry=registry,
         )
+        self.l1_misses = L1Misses()
+        registry.register(self.l1_misses)
         self.live_failures = Counter(
             "larder_live_failures", "Inputs that live did not answer", ["table", "reason"],
             registry=registry,
@@ -174,7 +180,7 @@ class Metrics:
 
     def missed(self, table: str, reason: str) -> None:
         """No stored tier answered one entity."""
-        self._child(self.misses, table, reason).inc()
+        self._child(self.misses, table, WORDS.get(reason, reason)).inc()
 
     def asked(self, tables: Iterable[str]) -> None:
         """Entities that passed validation: each of them will be answered exactly once."""

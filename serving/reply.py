@@ -9,6 +9,8 @@ from serving.answer import Barred, Prediction, complete, from_defaults, from_rec
 from serving.ask import Options
 from serving.case import Case
 from serving.metrics import Metrics, Source
+from serving.quality.picks import Pick
+from serving.quality.watch import Watch
 from serving.snapshot import Snapshot
 
 EXHAUSTED = "exhausted"
@@ -39,9 +41,14 @@ class Reply:
     """Gives a case its answer."""
 
     def __init__(
-        self, metrics: Metrics, timer: Callable[[], float], clock: Callable[[], float]
+        self,
+        metrics: Metrics,
+        watch: Watch,
+        timer: Callable[[], float],
+        clock: Callable[[], float],
     ) -> None:
         self._metrics = metrics
+        self._watch = watch
         self._timer = timer
         self._clock = clock
 
@@ -67,7 +74,9 @@ class Reply:
             if left == 0 or left < min(least, len(record.items)):
                 case.reason = EXHAUSTED
                 return
-        self._finish(case, prediction, snapshot, source, "live" if record.live else "batch", turn)
+        producer = "live" if record.live else "batch"
+        self._finish(case, prediction, snapshot, source, producer, turn)
+        self._note(case, snapshot, source, producer, barred)
 
     def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
         """Answers with what holds for everybody."""
@@ -102,4 +111,28 @@ class Reply:
         )  # fmt: skip
         self._metrics.answered(table, source, self._timer() - turn.started)
         if source not in ("l1", "l2"):
-            self._metrics.missed(table, case.reason or "unknown")
+            key, reason = case.want.key, case.reason
+            word = self._watch.word(snapshot.generation, table, key, reason)
+            self._metrics.missed(table, word)
+        elif source == "l2":
+            self._watch.read(snapshot.generation, table, case.want.key, case.want.position >= 0)
+
+        if case.is_cold:
+            self._watch.cold.append((table, case.entity.raw or b""))
+
+    def _note(
+        self, case: Case, snapshot: Snapshot, source: Source, producer: str, barred: Barred
+    ) -> None:
+        """Tells the sampler, whose turn it rarely is."""
+        picks = self._watch.picks
+        picks.left -= 1
+        if picks.left >= 0:
+            return
+        picks.places(1)
+        raw = case.entity.raw
+        if raw is not None:
+            sent = case.source if producer == "live" and case.entity.has_input else None
+            picks.put(Pick(
+                snapshot.generation, case.table.name, raw, source, producer, self._clock(),
+                fields=case.answer, sent=sent, barred=barred,
+            ))  # fmt: skip

@@ -31,6 +31,7 @@ from serving.options import with_headers
 from serving.overview import overview
 from serving.parse import feedback_body, lookup_body, lookup_url, score_body
 from serving.problem import Problem
+from serving.quality.quality import Quality
 from serving.score import rank_candidates, vector_table
 from serving.snapshot import Snapshot
 from serving.trial import Trial
@@ -59,6 +60,7 @@ class Service:
     body_timeout_s: float
     dashboard: Dashboard
     explainer: Explainer
+    quality: Quality
     observes: bool = True
     timer: Callable[[], float] = time.monotonic
 

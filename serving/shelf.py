@@ -48,6 +48,7 @@ class Shelf:
         self.blocklist = Blocklist()
         self.is_blocklist_known = False
         self.changed: Callable[[], None] = lambda: None
+        self.flipped: Callable[[str], None] = lambda _before: None
         self.swap: Swap | None = None
         self.canary: Canary | None = None
         self._open = open_snapshot
@@ -122,6 +123,8 @@ class Shelf:
             self.swap = Swap(
                 live.generation, self._timer(), pointer.published_at, is_flip=held is not None
             )
+        if held is not None and held.live.generation != live.generation:
+            self.flipped(held.live.generation)
         self.put(Holding(live.released_as(pointer.epoch, pointer.published_at), previous, next_))
         if held is not None and held.live.generation != live.generation:
             self._metrics.flipped()

@@ -9,6 +9,7 @@ from cache.tiered import Found, Outcome
 from serving.ask import Ask, Entity
 from serving.batch import Batches
 from serving.get import Get
+from serving.quality.picks import Pick
 from serving.render import JSON, Unfit, start_of
 from serving.routes import Service
 from serving.together import Lower, Together
@@ -23,6 +24,7 @@ class Singles:
         self._tiers = service.tiers
         self._ladder = service.ladder
         self._metrics = service.metrics
+        self._watch = service.ladder.watch
         self._batches = batches
         self._clock = clock
         self._together = Together(service, batches, clock)
@@ -69,6 +71,15 @@ class Singles:
         name = asked.table, asked.raw
         self._ladder.recent.append(name)
         self._metrics.hot(asked.table, found.tier, self._service.timer() - get.started)
+        if found.tier == "l2":
+            self._watch.read(live.generation, asked.table, get.want.key)
+        picks = self._watch.picks
+        picks.left -= 1
+        if picks.left < 0:
+            picks.places(1)
+            picks.put(Pick(
+                live.generation, *name, found.tier, "batch", self._clock(), get.k, found.record
+            ))  # fmt: skip
         marks = self._batches.marks(live)
         if found.tier == "l1" and marks.stale is None:
             self._tiers.keep(live.view, get.want, marks.ready(start, name, get.request))

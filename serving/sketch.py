@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Protocol
 
 from cache.errors import TierUnavailable
-from cache.sketch import Name, Report, hour_of
+from cache.sketch import HOT, Name, Report, Window, hour_of
 from serving.snapshot import Snapshot
 
 RECENT = 4_096
@@ -54,6 +54,7 @@ class Sketch:
         recent: Recent,
         live: Callable[[], Snapshot | None],
         clock: Callable[[], float],
+        window: Window = HOT,
     ) -> None:
         self.reported = 0
         self.failed = 0
@@ -61,6 +62,7 @@ class Sketch:
         self._recent = recent
         self._live = live
         self._clock = clock
+        self._window = window
         self._told: set[Name] = set()
 
     async def report(self) -> None:
@@ -78,11 +80,11 @@ class Sketch:
         self._told = {name for name, _ in counts}
         if not counts and not gone:
             return
-        hour = hour_of(self._clock())
+        hour = hour_of(self._clock(), self._window)
         try:
             for at in range(0, max(1, len(counts)), _AT_ONCE):
                 piece = counts[at : at + _AT_ONCE]
-                await self._redis.report_hot(Report(hour, piece, () if at else gone))
+                await self._redis.report_hot(Report(hour, piece, () if at else gone, self._window))
                 self.reported += len(piece)
         except TierUnavailable:
             self.failed += 1

@@ -19,7 +19,7 @@ from cache.blocklist import Blocklist
 from cache.directory import Directory
 from cache.errors import CorruptArtefact, LarderError
 from cache.items import ItemTable
-from cache.keys import input_digest
+from cache.keys import hash_id, input_digest
 from cache.manifest import Artefact, Manifest, Table
 from cache.predictor import Predictor
 from cache.tiered import View
@@ -142,6 +142,11 @@ class Snapshot:
         if table.entity != "item":
             return None
         return _digest_of_nothing("" if self.predictor is None else self.predictor.model_digest)
+
+    def knows(self, table: Table, raw: bytes) -> bool:
+        """Whether the night knew the entity."""
+        directory = self.directories[table.entity]
+        return directory.find(hash_id(raw, directory.seed)) >= 0
 
     def blocks(self, table: Table, raw: bytes | None) -> bool:
         """Whether the entity itself must not be served (an item also when it is blocked as an item)."""

@@ -16,6 +16,7 @@ from cache.columns import Rows, Wants
 from serving.ask import Options
 from serving.batch import Batches, outcome_at
 from serving.get import Get
+from serving.quality.picks import Pick
 from serving.render import JSON
 from serving.resolved import Lookup
 from serving.routes import Service
@@ -141,6 +142,7 @@ class Together:
         live = lookup.holding.live
         own = [members[place] for place in np.flatnonzero(is_plain).tolist()]
         is_l2 = found.is_l2[is_plain].tolist()
+        rows = found.records if len(own) == len(is_plain) else found.records[is_plain]
         marks = self._batches.marks(live)
         ends = marks.ends(marks.age(self._clock()))
         by_tier = ends["l1"], ends["l2"]
@@ -148,12 +150,13 @@ class Together:
             live,
             lookup.table,
             [get.asked.id for get, _ in own],
-            found.records if len(own) == len(is_plain) else found.records[is_plain],
+            rows,
             lookup.k,
             [by_tier[each] for each in is_l2],
         )
-        now = self._service.timer()
-        for member, body, each in zip(own, bodies, is_l2, strict=True):
+        now, watch = self._service.timer(), self._service.ladder.watch
+        picks, read = watch.picks, list[int | bytes]()
+        for at, (member, body, each) in enumerate(zip(own, bodies, is_l2, strict=True)):
             if member.told.done():  # as above
                 continue
             get, tier = member.get, _TIERS[each]
@@ -164,6 +167,17 @@ class Together:
                 ready = marks.ready(body[: -len(ends["l1"])], name, get.request)
                 self._service.tiers.keep(live.view, get.want, ready)
             member.told.set_result(body)
+            if each:
+                read.append(get.want.key)
+            picks.left -= 1
+            if picks.left < 0:
+                picks.places(1)
+                record = rows[at].tobytes()
+                picks.put(Pick(
+                    live.generation, *name, tier, "batch", self._clock(), lookup.k, record
+                ))  # fmt: skip
+        if read:
+            watch.read_many(live.generation, lookup.table.name, read)
 
 
 _TIERS: tuple[Literal["l1"], Literal["l2"]] = "l1", "l2"

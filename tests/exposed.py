@@ -11,6 +11,7 @@ from serving.events import TEXTS, Events
 from serving.figures import Figures
 from serving.metrics import Metrics
 from serving.nights import Nights
+from serving.quality.results import Results
 from serving.room import Room
 from serving.tally import Overload
 
@@ -28,7 +29,7 @@ def labels() -> dict[str, set[str]]:
     nothing: Any = None
     figures = Figures(lambda: None, nights, Chronicle(nothing), Room(nothing))
     found: dict[str, set[str]] = {}
-    told = [Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures]
+    told = [Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures, Results()]
     for collector in [*Metrics().registry._collector_to_names, *told]:
         if isinstance(collector, MetricWrapperBase):
             found |= _series(collector._name, str(collector._type), collector._labelnames)

@@ -10,7 +10,7 @@ from cache.blocklist import change_blocklist, latest_blocklist
 from cache.errors import Conflict, LarderError
 from cache.keys import hash_hex, hash_id
 from cache.manifest import EntityKind, Manifest
-from cache.sketch import HOUR_S, LIFE_S, hour_of, member
+from cache.sketch import COLD, HOT, Window, hour_of, member
 from precompute.checks import demand_reason
 from precompute.config import NightConfig
 from precompute.erasures.erasure import (
@@ -104,19 +104,26 @@ def drop_overlays(
 def drop_hot(
     config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]
 ) -> int:
-    """Take these entities out of the sketch of recent requests; how often they stood there."""
+    """Take these entities out of the sketches of requests; how often they stood there."""
     tables = set(config.tables)
     for generation in sorted(control.rows()):
         with contextlib.suppress(LarderError):  # its files are gone
             tables |= set(read_manifest(store, generation).tables)
     members = [member((table, each.raw)) for each in erasures for table in sorted(tables)]
     batches = [members[at : at + UNLINK_BATCH] for at in range(0, len(members), UNLINK_BATCH)]
-    now, keys = hour_of(control.time()), config.keyspace()
-    # A replica's idea of Redis' clock may be a little ahead.
-    hours = range(now - LIFE_S // HOUR_S, now + 2)
-    return sum(
-        int(control.client.zrem(keys.hot(hour), *batch)) for batch in batches for hour in hours
-    )
+    keys, at = config.keyspace(), control.time()
+    names = [
+        name(each)
+        for window, name in ((HOT, keys.hot), (COLD, keys.cold))
+        for each in _numbers(window, at)
+    ]
+    return sum(int(control.client.zrem(name, *batch)) for batch in batches for name in names)
+
+
+def _numbers(window: Window, at: float) -> range:
+    """Of all keys of a sketch that can still be there; a replica's idea of Redis' clock may be a little ahead."""
+    now = hour_of(at, window)
+    return range(now - window.life_s // window.seconds, now + 2)
 
 
 def _overlay_keys(

@@ -9,6 +9,8 @@ from cache.errors import (
     SourceError,
 )
 from cache.items import ItemTable
+from cache.probe import FILE as PROBE
+from cache.probe import USERS_MAX, probe_part, write_probe
 from precompute import catalogue
 from precompute.build import (
     Build,
@@ -88,11 +90,13 @@ def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progres
     for name in (catalogue.VECTORS, *(f"models/{model.name}.fp32.onnx" for model in bundle.models)):
         made.fetch(name)
     items = catalogue.open_items(made.root, begun, dims=bundle.dims)
+    users, parts = _probed(made, begun, items, bundle.user_tower)
+    made.finish(write_probe(made.root, parts))
     models = quantize_models(
         bundle,
         made.root / "models",
         items,
-        lambda model: _sample(made, begun, items, model),
+        lambda model: users if model is bundle.user_tower else _sample(made, begun, items, model),
         item_features={
             model.name: read_item_features(made, model.spec)
             for model in bundle.models
@@ -108,22 +112,47 @@ def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progres
             name: asdict(model_entry(made, bundle, name, found.int8, found.agreement))
             for name, found in models.items()
         },
+        "probe": asdict(made.describe(PROBE)),
         "seconds": time.perf_counter() - started,
     }
     made.report("quantize", report)
     return report
 
 
+def _shard(made: Build, begun: Step, shard: int) -> ShardInput:
+    fetch_partition(made, shard)
+    return read_shard(
+        made.root / "work/partition",
+        shard,
+        begun["user_seed"],
+        history_limit=made.config.history_limit,
+    )
+
+
 def _sample(made: Build, begun: Step, items: ItemTable, model: BundleModel) -> ShardInput:
     """Real inputs of the first hash shard (so: entities at random) that holds any which the model can use."""
     for shard in range(made.config.shards):
-        fetch_partition(made, shard)
-        found = read_shard(
-            made.root / "work/partition",
-            shard,
-            begun["user_seed"],
-            history_limit=made.config.history_limit,
-        )
+        found = _shard(made, begun, shard)
         if len(usable_inputs(items, found, {model.name: model.spec})[0]):
             return found
     raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
+
+
+def _probed(
+    made: Build, begun: Step, items: ItemTable, model: BundleModel
+) -> tuple[ShardInput, list[Any]]:
+    """What `_sample` finds, and the parts of the probe: shard after shard, until it is full."""
+    sample, parts, count = None, [], 0
+    for shard in range(made.config.shards):
+        found = _shard(made, begun, shard)
+        rows = usable_inputs(items, found, {model.name: model.spec})[0][: USERS_MAX - count]
+        if len(rows):
+            sample, count = sample or found, count + len(rows)
+            parts.append(
+                probe_part(found.hashes, found.indptr, found.ordinals, found.features, rows)
+            )
+        if count >= USERS_MAX:
+            break
+    if sample is None:
+        raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
+    return sample, parts

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.embedded import server
+from cache.probe import probe_bytes
 from precompute.build import Progress, quiet
 from precompute.config import NightConfig, parse_time
 from precompute.models.bundle import Bundle
@@ -177,6 +178,7 @@ def _shape(config: NightConfig, trial: Trial, asked: Asked, users: int) -> Shape
     items, dims = int(begun["items"]), asked.dims or bundle.dims
     tables = configured_tables(config, bundle)
     sized = replace(bundle, dims=dims)
+    per_user = min(config.history_limit, int(begun["interactions"]) / len(trial.sample.ids))
     partition = sum(each.stat().st_size for each in (root / "work/partition").iterdir())
     listed = [each for each in tables.values() if each.kind in ("user_topk", "item_similar")]
     return Shape(
@@ -196,7 +198,7 @@ def _shape(config: NightConfig, trial: Trial, asked: Asked, users: int) -> Shape
         metrics=len({metric_of(bundle, each) for each in listed}),
         index=config.index,
         defaults_bytes=(root / "defaults.json").stat().st_size,
-        work_bytes=round(partition * users / len(trial.sample.ids)),
+        work_bytes=round(partition * users / len(trial.sample.ids)) + probe_bytes(users, per_user),
     )
 
 

@@ -77,7 +77,7 @@ class Shape:
     index: IndexKind = "auto"
     defaults_bytes: int = 0
     work_bytes: int = 0
-    """What the night leaves beside its artefacts: the partition of its sources."""
+    """What the night leaves beside its artefacts: the partition of its sources, and the probe."""
 
     def pages(self) -> dict[str, Pages]:
         """Of each table."""

@@ -26,8 +26,6 @@ INFRA = Path(__file__).parents[2] / "infra"
 BOARDS: list[Any] = [
     json.loads(file.read_text()) for file in sorted((INFRA / "grafana/dashboards").glob("*.json"))
 ]
-AWAITED = ("larder_quality_drift",)
-"""Series that no service exposes yet."""
 
 SCRAPE_S = 0.25
 EVALUATE_S = 0.5

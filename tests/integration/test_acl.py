@@ -17,7 +17,7 @@ from cache.keys import Keyspace
 from cache.lease import LeaseSwap, LeaseTake, Mark
 from cache.releases import Pointer
 from cache.remote import RemoteConfig, RemoteTier
-from cache.sketch import Report
+from cache.sketch import COLD, Report
 from precompute.releases.control import Control, Row
 from precompute.releases.staging import Stage
 from precompute.releases.states import State
@@ -115,14 +115,24 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     assert await remote.lease(LeaseSwap(*mark, mark.token, 60_000)) is None
     await remote.report_hot(Report(5, [(("user_topk", b"u1"), 2)], [("user_topk", b"u2")]))
     assert await remote.hot(5) == [("user_topk", b"u1")]
+    cold = Report(5, [(("user_topk", b"u3"), 2)], [("user_topk", b"u4")], COLD)
+    await remote.report_hot(cold)
+    assert await remote.cold(5) == [("user_topk", b"u3")]
+    read = KEYS.read("g1", "user_topk")
+    await remote.ask("PFADD", read, b"12345678", b"87654321")
+    await remote.ask("EXPIRE", read, 60)
+    assert await remote.ask("PFCOUNT", read) == 2
+    await remote.ask("HSET", KEYS.quality, "replica-1", b"{}")
+    await remote.ask("EXPIRE", KEYS.quality, 60)
+    assert await remote.ask("HGETALL", KEYS.quality) == {b"replica-1": b"{}"}
+    assert await remote.ask("HDEL", KEYS.quality, "replica-1") == 1
     assert await remote.eviction_policy() == "volatile-lru"
     assert (await remote.infos())[0]["used_memory"] > 0
-
     loader.hset(KEYS.generations, "g1", "{}")
     told = [("HSET", key, "w", "{}") for key in (KEYS.workers, KEYS.bin(10))]
     assert await remote.ask_all([*told, ("EXPIRE", KEYS.bin(10), 60)]) == [1, 1, 1]
-    read = [("HGETALL", key) for key in (KEYS.workers, KEYS.bin(10), KEYS.generations)]
-    assert await remote.ask_all(read) == [{b"w": b"{}"}, {b"w": b"{}"}, {b"g1": b"{}"}]
+    looked = [("HGETALL", key) for key in (KEYS.workers, KEYS.bin(10), KEYS.generations)]
+    assert await remote.ask_all(looked) == [{b"w": b"{}"}, {b"w": b"{}"}, {b"g1": b"{}"}]
     assert await remote.ask_all([("HDEL", KEYS.workers, "w")]) == [1]
     assert [each["maxmemory_policy"] for each in await remote.infos()] == ["volatile-lru"]
     loader.hdel(KEYS.generations, "g1")
@@ -164,6 +174,12 @@ def test_the_service_hears_of_a_publish(reader: redis.Redis, loader: redis.Redis
         ("ZADD", KEYS.hot(1), "1", "x"),
         ("SET", KEYS.hot(1), "x"),
         ("UNLINK", KEYS.hot(1)),
+        ("SET", KEYS.cold(1), "x"),
+        ("UNLINK", KEYS.read("g1", "user_topk")),
+        ("PFADD", KEYS.live, "x"),
+        ("HSET", KEYS.live, "x", "x"),
+        ("HSET", "larder:1:{other}:quality", "x", "x"),
+        ("HGETALL", KEYS.generations),
         ("ZINCRBY", "larder:1:{other}:hot:1", "1", "x"),
         ("HSET", KEYS.generations, "g1", "live"),
         ("HDEL", KEYS.generations, "g1"),
@@ -246,9 +262,11 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
 def test_the_night_takes_an_erased_entity_out_of_the_sketch(
     loader: redis.Redis, reader: redis.Redis
 ) -> None:
-    reader.zincrby(KEYS.hot(7), 1.0, "user_topk:u1")
+    for key in (KEYS.hot(7), KEYS.cold(7)):
+        reader.zincrby(key, 1.0, "user_topk:u1")
 
-    assert loader.zrem(KEYS.hot(7), "user_topk:u1") == 1
+        assert loader.zrevrange(key, 0, -1) == [b"user_topk:u1"]
+        assert loader.zrem(key, "user_topk:u1") == 1
 
 
 def test_the_night_removes_an_overlay_that_it_can_neither_read_nor_write(

@@ -219,7 +219,7 @@ async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: Test
     pipeline.load(loading, {"generation": live(night)})
     publish_night(loading, "2026-02-01T00:00:00Z")
     pipeline.retire(loading)
-    async with serving(reading, l1_bytes=1, figures_s=0.1) as app:
+    async with serving(reading, l1_bytes=1, figures_s=0.1, quality_s=0.1) as app:
 
         async def whole() -> bool:
             return await all_from_l2(app, users)
@@ -229,6 +229,17 @@ async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: Test
 
         assert await eventually(whole)
         assert await eventually(asked)
+        await app.get("/v1/lookup/user_topk/stranger")
+
+        async def told() -> bool:
+            found = app.service.quality.told() or {}
+            return found.get("worklist") == 1 and abs((found["read_share"] or 0) - share) < 0.02
+
+        manifest = read_manifest(night.store(), live(night))
+        counts = {name: each.count for name, each in manifest.entity_sets.items()}
+        tables = manifest.tables.values()
+        share = len(users) / sum(counts[each.entity] for each in tables)
+        assert await eventually(told)
         with open_releases(loading) as releases:
 
             async def beating() -> bool:
@@ -238,9 +249,14 @@ async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: Test
 
 
 def joined(rules: list[str]) -> list[str]:
-    """A selector, in brackets, is one rule."""
-    at = next((n for n, each in enumerate(rules) if each.startswith("(")), len(rules))
-    return [*rules[:at], *([" ".join(rules[at:])] if rules[at:] else [])]
+    """Each selector, in brackets, is one rule."""
+    found: list[str] = []
+    for each in rules:
+        if found and found[-1].startswith("(") and not found[-1].endswith(")"):
+            found[-1] += f" {each}"
+        else:
+            found.append(each)
+    return found
 
 
 async def test_the_dashboard_is_whole_and_adds_up_the_memory_of_all_masters(

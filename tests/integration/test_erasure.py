@@ -17,7 +17,7 @@ from cache.blocklist import change_blocklist, latest_blocklist
 from cache.directory import Directory
 from cache.errors import Conflict
 from cache.keys import hash_hex, hash_id
-from cache.sketch import hour_of
+from cache.sketch import COLD, HOT, Window, hour_of
 from precompute import beginning, catalogue, pipeline
 from precompute.config import NightConfig
 from precompute.erasures.erasing import (
@@ -245,19 +245,21 @@ def test_overlays_of_the_entity_are_dropped_and_others_stay(night: NightConfig) 
         assert [bool(client.exists(name)) for name in names] == [False, True, False, True]
 
 
-def test_the_entity_leaves_the_sketch_of_recent_requests(night: NightConfig) -> None:
+@pytest.mark.parametrize("window", [HOT, COLD])
+def test_the_entity_leaves_the_sketches_of_requests(night: NightConfig, window: Window) -> None:
     keys = night.keyspace()
+    key = keys.hot if window is HOT else keys.cold
     with connect(night.redis_url, 5.0) as client:
         control = Control(client, keys)
-        hour = hour_of(control.time())
-        for each in (hour, hour - 1):
+        now = hour_of(control.time(), window)
+        for each in (now, now - 1):
             for name in (b"user_topk:somebody", b"user_vector:somebody", b"user_topk:else"):
-                client.zincrby(keys.hot(each), 3.0, name)
+                client.zincrby(key(each), 3.0, name)
         begin_erasing(night.store(), b"somebody", "user", at=1.0)
 
         settled(night)
 
-        left = [client.zrange(keys.hot(each), 0, -1) for each in (hour, hour - 1)]
+        left = [client.zrange(key(each), 0, -1) for each in (now, now - 1)]
         assert left == [[b"user_topk:else"]] * 2
 
 

@@ -1,0 +1,115 @@
+"""Why L1 lacks what Redis then answers: a bounded memory of what it let go."""
+
+import time
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal
+
+import numpy as np
+
+Absence = Literal["cold_start", "evicted", "expired", "flipped"]
+ABSENCES: tuple[Absence, ...] = ("cold_start", "evicted", "expired", "flipped")
+"""Never here in this generation (or forgotten since); here and let go; its life was over; here, but in the generation
+before."""
+
+SLOTS = 1 << 17
+"""A mebibyte: the last hundred thousand entries or so that were let go."""
+
+EXPIRED_SLOTS = 1 << 13
+
+FLIPPED_S = 300.0
+"""After a flip, until when a record that the generation before had in L1 counts as `flipped`."""
+
+_MANY = 16
+"""From so many keys on, numpy's fixed cost pays."""
+
+
+class LetGo:
+    """Hashes of keys, one per slot: a later one takes the place of an earlier, so some are forgotten, none made up."""
+
+    def __init__(self, slots: int = SLOTS) -> None:
+        self.is_empty = True
+        self._slots = array("q", bytes(8 * slots))
+        self._view = np.frombuffer(self._slots, np.int64)
+        self._mask = slots - 1
+
+    def note(self, key: Hashable) -> None:
+        """This key is not held any more."""
+        self.is_empty = False
+        hash_ = hash(key)
+        self._slots[hash_ & self._mask] = hash_
+
+    def __contains__(self, key: Hashable) -> bool:
+        hash_ = hash(key)
+        return self._slots[hash_ & self._mask] == hash_
+
+    def count(self, keys: Sequence[Hashable]) -> int:
+        """How many of them."""
+        if len(keys) < _MANY:
+            return sum(map(self.__contains__, keys))
+        hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+        return int(np.count_nonzero(self._view[hashes & self._mask] == hashes))
+
+
+class Absences:
+    """Judges keys that L1 did not hold; `holds` says what it holds.
+
+    An end of life outweighs an eviction, both a flip.
+    """
+
+    def __init__(
+        self,
+        holds: Callable[[tuple[str, str, int | bytes]], bool] = lambda _key: False,
+        timer: Callable[[], float] = time.monotonic,
+        slots: int = SLOTS,
+    ) -> None:
+        self.evicted = LetGo(slots)
+        self.expired = LetGo(min(slots, EXPIRED_SLOTS))
+        self._holds = holds
+        self._timer = timer
+        self._before: tuple[str, float] | None = None
+
+    def flipped(self, before: str) -> None:
+        """Another generation is live from now on; `before` is the one that was."""
+        self._before = before, self._timer() + FLIPPED_S
+
+    def why(self, generation: str, table: str, key: int | bytes) -> Absence:
+        """The one reason for one key."""
+        if self.expired.is_empty and self.evicted.is_empty and self._before is None:
+            return "cold_start"
+        whole = generation, table, key
+        if whole in self.expired:
+            return "expired"
+        if whole in self.evicted:
+            return "evicted"
+        if (before := self._earlier(generation)) is not None:
+            earlier = before, table, key
+            if self._holds(earlier) or earlier in self.evicted:
+                return "flipped"
+        return "cold_start"
+
+    def count(self, generation: str, table: str, keys: Sequence[int | bytes]) -> dict[Absence, int]:
+        """How many of the keys L1 lacked for which reason; each has exactly one."""
+        if self.expired.is_empty and self._earlier(generation) is None:
+            if self.evicted.is_empty:
+                return {"cold_start": len(keys)}
+            evicted = self.evicted.count([(generation, table, key) for key in keys])
+            return {"evicted": evicted, "cold_start": len(keys) - evicted}
+        found: dict[Absence, int] = {}
+        for key in keys:
+            why = self.why(generation, table, key)
+            found[why] = found.get(why, 0) + 1
+        return found
+
+    def is_over(self, generation: str, table: str, key: int | bytes) -> bool:
+        """Whether a record was here until its life was over."""
+        return not self.expired.is_empty and (generation, table, key) in self.expired
+
+    def _earlier(self, generation: str) -> str | None:
+        before = self._before
+        if before is None:
+            return None
+        if self._timer() >= before[1]:
+            self._before = None
+            return None
+        return None if before[0] == generation else before[0]

@@ -1,0 +1,134 @@
+"""What the samples of this process come to: for Prometheus since its start, for the dashboard of the live release."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    SummaryMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from serving.quality.cells import Cell, Key, packed
+from serving.quality.compare import Sample
+from serving.quality.drift import ALPHA, Drift
+from serving.snapshot import Snapshot
+
+FLOOR = 0.5
+"""What the overlap must reach where the night has measured none."""
+
+LENIENCE = 0.05
+"""Below the gate's threshold: whom callers ask for is not whom the gate drew."""
+
+LABELS = ("table", "source", "producer", "band")
+
+
+class Results(Collector):
+    """For the event loop only. `live` of a sample: of the release that is live now, which alone is judged for drift."""
+
+    def __init__(self) -> None:
+        self.skipped: Counter[str] = Counter()
+        self.cpu_s = 0.0
+        self.since = 0.0
+        self._all: defaultdict[Key, Cell] = defaultdict(Cell)
+        self._live: defaultdict[Key, Cell] = defaultdict(Cell)
+        self._release: tuple[str, int] | None = None
+        self._drifts: dict[str, Drift] = {}
+
+    def begin(self, live: Snapshot, now: float) -> None:
+        """Judges this release from now on, unless it does so already."""
+        if (release := (live.generation, live.epoch)) == self._release:
+            return
+        tables = live.manifest.tables
+        self._release, self.since = release, now
+        self._live.clear()
+        self._drifts = {
+            name: Drift(_floor(live, table.kind == "topk"), ALPHA / len(tables))
+            for name, table in tables.items()
+        }
+
+    def add(self, sample: Sample, generation: str) -> None:
+        """One comparison of an answer from this generation."""
+        key: Key = sample.table, sample.source, sample.producer, sample.band
+        self._all[key].saw(sample)
+        if self._release is None or self._release[0] != generation:
+            return
+        self._live[key].saw(sample)
+        if sample.producer == "batch" and sample.whole is not None:
+            self._drifts[sample.table].saw(sample.whole)
+
+    @property
+    def release(self) -> tuple[str, int] | None:
+        """Generation and epoch that are judged."""
+        return self._release
+
+    def to_json(self) -> dict[str, Any]:
+        """What other replicas merge with their own."""
+        return {
+            "generation": None if self._release is None else self._release[0],
+            "since": self.since,
+            "cells": packed(self._live),
+            "drift": {
+                name: each.found_after for name, each in self._drifts.items() if each.is_found
+            },
+        }
+
+    def collect(self) -> Iterable[Metric]:
+        """All families."""
+        samples = CounterMetricFamily(
+            "larder_quality_samples", "Served answers that were computed once more", labels=LABELS
+        )
+        exact = CounterMetricFamily(
+            "larder_quality_exact", "Of these, those that came out the same", labels=LABELS
+        )
+        overlap, error, age = (
+            SummaryMetricFamily(f"larder_quality_{name}", text, labels=LABELS)
+            for name, text in (
+                ("overlap_ratio", "Share of the served list that the model gives too"),
+                ("score_error_ratio", "Difference of the numbers, as a share of the largest"),
+                ("age_seconds", "Age of the data when the answer was served"),
+            )
+        )
+        for key, cell in self._all.items():
+            samples.add_metric(key, cell.samples)
+            exact.add_metric(key, cell.exact)
+            overlap.add_metric(key, cell.samples, cell.overlap)
+            error.add_metric(key, cell.samples, cell.error)
+            age.add_metric(key, cell.samples, cell.age)
+        yield from (samples, exact, overlap, error, age)
+        skipped = CounterMetricFamily(
+            "larder_quality_skipped", "Answers drawn and not compared", labels=["reason"]
+        )
+        for reason, count in self.skipped.items():
+            skipped.add_metric([reason], count)
+        yield skipped
+        cpu = CounterMetricFamily("larder_quality_cpu_seconds", "Processor time spent on it")
+        cpu.add_metric([], self.cpu_s)
+        yield cpu
+        yield from self._drift()
+
+    def _drift(self) -> Iterable[Metric]:
+        found = GaugeMetricFamily(
+            "larder_quality_drift",
+            "1 once the live release's answers have been shown to differ from the model's",
+            labels=["table"],
+        )
+        evidence = GaugeMetricFamily(
+            "larder_quality_drift_evidence_ratio",
+            "Evidence of that, as a share of what raises the alarm",
+            labels=["table"],
+        )
+        for name, drift in self._drifts.items():
+            found.add_metric([name], float(drift.is_found))
+            evidence.add_metric([name], drift.evidence * drift.alpha)
+        yield from (found, evidence)
+
+
+def _floor(live: Snapshot, is_list: bool) -> float:
+    rule = "skew" if is_list else "skew_cosine"
+    gates: Iterable[Mapping[str, Any]] = live.manifest.gates
+    found = next((each.get("threshold") for each in gates if each.get("rule") == rule), None)
+    return float(found) - LENIENCE if isinstance(found, int | float) else FLOOR

@@ -1,0 +1,250 @@
+"""Served answers computed once more by the real models: a sound generation agrees, altered pages do not.
+
+Also what is read of a generation and what is asked for in vain, over several replicas through a real Redis.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from cache.artefacts import open_generation
+from cache.errors import TierUnavailable
+from cache.items import ItemTable
+from cache.keys import Keyspace, hash_id
+from cache.probe import FACT, Probe
+from precompute.config import NightConfig
+from precompute.releases.control import Control, connect
+from serving.quality.quality import Quality
+from tests.integration.nights import build_night, histories
+from tests.integration.serving_app import Running, eventually, serving
+
+ALL: dict[str, Any] = {"quality_per_mille": 1_000.0, "quality_cpu_share": 1.0, "quality_s": 0.1}
+WITHIN = 25
+"""Samples, where every record of a table was altered."""
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("sound"), redis_url, users=300, items=100)
+
+
+@pytest.fixture
+def night(tmp_path: Path, redis_url: str) -> NightConfig:
+    return build_night(tmp_path / "night", redis_url, users=120, items=100)
+
+
+def live_generation(night: NightConfig) -> str:
+    with connect(night.redis_url, 5.0) as client:
+        pointer = Control(client, night.keyspace()).pointer()
+    assert pointer is not None
+    return pointer.generation
+
+
+def quality(app: Running) -> Quality:
+    return app.service.quality
+
+
+def told(app: Running) -> dict[str, Any]:
+    found = quality(app).told()
+    assert found is not None
+    return found
+
+
+def samples(app: Running, table: str) -> int:
+    by = (quality(app).told() or {"by": ()})["by"]
+    return sum(each["samples"] for each in by if each["table"] == table)
+
+
+async def ask(app: Running, table: str, ids: list[str], **options: Any) -> list[dict[str, Any]]:
+    body = {"entities": [{"id": each} for each in ids], **options}
+    answers: list[dict[str, Any]] = (await app.post(f"/v1/lookup/{table}", body))["answers"]
+    return answers
+
+
+async def sampled(app: Running, table: str, least: int) -> bool:
+    return await eventually(lambda: _has(app, table, least), 30.0)
+
+
+async def _has(app: Running, table: str, least: int) -> bool:
+    return samples(app, table) >= least
+
+
+def rearrange(night: NightConfig, table: str) -> None:
+    """Give every record of a table the list of another one; each record stays whole and its entity's own."""
+    generation = live_generation(night)
+    manifest, _ = open_generation(night.store(), generation)
+    layout = manifest.tables[table].layout
+    keys = Keyspace(night.namespace)
+    with redis.Redis.from_url(str(night.redis_url)) as client:
+        for page in range(manifest.tables[table].pages):
+            name = keys.page(generation, table, page)
+            rows = np.frombuffer(client.get(name), layout.dtype).copy()
+            for field in ("items", "numbers"):
+                rows[field] = np.random.default_rng(page).permuted(rows[field], axis=1)
+                rows[field] = np.roll(rows[field], len(rows) // 2, axis=0)
+            rows["items"] = (rows["items"][:, ::-1] + 17) % manifest.items.count
+            client.set(name, rows.tobytes())
+
+
+async def test_a_sound_generation_agrees_with_its_model_in_every_table(sound: NightConfig) -> None:
+    users = sorted(histories(sound))
+    async with serving(sound, **ALL) as app:
+        items = [each["items"][0] for each in await ask(app, "user_topk", users[:40], k=50)]
+        for table, ids in (
+            ("user_topk", users[40:100]),
+            ("user_vector", users[:30]),
+            ("user_affinity", users[:30]),
+            ("item_similar", items[:30]),
+            ("item_vector", items[:30]),
+        ):
+            await ask(app, table, ids)
+            assert await sampled(app, table, 20)
+        found = told(app)
+        text = await app.counted("larder_quality_samples_total")
+        drift = await app.counted("larder_quality_drift")
+
+    by = {(each["table"], each["source"]): each for each in found["by"]}
+    assert {table for table, _ in by} == set(sound.tables)
+    assert found["samples"] == sum(each["samples"] for each in found["by"]) == sum(text.values())
+    assert found["overlap"]["low"] <= found["overlap"]["mean"] <= found["overlap"]["high"]
+    assert found["overlap"]["mean"] > 0.9 and found["score_error"]["mean"] < 0.1
+    assert not found["drift"] and "came out the same" in found["sentence"]
+    assert set(drift.values()) == {0.0}
+    assert all(each["age_s"] > 0 for each in found["by"])
+
+
+async def test_every_way_of_asking_is_sampled_and_says_what_it_was(sound: NightConfig) -> None:
+    users = sorted(histories(sound))
+    history = histories(sound)[users[0]][:5]
+    async with serving(sound, **ALL) as app:
+        for _ in range(3):  # Redis, L1, ready
+            await app.get(f"/v1/lookup/user_topk/{users[0]}", k=5)
+        await ask(app, "user_topk", users[:20])
+        await ask(app, "user_topk", users[:20])
+        body = {"entities": [{"id": "stranger", "history": list(history)}]}
+        await app.post("/v1/lookup/user_topk", body)
+        assert await sampled(app, "user_topk", 44)
+        found = told(app)
+
+    by: dict[tuple[str, str], int] = {}
+    for each in found["by"]:
+        key = each["source"], each["producer"]
+        by[key] = by.get(key, 0) + each["samples"]
+    assert by == {("l2", "batch"): 20, ("l1", "batch"): 23, ("live", "live"): 1}
+    (live,) = (each for each in found["by"] if each["producer"] == "live")
+    assert live["exact"]["rate"] == 1.0 and live["band"] == "1-9" and live["age_s"] == 0.0
+
+
+async def test_pages_that_were_altered_are_found_out_within_the_stated_number_of_samples(
+    night: NightConfig,
+) -> None:
+    users = sorted(histories(night))
+    rearrange(night, "user_topk")
+    async with serving(night, **ALL) as app:
+        await ask(app, "user_vector", users[:30])
+        assert await sampled(app, "user_vector", 30)
+        assert not told(app)["drift"]
+
+        answers = await ask(app, "user_topk", users[:WITHIN])
+
+        assert {each["source"] for each in answers} == {"l2"}
+        assert await sampled(app, "user_topk", WITHIN)
+        found = told(app)
+        drift = await app.counted("larder_quality_drift")
+    assert found["drift"] and found["drifted"] == ["user_topk"]
+    assert "restore" in found["sentence"]
+    assert [table for (table,), value in drift.items() if value] == ["user_topk"]
+
+
+async def test_replicas_tell_one_whole_of_samples_reads_and_ids_asked_for_in_vain(
+    night: NightConfig,
+) -> None:
+    users = sorted(histories(night))[:60]
+    async with serving(night, **ALL) as first, serving(night, **ALL) as second:
+        await ask(first, "user_topk", users[:40])
+        await ask(second, "user_topk", users[20:60])
+        await ask(first, "user_topk", ["stranger", "other"])
+        await ask(second, "user_topk", ["stranger"])
+
+        async def whole() -> bool:
+            parts = [told(each) for each in (first, second)]
+            read = await first.counted("larder_table_read_records")
+            return (
+                all(each["samples"] == 80 and each["worklist"] == 2 for each in parts)
+                and abs(read["user_topk",] - 60) <= 1
+            )
+
+        assert await eventually(whole, 30.0)
+        found = told(second)
+        records = await second.counted("larder_table_records")
+        assert found["read_share"] == pytest.approx(60 / sum(records.values()), abs=0.01)
+        size = sum((await second.counted("larder_table_bytes")).values())
+        assert found["hits_per_gb"] == pytest.approx(80 / size * 1e9)
+    with redis.Redis.from_url(str(night.redis_url)) as client:
+        keys = Keyspace(night.namespace)
+        assert client.hgetall(keys.quality) == {}
+        assert client.ttl(keys.quality) in (-2, *range(121))
+
+
+async def test_without_redis_each_replica_tells_its_own(sound: NightConfig) -> None:
+    users = sorted(histories(sound))
+    async with serving(sound, **ALL) as app:
+        await ask(app, "user_topk", users[:5])
+        assert await sampled(app, "user_topk", 5)
+        told_ = quality(app)._told
+
+        async def away(*_command: object) -> None:
+            raise TierUnavailable("gone", reason="connection")
+
+        told_._redis.ask = away  # type: ignore[method-assign]
+        await told_.report()
+
+        found = told(app)
+    assert found["samples"] == 5 and found["worklist"] is None
+
+
+async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first(
+    sound: NightConfig,
+) -> None:
+    users = sorted(histories(sound))
+    async with serving(sound, quality_per_mille=1_000.0, quality_cpu_share=0.02) as app:
+        loop, sampler = asyncio.get_running_loop(), quality(app)._sampler
+        began = loop.time()
+        await ask(app, "user_topk", users[:100])
+        assert await eventually(lambda: _spent(app, 3))
+        spent = (await app.counted("larder_quality_cpu_seconds_total"))[()]
+        lasted = loop.time() - began
+        # One judgement may begin before its pause is known.
+        assert spent <= 0.02 * lasted + 0.1
+
+        sampler._is_busy = lambda: True
+        left = len(app.service.ladder.watch.picks)
+        await sampler.step()
+
+        skipped = await app.counted("larder_quality_skipped_total")
+        assert left and skipped["overload",] >= left
+        assert len(app.service.ladder.watch.picks) == 0
+
+
+async def _spent(app: Running, least: int) -> bool:
+    return sum((await app.counted("larder_quality_samples_total")).values()) >= least
+
+
+def test_the_probe_holds_what_the_night_computed_from(sound: NightConfig) -> None:
+    generation = live_generation(sound)
+    manifest, root = open_generation(sound.store(), generation)
+    items = ItemTable.open(root, manifest)
+    probe = Probe.open(root / manifest.facts[FACT]["path"], items)
+    known = histories(sound)
+    seed, found = manifest.entity_sets["user"].seed, 0
+    for user, items_ in known.items():
+        each = probe.of(hash_id(user.encode(), seed))
+        if each is not None:
+            found += 1
+            assert set(each.history or ()) == {item.encode() for item in items_}
+    assert found == len(probe) == manifest.entity_sets["user"].count
+    assert probe.of(0) is None

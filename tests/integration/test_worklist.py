@@ -1,0 +1,118 @@
+"""Ids that are asked for in vain become a worklist: bounded, without whoever is blocked or erased."""
+
+import argparse
+import csv
+from pathlib import Path
+
+import pytest
+import redis
+
+from cache.artefacts import open_generation
+from cache.blocklist import change_blocklist
+from cache.errors import ConfigError
+from cache.sketch import COLD, hour_of
+from precompute.build import quiet
+from precompute.config import NightConfig
+from precompute.erasures.erasing import begin_erasing
+from precompute.gates.holdout import FILE
+from precompute.releases.control import Control, connect
+from precompute.worklist import Line, lines, read, worklist
+from tests.integration.nights import build_night, histories
+from tests.integration.serving_app import Running, eventually, serving
+
+
+@pytest.fixture
+def night(tmp_path: Path, redis_url: str) -> NightConfig:
+    return build_night(tmp_path / "night", redis_url, users=120, items=60)
+
+
+def found(night: NightConfig) -> list[Line]:
+    with connect(night.redis_url, 5.0) as client:
+        control = Control(client, night.keyspace())
+        pointer = control.pointer()
+        assert pointer is not None
+        return lines(night.store(), read(control), pointer.generation)
+
+
+async def ask(app: Running, ids: list[str]) -> None:
+    body = {"entities": [{"id": each} for each in ids]}
+    await app.post("/v1/lookup/user_topk", body)
+
+
+async def listed(night: NightConfig, expected: dict[str, int]) -> bool:
+    return {each.entity: each.reads for each in found(night)} == expected
+
+
+async def test_what_is_asked_for_in_vain_is_listed_most_asked_first(night: NightConfig) -> None:
+    known = sorted(histories(night))[:5]
+    expected = {"often": 3, "once": 1, "live": 2}
+    async with serving(night, quality_s=0.05) as app:
+        await ask(app, ["often", "once", *known])
+        await ask(app, ["often", "often"])
+        # Answered by the live model, then from what that has left: a night would have known.
+        item = histories(night)[known[0]][0]
+        for _ in range(2):
+            body = {"entities": [{"id": "live", "history": [item]}]}
+            await app.post("/v1/lookup/user_topk", body)
+        await app.get("/v1/lookup/item_similar/no-such-item")
+
+        assert await eventually(lambda: listed(night, expected | {"no-such-item": 1}))
+
+    assert [each.entity for each in found(night)][:2] == ["often", "live"]
+    assert {each.standing for each in found(night)} == {"no input"}
+
+
+async def test_blocked_and_erased_ids_are_neither_kept_nor_listed(night: NightConfig) -> None:
+    async with serving(night, quality_s=0.05) as app:
+        await ask(app, ["stays", "blocked", "erased"])
+        assert await eventually(lambda: listed(night, {"stays": 1, "blocked": 1, "erased": 1}))
+
+        change_blocklist(night.store(), block_users=[b"blocked"])
+        begin_erasing(night.store(), b"erased", "user", at=1.0)
+
+        assert await eventually(lambda: listed(night, {"stays": 1}))
+
+        async def gone() -> bool:
+            await ask(app, ["blocked", "erased"])
+            with redis.Redis.from_url(str(night.redis_url)) as client:
+                day = hour_of(Control(client, night.keyspace()).time(), COLD)
+                left = client.zrange(night.keyspace().cold(day), 0, -1)
+                return bool(left == [b"user_topk:stays"])
+
+        assert await eventually(gone)
+
+
+def test_the_command_shows_and_exports_with_what_is_known_of_each(
+    night: NightConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = night.keyspace()
+    known = min(histories(night))
+    with connect(night.redis_url, 5.0) as client:
+        control = Control(client, keys)
+        pointer = control.pointer()
+        assert pointer is not None
+        _, root = open_generation(night.store(), pointer.generation)
+        (root / FILE).write_text('{"later": ["i1"]}')
+        day = hour_of(control.time(), COLD)
+        for name, count, each in (
+            (known, 5, day),
+            ("later", 2, day),
+            ("later", 1, day - 1),
+            ("a,b", 1, day),
+        ):
+            client.zincrby(keys.cold(each), count, f"user_topk:{name}")
+    path = tmp_path / "worklist.csv"
+
+    shown, said = worklist(night, argparse.Namespace(limit=2, export=str(path)), quiet)
+
+    assert getattr(shown, "row_count", None) == 2 and str(said).startswith("3 ids: ")
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file))
+    assert rows == [
+        list(Line._fields),
+        ["user_topk", known, "5", "known"],
+        ["user_topk", "later", "3", "coming"],
+        ["user_topk", "a,b", "1", "no input"],
+    ]
+    with pytest.raises(ConfigError, match="--limit"):
+        worklist(night, argparse.Namespace(limit=0, export=None), quiet)

@@ -1,0 +1,96 @@
+"""Why L1 lacks a key: what it let go, what is over, what another generation had, or nothing that it remembers."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from cache.absence import ABSENCES, FLIPPED_S, Absences
+from cache.local import OVERHEAD_BYTES, Entry, LocalKey, LocalTier
+from tests.fakes import FakeClock
+
+
+def key(number: int, generation: str = "g1") -> LocalKey:
+    return LocalKey(generation, "t", number)
+
+
+def tier(entries: int, clock: FakeClock | None = None) -> LocalTier:
+    return LocalTier(entries * (OVERHEAD_BYTES + 200), clock or FakeClock())
+
+
+def why(local: LocalTier, number: int, generation: str = "g1") -> str:
+    return local.absences.why(generation, "t", number)
+
+
+def test_what_was_never_here_is_cold_and_what_made_room_was_evicted() -> None:
+    local = tier(20)
+    for number in range(100):
+        local.put(key(number), Entry(b"x" * 100, 1))
+
+    gone = [number for number in range(100) if local.get(key(number)) is None]
+    assert gone
+    assert {why(local, number) for number in gone} == {"evicted"}
+    assert why(local, 1_000) == "cold_start"
+
+
+def test_a_life_that_is_over_is_no_eviction() -> None:
+    clock = FakeClock()
+    local = tier(20, clock)
+    local.put(key(1), Entry(b"x", 1, b"d" * 16, clock.now + 5))
+    clock.tick(6)
+
+    assert local.get(key(1)) is None and why(local, 1) == "expired"
+
+
+def test_what_the_generation_before_had_is_flipped_for_a_while() -> None:
+    clock = FakeClock()
+    local = tier(50, clock)
+    local.put(key(1), Entry(b"x", 1))
+    local.put(key(2, "g2"), Entry(b"x", 1))
+    assert why(local, 1, "g2") == "cold_start"
+
+    local.absences.flipped("g1")
+
+    assert (why(local, 1, "g2"), why(local, 3, "g2")) == ("flipped", "cold_start")
+    clock.tick(FLIPPED_S)
+    assert why(local, 1, "g2") == "cold_start"
+
+
+def test_what_was_evicted_before_the_flip_counts_as_flipped_too() -> None:
+    local = tier(20)
+    for number in range(100):
+        local.put(key(number), Entry(b"x" * 100, 1))
+    local.absences.flipped("g1")
+
+    assert why(local, 0, "g2") == "flipped"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
+    rng, absences = random.Random(seed), Absences(timer=FakeClock(), slots=64)
+    gone: set[int] = set()
+    for _ in range(2_000):
+        number = rng.randrange(500)
+        absences.evicted.note(key(number))
+        gone.add(number)
+
+    found = absences.count("g1", "t", range(1_000))
+
+    assert sum(found.values()) == 1_000 and set(found) <= set(ABSENCES)
+    # Forgetting makes an eviction look cold, never the other way round.
+    assert 0 < found["evicted"] <= 64
+    assert not absences.count("g1", "t", sorted(set(range(1_000)) - gone))["evicted"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_at_once_are_judged_as_one_by_one(seed: int) -> None:
+    rng, absences = random.Random(seed), Absences(timer=FakeClock(), slots=256)
+    for _ in range(300):
+        letting = rng.choice([absences.evicted, absences.evicted, absences.expired][: 2 + seed % 2])
+        letting.note(key(rng.randrange(400), rng.choice(["g0", "g1"])))
+    if seed > 2:
+        absences.flipped("g0")
+
+    for keys in (range(500), range(5)):
+        one_by_one = Counter(absences.why("g1", "t", each) for each in keys)
+        assert Counter(absences.count("g1", "t", keys)) == one_by_one

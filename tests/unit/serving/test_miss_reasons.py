@@ -1,0 +1,133 @@
+"""Every entity has one source, and every miss one reason: whatever is asked for and whatever breaks, the sums agree."""
+
+import random
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+
+from cache.absence import ABSENCES
+from cache.blocklist import Blocklist
+from cache.errors import TierUnavailable
+from cache.local import OVERHEAD_BYTES, LocalTier, NegativeCache
+from cache.tiered import Tiered
+from serving.holding import Holding
+from serving.infer import Inferences
+from serving.ladder import Ladder
+from serving.quality.reasons import REASONS
+from serving.quality.watch import Watch
+from tests.unit.serving.world import GENERATION, OLDER, USERS, World, ask, entity, ids
+
+TABLES = ("user_topk", "user_vector", "user_affinity", "item_similar")
+
+
+def small_world() -> World:
+    """Its L1 holds a handful of records, so that much is evicted."""
+    world = World()
+    local = LocalTier(9 * (OVERHEAD_BYTES + 120), world.clock)
+    negative = NegativeCache(10, 5.0, world.clock)
+    world.tiers = Tiered(local, negative, world.remote, timer=world.clock)
+    world.inferences = Inferences(world, world.tiers, overlay_ttl_s=20.0, outage_ttl_s=5.0)
+    world.ladder = Ladder(
+        world.tiers, world.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock,
+        timer=world.clock, watch=Watch(world.metrics.l1_misses, local.absences),
+    )  # fmt: skip
+    world.remote.timer = world.clock
+    return world
+
+
+def scraped(world: World) -> dict[str, dict[str, Counter[str]]]:
+    """By family and table, the values of the other label."""
+    found: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    world.metrics.expose()
+    for family in world.metrics.registry.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total") and "table" in sample.labels:
+                other = sample.labels.get("source", sample.labels.get("reason", ""))
+                found[sample.name][sample.labels["table"]][other] += int(sample.value)
+    return found
+
+
+def failing(reason: str | None) -> TierUnavailable | None:
+    return None if reason is None else TierUnavailable("gone", reason=reason)
+
+
+def asked(rng: random.Random) -> Any:
+    entities = []
+    for _ in range(rng.randrange(1, 6)):
+        table = rng.choice(TABLES)
+        known = USERS if table.startswith("user") else [f"i{number}" for number in range(20)]
+        id_ = rng.choice([*known, *(f"stranger{number}" for number in range(4))])
+        history = ids(*rng.sample(["i1", "i2", "i3", "i4"], 2)) if rng.random() < 0.3 else None
+        entities.append(entity(id_, table, history=history))
+    options: dict[str, Any] = {}
+    if rng.random() < 0.2:
+        options["fresh"] = True
+    if rng.random() < 0.2:
+        options["max_age_s"] = rng.choice([1.0, 1e9])
+    if rng.random() < 0.1:
+        options["exclude"] = ids(*(f"i{number}" for number in range(20)))
+    return ask(*entities, **options)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_reasons_sum_to_misses_whatever_breaks(seed: int) -> None:
+    rng, world = random.Random(seed), small_world()
+    blocklist = Blocklist(1, users=frozenset({b"u3"}))
+    live = world.snapshot(blocklist=blocklist)
+    holding = Holding(live, world.snapshot(OLDER, blocklist=blocklist) if seed % 2 else None)
+    pages = dict(world.remote.pages)
+    for _ in range(150):
+        world.clock.tick(rng.choice([0.0, 1.0, 7.0]))
+        world.remote.pages = dict(pages)
+        world.busy = rng.random() < 0.1
+        reason = rng.choice(["timeout", "connection", "breaker_open", *[None] * 6])
+        world.remote.fails_with = failing(reason)
+        for name in pages:
+            if rng.random() < 0.05:
+                del world.remote.pages[name]
+            elif rng.random() < 0.05:
+                world.remote.pages[name] = bytes(len(pages[name]))
+
+        answers = await world.ladder.lookup(holding, asked(rng), world.clock())
+
+        assert all(each["source"] for each in answers)
+    found = scraped(world)
+    assert set(found["larder_entities_total"]) == set(TABLES)
+    for table, total in found["larder_entities_total"].items():
+        sources = found["larder_answers_total"][table]
+        misses, l1_misses = (
+            found["larder_misses_total"][table],
+            found["larder_l1_misses_total"][table],
+        )
+        assert sum(sources.values()) == sum(total.values())
+        assert sum(l1_misses.values()) == sources["l2"]
+        assert sum(misses.values()) == sources["live"] + sources["previous"] + sources["default"]
+        assert set(misses) <= set(REASONS) and set(l1_misses) <= set(ABSENCES)
+
+
+async def test_these_lives_meet_every_reason() -> None:
+    met: Counter[str] = Counter()
+    for seed in range(20):
+        rng, world = random.Random(seed), small_world()
+        live = world.snapshot(blocklist=Blocklist(1, users=frozenset({b"u3"})))
+        pages = dict(world.remote.pages)
+        for turn in range(150):
+            world.clock.tick(rng.choice([0.0, 1.0, 7.0]))
+            world.remote.pages = dict(pages)
+            reason = rng.choice(["timeout", "connection", "breaker_open", *[None] * 6])
+            world.remote.fails_with = failing(reason)
+            if turn % 10 == 1:
+                del world.remote.pages[GENERATION, "user_topk", 0]
+            elif turn % 10 == 2:
+                name = GENERATION, "user_topk", 0
+                world.remote.pages[name] = bytes(len(pages[name]))
+            await world.ladder.lookup(Holding(live), asked(rng), world.clock())
+        for tables in (
+            scraped(world)[name] for name in ("larder_misses_total", "larder_l1_misses_total")
+        ):
+            for reasons in tables.values():
+                met += reasons
+
+    assert set(REASONS) - set(met) == {"internal_error"}
+    assert {"cold_start", "evicted"} <= set(met)

@@ -1,0 +1,71 @@
+"""Sums of samples: merged they are what one replica would have had, and their intervals hold what they say."""
+
+import numpy as np
+import orjson
+import pytest
+
+from serving.quality.cells import ERRORS, Cell, Key, half_width, merged, packed, wilson
+from serving.quality.compare import Sample
+
+
+def sample(overlap: float, error: float = 0.01, *, is_exact: bool = False) -> Sample:
+    return Sample("t", "l1", "batch", "1-9", is_exact, overlap, error, 60.0)
+
+
+def test_parts_of_several_replicas_are_one_whole() -> None:
+    key: Key = "t", "l1", "batch", "1-9"
+    whole, parts = Cell(), []
+    for part in range(3):
+        cell = Cell()
+        for number in range(part + 2):
+            each = sample(number / 4, 10.0**-number, is_exact=number == 1)
+            cell.saw(each)
+            whole.saw(each)
+        parts.append(orjson.loads(orjson.dumps(packed({key: cell}))))
+
+    found = merged([*parts, {}])
+
+    *sums, errors = found[key].to_json()
+    assert list(found) == [key] and errors == whole.errors
+    assert sums == pytest.approx(whole.to_json()[:-1])
+
+
+def test_errors_are_told_by_their_mean_and_the_bucket_of_the_worst_hundredth() -> None:
+    cell = Cell()
+    for _ in range(99):
+        cell.saw(sample(1.0, 0.0015))
+    cell.saw(sample(1.0, 7.0))
+
+    assert cell.mean_error()["p99"] == 0.002
+    cell.saw(sample(1.0, 7.0))
+    assert cell.mean_error()["p99"] == ERRORS[-1]
+
+
+def test_nothing_known_is_said_as_such() -> None:
+    assert wilson(0, 0) == (0.0, 1.0)
+    assert Cell().mean_overlap() == {"mean": 0.0, "low": 0.0, "high": 1.0}
+    assert half_width(1.0, 1.0, 1) == 1.0
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.5, 0.97])
+def test_the_interval_of_a_rate_holds_it_19_times_in_20(rate: float) -> None:
+    rng = np.random.default_rng(2)
+    held = 0
+    for hits in rng.binomial(80, rate, 2_000).tolist():
+        low, high = wilson(hits, 80)
+        held += low <= rate <= high
+
+    assert 0.92 <= held / 2_000 <= 0.99
+
+
+def test_the_interval_of_a_mean_holds_it_19_times_in_20() -> None:
+    rng = np.random.default_rng(3)
+    held = 0
+    for _ in range(1_000):
+        cell = Cell()
+        for overlap in rng.beta(8, 2, 100).tolist():
+            cell.saw(sample(overlap))
+        found = cell.mean_overlap()
+        held += found["low"] <= 0.8 <= found["high"]
+
+    assert 0.92 <= held / 1_000 <= 0.98

@@ -1,0 +1,87 @@
+"""The test for drift, both sides by simulation: it finds what is bad within so many samples, and cries wolf rarely."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from serving.quality.drift import ALPHA, Drift
+
+FLOOR = 0.85
+Draw = Callable[[np.random.Generator], float]
+
+
+def healthy(rng: np.random.Generator) -> float:
+    return float(np.clip(rng.normal(0.96, 0.05), 0, 1))
+
+
+def altered(share: float) -> Draw:
+    """So many of the answers have almost nothing in common with what the model says."""
+
+    def draw(rng: np.random.Generator) -> float:
+        return float(rng.choice([0.0, 0.05, 0.1])) if rng.random() < share else healthy(rng)
+
+    return draw
+
+
+def found_after(draw: Draw, before: int, rng: np.random.Generator, most: int) -> int:
+    drift = Drift(FLOOR, ALPHA / 5)
+    for _ in range(before):
+        drift.saw(healthy(rng))
+    assert not drift.is_found
+    for count in range(1, most + 1):
+        if drift.saw(draw(rng)):
+            return count
+    return most + 1
+
+
+@pytest.mark.parametrize(("share", "within"), [(1.0, 25), (0.5, 120), (0.3, 600)])
+@pytest.mark.parametrize("before", [0, 1_000, 20_000])
+def test_drift_is_found_within_a_stated_number_of_samples(
+    share: float, within: int, before: int
+) -> None:
+    rng = np.random.default_rng(7)
+
+    worst = max(found_after(altered(share), before, rng, within) for _ in range(20))
+
+    assert worst <= within
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda rng: FLOOR,
+        lambda rng: float(rng.random() < FLOOR),
+        lambda rng: float(rng.beta(8.5, 1.5)),
+    ],
+    ids=["constant", "all or nothing", "spread"],
+)
+def test_a_false_alarm_is_as_rare_as_it_says_at_the_very_edge(draw: Draw) -> None:
+    alpha, runs, samples = 0.05, 400, 500
+    rng = np.random.default_rng(11)
+    alarms = 0
+    for _ in range(runs):
+        drift = Drift(FLOOR, alpha)
+        alarms += any(drift.saw(draw(rng)) for _ in range(samples))
+
+    # Three standard deviations of a count whose chance is at most alpha.
+    assert alarms <= alpha * runs + 3 * (alpha * (1 - alpha) * runs) ** 0.5
+
+
+def test_an_alarm_stays_and_says_when() -> None:
+    drift = Drift(FLOOR, ALPHA)
+    while not drift.saw(0.0):
+        pass
+    found = drift.found_after
+    for _ in range(1_000):
+        drift.saw(1.0)
+
+    assert drift.is_found and drift.found_after == found and found is not None and found < 20
+
+
+def test_evidence_is_bounded_however_bad_it_gets() -> None:
+    drift = Drift(FLOOR, ALPHA)
+    for _ in range(10_000):
+        drift.saw(0.0)
+
+    assert np.isfinite(drift.evidence)

@@ -1,0 +1,54 @@
+"""Which answers are drawn: each with the same chance, however they come."""
+
+import random
+
+import pytest
+
+from serving.quality.picks import QUEUE_MAX, Pick, Picks
+
+PICK = Pick("g1", "t", b"u1", "l1", "batch", 0.0)
+
+
+def drawn(picks: Picks, sizes: list[int]) -> list[int]:
+    """Numbers of the answers that are picked, from a stream cut into batches."""
+    found, done = [], 0
+    for size in sizes:
+        picks.left -= size
+        if picks.left < 0:
+            found += [done + place for place in picks.places(size)]
+        done += size
+    return found
+
+
+def test_a_stream_cut_into_batches_gives_the_same_picks_as_one_by_one() -> None:
+    rng = random.Random(3)
+    sizes = [rng.choice([1, 1, 1, 100, 7]) for _ in range(2_000)]
+
+    together = drawn(Picks(10, random.Random(5)), sizes)
+
+    assert together == drawn(Picks(10, random.Random(5)), [1] * sum(sizes))
+
+
+@pytest.mark.parametrize("per_mille", [1.0, 10.0, 250.0])
+def test_the_share_is_what_was_asked_for(per_mille: float) -> None:
+    total = 400_000
+    found = len(drawn(Picks(per_mille, random.Random(1)), [100] * (total // 100)))
+
+    share = per_mille / 1000
+    assert abs(found - total * share) < 5 * (total * share * (1 - share)) ** 0.5
+
+
+def test_all_or_none() -> None:
+    assert drawn(Picks(1_000), [3, 1, 2]) == [0, 1, 2, 3, 4, 5]
+    assert drawn(Picks(0), [1_000_000] * 10) == []
+
+
+def test_a_full_queue_drops_and_counts() -> None:
+    picks = Picks(1_000)
+    for _ in range(QUEUE_MAX + 7):
+        picks.put(PICK)
+
+    assert (len(picks), picks.taken, picks.dropped) == (QUEUE_MAX, QUEUE_MAX, 7)
+    assert picks.next() == PICK and len(picks) == QUEUE_MAX - 1
+    picks.clear()
+    assert picks.next() is None
