@@ -179,7 +179,7 @@ def test_the_service_hears_of_a_publish(reader: redis.Redis, loader: redis.Redis
         ("PFADD", KEYS.live, "x"),
         ("HSET", KEYS.live, "x", "x"),
         ("HSET", "larder:1:{other}:quality", "x", "x"),
-        ("HGETALL", KEYS.generations),
+        ("HSET", KEYS.generations, "g", "{}"),
         ("ZINCRBY", "larder:1:{other}:hot:1", "1", "x"),
         ("HSET", KEYS.generations, "g1", "live"),
         ("HDEL", KEYS.generations, "g1"),

@@ -206,6 +206,11 @@ async def test_damage_in_redis_is_found(tmp_path: Path, own_redis: Server) -> No
     users = sorted(histories(own))
     with redis.Redis.from_url(own_redis.url) as client:
         async with serving(own) as service:
+
+            async def holds_both() -> bool:
+                return (await service.get("/v1/generations"))["previous"] is not None
+
+            assert await eventually(holds_both)
             page = (await service.get(EXPLAIN + users[0]))["page"]
             client.setrange(page["key"], page["offset_bytes"] + 20, b"\x01\x00\x00\x00")
             damaged = await service.get(EXPLAIN + users[0])
