@@ -27,6 +27,7 @@ from serving.problem import Problem
 from serving.quality.picks import Pick
 from serving.routes import Service
 from serving.single import Singles
+from serving.tally import GET_ROUTE
 
 Message = MutableMapping[str, Any]
 Messages = tuple[Message, Message]
@@ -35,7 +36,6 @@ _STARTS_MAX = 8_192
 _START = {"type": "http.response.start", "status": 200}
 _JSON_TYPE = b"content-type", JSON_TYPE.encode()
 _ARROW_TYPE = b"content-type", MEDIA_TYPE.encode()
-GET_ROUTE = "GET /v1/lookup/{table}"
 POST_ROUTE = "POST /v1/lookup/{table}"
 
 log = logging.getLogger(__name__)
@@ -53,10 +53,8 @@ class Hot:
         self._observes = service.observes
         self._recent = service.ladder.recent
         self._metrics = service.metrics
-        self._requests, self._answers = (
-            service.metrics.tally.requests,
-            service.metrics.tally.answers,
-        )
+        self._requests = service.metrics.tally.requests
+        self._ready_hits = service.metrics.tally.ready
         # As `Metrics.hot` does, whose calls would cost as much as the counting.
         self._spent = service.metrics.answer_seconds.spent["l1"]
         self._bounds = service.metrics.answer_seconds.bounds
@@ -107,8 +105,7 @@ class Hot:
             self._counters.l1 += 1
             if (touch := ready[6]) is not None and touch[0] <= self._trace.last:
                 self._trace.append(touch)
-            self._requests[GET_ROUTE] += 1
-            self._answers[ready[4][0], "l1"] += 1
+            self._ready_hits[ready[4][0]] += 1
             spent, seconds = self._spent, self._timer() - started
             spent.counts[bisect_left(self._bounds, seconds)] += 1
             spent.sum += seconds

@@ -14,6 +14,8 @@ from prometheus_client.utils import floatToGoString
 from serving.admission import Admission
 from serving.buckets import finer
 
+GET_ROUTE = "GET /v1/lookup/{table}"
+
 
 @dataclass(slots=True)
 class Spent:
@@ -96,15 +98,19 @@ class Overload(Collector):
 
 
 class Tally:
-    """Answers and requests of the hot route since they were last taken over."""
+    """Answers and requests of the hot route since they were last taken over; `ready` ones, by table, are both in one."""
 
     def __init__(self) -> None:
+        self.ready: defaultdict[str, int] = defaultdict(int)
         self.answers: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.requests: defaultdict[str, int] = defaultdict(int)
 
     def take(self) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
         """Answers by (table, source), requests by route, each answered with 200; what is taken is counted no more."""
+        for table, times in self.ready.items():
+            self.answers[table, "l1"] += times
+            self.requests[GET_ROUTE] += times
         taken = dict(self.answers), dict(self.requests)
-        self.answers.clear()
-        self.requests.clear()
+        for each in (self.ready, self.answers, self.requests):
+            each.clear()
         return taken
