@@ -98,7 +98,7 @@ class Overload(Collector):
 
 
 class Tally:
-    """Answers and requests of the hot route since they were last taken over; `ready` ones, by table, are both in one."""
+    """Answers and requests of the hot route not yet taken over; `ready`, by table, is one of each."""
 
     def __init__(self) -> None:
         self.ready: defaultdict[str, int] = defaultdict(int)
