@@ -22,8 +22,25 @@ from precompute.gates.override import override
 from tests.integration.bad_inputs import on_another_scale
 from tests.integration.clocked_service import AHEAD_FILE
 from tests.integration.corpus import build, cut_at
-from tests.integration.nights import build_night, environment, prepare, publish_night
-from tests.integration.scraping import LOOK_S, Prometheus, needs_prometheus, prometheus, traffic
+from tests.integration.nights import (
+    NEXT,
+    build_night,
+    build_verified,
+    environment,
+    prepare,
+    publish,
+    publish_night,
+    roll_back,
+)
+from tests.integration.rearranged import rearrange
+from tests.integration.scraping import (
+    LOOK_S,
+    Prometheus,
+    needs_prometheus,
+    prometheus,
+    sampling,
+    traffic,
+)
 from tests.polling import until
 
 pytestmark = needs_prometheus
@@ -35,6 +52,9 @@ PACE = {"LarderLatencyBudgetBurnsFast", "LarderLatencyBudgetBurnsSlowly"}
 """Left out: where this machine stalls for a second, answers are slow, and these rightly say so."""
 
 RATE = 60.0
+ENOUGH = 100
+"""Judged answers; of a drifted generation a quarter of these raise the alarm."""
+
 SILENT_S = 2.0
 PATIENCE_S = 40.0
 
@@ -122,3 +142,26 @@ def test_a_drifted_generation_raises_its_gate_alone_until_something_is_published
         pipeline.verify(scaled, {"generation": generation})
         pipeline.publish(scaled, {"generation": generation}, attempt="b")
         assert until(lambda: "LarderGateRefused" not in server.firing(), PATIENCE_S, every_s=LOOK_S)
+
+
+def test_publishing_a_generation_that_its_model_contradicts_raises_drift_until_it_is_rolled_back(
+    tmp_path: Path, redis_url: str
+) -> None:
+    night = build_night(tmp_path / "night", redis_url, users=200, items=60)
+    drifted = build_verified(night, NEXT)
+    rearrange(night, drifted, "user_topk")
+    judged = "sum(larder_quality_samples_total)"
+    with watched(tmp_path, night, **sampling(every_s=0.3)) as server:
+        assert until(lambda: server.value(judged) > ENOUGH, PATIENCE_S, every_s=LOOK_S)
+        assert stays(server, set()), server.firing()
+
+        publish(night, drifted)
+        assert stays(server, {"LarderQualityDrift"}), server.firing()
+        assert server.ask("larder_quality_drift == 1")[0]["metric"]["table"] == "user_topk"
+        assert server.fired() - PACE == {"LarderQualityDrift"}
+
+        roll_back(night)
+        over = until(
+            lambda: "LarderQualityDrift" not in server.firing(), PATIENCE_S, every_s=LOOK_S
+        )
+        assert over, server.firing()
