@@ -1,6 +1,7 @@
 """What goes wrong raises exactly the alarms that it should: a real Prometheus with the rules, over the real service.
 
-Ranges, offsets and `for` of the rules are divided by `FASTER`, nothing else about them is changed.
+Ranges, offsets and `for` of the rules are divided by `FASTER`, nothing else about them is changed. A scenario takes
+twenty seconds, five of them until Prometheus takes up its first target, so all but one are left to `make storm`.
 """
 
 import os
@@ -98,6 +99,7 @@ def test_killing_redis_raises_what_follows_from_it_and_nothing_else(
         assert server.fired() - PACE == expected
 
 
+@pytest.mark.slow
 def test_a_night_that_stops_for_two_periods_of_its_schedule_is_missing_and_then_stale(
     tmp_path: Path, redis_url: str
 ) -> None:
@@ -120,6 +122,7 @@ def test_a_night_that_stops_for_two_periods_of_its_schedule_is_missing_and_then_
         assert server.fired() - PACE == missing | {"LarderGenerationStale"}
 
 
+@pytest.mark.slow
 def test_a_drifted_generation_raises_its_gate_alone_until_something_is_published(
     tmp_path: Path, redis_url: str
 ) -> None:
@@ -144,6 +147,7 @@ def test_a_drifted_generation_raises_its_gate_alone_until_something_is_published
         assert until(lambda: "LarderGateRefused" not in server.firing(), PATIENCE_S, every_s=LOOK_S)
 
 
+@pytest.mark.slow
 def test_publishing_a_generation_that_its_model_contradicts_raises_drift_until_it_is_rolled_back(
     tmp_path: Path, redis_url: str
 ) -> None:
