@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cache.embedded import Server
@@ -28,6 +29,7 @@ from tests.integration.nights import (
     build_night,
     build_verified,
     environment,
+    histories,
     prepare,
     publish,
     publish_night,
@@ -163,6 +165,10 @@ def test_publishing_a_generation_that_its_model_contradicts_raises_drift_until_i
         assert stays(server, {"LarderQualityDrift"}), server.firing()
         assert server.ask("larder_quality_drift == 1")[0]["metric"]["table"] == "user_topk"
         assert server.fired() - PACE == {"LarderQualityDrift"}
+        # What the runbook says to look at.
+        (up,) = server.ask("up")
+        asked = f"http://{up['metric']['instance']}/v1/explain/user_topk/{min(histories(night))}"
+        assert httpx.get(asked).json()["page"]["state"] == "damaged"
 
         roll_back(night)
         over = until(
