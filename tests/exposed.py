@@ -4,14 +4,20 @@ from typing import Any, cast
 
 from prometheus_client.metrics import MetricWrapperBase
 
+from cache.advisor.trace import Trace
+from cache.local import LocalTier
+from cache.outcomes import Counters
 from cache.schedule import Schedule
 from serving.admission import Admission
+from serving.advisor import Advisor
 from serving.chronicle import Chronicle
 from serving.events import TEXTS, Events
 from serving.figures import Figures
 from serving.metrics import Metrics
 from serving.nights import Nights
+from serving.quality.reads import Reads
 from serving.quality.results import Results
+from serving.quality.usage import Usage
 from serving.room import Room
 from serving.tally import Overload
 
@@ -28,9 +34,14 @@ def labels() -> dict[str, set[str]]:
     nights = Nights(Schedule(), cast(Any, _Nothing))
     nothing: Any = None
     figures = Figures(lambda: None, nights, Chronicle(nothing), Room(nothing))
+    metrics = Metrics()
+    told = [
+        Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures, Results(),
+        Usage(nothing, Reads(), metrics, tuple, lambda: None),
+        Advisor(cast(Any, _Tiers), lambda: None, 0),
+    ]  # fmt: skip
     found: dict[str, set[str]] = {}
-    told = [Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures, Results()]
-    for collector in [*Metrics().registry._collector_to_names, *told]:
+    for collector in [*metrics.registry._collector_to_names, *told]:
         if isinstance(collector, MetricWrapperBase):
             found |= _series(collector._name, str(collector._type), collector._labelnames)
             continue
@@ -45,3 +56,7 @@ def _series(name: str, kind: str, names: Any) -> dict[str, set[str]]:
 
 class _Nothing:
     holding = None
+
+
+class _Tiers:
+    local, trace, counters = LocalTier(1), Trace(), Counters()

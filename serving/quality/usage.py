@@ -106,17 +106,15 @@ class Usage(Collector):
         return 0 if live is None else sum(size_of(live, each) for each in live.manifest.tables)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """By table of the live generation."""
+        """By table of the live generation; every family, also before there is one."""
         live = self._live()
-        if live is None:
-            return
-        tables = live.manifest.tables
+        held = [] if live is None else [(live, table) for table in live.manifest.tables]
         hits = self.hits()
-        values: Mapping[str, tuple[str, dict[str, float]]] = {
-            "records": ("Records of the live generation", {t: records(live, t) for t in tables}),
-            "bytes": ("Bytes of its pages", {t: size_of(live, t) for t in tables}),
-            "read_records": ("Of its records, those read at least once by any replica", {**self.read}),
-            "hits": ("Answers from stored records since it is live", {t: hits.get(t, 0) for t in tables}),
+        values: Mapping[str, tuple[str, Mapping[str, float]]] = {
+            "records": ("Records of the live generation", {t: records(of, t) for of, t in held}),
+            "bytes": ("Bytes of its pages", {t: size_of(of, t) for of, t in held}),
+            "read_records": ("Of its records, those read at least once by any replica", self.read),
+            "hits": ("Answers from stored records since it is live", {t: hits.get(t, 0) for _, t in held}),
         }  # fmt: skip
         for name, (text, by_table) in values.items():
             family = GaugeMetricFamily(f"larder_table_{name}", text, labels=["table"])

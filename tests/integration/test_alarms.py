@@ -1,6 +1,7 @@
 """What goes wrong raises exactly the alarms that it should: a real Prometheus with the rules, over the real service.
 
-Ranges, offsets and `for` of the rules are divided by `FASTER`, nothing else about them is changed.
+Ranges, offsets and `for` of the rules are divided by `FASTER`, nothing else about them is changed. A scenario takes
+twenty seconds, five of them until Prometheus takes up its first target, so all but one are left to `make storm`.
 """
 
 import os
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cache.embedded import Server
@@ -22,8 +24,26 @@ from precompute.gates.override import override
 from tests.integration.bad_inputs import on_another_scale
 from tests.integration.clocked_service import AHEAD_FILE
 from tests.integration.corpus import build, cut_at
-from tests.integration.nights import build_night, environment, prepare, publish_night
-from tests.integration.scraping import LOOK_S, Prometheus, needs_prometheus, prometheus, traffic
+from tests.integration.nights import (
+    NEXT,
+    build_night,
+    build_verified,
+    environment,
+    histories,
+    prepare,
+    publish,
+    publish_night,
+    roll_back,
+)
+from tests.integration.rearranged import rearrange
+from tests.integration.scraping import (
+    LOOK_S,
+    Prometheus,
+    needs_prometheus,
+    prometheus,
+    sampling,
+    traffic,
+)
 from tests.polling import until
 
 pytestmark = needs_prometheus
@@ -35,6 +55,9 @@ PACE = {"LarderLatencyBudgetBurnsFast", "LarderLatencyBudgetBurnsSlowly"}
 """Left out: where this machine stalls for a second, answers are slow, and these rightly say so."""
 
 RATE = 60.0
+ENOUGH = 100
+"""Judged answers; of a drifted generation a quarter of these raise the alarm."""
+
 SILENT_S = 2.0
 PATIENCE_S = 40.0
 
@@ -78,6 +101,7 @@ def test_killing_redis_raises_what_follows_from_it_and_nothing_else(
         assert server.fired() - PACE == expected
 
 
+@pytest.mark.slow
 def test_a_night_that_stops_for_two_periods_of_its_schedule_is_missing_and_then_stale(
     tmp_path: Path, redis_url: str
 ) -> None:
@@ -100,6 +124,7 @@ def test_a_night_that_stops_for_two_periods_of_its_schedule_is_missing_and_then_
         assert server.fired() - PACE == missing | {"LarderGenerationStale"}
 
 
+@pytest.mark.slow
 def test_a_drifted_generation_raises_its_gate_alone_until_something_is_published(
     tmp_path: Path, redis_url: str
 ) -> None:
@@ -122,3 +147,31 @@ def test_a_drifted_generation_raises_its_gate_alone_until_something_is_published
         pipeline.verify(scaled, {"generation": generation})
         pipeline.publish(scaled, {"generation": generation}, attempt="b")
         assert until(lambda: "LarderGateRefused" not in server.firing(), PATIENCE_S, every_s=LOOK_S)
+
+
+@pytest.mark.slow
+def test_publishing_a_generation_that_its_model_contradicts_raises_drift_until_it_is_rolled_back(
+    tmp_path: Path, redis_url: str
+) -> None:
+    night = build_night(tmp_path / "night", redis_url, users=200, items=60)
+    drifted = build_verified(night, NEXT)
+    rearrange(night, drifted, "user_topk")
+    judged = "sum(larder_quality_samples_total)"
+    with watched(tmp_path, night, **sampling(every_s=0.3)) as server:
+        assert until(lambda: server.value(judged) > ENOUGH, PATIENCE_S, every_s=LOOK_S)
+        assert stays(server, set()), server.firing()
+
+        publish(night, drifted)
+        assert stays(server, {"LarderQualityDrift"}), server.firing()
+        assert server.ask("larder_quality_drift == 1")[0]["metric"]["table"] == "user_topk"
+        assert server.fired() - PACE == {"LarderQualityDrift"}
+        # What the runbook says to look at.
+        (up,) = server.ask("up")
+        asked = f"http://{up['metric']['instance']}/v1/explain/user_topk/{min(histories(night))}"
+        assert httpx.get(asked).json()["page"]["state"] == "damaged"
+
+        roll_back(night)
+        over = until(
+            lambda: "LarderQualityDrift" not in server.firing(), PATIENCE_S, every_s=LOOK_S
+        )
+        assert over, server.firing()

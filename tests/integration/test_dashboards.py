@@ -17,6 +17,7 @@ from tests.integration.scraping import (
     Prometheus,
     needs_prometheus,
     prometheus,
+    sampling,
     traffic,
 )
 from tests.polling import until
@@ -49,7 +50,12 @@ def later(config: NightConfig, minutes: int) -> str:
 def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str) -> None:
     night = build_night(tmp_path / "night", redis_url, users=200, items=60)
     next_, tried = build_verified(night, later(night, 30)), ""
-    more = {"LARDER_WORKERS": "2", "LARDER_FIGURES_S": "0.3", "LARDER_BREAKER_COOLDOWN_S": "0.2"}
+    more = {
+        "LARDER_WORKERS": "2",
+        "LARDER_FIGURES_S": "0.3",
+        "LARDER_BREAKER_COOLDOWN_S": "0.2",
+        **sampling(every_s=0.3),
+    }
     judge = Judge()
     with (
         Service(tmp_path / "log", environment(night, **more)) as service,

@@ -7,7 +7,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import redis
 
@@ -20,6 +19,7 @@ from precompute.config import NightConfig
 from precompute.releases.control import Control, connect
 from serving.quality.quality import Quality
 from tests.integration.nights import build_night, histories
+from tests.integration.rearranged import rearrange
 from tests.integration.serving_app import Running, eventually, serving
 
 ALL: dict[str, Any] = {"quality_per_mille": 1_000.0, "quality_cpu_share": 1.0, "quality_s": 0.1}
@@ -71,23 +71,6 @@ async def sampled(app: Running, table: str, least: int) -> bool:
 
 async def _has(app: Running, table: str, least: int) -> bool:
     return samples(app, table) >= least
-
-
-def rearrange(night: NightConfig, table: str) -> None:
-    """Give every record of a table the list of another one; each record stays whole and its entity's own."""
-    generation = live_generation(night)
-    manifest, _ = open_generation(night.store(), generation)
-    layout = manifest.tables[table].layout
-    keys = Keyspace(night.namespace)
-    with redis.Redis.from_url(str(night.redis_url)) as client:
-        for page in range(manifest.tables[table].pages):
-            name = keys.page(generation, table, page)
-            rows = np.frombuffer(client.get(name), layout.dtype).copy()
-            for field in ("items", "numbers"):
-                rows[field] = np.random.default_rng(page).permuted(rows[field], axis=1)
-                rows[field] = np.roll(rows[field], len(rows) // 2, axis=0)
-            rows["items"] = (rows["items"][:, ::-1] + 17) % manifest.items.count
-            client.set(name, rows.tobytes())
 
 
 async def test_a_sound_generation_agrees_with_its_model_in_every_table(sound: NightConfig) -> None:
@@ -143,7 +126,7 @@ async def test_pages_that_were_altered_are_found_out_within_the_stated_number_of
     night: NightConfig,
 ) -> None:
     users = sorted(histories(night))
-    rearrange(night, "user_topk")
+    rearrange(night, live_generation(night), "user_topk")
     async with serving(night, **ALL) as app:
         await ask(app, "user_vector", users[:30])
         assert await sampled(app, "user_vector", 30)

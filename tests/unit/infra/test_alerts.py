@@ -11,6 +11,7 @@ import yaml
 
 from precompute.arguments import parser_of_commands
 from serving.__main__ import _parser as parser_of_service
+from serving.why.command import _parser as parser_of_explain
 from tests.unit.infra.test_monitoring import ALERTS, INFRA
 
 CASES: dict[str, list[Any]] = {
@@ -119,6 +120,8 @@ def test_a_command_of_the_runbook_exists(command: str) -> None:
     match words[:3]:
         case ["python", "-m", "precompute"]:
             parser_of_commands().parse_args(words[3:])
+        case ["python", "-m", "serving"] if words[3:4] == ["explain"]:
+            parser_of_explain().parse_args(words[4:])
         case ["python", "-m", "serving"]:
             parser_of_service().parse_args(words[3:])
         case ["curl", "-s", address]:

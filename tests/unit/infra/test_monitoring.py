@@ -39,6 +39,7 @@ VALUES: dict[str, set[str]] = {
     "outcome": set(OUTCOMES),
     "reason": {*REASONS, *ABSENCES},
     "rule": set(INTEGRITY | OVERRIDABLE),
+    "producer": {"batch", "live"},
 }
 """Of each label, the values that queries may name: each has to be one that occurs."""
 

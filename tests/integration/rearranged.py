@@ -1,0 +1,24 @@
+"""Pages in Redis with which the model no longer agrees, though each record is whole and its entity's own."""
+
+import numpy as np
+import redis
+
+from cache.artefacts import open_generation
+from cache.keys import Keyspace
+from precompute.config import NightConfig
+
+
+def rearrange(night: NightConfig, generation: str, table: str) -> None:
+    """Give every record of a table the list of another one."""
+    manifest, _ = open_generation(night.store(), generation)
+    layout = manifest.tables[table].layout
+    keys = Keyspace(night.namespace)
+    with redis.Redis.from_url(str(night.redis_url)) as client:
+        for page in range(manifest.tables[table].pages):
+            name = keys.page(generation, table, page)
+            rows = np.frombuffer(client.get(name), layout.dtype).copy()
+            for field in ("items", "numbers"):
+                rows[field] = np.random.default_rng(page).permuted(rows[field], axis=1)
+                rows[field] = np.roll(rows[field], len(rows) // 2, axis=0)
+            rows["items"] = (rows["items"][:, ::-1] + 17) % manifest.items.count
+            client.set(name, rows.tobytes())
