@@ -7,7 +7,7 @@ import { decades, linear, logarithmic, roundUp, ticks, timeTicks } from "./scale
 const TOP = 8;
 const BOTTOM = 20;
 const EMPTY = 44;
-const SHORTEST_S = 600;
+const SHORTEST_S = 180;
 const charts = new Set();
 let pointed = null;
 
