@@ -23,7 +23,7 @@ from tests.polling import until
 
 REQUESTS = 600
 """Of each replica."""
-RATE = 75.0
+RATE = 150.0
 SETTINGS = {
     "LARDER_WORKERS": "2", "LARDER_L1_BYTES": str(48 << 10), "LARDER_DASHBOARD_S": "0.5", "LARDER_QUALITY_S": "0.5",
     "LARDER_QUALITY_PER_MILLE": "300", "LARDER_QUALITY_CPU_SHARE": "1",

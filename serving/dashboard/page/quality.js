@@ -17,11 +17,12 @@ function between(part, name) {
 
 /** Who was asked about: an entity by the length of its history, an item by whether it is among the defaults. */
 function band(name) {
-  if (name === "none") return "no history";
-  return /^\d/.test(name) ? `${name} in history` : `${name} item`;
+  const told = name === "none" ? "no history" : /^\d/.test(name) ? `${name} in history` : `${name} item`;
+  return el("span", { class: "unbroken" }, told);
 }
 
-const whence = ({ source, producer, band: of }) => [source, producer, of && band(of)].filter(Boolean).join(", ");
+const whence = (row) => el("span", { class: "gloss" },
+  [row.source, row.producer].filter(Boolean).join(", "), row.band ? [", ", band(row.band)] : null);
 const inTable = (value) => (value === "not known" ? unknown() : value);
 const error = (part) => (isNumber(part?.mean) ? `${count(part.mean)}, p99 below ${count(part.p99)}` : "not known");
 
@@ -63,7 +64,7 @@ function sampled() {
       replace(place, table("Agreement by table, source, producer, and history or popularity",
         ["Answers", "Samples", "Items in common", "Identical", "Age"],
         rows.map((row) => [
-          el("span", {}, shown(row.table), " ", el("span", { class: "gloss" }, whence(row))), count(row.samples),
+          el("span", {}, shown(row.table), " ", whence(row)), count(row.samples),
           inTable(between(row.overlap, "mean")), inTable(between(row.exact, "rate")), duration(row.age_s),
         ])));
     }
