@@ -13,6 +13,7 @@ from cache.advisor.shards import Shards
 from cache.advisor.trace import TRACE_MAX, Trace
 from cache.local import LocalTier
 from cache.outcomes import Counters
+from serving.advice import LARGEST, SMALLEST, STEPS, Curve
 from serving.snapshot import Snapshot
 
 STEP_S = 0.25
@@ -33,12 +34,6 @@ SAMPLED_MIN = 200
 _BURST = 10_000.0
 _SLICE = 128
 """Touches worked off before others may use the event loop: about 0.2 ms."""
-_STEPS = 4
-"""Points of the curve per doubling."""
-_SMALLEST, _LARGEST = -6, 3
-"""Doublings from the budget to the ends of the curve."""
-_NOTICED = 0.001
-"""Differences below a tenth of a point are none."""
 
 
 class Tiers(Protocol):
@@ -70,7 +65,7 @@ class Advisor(Collector):
         self._live = live
         self._timer = timer
         self._budget = budget = tiers.local.max_bytes
-        doublings = [at / _STEPS for at in range(_SMALLEST * _STEPS, _LARGEST * _STEPS + 1)]
+        doublings = [at / STEPS for at in range(SMALLEST * STEPS, LARGEST * STEPS + 1)]
         self._capacities = [round(budget * 2**each) for each in doublings]
         self._shards = Shards(self._capacities, keys_max)
         self._of: str | None = None
@@ -121,42 +116,21 @@ class Advisor(Collector):
 
     def told(self) -> dict[str, Any] | None:
         """What is known of this worker's L1, JSON-able; None before there was enough traffic."""
-        shards = self._shards
-        if shards.sampled < SAMPLED_MIN:
+        if self._shards.sampled < SAMPLED_MIN:
             return None
-        ratios = shards.hit_ratios()
-        points = zip(self._capacities, shards.entries(), ratios, strict=True)
-        return {
-            "sampling_rate": shards.rate,
-            "sampled": shards.keys,
-            "budget_bytes": self._budget,
-            "hit_ratio": self._ratio(ratios, 0),
-            "sentence": self._sentence(ratios),
-            "curve": [
-                {"bytes": size_bytes, "entries": entries, "hit_ratio": ratio}
-                for size_bytes, entries, ratio in points
-            ],
-        }
+        return self._curve().told()
 
-    def _sentence(self, ratios: list[float]) -> str:
-        now = self._ratio(ratios, 0)
-        more, less = self._ratio(ratios, 1) - now, now - self._ratio(ratios, -1)
-        told = f"L1 of {shown(self._budget)} gives {100 * now:.1f} %"
-        if more >= _NOTICED:
-            told += f", doubling adds {100 * more:.1f} points"
-        else:
-            told += ", doubling adds nothing"
-        if less >= _NOTICED:
-            return f"{told}, halving costs {100 * less:.1f}"
-        enough = next(
-            size_bytes
-            for size_bytes, ratio in zip(self._capacities, ratios, strict=True)
-            if now - ratio < _NOTICED
+    def _curve(self) -> Curve:
+        shards = self._shards
+        return Curve(
+            self._budget,
+            self._capacities,
+            shards.hit_ratios(),
+            shards.entries(),
+            shards.rate,
+            shards.keys,
+            shards.reads,
         )
-        return f"{told}, {shown(enough)} gives as much"
-
-    def _ratio(self, ratios: list[float], doublings: int) -> float:
-        return ratios[(doublings - _SMALLEST) * _STEPS]
 
     def collect(self) -> Iterable[Metric]:
         """Three points of the curve, and how far they can be trusted."""
@@ -167,9 +141,9 @@ class Advisor(Collector):
             labels=["size"],
         )
         if shards.sampled >= SAMPLED_MIN:
-            ratios = shards.hit_ratios()
+            curve = self._curve()
             for size, doublings in SIZES.items():
-                predicted.add_metric([size], self._ratio(ratios, doublings))
+                predicted.add_metric([size], curve.ratio(doublings))
         yield predicted
         rate = self._tiers.trace.last >= 0 and shards.rate
         for name, text, value in (
@@ -186,14 +160,6 @@ class Advisor(Collector):
 
 SIZES = {"half": -1, "now": 0, "double": 1}
 """Values of the label `size`, in doublings of the budget."""
-
-
-def shown(size_bytes: int) -> str:
-    """Rounded, in the largest binary unit that it fills."""
-    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if (size := size_bytes / (1 << bits)) >= 1:
-            return f"{size:.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
-    return f"{size_bytes} B"
 
 
 def _counts(counters: Counters) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """Settings of the service: one frozen value, read once where the program starts."""
 
 import ipaddress
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,15 +11,12 @@ from cache.errors import ConfigError
 from cache.schedule import CRON, GRACE_S, TIMEZONE, Schedule
 from serving.ask import Limits
 from serving.cores import parse_cores
+from serving.settings import from_toml, typed
 from serving.why.logs import Form
 
 Precision = Literal["int8", "fp32"]
 
 _RENAMED = {"redis_url": "REDIS_URL"}
-_SHARED = (
-    "namespace", "artifacts", "state", "redis_url", "schedule", "timezone", "schedule_grace_s",
-)  # fmt: skip
-_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +127,17 @@ class ServingConfig:
         """
         values: dict[str, object] = {}
         if path := environ.get("LARDER_CONFIG"):
-            values |= _from_toml(Path(path))
+            values |= from_toml(Path(path), fields(cls))
         for each in fields(cls):
             name = _RENAMED.get(each.name, f"LARDER_{each.name.upper()}")
             if value := environ.get(name):  # compose files pass unset variables as empty ones
                 values[each.name] = value
         values |= {name: value for name, value in overrides.items() if value is not None}
         kinds = {each.name: each.type for each in fields(cls)}
-        typed: dict[str, Any] = {
-            name: _typed(name, kinds[name], value) for name, value in values.items()
+        converted: dict[str, Any] = {
+            name: typed(name, kinds[name], value) for name, value in values.items()
         }
-        return cls(**typed)
+        return cls(**converted)
 
     def store(self) -> ArtefactStore:
         """This namespace's part of the artefact store; a remote one keeps this host's copies under the state folder."""
@@ -224,57 +220,3 @@ _UP_TO = {
     "quality_s": (3_600, "nothing is told"),
     "quality_per_mille": (1_000, "no sampling"),
 }
-
-
-def _from_toml(path: Path) -> dict[str, object]:
-    try:
-        document = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    known = {each.name for each in fields(ServingConfig)}
-    section = document.get("serving", {})
-    if not isinstance(section, dict):
-        raise ConfigError(f"{path}: [serving] is a table of settings")
-    if unknown := sorted(set(section) - known):
-        raise ConfigError(f"{path}: [serving] has no setting {', '.join(unknown)}", fields=unknown)
-    # Paths are relative to the file, their defaults too: the night that it configures writes there.
-    values: dict[str, object] = {
-        each.name: each.default
-        for each in fields(ServingConfig)
-        if each.name in ("state", "artifacts")
-    }
-    values |= {name: document[name] for name in _SHARED if name in document}
-    values |= section
-    for name in ("state", "artifacts"):
-        if "://" not in str(values[name]):
-            values[name] = str(path.parent / str(values[name]))
-    return values
-
-
-def _typed(name: str, kind: object, value: object) -> object:
-    try:
-        if kind is bool and isinstance(value, str):
-            lowered = value.lower()
-            if lowered not in _TRUE | _FALSE:
-                raise ValueError("neither true nor false")
-            return lowered in _TRUE
-        if kind is Path:
-            return Path(str(value))
-        if (
-            kind in (int, float)
-            and isinstance(value, str | int | float)
-            and not isinstance(value, bool)
-        ):
-            number = float(value)
-            if kind is float:
-                return number
-            if number != int(number):
-                raise ValueError("not a whole number")
-            return int(number)
-        if kind is bool and isinstance(value, bool):
-            return value
-        if (kind is str or kind in (Precision, Form)) and isinstance(value, str):
-            return value
-    except (ValueError, OverflowError) as error:
-        raise ConfigError(f"{name} = {value!r}: {error}", field=name) from error
-    raise ConfigError(f"{name} = {value!r} has the wrong type", field=name)

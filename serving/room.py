@@ -1,5 +1,6 @@
 """How much room Redis has."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from cache.errors import TierUnavailable
@@ -27,6 +28,11 @@ class Room:
         except TierUnavailable:
             self.used_bytes = None
             return
-        limits = [int(each.get("maxmemory", 0)) for each in infos]
-        self.used_bytes = sum(int(each.get("used_memory", 0)) for each in infos)
-        self.max_bytes = sum(limits) if all(limits) else 0
+        self.used_bytes, self.max_bytes = memory(infos)
+
+
+def memory(infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """Bytes used and allowed on all servers together; 0 are allowed where one has no limit."""
+    pairs = [(int(each.get("used_memory", 0)), int(each.get("maxmemory", 0))) for each in infos]
+    limits = [limit for _, limit in pairs]
+    return sum(used for used, _ in pairs), sum(limits) if all(limits) else 0

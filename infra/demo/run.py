@@ -331,7 +331,7 @@ class Demo:
         )
         say(f"\n[bold]Serving[/bold] until Ctrl-C. Everything lies in {here.home}")
         for name, address in (
-            ("service", url), ("API documentation", f"{url}/docs"),
+            ("service", url), ("dashboard", f"{url}/dashboard"), ("API documentation", f"{url}/docs"),
             ("metrics", f"{url}/metrics"), ("Airflow", airflow.url),
         ):  # fmt: skip
             say(f"  {name:18} {address}", highlight=False)

@@ -10,6 +10,7 @@ import orjson
 
 from cache.artefacts import ArtefactStore
 from cache.keys import Keyspace
+from serving.advice import together
 from serving.dashboard.archive import Archive
 from serving.dashboard.counts import Counts
 from serving.dashboard.teller import Commands, Teller
@@ -47,7 +48,8 @@ def nothing() -> None:
 class Dashboard:
     """`tell` is to be called every few seconds; `data` answers any number of viewers from one reading a second.
 
-    `advisor` and `quality` tell their part of the document, quickly and without waiting for anything.
+    `advisor` and `quality` tell their part of the document, quickly and without waiting for anything: the one what
+    this worker adds to the whole, the other the whole.
     """
 
     def __init__(
@@ -68,7 +70,11 @@ class Dashboard:
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_on = is_on
-        self.teller = Teller(redis, keys, name, clock, counted, about)
+
+        def advised() -> Mapping[str, Any]:
+            return {**about(), "advisor": _told(advisor)}
+
+        self.teller = Teller(redis, keys, name, clock, counted, advised)
         self.advisor, self.quality = advisor, quality
         self._whole = Whole(redis, keys, self.teller, bounds, clock, timer)
         self._archive = Archive(store)
@@ -101,13 +107,16 @@ class Dashboard:
             "age_s": self._nights.age_s(), "due_at": self._nights.due_at(),
             "missing": self._nights.is_missing(),
         }  # fmt: skip
-        advisor, quality = _told(self.advisor), _told(self.quality)
+        quality = _told(self.quality)
         roles = {} if held is None else held.roles
+
+        def advice() -> Mapping[str, Any] | None:
+            return together(each["advisor"] for each in seen.workers.values())
 
         def composed() -> bytes:
             found = document(
                 seen, schedule=schedule, archive=self._archived, roles=roles,
-                bounds=self._bounds, advisor=advisor, quality=quality,
+                bounds=self._bounds, advisor=_told(advice), quality=quality,
             )  # fmt: skip
             return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
 

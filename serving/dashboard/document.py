@@ -94,6 +94,6 @@ DASHBOARD: Json = _object(
         "All workers together",
         bytes={"type": "integer"}, budget_bytes={"type": "integer"}, entries={"type": "integer"},
     ),
-    advisor=_maybe("object"),
+    advisor=_maybe("object", "Of all workers together, each counted by its reads"),
     quality=_maybe("object"),
 )  # fmt: skip

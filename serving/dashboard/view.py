@@ -11,6 +11,7 @@ from serving.dashboard.judge import verdict
 from serving.dashboard.series import Row, quantiles, series
 from serving.dashboard.whole import LATELY_BINS, Seen
 from serving.metrics import SOURCES
+from serving.room import memory
 
 Worker = Mapping[str, Any]
 
@@ -130,10 +131,10 @@ def redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not infos:
         return dict.fromkeys(("used_bytes", "limit_bytes", "policy", "clients", "evicted"))
     policies = [str(each.get("maxmemory_policy", "")) for each in infos]
-    limits = [int(each.get("maxmemory", 0)) for each in infos]
+    used, limit = memory(infos)
     return {
-        "used_bytes": sum(int(each.get("used_memory", 0)) for each in infos),
-        "limit_bytes": sum(limits) if all(limits) else None,
+        "used_bytes": used,
+        "limit_bytes": limit or None,
         "policy": next((each for each in policies if each.startswith("allkeys")), policies[0])
         or None,
         "clients": sum(int(each.get("connected_clients", 0)) for each in infos),

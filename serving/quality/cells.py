@@ -88,7 +88,10 @@ def wilson(hits: int, of: int) -> tuple[float, float]:
     rate, z2 = hits / of, _Z * _Z
     middle = rate + z2 / (2 * of)
     half = _Z * math.sqrt(rate * (1 - rate) / of + z2 / (4 * of * of))
-    return max(0.0, (middle - half) / (1 + z2 / of)), min(1.0, (middle + half) / (1 + z2 / of))
+    # At the ends the bound is the rate itself, but for the rounding of floats.
+    low = (middle - half) / (1 + z2 / of) if hits else 0.0
+    high = (middle + half) / (1 + z2 / of) if hits < of else 1.0
+    return low, high
 
 
 def half_width(total: float, squares: float, of: int) -> float:

@@ -121,12 +121,8 @@ def summary(
     drift = sorted({table for each in parts for table in each["drift"]})
     gigabytes = size_bytes / GIGABYTE
     return {
-        "samples": whole.samples,
         "since": min(each["since"] for each in parts),
-        "exact": whole.exact_rate(),
-        "overlap": whole.mean_overlap(),
-        "score_error": whole.mean_error(),
-        "age_s": whole.age / max(1, whole.samples),
+        **_figures(whole),
         "drift": bool(drift),
         "drifted": drift,
         "sentence": _sentence(whole, drift),
@@ -144,11 +140,19 @@ def _row(key: Key, cell: Cell) -> dict[str, Any]:
         "source": source,
         "producer": producer,
         "band": band,
+        **_figures(cell),
+    }
+
+
+def _figures(cell: Cell) -> dict[str, Any]:
+    """Of no samples nothing is known: a rate of 0 would be an alarm."""
+    is_known = cell.samples > 0
+    return {
         "samples": cell.samples,
-        "exact": cell.exact_rate(),
-        "overlap": cell.mean_overlap(),
-        "score_error": cell.mean_error(),
-        "age_s": cell.age / max(1, cell.samples),
+        "exact": cell.exact_rate() if is_known else None,
+        "overlap": cell.mean_overlap() if is_known else None,
+        "score_error": cell.mean_error() if is_known else None,
+        "age_s": cell.age / cell.samples if is_known else None,
     }
 
 

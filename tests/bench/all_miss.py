@@ -23,7 +23,6 @@ import uvloop
 from cache.lease import Mark
 from cache.outcomes import MissReason
 from cache.tiered import Missed, Outcome, View, Want
-from serving.app import running
 from serving.ask import Ask
 from serving.config import ServingConfig
 from serving.infer import Inferences
@@ -32,6 +31,7 @@ from serving.live import MicroBatcher, compute
 from serving.metrics import Metrics
 from serving.parse import lookup_body
 from serving.routes import Service
+from serving.running import running
 from tests.bench.harness import Options, Report, alternate, parse
 from tests.bench.place import own_server
 from tests.bench.read_path import TABLE, Case, make_case

@@ -34,12 +34,12 @@ from cache.predictor import LiveInput
 from cache.remote import RemoteConfig, RemoteTier
 from cache.tiered import Found, Tiered
 from precompute.config import NightConfig, TableConfig
-from serving.app import running
 from serving.ask import Ask
 from serving.case import want_in
 from serving.live import Job, compute
 from serving.parse import lookup_body
 from serving.routes import Service
+from serving.running import running
 from tests.bench.harness import Options, Report, alternate, parse
 from tests.bench.http_load import BUSY, Load, Program, paths_script, place, program, wrk
 from tests.bench.place import own_server, pin, unpin

@@ -26,11 +26,11 @@ from tempfile import TemporaryDirectory
 
 import redis
 
-from serving.app import running
 from serving.ask import Ask
 from serving.config import ServingConfig
 from serving.parse import lookup_body
 from serving.routes import Service
+from serving.running import running
 from tests.bench import stampede_peers
 from tests.bench.harness import Options, Ratio, Report, parse
 from tests.bench.place import own_server, pin

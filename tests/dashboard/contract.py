@@ -141,10 +141,13 @@ class ScoreError(TypedDict):
 class Stratum(TypedDict):
     source: str | None
     table: str | None
+    producer: str | None
     band: str | None
     samples: Number
-    exact: Number
-    overlap: Number
+    exact: Rate | None
+    overlap: Mean | None
+    score_error: ScoreError | None
+    age_s: Number
 
 
 class Quality(TypedDict):
@@ -153,11 +156,14 @@ class Quality(TypedDict):
     exact: Rate | None
     overlap: Mean | None
     score_error: ScoreError | None
+    age_s: Number
     drift: bool | None
+    drifted: list[str] | None
     sentence: str | None
     by: list[Stratum] | None
     worklist: Number
     read_share: Number
+    hits_per_gb: Number
 
 
 class Lately(TypedDict):

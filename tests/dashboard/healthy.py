@@ -64,7 +64,7 @@ def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
             "sampled": 8_192,
             "budget_bytes": 268_435_456,
             "hit_ratio": 0.682,
-            "sentence": "L1 of 256 MiB answers 68.2 %; 512 MiB would add 10.5 points.",
+            "sentence": "L1 of 256 MiB gives 68.2 %, doubling adds 10.5 points, halving costs 9.7",
             "curve": [
                 {"bytes": size << 20, "entries": size * 800, "hit_ratio": 0.86 * (1 - math.exp(-((size / 120) ** 0.6)))}
                 for size in (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048)
@@ -75,21 +75,37 @@ def well(now: float = NOW, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
             "since": now - 6.8 * 3600,
             "exact": {"rate": 0.9871, "low": 0.985, "high": 0.989},
             "overlap": {"mean": 0.9968, "low": 0.9961, "high": 0.9974},
-            "score_error": {"mean": 0.000412, "p99": 0.0031},
+            "score_error": {"mean": 0.000412, "p99": 0.005},
+            "age_s": 30_120.0,
             "drift": False,
-            "sentence": "98.7 % of 12,480 answers are exactly what the model says now.",
+            "drifted": [],
+            "sentence": "Of 12480 served answers computed once more 98.7 % came out the same (98.5 to 98.9 %), "
+            "with 99.7 % of the items.",
             "by": [
-                {"source": source, "table": "user_topk", "band": band, "samples": samples,
-                 "exact": exact, "overlap": overlap}
-                for source, band, samples, exact, overlap in (
-                    ("l1", "hot", 6120, 0.989, 0.9974), ("l1", "warm", 2210, 0.987, 0.9969),
-                    ("l2", "warm", 1840, 0.986, 0.9962), ("l2", "cold", 1902, 0.985, 0.9958),
-                    ("live", "cold", 408, 0.961, 0.981),
+                _stratum(*each) for each in (
+                    ("user_topk", "l1", "batch", "100+", 6120, 0.989, 0.9974),
+                    ("user_topk", "l1", "batch", "10-99", 2210, 0.987, 0.9969),
+                    ("user_topk", "l2", "batch", "10-99", 1840, 0.986, 0.9962),
+                    ("user_topk", "l2", "batch", "1-9", 1902, 0.985, 0.9958),
+                    ("user_topk", "live", "live", "none", 408, 0.961, 0.981),
                 )
             ],
             "worklist": 1_204,
             "read_share": 0.3127,
+            "hits_per_gb": 21_204_817.4,
         },
+    }  # fmt: skip
+
+
+def _stratum(
+    table: str, source: str, producer: str, band: str, samples: int, exact: float, overlap: float
+) -> Any:
+    half = 2 * math.sqrt(exact * (1 - exact) / samples)
+    return {
+        "table": table, "source": source, "producer": producer, "band": band, "samples": samples,
+        "exact": {"rate": exact, "low": exact - half, "high": exact + half},
+        "overlap": {"mean": overlap, "low": overlap - half / 4, "high": overlap + half / 4},
+        "score_error": {"mean": 0.0004, "p99": 0.005}, "age_s": 30_120.0,
     }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def test_what_the_page_is_tested_with_keeps_to_the_contract(name: str) -> None:
         (("redis", "used_bytes"), True, ".redis.used_bytes"),
         (("series", "stages", "parse"), [1.0], ".series.stages.parse"),
         (("generations", 0, "gates", 1, "value"), [], ".generations[0].gates[1].value"),
-        (("quality", "by", 0, "exact"), float("nan"), ".quality.by[0].exact"),
+        (("quality", "by", 0, "exact", "rate"), float("nan"), ".quality.by[0].exact.rate"),
     ],
 )
 def test_a_fault_is_told_with_its_place(place: tuple[Any, ...], value: object, fault: str) -> None:

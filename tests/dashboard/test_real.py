@@ -1,76 +1,140 @@
-"""The page of a real service, over a real night, Redis and requests."""
+"""The page of two real replicas with two workers each, over a real night, Redis and the demo's stream of requests."""
 
-import threading
+import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from infra.demo.checks import Judge
+from infra.demo.traffic import replay
 from precompute.config import NightConfig
-from serving.app import create_app
 from tests.browser import Browser
 from tests.dashboard import probes as probe
 from tests.dashboard.faults import faults
-from tests.integration.nights import build_night, histories
-from tests.integration.serving_app import settings
+from tests.integration.fleet import fleet
+from tests.integration.nights import build_night
+from tests.integration.scraping import stream
 from tests.polling import until
 
-pytest.importorskip("serving.dashboard.board", reason="the service tells no numbers yet")
+REQUESTS = 600
+"""Of each replica."""
+RATE = 150.0
+SETTINGS = {
+    "LARDER_WORKERS": "2", "LARDER_L1_BYTES": str(48 << 10), "LARDER_DASHBOARD_S": "0.5", "LARDER_QUALITY_S": "0.5",
+    "LARDER_QUALITY_PER_MILLE": "300", "LARDER_QUALITY_CPU_SHARE": "1",
+}  # fmt: skip
+SOURCES = ("l1", "l2", "live", "previous", "default")
 
 
 @pytest.fixture(scope="module")
-def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
-    return build_night(tmp_path_factory.mktemp("night"), redis_url)
+def urls(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[list[str]]:
+    """Both replicas, after their traffic."""
+    night = build_night(tmp_path_factory.mktemp("night"), redis_url)
+    with fleet(night, tmp_path_factory.mktemp("fleet"), count=2, **SETTINGS) as services:
+        found = [each.url for each in services]
+        judge = Judge()
+        asyncio.run(asked(found, night, judge))
+        assert judge.broken == 0, judge.violations
+        assert until(lambda: is_settled(found), every_s=0.2), (counted(found), document(found[0]))
+        yield found
 
 
-@pytest.fixture
-def http(night: NightConfig) -> Iterator[httpx.Client]:
-    config = uvicorn.Config(create_app(settings(night)), port=0, log_level="error")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    assert until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-        yield client
-    server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
+async def asked(urls: list[str], night: NightConfig, judge: Judge) -> None:
+    streams = (stream(night, seed) for seed in range(len(urls)))
+    await asyncio.gather(
+        *(
+            replay(url, each, judge, requests=REQUESTS, rate=RATE, concurrency=8)
+            for url, each in zip(urls, streams, strict=True)
+        )
+    )
 
 
-def counted(http: httpx.Client, name: str) -> float:
-    families = text_string_to_metric_families(http.get("/metrics").text)
-    return sum(each.value for family in families for each in family.samples if each.name == name)
+def document(url: str) -> Any:
+    return httpx.get(f"{url}/dashboard/data").raise_for_status().json()
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
-def test_the_page_shows_what_metrics_tell(
-    browser: Browser, http: httpx.Client, night: NightConfig, width: int, scheme: str
+def counted(urls: list[str]) -> dict[str, Any]:
+    """What both replicas tell Prometheus together."""
+    found: dict[str, Counter[str]] = {}
+    for url in urls:
+        for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+            for each in family.samples:
+                label = each.labels.get("source") or each.labels.get("reason") or ""
+                found.setdefault(each.name, Counter())[label] += int(each.value)
+    return {
+        "requests": found["larder_requests_total"].total(),
+        "entities": found["larder_entities_total"].total(),
+        "answers": {source: found["larder_answers_total"][source] for source in SOURCES},
+        "misses": dict(found["larder_misses_total"]),
+        "samples": found["larder_quality_samples_total"].total(),
+    }
+
+
+def shown(data: Any) -> dict[str, Any]:
+    """The same of the dashboard's document."""
+    return {**data["totals"], "samples": data["quality"]["samples"]}
+
+
+def is_settled(urls: list[str]) -> bool:
+    """Whether whoever is asked shows all there is, in bins too."""
+    documents = [document(url) for url in urls]
+    return all(
+        shown(each) == counted(urls)
+        and sum(each["series"]["requests"]) == each["totals"]["requests"]
+        and each["quality"]["worklist"] and each["quality"]["read_share"] and each["advisor"]
+        and each["advisor"]["hit_ratio"] == pytest.approx(documents[0]["advisor"]["hit_ratio"], abs=1e-3)
+        for each in documents
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_shows_all_workers_and_replicas_as_one_whole(
+    browser: Browser, urls: list[str], width: int, scheme: str
 ) -> None:
-    users = [*sorted(histories(night))[:150], "nobody"]
-    for _ in range(3):
-        http.post("/v1/lookup/user_topk", json={"entities": users}).raise_for_status()
-    answers = counted(http, "larder_answers_total")
-    assert answers == 3 * len(users)
-    assert until(lambda: http.get("/dashboard/data").json()["totals"]["entities"] == answers)
+    url = urls[width % 2]
     browser.window(width, scheme=scheme)
 
-    browser.open(f"{http.base_url}/dashboard")
+    browser.open(f"{url}/dashboard")
     browser.until(probe.SHOWN)
     browser.keep(f"real-{width}-{scheme}.png")
     browser.run(probe.OPEN_ALL)
 
-    data = http.get("/dashboard/data").json()
+    data, expected = document(url), counted(urls)
     assert faults(data) == []
-    assert browser.run(probe.SENTENCE) == data["verdict"]["sentence"]
+    assert [each["workers"] for each in data["replicas"]] == [2, 2]
     text = browser.run("document.body.innerText").replace("\u00a0", " ")
+    assert browser.run(probe.SENTENCE) == data["verdict"]["sentence"]
     assert data["generations"][0]["generation"] in text
-    assert f"{data['totals']['misses'].popitem()[1]} " in text
+    for told in (
+        "Numbers of 2 replicas together.",
+        f"{expected['requests']:,} since the start",
+        f"of {sum(expected['answers'].values()):,} answers in 5 min",
+        f"{sum(expected['misses'].values()):,} since the start",
+        *(f"{count:,} · " for count in expected["misses"].values()),
+        f"identical, of {expected['samples']:,}",
+        data["quality"]["sentence"],
+        "L1 of 48 KiB gives",
+    ):
+        assert told in text, told
+    assert by_source(browser) == [f"{expected['answers'][each]:,}" for each in SOURCES]
     assert browser.run(probe.NONSENSE) == browser.run(probe.BENT) == []
     assert browser.run(probe.FAINT) == browser.run(probe.UNLABELLED) == []
     assert browser.run("document.documentElement.scrollWidth") == width
     assert browser.complaints() == []
-    assert {Path(each).parts[1] for each in browser.asked()} == {http.base_url.netloc.decode()}
+    assert {Path(each).parts[1] for each in browser.asked()} == {httpx.URL(url).netloc.decode()}
+
+
+def by_source(browser: Browser) -> list[str]:
+    """Sums of the columns of the table of answers by source."""
+    cells: list[list[str]] = browser.run(
+        "[...document.querySelector('details.tabular table').tBodies[0].rows]"
+        ".map((row) => [...row.cells].slice(2).map((cell) => cell.textContent))"
+    )
+    rows = [[int(each.replace(",", "")) for each in row] for row in cells]
+    return [f"{sum(column):,}" for column in zip(*rows, strict=True)]

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-import serving.app
+import serving.running
 from serving.__main__ import main
 from serving.nights import Nights
 
@@ -20,5 +20,5 @@ def ahead(file: Path) -> float:
 
 if __name__ == "__main__":
     clock = functools.partial(ahead, Path(os.environ[AHEAD_FILE]))
-    vars(serving.app)["Nights"] = functools.partial(Nights, clock=clock)
+    vars(serving.running)["Nights"] = functools.partial(Nights, clock=clock)
     sys.exit(main())

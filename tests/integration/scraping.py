@@ -144,9 +144,14 @@ def sampling(*, every_s: float) -> dict[str, str]:
 
 def traffic(url: str, night: NightConfig, judge: Judge, *, rate: float) -> Background:
     """The demo's stream of requests over the users of this night: hits, misses, live answers and defaults."""
+    return Background(url, stream(night), judge, rate=rate)
+
+
+def stream(night: NightConfig, seed: int = 0) -> Stream:
+    """The demo's stream of requests; some of this night's users come with their history as if nobody knew them."""
     known = histories(night)
     newcomers = {f"new-{user}": tuple(seen) for user, seen in sorted(known.items())[:40]}
     nothing: Any = None
     stories = {user: tuple(seen) for user, seen in known.items()}
     dataset = Dataset("night", nothing, nothing, nothing, nothing, stories, {}, newcomers)
-    return Background(url, Stream(dataset), judge, rate=rate)
+    return Stream(dataset, seed)

@@ -179,7 +179,7 @@ async def test_without_redis_a_worker_shows_its_own_and_with_it_the_whole_again(
 async def test_generations_and_the_night_are_told_with_state_gates_size_and_times(
     night: NightConfig,
 ) -> None:
-    async with serving(night) as app:
+    async with serving(night, quality_per_mille=0.0) as app:
         body = await data(app)
 
     (generation,) = body["generations"]

@@ -7,7 +7,7 @@ import { decades, linear, logarithmic, roundUp, ticks, timeTicks } from "./scale
 const TOP = 8;
 const BOTTOM = 20;
 const EMPTY = 44;
-const SHORTEST_S = 600;
+const SHORTEST_S = 180;
 const charts = new Set();
 let pointed = null;
 
@@ -135,18 +135,24 @@ export class TimeChart {
     ];
   }
 
+  /** Wide enough to be seen as steps; lines through the middles else: steps of a pixel or two are noise. */
+  #isStepped() {
+    const { at, step } = this.shown;
+    return this.x(at[0] + step) - this.x(at[0]) > 6;
+  }
+
   #line(line, y) {
     const { at, step } = this.shown;
+    const { values } = line;
+    const isStepped = this.#isStepped();
     let d = "";
-    let isDown = false;
-    line.values.forEach((value, bin) => {
-      if (!isNumber(value)) {
-        isDown = false;
-        return;
-      }
-      const place = `${this.x(at[bin] + step / 2).toFixed(1)} ${y(value).toFixed(1)}`;
-      d += isDown ? `L${place}` : `M${place}h.01`;
-      isDown = true;
+    values.forEach((value, bin) => {
+      if (!isNumber(value)) return;
+      const [hasLeft, hasRight] = [isNumber(values[bin - 1]), isNumber(values[bin + 1])];
+      const middle = this.x(at[bin] + step / 2);
+      // A lone value is a dash: a point would not be seen.
+      const half = isStepped ? (this.x(at[bin] + step) - this.x(at[bin])) / 2 : hasLeft || hasRight ? 0 : 2;
+      d += `${hasLeft ? "L" : "M"}${(middle - half).toFixed(1)} ${y(value).toFixed(1)}h${(2 * half).toFixed(1)}`;
     });
     return svg("path", { class: `line tone-${line.tone}${line.isApart ? " is-apart" : ""}`, d });
   }
@@ -154,7 +160,7 @@ export class TimeChart {
   #area(line, y) {
     const { at, step } = this.shown;
     const place = (time) => this.x(time).toFixed(1);
-    const isStepped = this.x(at[0] + step) - this.x(at[0]) > 6;
+    const isStepped = this.#isStepped();
     let d = "";
     for (let first = 0; first < at.length; first += 1) {
       if (!isNumber(line.tops[first])) continue;
@@ -162,7 +168,6 @@ export class TimeChart {
       let lower = "";
       let bin = first;
       for (; bin < at.length && isNumber(line.tops[bin]); bin += 1) {
-        // Steps while one sees them, else a line through the middles: steps of a pixel or two are noise.
         const [left, right] = isStepped ? [at[bin], at[bin] + step].map(place) : [place(at[bin] + step / 2), ""];
         upper += `${upper ? "L" : "M"}${left} ${y(line.tops[bin]).toFixed(1)}${right && `H${right}`}`;
         lower = `L${right || left} ${y(line.base[bin]).toFixed(1)}${right && `H${left}`}${lower}`;

@@ -44,9 +44,9 @@ function room(data) {
 }
 
 function right(data) {
-  const { exact, samples } = data.quality ?? {};
-  const note = isNumber(samples) ? `of ${count(samples)} checked` : "nothing checked yet";
-  return { name: "Exactly right", value: percent(exact?.rate), note };
+  const { exact, overlap, samples } = data.quality ?? {};
+  const note = samples > 0 ? `${percent(exact?.rate)} identical, of ${count(samples)}` : "nothing checked yet";
+  return { name: "Agrees with the model", value: percent(overlap?.mean), note };
 }
 
 /** Draws into the list of figures. */

@@ -18,7 +18,7 @@ function redis() {
     const share = isLimited ? used / limit : 0;
     replace(figure, el("div", { hidden: !isLimited }, bar(share, share > 0.9 ? "bad" : share > 0.75 ? "warn" : "accent")));
     replace(told, facts([
-      ["In use", isLimited ? percent(share) : "not known"],
+      isLimited || !isNumber(used) ? ["In use", isLimited ? percent(share) : "not known"] : null,
       ["When full", shown(policy)],
       ["Evicted", isNumber(evicted) ? count(evicted) : "not known"],
       ["Connections", isNumber(clients) ? count(clients) : "not known"],
@@ -38,6 +38,9 @@ function curve(points, budget, hit, width) {
   const marks = [domain[0], Math.sqrt(domain[0] * domain[1]), domain[1]];
   const anchors = ["start", "middle", "end"];
   const hasBudget = budget > 0;
+  // The curve rises: to the left of the budget there is room above it, to the right below.
+  const isLeft = hasBudget && x(budget) > width / 2;
+  const label = isLeft && !(hit > 0.85) ? TOP + 14 : HEIGHT - BOTTOM - 8;
   return svg("svg", { class: "canvas", height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img",
     "aria-label": `Hit ratio by size of L1, from ${bytes(domain[0])} to ${bytes(domain[1])}.${hasBudget ? ` L1 has ${bytes(budget)} now: ${percent(hit)}.` : ""}` },
     [0, 0.5, 1].map((mark) => [
@@ -48,8 +51,8 @@ function curve(points, budget, hit, width) {
     hasBudget ? svg("line", { class: "budget", x1: x(budget), x2: x(budget), y1: TOP, y2: HEIGHT - BOTTOM }) : null,
     svg("path", { class: "line tone-accent is-bold", d }),
     hasBudget && isNumber(hit) ? svg("circle", { class: "dot", cx: x(budget), cy: y(hit), r: 5 }) : null,
-    hasBudget ? svg("text", { class: "mark strong", x: x(budget) + (x(budget) > width / 2 ? -8 : 8), y: HEIGHT - BOTTOM - 8,
-      "text-anchor": x(budget) > width / 2 ? "end" : "start" }, `now ${bytes(budget)}`) : null);
+    hasBudget ? svg("text", { class: "mark strong", x: x(budget) + (isLeft ? -8 : 8), y: label,
+      "text-anchor": isLeft ? "end" : "start" }, `now ${bytes(budget)}`) : null);
 }
 
 function advisor() {
@@ -67,7 +70,7 @@ function advisor() {
       .filter((point) => point && point.bytes > 0 && isNumber(point.bytes) && isNumber(point.hit_ratio))
       .sort((left, right) => left.bytes - right.bytes);
     const budget = advice?.budget_bytes ?? l1?.budget_bytes ?? null;
-    part.lede(advice?.sentence ?? "What another size would bring is not known yet.");
+    part.lede(advice?.sentence ? `${advice.sentence}. Each worker has an L1 of this size for itself.` : "What another size would bring is not known yet.");
     draw = () => {
       const width = Math.floor(part.body.getBoundingClientRect().width);
       if (points.length < 2 || !width) figure.replaceChildren();
@@ -75,8 +78,8 @@ function advisor() {
     };
     draw();
     replace(told, facts([
-      ["In use", isNumber(l1?.bytes) ? `${bytes(l1.bytes)} of ${bytes(l1.budget_bytes)}` : "not known"],
-      ["Entries", isNumber(l1?.entries) ? count(l1.entries) : "not known"],
+      ["In use by all workers", isNumber(l1?.bytes) ? `${bytes(l1.bytes)} of ${bytes(l1.budget_bytes)}` : "not known"],
+      ["Entries of all workers", isNumber(l1?.entries) ? count(l1.entries) : "not known"],
       advice ? ["Sampled", `${count(advice.sampled)} ids, ${percent(advice.sampling_rate)} of all`] : null,
     ]));
     tell(points, points.length);

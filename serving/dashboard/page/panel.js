@@ -13,7 +13,7 @@ export function panel(section, title, span) {
   const body = el("div", { class: "body" });
   const node = el("article", { class: `panel span-${span}`, "aria-labelledby": id }, heading, lede, body);
   document.getElementById(section).append(node);
-  return { node, body, title, lede: (text) => say(lede, text ?? "") };
+  return { node, body, title, lede: (text) => say(lede, (text ?? "").replace(/(\d) %/g, "$1\u00a0%")) };
 }
 
 /** A table with a caption; `head` names the columns, the first cell of each row names the row. */

@@ -1,17 +1,35 @@
 // How right the served answers are, and who serves them.
 
-import { el } from "./dom.js";
-import { clock, count, duration, exact, isNumber, percent, shown, words } from "./format.js";
+import { el, unknown } from "./dom.js";
+import { clock, count, duration, isNumber, percent, shown, words } from "./format.js";
 import { facts, mark, panel, replace, table } from "./panel.js";
 
 const known = (value, show) => (isNumber(value) ? show(value) : "not known");
 
-/** A value with its confidence interval. */
+/** A value with its confidence interval, which keeps together; left out where it says the same. */
 function between(part, name) {
   const value = part?.[name];
   if (!isNumber(value)) return "not known";
-  const range = isNumber(part.low) && isNumber(part.high) ? el("span", { class: "muted" }, ` (${percent(part.low)} to ${percent(part.high)})`) : "";
-  return el("span", {}, percent(value), range);
+  const [told, low, high] = [value, part.low, part.high].map(percent);
+  const hasRange = isNumber(part.low) && isNumber(part.high) && !(low === told && high === told);
+  return el("span", {}, told, hasRange ? el("span", { class: "muted range" }, ` (${low} to ${high})`) : "");
+}
+
+/** Who was asked about: an entity by the length of its history, an item by whether it is among the defaults. */
+function band(name) {
+  const told = name === "none" ? "no history" : /^\d/.test(name) ? `${name} in history` : `${name} item`;
+  return el("span", { class: "unbroken" }, told);
+}
+
+const whence = (row) => el("span", { class: "gloss" },
+  [row.source, row.producer].filter(Boolean).join(", "), row.band ? [", ", band(row.band)] : null);
+const inTable = (value) => (value === "not known" ? unknown() : value);
+const error = (part) => (isNumber(part?.mean) ? `${count(part.mean)}, p99 below ${count(part.p99)}` : "not known");
+
+function drift({ drift: isFound, drifted }) {
+  if (typeof isFound !== "boolean") return "not known";
+  const tables = Array.isArray(drifted) && drifted.length ? ` in ${drifted.join(", ")}` : "";
+  return isFound ? mark("bad", `found${tables}`) : mark("ok", "none found");
 }
 
 function sampled() {
@@ -26,23 +44,29 @@ function sampled() {
       place.replaceChildren();
       return;
     }
-    const { score_error: error, by } = quality;
+    const { by } = quality;
     const since = quality.since === null || quality.since === undefined ? "" : ` since ${clock(quality.since, "day")}`;
     part.lede(quality.sentence ?? `${count(quality.samples)} samples${since}.`);
     replace(told, facts([
-      ["Drift", quality.drift === true ? mark("bad", "found") : quality.drift === false ? mark("ok", "none found") : "not known"],
-      ["Exactly right", between(quality.exact, "rate")],
-      ["Overlap of lists", between(quality.overlap, "mean")],
-      ["Error of scores", isNumber(error?.mean) ? `${exact(error.mean)} mean, ${exact(error.p99)} p99` : "not known"],
+      ["Drift", drift(quality)],
+      ["Items in common", between(quality.overlap, "mean")],
+      ["Identical", between(quality.exact, "rate")],
+      ["Mean error of scores", error(quality.score_error)],
+      ["Age when served", known(quality.age_s, duration)],
       ["Samples", isNumber(quality.samples) ? `${count(quality.samples)}${since}` : "not known"],
       ["Cold ids for the next night", known(quality.worklist, count)],
       ["Read at least once", isNumber(quality.read_share) ? `${percent(quality.read_share)} of the generation` : "not known"],
+      ["Hits per gigabyte", known(quality.hits_per_gb, count)],
     ]));
     const rows = Array.isArray(by) ? by.filter(Boolean) : [];
     if (!rows.length) place.replaceChildren();
     else {
-      replace(place, table("Agreement by source, table and popularity", ["Source", "Table", "Popularity", "Samples", "Exactly right", "Overlap"],
-        rows.map((row) => [shown(row.source), shown(row.table), shown(row.band), count(row.samples), percent(row.exact), percent(row.overlap)])));
+      replace(place, table("Agreement by table, source, producer, and history or popularity",
+        ["Answers", "Samples", "Items in common", "Identical", "Age"],
+        rows.map((row) => [
+          el("span", {}, shown(row.table), " ", whence(row)), count(row.samples),
+          inTable(between(row.overlap, "mean")), inTable(between(row.exact, "rate")), duration(row.age_s),
+        ])));
     }
   };
 }

@@ -36,7 +36,7 @@ export function decades(low, high) {
   return found;
 }
 
-const STEPS_S = [10, 30, 60, 120, 300, 600, 900, 1200, 1800, 3600, 7200, 14400, 43200, 86400];
+const STEPS_S = [60, 120, 300, 600, 900, 1200, 1800, 3600, 7200, 14400, 43200, 86400];
 
 /** Round times within the domain, at most `most` of them. */
 export function timeTicks([first, beyond], most) {

@@ -10,7 +10,7 @@ from cache.advisor.shards import SPACE
 from cache.advisor.trace import TRACE_MAX, Trace
 from cache.local import Entry, LocalKey, LocalTier
 from cache.outcomes import Counters
-from serving.advisor import BUSY_RATE, SAMPLED_MIN, STEP_S, TOUCHES_PER_S, Advisor, shown
+from serving.advisor import BUSY_RATE, SAMPLED_MIN, STEP_S, TOUCHES_PER_S, Advisor
 from serving.snapshot import Snapshot
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World
@@ -188,11 +188,3 @@ async def test_three_points_of_the_curve_are_gauges(worker: Worker) -> None:
         "now": ratios[100_000],
         "double": ratios[200_000],
     }
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [(12, "12 B"), (1_536, "1.5 KiB"), (256 << 20, "256 MiB"), (1_023 << 20, "1023 MiB")],
-)
-def test_sizes_are_told_in_binary_units(size_bytes: int, text: str) -> None:
-    assert shown(size_bytes) == text

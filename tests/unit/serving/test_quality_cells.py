@@ -1,11 +1,14 @@
 """Sums of samples: merged they are what one replica would have had, and their intervals hold what they say."""
 
+from typing import Any
+
 import numpy as np
 import orjson
 import pytest
 
 from serving.quality.cells import ERRORS, Cell, Key, half_width, merged, packed, wilson
 from serving.quality.compare import Sample
+from serving.quality.told import summary
 
 
 def sample(overlap: float, error: float = 0.01, *, is_exact: bool = False) -> Sample:
@@ -45,6 +48,16 @@ def test_nothing_known_is_said_as_such() -> None:
     assert wilson(0, 0) == (0.0, 1.0)
     assert Cell().mean_overlap() == {"mean": 0.0, "low": 0.0, "high": 1.0}
     assert half_width(1.0, 1.0, 1) == 1.0
+    part: dict[str, Any] = {"since": 1.0, "drift": {}, "hits": 0, "cells": {}}
+    told = summary([part], worklist=None, read_share=None, size_bytes=0)
+    assert told["samples"] == 0
+    assert {told[each] for each in ("exact", "overlap", "score_error", "age_s")} == {None}
+
+
+@pytest.mark.parametrize("of", [1, 3, 7, 66])
+def test_bounds_end_where_every_sample_said_the_same(of: int) -> None:
+    assert wilson(of, of)[1] == 1.0 and wilson(0, of)[0] == 0.0
+    assert 0.0 < wilson(of, of)[0] < 1.0 and 0.0 < wilson(0, of)[1] < 1.0
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.5, 0.97])

@@ -1,0 +1,100 @@
+"""What the L1 size advisors of all workers come to, and how it is said. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+STEPS = 4
+"""Points of the curve per doubling."""
+SMALLEST, LARGEST = -6, 3
+"""Doublings from the budget to the ends of the curve."""
+_NOTICED = 0.001
+"""Differences below a tenth of a point are none."""
+
+
+class Curve(NamedTuple):
+    """What is known of L1s of one size; `reads`: how many it rests on, lately."""
+
+    budget_bytes: int
+    capacities: Sequence[int]
+    ratios: Sequence[float]
+    entries: Sequence[int]
+    sampling_rate: float
+    sampled: int
+    reads: float
+
+    def told(self) -> dict[str, Any]:
+        """For the dashboard."""
+        points = zip(self.capacities, self.entries, self.ratios, strict=True)
+        return {
+            "sampling_rate": self.sampling_rate,
+            "sampled": self.sampled,
+            "reads": round(self.reads, 1),
+            "budget_bytes": self.budget_bytes,
+            "hit_ratio": self.ratio(0),
+            "sentence": self._sentence(),
+            "curve": [
+                {"bytes": size_bytes, "entries": entries, "hit_ratio": ratio}
+                for size_bytes, entries, ratio in points
+            ],
+        }
+
+    def ratio(self, doublings: int) -> float:
+        """Of an L1 that is so many times twice the budget."""
+        return self.ratios[(doublings - SMALLEST) * STEPS]
+
+    def _sentence(self) -> str:
+        now = self.ratio(0)
+        more, less = self.ratio(1) - now, now - self.ratio(-1)
+        told = f"L1 of {shown(self.budget_bytes)} gives {100 * now:.1f} %"
+        if more >= _NOTICED:
+            told += f", doubling adds {100 * more:.1f} points"
+        else:
+            told += ", doubling adds nothing"
+        if less >= _NOTICED:
+            return f"{told}, halving costs {100 * less:.1f}"
+        enough = next(
+            size_bytes
+            for size_bytes, ratio in zip(self.capacities, self.ratios, strict=True)
+            if now - ratio < _NOTICED
+        )
+        return f"{told}, {shown(enough)} gives as much"
+
+
+def together(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """One of many that each `Curve.told`: every worker counts by its reads; None where none tells anything.
+
+    Each worker has an L1 of its own, so a size is that of one. Of several budgets, which only a change of settings
+    under way makes, the one that most reads were answered with is told.
+    """
+    known = [each for each in parts if each]
+    reads = Counter[int]()
+    for each in known:
+        reads[each["budget_bytes"]] += each["reads"]
+    if not reads:
+        return None
+    budget, total = reads.most_common(1)[0]
+    same = [each for each in known if each["budget_bytes"] == budget]
+    weights = [each["reads"] / total if total else 1 / len(same) for each in same]
+    columns = list(zip(*(each["curve"] for each in same), strict=True))
+
+    def mean(column: Sequence[Mapping[str, Any]], name: str) -> float:
+        return sum(weight * float(each[name]) for weight, each in zip(weights, column, strict=True))
+
+    return Curve(
+        budget,
+        [column[0]["bytes"] for column in columns],
+        [mean(column, "hit_ratio") for column in columns],
+        [round(mean(column, "entries")) for column in columns],
+        min(each["sampling_rate"] for each in same),
+        sum(each["sampled"] for each in same),
+        total,
+    ).told()
+
+
+def shown(size_bytes: int) -> str:
+    """Rounded, in the largest binary unit that it fills."""
+    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if (size := size_bytes / (1 << bits)) >= 1:
+            return f"{size:.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
+    return f"{size_bytes} B"

@@ -1,0 +1,106 @@
+"""What answers: tiers, live path and ladder, put together."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from cache.breaker import Breaker
+from cache.cluster import ClusterTier, open_tier
+from cache.keys import Keyspace
+from cache.local import LocalTier, NegativeCache
+from cache.remote import RemoteConfig, RemoteTier
+from cache.tiered import Tiered
+from serving.admission import Admission
+from serving.config import ServingConfig
+from serving.cores import check_cores, parse_cores, pin_thread
+from serving.infer import Inferences
+from serving.ladder import Ladder
+from serving.lead import Lead
+from serving.live import MicroBatcher, compute
+from serving.metrics import Metrics
+from serving.pulse import Pulse
+from serving.quality.picks import Picks
+from serving.quality.watch import Watch
+
+_LOOKS = 10
+"""At the queues, per interval of the admission."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """The parts; none of them knows which generation is live."""
+
+    metrics: Metrics
+    cores: Sequence[int]
+    local: LocalTier
+    remote: RemoteTier | ClusterTier
+    tiers: Tiered
+    batcher: MicroBatcher
+    admission: Admission
+    pulse: Pulse
+    lead: Lead
+    inferences: Inferences
+    watch: Watch
+    ladder: Ladder
+    executor: ThreadPoolExecutor
+
+    @classmethod
+    def of(cls, config: ServingConfig, name: str) -> "Answering":
+        """All parts, `name` for a replica; nothing is connected yet."""
+        metrics = Metrics()
+        cores = parse_cores(config.live_cores)
+        check_cores(cores)
+        remote = open_tier(
+            RemoteConfig(
+                config.redis_url,
+                deadline_s=config.l2_deadline_ms / 1000,
+                wires_max=config.l2_connections,
+            ),
+            Keyspace(config.namespace),
+            lambda: Breaker(config.breaker_threshold, config.breaker_cooldown_s),
+        )
+        local = LocalTier(config.l1_bytes)
+        tiers = Tiered(local, NegativeCache(config.negative_entries, config.negative_ttl_s), remote)
+        # FAISS searches in threads that a worker starts, so they inherit its cores.
+        executor = ThreadPoolExecutor(
+            config.live_workers, "larder-live", initializer=pin_thread, initargs=(cores,)
+        )
+        batcher = MicroBatcher(
+            executor,
+            workers=config.live_workers,
+            max_batch=config.live_batch,
+            max_queue=config.live_queue,
+            max_queue_bytes=config.live_queue_bytes,
+            compute=compute,
+            observe=metrics.inferred,
+        )
+        admission = Admission(
+            target_s=config.queue_target_ms / 1000,
+            interval_s=config.queue_interval_ms / 1000,
+            requests_max=config.requests_max,
+        )
+        pulse = Pulse(
+            admission.observe, batcher.waited, every_s=config.queue_interval_ms / 1000 / _LOOKS
+        )
+        lead = Lead(remote, tiers, remote.keyspace, wait_s=config.lease_wait_ms / 1000, name=name)
+        inferences = Inferences(
+            batcher,
+            tiers,
+            overlay_ttl_s=config.overlay_ttl_s,
+            outage_ttl_s=config.outage_ttl_s,
+            lead=lead if config.lease_wait_ms else None,
+            admit=admission.admit_live,
+        )
+        watch = Watch(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
+        ladder = Ladder(
+            tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch
+        )
+        return cls(
+            metrics, cores, local, remote, tiers, batcher, admission, pulse, lead, inferences, watch, ladder, executor
+        )  # fmt: skip
+
+    async def aclose(self) -> None:
+        """Closes what is connected, and lets go of who computes."""
+        await self.tiers.aclose()
+        await self.remote.aclose()
+        self.executor.shutdown(wait=False, cancel_futures=True)

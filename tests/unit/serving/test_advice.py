@@ -1,0 +1,54 @@
+"""The advisors of several workers are told as one, each counted by its reads."""
+
+from typing import Any
+
+import pytest
+
+from serving.advice import LARGEST, SMALLEST, STEPS, Curve, shown, together
+
+POINTS = (LARGEST - SMALLEST) * STEPS + 1
+
+
+def told(ratio: float, reads: float, *, budget: int = 1 << 20) -> dict[str, Any]:
+    """A worker whose curve rises to `ratio` at its budget, and no further."""
+    sizes = [round(budget * 2 ** (SMALLEST + at / STEPS)) for at in range(POINTS)]
+    ratios = [min(1.0, size / budget) * ratio for size in sizes]
+    return Curve(budget, sizes, ratios, [10] * POINTS, 0.5, 100, reads).told()
+
+
+def test_workers_count_by_their_reads() -> None:
+    found = together([told(0.8, 3_000), None, told(0.4, 1_000)])
+
+    assert found is not None
+    assert found["hit_ratio"] == pytest.approx(0.7)
+    assert (found["sampled"], found["reads"], found["sampling_rate"]) == (200, 4_000, 0.5)
+    assert (
+        found["sentence"] == "L1 of 1 MiB gives 70.0 %, doubling adds nothing, halving costs 35.0"
+    )
+    assert [each["bytes"] for each in found["curve"]] == [
+        each["bytes"] for each in told(1, 1)["curve"]
+    ]
+
+
+def test_one_is_told_as_it_is() -> None:
+    assert together([told(0.5, 700)]) == told(0.5, 700)
+
+
+def test_of_several_budgets_the_one_with_most_reads_is_told() -> None:
+    found = together([told(0.8, 10), told(0.3, 900, budget=1 << 21), told(0.8, 20)])
+
+    assert found is not None and (found["budget_bytes"], found["reads"]) == (1 << 21, 900)
+
+
+def test_nobody_knows_anything_yet() -> None:
+    assert together([None, None]) is None
+    idle = together([told(0.5, 0), told(0.5, 0)])
+    assert idle is not None and idle["hit_ratio"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(12, "12 B"), (1_536, "1.5 KiB"), (256 << 20, "256 MiB"), (1_023 << 20, "1023 MiB")],
+)
+def test_sizes_are_told_in_binary_units(size_bytes: int, text: str) -> None:
+    assert shown(size_bytes) == text
