@@ -47,14 +47,14 @@ class Whole:
 
 
 def whole(config: NightConfig) -> Whole:
-    """The namespace as it stands; unfinished files, which are hidden, left out."""
+    """The namespace as it stands; unfinished files, which are hidden, and how long late steps took left out."""
     store, keys = config.store(), config.keyspace()
     files = {}
     for generation in store.names("generations"):
         root = store.local(f"generations/{generation}")
         for path in root.rglob("*"):
             name = path.relative_to(root).as_posix()
-            if path.is_file() and not path.name.startswith("."):
+            if path.is_file() and not path.name.startswith(".") and path.parent.name != "times":
                 is_compared = name.startswith(COMPARED)
                 files[f"{generation}/{name}"] = sha256_of(path) if is_compared else "there"
     with connect(config.redis_url, 5.0) as client:
