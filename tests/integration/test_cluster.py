@@ -266,7 +266,7 @@ async def test_the_dashboard_is_whole_and_adds_up_the_memory_of_all_masters(
         serving(night, dashboard_s=0.1) as one,
         serving(night, dashboard_s=0.1) as other,
     ):
-        await ask(one, users_of(night)[:10])
+        await one.post("/v1/lookup/user_topk", {"entities": users_of(night)[:10]})
 
         async def is_whole() -> bool:
             body = await other.get("/dashboard/data")
