@@ -61,6 +61,7 @@ def ask(url: str, users: list[str]) -> None:
     assert httpx.post(f"{url}/v1/lookup/user_topk", json=body).status_code == 200
 
 
+@pytest.mark.slow
 def test_two_replicas_and_two_workers_are_shown_as_one_whole_that_equals_metrics(
     night: NightConfig, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ async def follows(app: Running, generation: str) -> bool:
     return await eventually(look)
 
 
+@pytest.mark.slow
 async def test_publishes_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
     app: Running, night: NightConfig
 ) -> None:

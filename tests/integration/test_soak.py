@@ -142,6 +142,7 @@ async def soak(
     return len(late), len(samples) * len(TROUBLES)
 
 
+@pytest.mark.slow
 async def test_nothing_is_left_behind_by_troubles_and_publishes(
     tried: tuple[Ordeal, str, str], night: NightConfig
 ) -> None:
