@@ -97,9 +97,13 @@ class View:
 
 @dataclass(slots=True)
 class Counters:
-    """Every want that was asked for is counted once: in `l1`, `l2` or one of `missed`."""
+    """Every want that was asked for is counted once: in `l1`, `l2` or one of `missed`.
 
-    l1: int = 0
+    `l1` are records found there, in `records`, and answers that were ready to be sent, in `ready`.
+    """
+
+    records: int = 0
+    ready: int = 0
     l2: int = 0
     missed: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
     l2_reads: int = 0
@@ -110,7 +114,7 @@ class Counters:
             if type(outcome) is Missed:
                 self.missed[outcome.reason] += 1
             elif outcome.tier == "l1":  # type: ignore[union-attr]
-                self.l1 += 1
+                self.records += 1
             else:
                 self.l2 += 1
 
@@ -118,8 +122,13 @@ class Counters:
         """The same for as many rows: from which tier each is, but for those at the places of `others`."""
         l2 = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[place]) for place in others)
         self.l2 += l2
-        self.l1 += len(is_l2) - l2 - len(others)
+        self.records += len(is_l2) - l2 - len(others)
         self.count(list(others.values()))
+
+    @property
+    def l1(self) -> int:
+        """What L1 answered."""
+        return self.records + self.ready
 
     @property
     def total(self) -> int:

@@ -85,7 +85,7 @@ class Tiered:
         """The hot path: L1 only, no awaiting; counts a hit, and leaves a miss to `get`."""
         found = self._local(view, want)
         if isinstance(found, Found):
-            self.counters.l1 += 1
+            self.counters.records += 1
             self.trace.one(view.generation, want, found)
             return found
         return None

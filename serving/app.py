@@ -39,9 +39,9 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
             app.router.routes.clear()
             app.include_router(routes(service))
             app.router.routes.extend(documentation)
-            front.hot = hot
+            front.hot, front.wire = hot, None if config.traces else hot
             yield
-            front.hot = None
+            front.hot = front.wire = None
 
     front = app = Front(
         title="Larder",

@@ -30,6 +30,7 @@ class Front(FastAPI):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.hot: Hot | None = None
+        self.wire: Hot | None = None  # the same, unless each request may be traced
         self.watch: Watch | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

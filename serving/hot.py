@@ -6,8 +6,7 @@ behind it, and ids without a stored answer to the ladder.
 
 import logging
 import time
-from bisect import bisect_left
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import orjson
@@ -54,11 +53,9 @@ class Hot:
         self._recent = service.ladder.recent
         self._metrics = service.metrics
         self._requests = service.metrics.tally.requests
-        self._ready_hits = service.metrics.tally.ready
-        # As `Metrics.hot` does, whose calls would cost as much as the counting.
-        self._spent = service.metrics.answer_seconds.spent["l1"]
-        self._bounds = service.metrics.answer_seconds.bounds
+        self._hits = service.metrics.tally.ready
         self._picks = service.ladder.watch.picks
+        self._timed_at, self._picked_at = 0, self._counters.ready + self._picks.gap()
         self._timer, self._clock = service.timer, clock
         self._queries = Queries(service.limits)
         sent = credentials(service.token) if service.token else ()
@@ -83,9 +80,20 @@ class Hot:
         return await whole_body(receive, service.body_bytes, service.body_timeout_s)
 
     def ready(self, scope: MutableMapping[str, Any]) -> Messages | None:
-        """The answer to a GET that was answered before, from L1, with today's age."""
-        started, query, path = self._timer(), scope["query_string"], scope.get("raw_path") or b""
-        ready = self._ready(path + b"?" + query if query else path)
+        """As `answer`, for a request whose headers allow that."""
+        if not self.takes(scope["headers"]):
+            return None
+        query, path = scope["query_string"], scope.get("raw_path") or b""
+        body = self.answer(path + b"?" + query if query else path)
+        return None if body is None else self._messages(body)
+
+    def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether a lookup with these headers may have what is ready."""
+        return self._headers.deadline_s(headers) is not None
+
+    def answer(self, target: bytes) -> bytes | None:
+        """What is sent for a GET that was answered before (path and query as they came), from L1, with today's age."""
+        started, ready = self._timer(), self._ready(target)
         if ready is None:
             return None
         holding = self._shelf.holding
@@ -94,29 +102,37 @@ class Hot:
             or ready[0] != holding.live.stamp
             or self._shelf.canary is not None
             or self._service.follower.stale is not None
-            or self._headers.deadline_s(scope["headers"]) is None
         ):
             return None
         now = self._clock()
-        age = orjson.dumps(round(now - ready[3], 3))
-        body = b"".join((ready[1], age, ready[2]))
-        self._recent.append(ready[4])
+        body = b"".join((ready[1], orjson.dumps(round(now - ready[3], 3)), ready[2]))
+        asked = ready[4]
+        self._recent.append(asked)
         if self._observes:
-            self._counters.l1 += 1
+            counters, hits = self._counters, self._hits
+            counters.ready = count = counters.ready + 1
+            hits.by_table[asked[0]] += 1
             if (touch := ready[6]) is not None and touch[0] <= self._trace.last:
                 self._trace.append(touch)
-            self._ready_hits[ready[4][0]] += 1
-            spent, seconds = self._spent, self._timer() - started
-            spent.counts[bisect_left(self._bounds, seconds)] += 1
-            spent.sum += seconds
-            if self._metrics.is_flipping:
-                self._metrics.flip_answer_seconds.observe(seconds)
-            picks = self._picks
-            picks.left -= 1
-            if picks.left < 0:
-                picks.places(1)
-                picks.put(Pick(holding.live.generation, *ready[4], "l1", "batch", now, body=body))
-        return self._messages(body)
+            if count > hits.due and self._is_picked(started):
+                generation = holding.live.generation
+                self._picks.put(Pick(generation, *asked, "l1", "batch", now, body=body))
+        return body
+
+    def _is_picked(self, started: float) -> bool:
+        """Every now and then: tells how long an answer took, and whether it is one to be looked at again."""
+        hits, metrics, count = self._hits, self._metrics, self._counters.ready
+        if count > self._timed_at or metrics.is_flipping:
+            hits.timed(seconds := self._timer() - started)
+            self._timed_at = count - 1 + hits.EACH
+            if metrics.is_flipping:
+                self._timed_at = count
+                metrics.flip_answer_seconds.observe(seconds)
+        is_picked = count > self._picked_at
+        if is_picked:
+            self._picked_at = count + self._picks.gap()
+        hits.due = min(self._timed_at, self._picked_at)
+        return is_picked
 
     async def get(self, scope: MutableMapping[str, Any]) -> Messages | None:
         """The answer to a GET of one id that the night knows."""

@@ -71,7 +71,7 @@ class Metrics:
             "larder_answer_seconds", "Request start to answer", "source", SOURCES, _SECONDS
         )
         registry.register(self.answer_seconds)
-        self.tally = Tally()
+        self.tally = Tally(self.answer_seconds)
         self.stage_seconds = Seconds(
             "larder_stage_seconds", "Time in one stage of a request", "stage", STAGES, _SECONDS
         )
@@ -224,7 +224,7 @@ class Metrics:
     def flipped(self) -> None:
         """The live generation has changed: answers of the next moments are also counted as around a flip."""
         self._flips += 1
-        self.is_flipping = True
+        self.is_flipping, self.tally.ready.due = True, 0
         asyncio.get_running_loop().call_later(FLIP_S, self._settle, self._flips)
 
     def _settle(self, flip: int) -> None:

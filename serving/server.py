@@ -10,9 +10,10 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 
 from serving.config import ServingConfig
+from serving.front import Front
+from serving.wire import protocol
 
 _BACKLOG = 2_048
 _LOOK_S = 0.05
@@ -22,16 +23,17 @@ _SWITCH_S = 0.0005
 
 
 def make_server(
-    app: FastAPI, config: ServingConfig, log_level: str, announce: Callable[[], None]
+    app: Front, config: ServingConfig, log_level: str, announce: Callable[[], None]
 ) -> "Server":
     """A server for the application; `announce` is called once it answers."""
     sys.setswitchinterval(_SWITCH_S)
     settings = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=protocol(app),  # type: ignore[arg-type]  # called like the class that it makes
         lifespan="on",
         access_log=False,
+        proxy_headers=False,  # nobody here asks who called
         log_config=None,  # uvicorn's loggers write where all others do
         log_level=log_level,
         backlog=_BACKLOG,

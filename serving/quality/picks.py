@@ -50,14 +50,14 @@ class Picks:
         self._rng = rng or random.Random()
         chance = min(per_mille / 1000, 1.0)
         self._log = math.log1p(-chance) if chance < 1 else -math.inf
-        self.left = self._gap()
+        self.left = self.gap()
 
     def places(self, count: int) -> list[int]:
         """Which of the last `count` answers, counted from 0, are picked; draws how many come before the next."""
         at, found = count + self.left, []
         while at < count:
             found.append(at)
-            at += 1 + self._gap()
+            at += 1 + self.gap()
         self.left = at - count
         return found
 
@@ -80,7 +80,8 @@ class Picks:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def _gap(self) -> int:
+    def gap(self) -> int:
+        """How many answers pass before the next that is picked, for who counts by itself."""
         if not self._log:
             return sys.maxsize
         # In (0, 1], whose logarithm is finite.

@@ -125,14 +125,12 @@ class Usage(Collector):
 
 def hits_of(metrics: Metrics) -> dict[str, float]:
     """Answers from stored records by table, since the start of this process."""
+    metrics.settle()
     found: defaultdict[str, float] = defaultdict(float)
     for family in metrics.answers.collect():
         for sample in family.samples:
             if sample.name.endswith("_total") and sample.labels["source"] in ("l1", "l2"):
                 found[sample.labels["table"]] += sample.value
-    for (table, source), count in metrics.tally.answers.items():
-        if source in ("l1", "l2"):
-            found[table] += count
     return dict(found)
 
 

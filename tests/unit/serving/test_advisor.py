@@ -42,7 +42,7 @@ class Worker:
 
     def read(self, *keys: int, size: int = 1_000) -> None:
         for key in keys:
-            self.tiers.counters.l1 += 1
+            self.tiers.counters.records += 1
             if self.spot(key) <= self.tiers.trace.last:
                 self.tiers.trace.append((self.spot(key), size))
 

@@ -1,0 +1,283 @@
+"""What is answered from where it arrives is what uvicorn would have sent, whatever arrives, in whatever pieces."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from serving.wire import Heads, Wire, plain
+
+READY = {b"/ready": b'{"a":1}', b"/ready?k=2": b"{}", b"/long": b"x" * 70_000}
+HEADERS = [(b"date", b"today"), (b"server", b"uvicorn")]
+KEPT = b"\r\nHost: a\r\nAccept: */*\r\n\r\n"
+
+
+class Ready:
+    """As `Hot`, for a fixed list of answers; not where a header `x-not` stands."""
+
+    def __init__(self) -> None:
+        self.answered: list[bytes] = []
+
+    def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether these headers allow it."""
+        return all(name != b"x-not" for name, _ in headers)
+
+    def answer(self, target: bytes) -> bytes | None:
+        """The list's."""
+        if target in READY:
+            self.answered.append(target)
+        return READY.get(target)
+
+
+class Front:
+    """As the application, as far as a connection looks at it."""
+
+    def __init__(self) -> None:
+        self.wire: Any = Ready()
+
+
+class Transport(asyncio.Transport):
+    """Remembers what was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self.is_closed = bytearray(), False
+
+    def write(self, data: Any) -> None:
+        assert not self.is_closed
+        self.written += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers what is ready as it is, and tells of everything else what it was."""
+    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    body = READY.get(target) if scope["method"] == "GET" else None
+    if target == b"/hasty":
+        body = b"no time to read"
+    if body is None:
+        sent = b""
+        while True:
+            message = await receive()
+            sent += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        body = scope["method"].encode() + target + sent
+    head = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Connection:
+    """One, of either protocol."""
+
+    def __init__(self, front: Front | None) -> None:
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        self.state, self.transport = ServerState(), Transport()
+        self.state.default_headers = list(HEADERS)
+        given: tuple[Any, ...] = (config, self.state, {}, asyncio.get_running_loop())
+        self.protocol = (
+            HttpToolsProtocol(*given) if front is None else Wire(front, Heads(), *given)  # type: ignore[arg-type]
+        )
+        self.protocol.connection_made(self.transport)
+
+    async def take(self, chunk: bytes) -> None:
+        """A piece arrives, and is worked off."""
+        if not self.transport.is_closed:
+            self.protocol.data_received(chunk)
+            for _ in range(8):
+                await asyncio.sleep(0)
+
+
+def sent(
+    chunks: Sequence[bytes], front: Front | None, at_once: Sequence[bool] = ()
+) -> tuple[bytes, bool, int]:
+    """What comes back, whether the connection is closed, and how many requests the server counts.
+
+    `at_once`: pieces that arrive while the one before is still being worked off.
+    """
+
+    async def run() -> tuple[bytes, bool, int]:
+        connection = Connection(front)
+        for chunk, is_early in zip_longest(chunks, at_once[: len(chunks)]):
+            if is_early and not connection.transport.is_closed:
+                connection.protocol.data_received(chunk)
+            else:
+                await connection.take(chunk)
+        await connection.take(b"")
+        found = bytes(connection.transport.written)
+        closed, count = connection.transport.is_closed, connection.state.total_requests
+        connection.protocol.connection_lost(None)
+        return found, closed, count
+
+    return asyncio.run(run())
+
+
+def get(target: bytes = b"/ready", block: bytes = KEPT, version: bytes = b"1.1") -> bytes:
+    """The bytes of a request."""
+    return b"GET " + target + b" HTTP/" + version + block
+
+
+TARGETS = st.sampled_from([*READY, b"/other", b"http://a/ready", b"/ready#x", b"/ready ", b""])
+BLOCKS = st.sampled_from([
+    KEPT, KEPT, KEPT, b"\r\n\r\n", b"\r\nX-Not: 1\r\n\r\n", b"\r\nConnection: close\r\n\r\n",
+    b"\r\nConnection: keep-alive\r\n\r\n", b"\r\nContent-Length: 3\r\n\r\nabc",
+    b"\r\nContent-Length: 0\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n",
+    b"\r\nExpect: 100-continue\r\n\r\n", b"\r\nbroken\r\n\r\n", b"\r\nA: b\n\n", KEPT + b"\r\n",
+    b"\r\nA: " + b"b" * 9_000 + b"\r\n\r\n",
+])  # fmt: skip
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> list[bytes]:
+    """Requests one after the other, cut into pieces anywhere, some with more than one request in them."""
+    requests = [
+        draw(
+            st.one_of(
+                st.builds(get, TARGETS, BLOCKS, st.sampled_from([b"1.1", b"1.1", b"1.1", b"1.0"])),
+                st.just(get()),
+                st.just(b"POST /other HTTP/1.1\r\nContent-Length: 2\r\n\r\nhi"),
+                st.just(b"HEAD /ready HTTP/1.1" + KEPT),
+            )
+        )
+        for _ in range(draw(st.integers(1, 6)))
+    ]
+    if draw(st.booleans()):
+        return requests
+    whole = b"".join(requests)
+    cuts = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=6)))
+    pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    return [piece for piece in pieces if piece]
+
+
+@given(streams(), st.lists(st.booleans(), max_size=7))
+def test_every_stream_of_bytes_is_answered_as_by_uvicorn(
+    chunks: list[bytes], at_once: list[bool]
+) -> None:
+    assert sent(chunks, Front(), at_once) == sent(chunks, None, at_once)
+
+
+def test_the_second_request_with_the_same_headers_is_answered_from_here() -> None:
+    front = Front()
+    found = sent([get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], front)
+    assert front.wire.answered == [b"/ready?k=2", b"/ready", b"/ready"]
+    assert found == sent([get(), get(b"/ready?k=2"), get(), get(b"/other"), get()], None)
+
+
+@pytest.mark.parametrize("block", [
+    b"\r\nHost: a\r\n\r\n", b"\r\nHost: a\r\nConnection: keep-alive\r\n\r\n", b"\r\n\r\n",
+])  # fmt: skip
+def test_headers_of_a_request_that_is_all_there(block: bytes) -> None:
+    assert plain(block) is not None
+
+
+@pytest.mark.parametrize("block", [
+    b"", b"\r\n", b"\r\nHost: a\r\n", b"\r\nHost: a\r\n\r\nGET", b"\r\nno colon\r\n\r\n",
+    b"\r\nConnection: close\r\n\r\n", b"\r\nContent-Length: 0\r\n\r\n",
+    b"\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n",
+    b"\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+    KEPT + b"GET / HTTP/1.1\r\n\r\n",
+])  # fmt: skip
+def test_headers_of_anything_else(block: bytes) -> None:
+    assert plain(block) is None
+
+
+def test_an_answer_waits_for_the_one_before_it() -> None:
+    async def run() -> bytes:
+        connection = Connection(Front())
+        await connection.take(get())
+        await connection.take(b"POST /other HTTP/1.1\r\nContent-Length: 2\r\n\r\nh")
+        await connection.take(b"i" + get(b"/other"))
+        connection.protocol.data_received(get(b"/other"))  # under way, not yet answered
+        connection.protocol.data_received(get())
+        for _ in range(16):
+            await asyncio.sleep(0)
+        return bytes(connection.transport.written)
+
+    bodies = [part.rpartition(b"\r\n\r\n")[2] for part in asyncio.run(run()).split(b"HTTP/1.1 200")]
+    assert bodies[1:] == [READY[b"/ready"], b"POST/otherhi", *[b"GET/other"] * 2, READY[b"/ready"]]
+
+
+@pytest.mark.parametrize("before", [
+    b"POST /other HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(get()),
+    b"POST /hasty HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(get()),  # answered before it is read
+    b"GET /other HTTP/1.1\r\nX: ",
+])  # fmt: skip
+def test_what_only_looks_like_a_request_is_none(before: bytes) -> None:
+    front = Front()
+    chunks = [get(), get(), before, get()]
+    assert sent(chunks, front) == sent(chunks, None)
+    assert front.wire.answered == [b"/ready"]
+
+
+@pytest.mark.parametrize("line", [b"GET /ready HTTP/1.0", b"GET /ready", b"GET  /ready HTTP/1.1"])
+def test_other_request_lines_are_uvicorns_to_judge(line: bytes) -> None:
+    front = Front()
+    chunks = [get(), get(), line + KEPT]
+    assert sent(chunks, front) == sent(chunks, None)
+    assert front.wire.answered == [b"/ready"]
+
+
+def test_a_server_that_drains_closes_its_connections() -> None:
+    async def run() -> tuple[bytes, bool]:
+        connection = Connection(Front())
+        for _ in range(3):
+            await connection.take(get())
+        before = len(connection.transport.written)
+        connection.state.default_headers.append((b"connection", b"close"))
+        await connection.take(get())
+        return bytes(connection.transport.written[before:]), connection.transport.is_closed
+
+    found, is_closed = asyncio.run(run())
+    assert b"connection: close" in found and is_closed
+
+
+def test_a_reader_that_does_not_keep_up_is_not_sent_more() -> None:
+    async def run() -> int:
+        connection = Connection(Front())
+        await connection.take(get())
+        connection.protocol.pause_writing()
+        before = len(connection.transport.written)
+        await connection.take(get())
+        await connection.take(get())
+        found = len(connection.transport.written) - before
+        connection.protocol.resume_writing()
+        await connection.take(b"")
+        return found
+
+    assert asyncio.run(run()) == 0
+
+
+def test_a_connection_is_closed_once_nothing_was_asked_for_as_long_as_uvicorn_waits() -> None:
+    async def run() -> list[bool]:
+        connection, found = Connection(Front()), []
+        for _ in range(3):
+            await connection.take(get())
+        for _ in range(2):
+            connection.protocol.timeout_keep_alive_handler()
+            found.append(connection.transport.is_closed)
+        return found
+
+    assert asyncio.run(run()) == [False, True]
+
+
+def test_while_there_is_nothing_to_answer_from_requests_go_on() -> None:
+    front = Front()
+    front.wire = None
+    assert sent([get(), get(), get()], front) == sent([get(), get(), get()], None)
