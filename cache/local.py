@@ -115,6 +115,11 @@ class LocalTier:
         """Keeps an answer beside its record, within the same bound."""
         self._put(ready.request, ready)
 
+    def unsampled(self, ready: Ready) -> None:
+        """From now on its readers write nothing: the sample has left it out."""
+        if self._find(ready.request) is ready:
+            self._entries[ready.request] = ready._replace(touch=None)
+
     def put(self, key: LocalKey, entry: Entry) -> None:
         """Stores or replaces; an entry larger than the whole tier is left out and counted."""
         self._put(key, entry)

@@ -57,7 +57,7 @@ class Follower:
         self._redis = redis
         self._metrics = metrics
         self._timer = timer
-        self._concerns = Concerns("pointer", "starting")
+        self.concerns = Concerns("pointer", "starting")
         self._retry_s, self._retry_at = min(_RETRY_S, load_bound_s / 3), 0.0
         self._mending = Mending(shelf, timer)
         self._looking = asyncio.Lock()
@@ -87,7 +87,7 @@ class Follower:
     @property
     def stale(self) -> str | None:
         """Why answers may lag behind, or None."""
-        return self._concerns.text
+        return self.concerns.text
 
     @property
     def health(self) -> Health:
@@ -113,7 +113,7 @@ class Follower:
 
     def note(self, about: About, why: str | None, remedy: str = "") -> None:
         """A reason to trust this replica less, or None when it has passed; logged when it is news."""
-        if self._concerns.note(about, why) and why is not None:
+        if self.concerns.note(about, why) and why is not None:
             log.warning("stale: %s%s", why, remedy and f": {remedy}")
 
     async def look(self) -> None:

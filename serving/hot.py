@@ -23,8 +23,8 @@ from serving.media import JSON_TYPE, forms
 from serving.plan import Headers, Queries, credentials
 from serving.posted import Posted, refuses
 from serving.problem import Problem
-from serving.quality.picks import Pick
 from serving.routes import Service
+from serving.sent_ready import SentReady
 from serving.single import Singles
 from serving.tally import GET_ROUTE
 
@@ -48,14 +48,16 @@ class Hot:
         self._shelf = service.follower.shelf
         self._tiers = tiers = service.tiers
         self._ready = tiers.local.ready
-        self._counters, self._trace = tiers.counters, tiers.trace
-        self._observes = service.observes
-        self._recent = service.ladder.recent
+        self._concerns = service.follower.concerns
         self._metrics = service.metrics
         self._requests = service.metrics.tally.requests
-        self._hits = service.metrics.tally.ready
-        self._picks = service.ladder.watch.picks
-        self._timed_at, self._picked_at = 0, self._counters.ready + self._picks.gap()
+        self._sent = SentReady(service, clock)
+        self.answer = self._answer
+        if service.observes:
+            self._sent.at_turn = self._arm
+            self._metrics.at_flips.append(self._arm)
+            self._metrics.tally.flushes.append(self._sent.flush)
+            self._arm()
         self._timer, self._clock = service.timer, clock
         self._queries = Queries(service.limits)
         sent = credentials(service.token) if service.token else ()
@@ -91,9 +93,9 @@ class Hot:
         """Whether a lookup with these headers may have what is ready."""
         return self._headers.deadline_s(headers) is not None
 
-    def answer(self, target: bytes) -> bytes | None:
+    def _answer(self, target: bytes) -> bytes | None:
         """What is sent for a GET that was answered before (path and query as they came), from L1, with today's age."""
-        started, ready = self._timer(), self._ready(target)
+        ready = self._ready(target)
         if ready is None:
             return None
         holding = self._shelf.holding
@@ -101,38 +103,30 @@ class Hot:
             holding is None
             or ready[0] != holding.live.stamp
             or self._shelf.canary is not None
-            or self._service.follower.stale is not None
+            or self._concerns.text is not None
         ):
             return None
-        now = self._clock()
-        body = b"".join((ready[1], orjson.dumps(round(now - ready[3], 3)), ready[2]))
-        asked = ready[4]
-        self._recent.append(asked)
-        if self._observes:
-            counters, hits = self._counters, self._hits
-            counters.ready = count = counters.ready + 1
-            hits.by_table[asked[0]] += 1
-            if (touch := ready[6]) is not None and touch[0] <= self._trace.last:
-                self._trace.append(touch)
-            if count > hits.due and self._is_picked(started):
-                generation = holding.live.generation
-                self._picks.put(Pick(generation, *asked, "l1", "batch", now, body=body))
-        return body
+        sent = self._sent
+        sent.append(ready)
+        if len(sent) >= sent.due:
+            sent.turn()
+        age = orjson.dumps(round(self._clock() - ready[3], 3))
+        return b"".join((ready[1], age, ready[2]))
 
-    def _is_picked(self, started: float) -> bool:
-        """Every now and then: tells how long an answer took, and whether it is one to be looked at again."""
-        hits, metrics, count = self._hits, self._metrics, self._counters.ready
-        if count > self._timed_at or metrics.is_flipping:
-            hits.timed(seconds := self._timer() - started)
-            self._timed_at = count - 1 + hits.EACH
-            if metrics.is_flipping:
-                self._timed_at = count
-                metrics.flip_answer_seconds.observe(seconds)
-        is_picked = count > self._picked_at
-        if is_picked:
-            self._picked_at = count + self._picks.gap()
-        hits.due = min(self._timed_at, self._picked_at)
-        return is_picked
+    def _arm(self) -> None:
+        self.answer = self._timed
+
+    def _timed(self, target: bytes) -> bytes | None:
+        """The next answer, and while generations change each one, says how long it took."""
+        started = self._timer()
+        body = self._answer(target)
+        if body is not None:
+            self._sent.times.append(seconds := self._timer() - started)
+            if self._metrics.is_flipping:
+                self._metrics.flip_answer_seconds.observe(seconds)
+            else:
+                self.answer = self._answer
+        return body
 
     async def get(self, scope: MutableMapping[str, Any]) -> Messages | None:
         """The answer to a GET of one id that the night knows."""

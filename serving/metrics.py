@@ -4,7 +4,7 @@ What Redis answered sums to `larder_l1_misses`: each entity that L1 did not answ
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
@@ -71,7 +71,7 @@ class Metrics:
             "larder_answer_seconds", "Request start to answer", "source", SOURCES, _SECONDS
         )
         registry.register(self.answer_seconds)
-        self.tally = Tally(self.answer_seconds)
+        self.tally = Tally()
         self.stage_seconds = Seconds(
             "larder_stage_seconds", "Time in one stage of a request", "stage", STAGES, _SECONDS
         )
@@ -157,6 +157,7 @@ class Metrics:
             "larder_feedback", "What callers report, by arm", ["arm", "event"], registry=registry
         )
         self._flips, self.is_flipping = 0, False
+        self.at_flips: list[Callable[[], None]] = []
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
     def answered(self, table: str, source: Source, seconds: float) -> None:
@@ -224,7 +225,9 @@ class Metrics:
     def flipped(self) -> None:
         """The live generation has changed: answers of the next moments are also counted as around a flip."""
         self._flips += 1
-        self.is_flipping, self.tally.ready.due = True, 0
+        self.is_flipping = True
+        for begin in self.at_flips:
+            begin()
         asyncio.get_running_loop().call_later(FLIP_S, self._settle, self._flips)
 
     def _settle(self, flip: int) -> None:

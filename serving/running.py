@@ -57,7 +57,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     clock = RedisClock()
     sketch = Sketch(remote, ladder.recent, lambda: shelf.live, clock)
     hottest = sketch.hottest if config.sketch_s else None
-    warming = Warming(tiers, lambda: ladder.recent, hottest, metrics.warmed)
+    warming = Warming(tiers, ladder.recent.names, hottest, metrics.warmed)
     trial = Trial(lambda: shelf.canary, metrics)
     shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside)
     quality = Quality(

@@ -31,14 +31,23 @@ class Redis(Protocol):
 
 
 class Recent(deque[Name]):
-    """What was asked for, newest last; appending is all that a request pays for it."""
+    """What was asked for, newest last; appending is all that a request pays for it.
+
+    `earlier` adds what was asked for before and is still to be added.
+    """
 
     def __init__(self) -> None:
         super().__init__(maxlen=RECENT)
+        self.earlier: Callable[[], None] = lambda: None
+
+    def names(self) -> Sequence[Name]:
+        """All that is remembered."""
+        self.earlier()
+        return self
 
     def fresh(self) -> list[Name]:
         """What came since the last call, as far as it is still remembered."""
-        names = list(self)
+        names = list(self.names())
         last = names[::-1].index(_MARK) if _MARK in names else len(names)
         if last:
             self.append(_MARK)

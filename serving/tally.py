@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -97,52 +97,18 @@ class Overload(Collector):
             yield GaugeMetricFamily(f"larder_{name}", text, value)
 
 
-class Ready:
-    """Hits of ready answers: each is counted, by table; one in `EACH` is timed and stands for those up to the next.
-
-    Whoever answers adds to `by_table` and, once L1 has had `due` hits, says how long this one took.
-    """
-
-    EACH = 16
-
-    def __init__(self, seconds: Seconds) -> None:
-        self.by_table: defaultdict[str, int] = defaultdict(int)
-        self.due = 0
-        self._seconds = seconds
-        self._last_s = 0.0
-        self._told = 0
-
-    def timed(self, seconds: float) -> None:
-        """The newest hit took that long; those since the one timed before took as long as that."""
-        self._tell(sum(self.by_table.values()) - 1)
-        self._last_s = seconds
-
-    def take(self) -> dict[str, int]:
-        """Hits by table, which are counted no more; from here on the histogram has all of them."""
-        self._tell(sum(self.by_table.values()))
-        taken, self._told = dict(self.by_table), 0
-        self.by_table.clear()
-        return taken
-
-    def _tell(self, hits: int) -> None:
-        if (times := hits - self._told) > 0:
-            self._seconds.observe("l1", self._last_s, times)
-        self._told = hits
-
-
 class Tally:
-    """Answers and requests of the hot route not yet taken over; `ready` is one of each."""
+    """Answers and requests of the hot route not yet taken over; who counts elsewhere first adds here, by `flushes`."""
 
-    def __init__(self, seconds: Seconds) -> None:
-        self.ready = Ready(seconds)
+    def __init__(self) -> None:
         self.answers: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.requests: defaultdict[str, int] = defaultdict(int)
+        self.flushes: list[Callable[[], None]] = []
 
     def take(self) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
         """Answers by (table, source), requests by route, each answered with 200; what is taken is counted no more."""
-        for table, times in self.ready.take().items():
-            self.answers[table, "l1"] += times
-            self.requests[GET_ROUTE] += times
+        for flush in self.flushes:
+            flush()
         taken = dict(self.answers), dict(self.requests)
         self.answers.clear()
         self.requests.clear()

@@ -50,14 +50,14 @@ class Picks:
         self._rng = rng or random.Random()
         chance = min(per_mille / 1000, 1.0)
         self._log = math.log1p(-chance) if chance < 1 else -math.inf
-        self.left = self.gap()
+        self.left = self._gap()
 
     def places(self, count: int) -> list[int]:
         """Which of the last `count` answers, counted from 0, are picked; draws how many come before the next."""
         at, found = count + self.left, []
         while at < count:
             found.append(at)
-            at += 1 + self.gap()
+            at += 1 + self._gap()
         self.left = at - count
         return found
 
@@ -80,8 +80,7 @@ class Picks:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def gap(self) -> int:
-        """How many answers pass before the next that is picked, for who counts by itself."""
+    def _gap(self) -> int:
         if not self._log:
             return sys.maxsize
         # In (0, 1], whose logarithm is finite.

@@ -50,7 +50,7 @@ class Quality:
 
         self.cold = Sketch(remote, watch.cold, live, clock, COLD)
         self._results = Results()
-        self._usage = Usage(remote, watch.reads, metrics, lambda: recent, live)
+        self._usage = Usage(remote, watch.reads, metrics, recent.names, live)
         self._told = Told(remote, name, self._results, self._usage, live, clock, config.quality_s)
         self._executor = ThreadPoolExecutor(1, "larder-quality", initializer=last_in_line)
         self._sampler = Sampler(

@@ -259,7 +259,7 @@ def test_what_was_answered_hot_is_read_ahead_before_a_flip(ways: Ways, users: li
     for _ in range(3):
         ways.ask(get(users[7]))
 
-    assert list(ways.service.ladder.recent).count(("user_topk", users[7].encode())) == 3
+    assert list(ways.service.ladder.recent.names()).count(("user_topk", users[7].encode())) == 3
 
 
 def test_a_body_that_is_too_long_is_refused_as_before(ways: Ways) -> None:

@@ -10,7 +10,15 @@ from cache.advisor.shards import SPACE
 from cache.advisor.trace import TRACE_MAX, Trace
 from cache.local import Entry, LocalKey, LocalTier
 from cache.outcomes import Counters
-from serving.advisor import BUSY_RATE, SAMPLED_MIN, STEP_S, TOUCHES_PER_S, Advisor
+from serving.advisor import (
+    BUSY_RATE,
+    SAMPLED_MIN,
+    STEP_S,
+    TOUCHES_FREE_PER_S,
+    TOUCHES_PER_READ,
+    TOUCHES_PER_S,
+    Advisor,
+)
 from serving.snapshot import Snapshot
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World
@@ -146,8 +154,10 @@ async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
         await worker.step()
 
     rate = (worker.tiers.trace.last + 1) / SPACE
-    assert 12_000 / STEP_S * rate <= 1.05 * TOUCHES_PER_S
-    assert rate >= TOUCHES_PER_S / (12_000 / STEP_S) / 2
+    reads_per_s = 12_000 / STEP_S
+    allowed_per_s = TOUCHES_FREE_PER_S + TOUCHES_PER_READ * reads_per_s
+    assert allowed_per_s < TOUCHES_PER_S
+    assert allowed_per_s / 2 <= reads_per_s * rate <= 1.05 * allowed_per_s
     told = worker.advisor.told()
     assert told is not None and told["sampling_rate"] == pytest.approx(rate)
     assert told["hit_ratio"] == pytest.approx(1 - 20_000 / 480_000, abs=0.03)
