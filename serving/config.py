@@ -72,7 +72,7 @@ class ServingConfig:
     dashboard_s: float = 2.0
     quality_s: float = 5.0
     quality_per_mille: float = 1.0
-    quality_cpu_share: float = 0.0025
+    quality_cpu_share: float = 0.001
     drain_s: float = 10.0
     load_bound_s: float = 60.0
     observe: bool = True
