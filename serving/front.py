@@ -52,6 +52,22 @@ class Front(FastAPI):
         else:
             await watch(functools.partial(self._below, hot, behind), scope, receive, send)
 
+    async def stored(self, hot: Hot, scope: Scope) -> Messages | None:
+        """The answer to a GET of one id, which may be a refusal, for who needs no router; None if it takes one."""
+        admission, answer = hot.admission, _OVERLOADED
+        if admission.enter():
+            try:
+                if not (admission.is_behind and hot.is_late(scope, b"")):
+                    found = await hot.get(scope)
+                    if found is None:
+                        return None
+                    answer = found
+            finally:
+                admission.leave()
+        if (status := answer[0]["status"]) != 200:
+            hot.refused(status)
+        return answer
+
     async def _below(
         self, hot: Hot, behind: Below, scope: Scope, receive: Receive, send: Send
     ) -> None:

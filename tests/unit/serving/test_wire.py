@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from uvicorn.server import ServerState
 from serving.wire import Heads, Wire, plain
 
 READY = {b"/ready": b'{"a":1}', b"/ready?k=2": b"{}", b"/long": b"x" * 70_000}
+STORED = {
+    b"/v1/lookup/t/a": (200, [], b'{"stored":1}'),
+    b"/v1/lookup/t/shed?k=3": (503, [(b"retry-after", b"1")], b"later"),
+}
 HEADERS = [(b"date", b"today"), (b"server", b"uvicorn")]
 KEPT = b"\r\nHost: a\r\nAccept: */*\r\n\r\n"
 
@@ -41,6 +46,15 @@ class Front:
 
     def __init__(self) -> None:
         self.wire: Any = Ready()
+        self.watch: Any = None
+        self.asked: list[bytes] = []
+
+    async def stored(self, _hot: Any, scope: Any) -> Any:
+        """As if Redis was asked, for what is stored."""
+        target = target_of(scope)
+        self.asked.append(target)
+        await turns()
+        return messages(*STORED[target]) if target in STORED else None
 
 
 class Transport(asyncio.Transport):
@@ -65,9 +79,34 @@ class Transport(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
+def target_of(scope: Any) -> bytes:
+    """Path and query."""
+    query: bytes = scope["query_string"]
+    path: bytes = scope["raw_path"]
+    return path + b"?" + query if query else path
+
+
+def messages(status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> tuple[Any, Any]:
+    """An answer as an application sends it."""
+    head = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
+    start = {"type": "http.response.start", "status": status, "headers": [*head, *headers]}
+    return start, {"type": "http.response.body", "body": body}
+
+
+async def turns() -> None:
+    """A few, of the loop."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers what is ready as it is, and tells of everything else what it was."""
-    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    """Answers what is ready or stored as it is, and tells of everything else what it was."""
+    target = target_of(scope)
+    if scope["method"] == "GET" and target in STORED:
+        await turns()
+        for message in messages(*STORED[target]):
+            await send(message)
+        return
     body = READY.get(target) if scope["method"] == "GET" else None
     if target == b"/hasty":
         body = b"no time to read"
@@ -79,9 +118,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
             if not message.get("more_body"):
                 break
         body = scope["method"].encode() + target + sent
-    head = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": 200, "headers": head})
-    await send({"type": "http.response.body", "body": body})
+    for message in messages(200, [], body):
+        await send(message)
 
 
 class Connection:
@@ -101,7 +139,7 @@ class Connection:
         """A piece arrives, and is worked off."""
         if not self.transport.is_closed:
             self.protocol.data_received(chunk)
-            for _ in range(8):
+            for _ in range(12):
                 await asyncio.sleep(0)
 
 
@@ -120,7 +158,8 @@ def sent(
                 connection.protocol.data_received(chunk)
             else:
                 await connection.take(chunk)
-        await connection.take(b"")
+        for _ in range(8):
+            await connection.take(b"")
         found = bytes(connection.transport.written)
         closed, count = connection.transport.is_closed, connection.state.total_requests
         connection.protocol.connection_lost(None)
@@ -134,7 +173,10 @@ def get(target: bytes = b"/ready", block: bytes = KEPT, version: bytes = b"1.1")
     return b"GET " + target + b" HTTP/" + version + block
 
 
-TARGETS = st.sampled_from([*READY, b"/other", b"http://a/ready", b"/ready#x", b"/ready ", b""])
+TARGETS = st.sampled_from([
+    *READY, *STORED, b"/v1/lookup/t/none", b"/v1/lookup/t/a#x", b"/other", b"http://a/ready", b"/ready#x",
+    b"/ready ", b"",
+])  # fmt: skip
 BLOCKS = st.sampled_from([
     KEPT, KEPT, KEPT, b"\r\n\r\n", b"\r\nX-Not: 1\r\n\r\n", b"\r\nConnection: close\r\n\r\n",
     b"\r\nConnection: keep-alive\r\n\r\n", b"\r\nContent-Length: 3\r\n\r\nabc",
@@ -170,7 +212,12 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 def test_every_stream_of_bytes_is_answered_as_by_uvicorn(
     chunks: list[bytes], at_once: list[bool]
 ) -> None:
-    assert sent(chunks, Front(), at_once) == sent(chunks, None, at_once)
+    expected = sent(chunks, None, at_once)
+    if (
+        b"400 Bad Request" in expected[0]
+    ):  # of what is under way before that uvicorn answers nothing
+        at_once, expected = [], sent(chunks, None)
+    assert sent(chunks, Front(), at_once) == expected
 
 
 def test_the_second_request_with_the_same_headers_is_answered_from_here() -> None:
@@ -275,6 +322,100 @@ def test_a_connection_is_closed_once_nothing_was_asked_for_as_long_as_uvicorn_wa
         return found
 
     assert asyncio.run(run()) == [False, True]
+
+
+def known(*targets: bytes) -> list[bytes]:
+    """Requests on a connection whose headers are known."""
+    return [get(), get(), *map(get, targets)]
+
+
+@pytest.mark.parametrize("target", [*STORED, b"/v1/lookup/t/none", b"/v1/lookup/t/\xc3\xa9"])
+def test_what_is_stored_is_answered_past_uvicorn_as_by_uvicorn(target: bytes) -> None:
+    front, chunks = Front(), known(target, b"/ready", target)
+    assert sent(chunks, front) == sent(chunks, None)
+    assert front.asked == ([target] * 2 if target.isascii() else [])
+
+
+def test_what_comes_while_a_lookup_is_under_way_waits_for_it() -> None:
+    front, chunks = Front(), known(b"/v1/lookup/t/a", b"/ready", b"/other", b"/v1/lookup/t/a")
+    at_once = [False, False, True, True, True, True]
+    assert sent(chunks, front, at_once) == sent(chunks, None, at_once)
+    assert front.asked[:1] == [b"/v1/lookup/t/a"]
+
+
+async def under_way(target: bytes = b"/v1/lookup/t/a") -> Connection:
+    """A connection with a lookup that has just begun."""
+    connection = Connection(Front())
+    for chunk in known():
+        await connection.take(chunk)
+    connection.transport.written.clear()
+    connection.protocol.data_received(get(target))
+    assert len(connection.state.tasks) == 1
+    return connection
+
+
+@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", b"/v1/lookup/t/none"])
+@pytest.mark.parametrize("is_draining", [False, True])
+def test_a_lookup_under_way_is_answered_before_the_server_stops(
+    target: bytes, is_draining: bool
+) -> None:
+    async def run() -> tuple[bytes, bool, bool]:
+        connection = await under_way(target)
+        if is_draining:
+            connection.state.default_headers.append((b"connection", b"close"))
+        connection.protocol.shutdown()
+        was_closed = connection.transport.is_closed
+        await connection.take(b"")
+        await connection.take(b"")
+        return bytes(connection.transport.written), was_closed, connection.transport.is_closed
+
+    found, was_closed, is_closed = asyncio.run(run())
+    assert not was_closed and is_closed
+    assert found.count(b"connection: close") == 1
+    assert found.endswith(STORED[target][2] if target in STORED else b"GET" + target)
+
+
+def test_a_connection_is_not_closed_for_a_lookup_that_takes_long() -> None:
+    async def run() -> bool:
+        connection = await under_way()
+        for _ in range(3):
+            connection.protocol.timeout_keep_alive_handler()
+        return connection.transport.is_closed
+
+    assert not asyncio.run(run())
+
+
+def test_a_caller_that_left_is_not_answered() -> None:
+    async def run() -> tuple[bytes, int]:
+        connection = await under_way()
+        connection.protocol.data_received(get())
+        connection.transport.close()
+        connection.protocol.connection_lost(None)
+        for _ in range(12):
+            await asyncio.sleep(0)
+        return bytes(connection.transport.written), len(connection.state.tasks)
+
+    assert asyncio.run(run()) == (b"", 0)
+
+
+def test_what_waits_behind_a_lookup_is_bounded() -> None:
+    async def run() -> list[bool]:
+        connection = await under_way()
+        found = []
+        for _ in range(2):
+            connection.protocol.data_received(b"POST /other HTTP/1.1\r\n" + b"A: " + b"b" * 40_000)
+            found.append(connection.protocol.flow.read_paused)
+        await connection.take(b"")
+        return [*found, connection.protocol.flow.read_paused]
+
+    assert asyncio.run(run()) == [False, True, False]
+
+
+def test_a_watched_request_goes_on() -> None:
+    front = Front()
+    front.watch = SimpleNamespace(leaves=lambda _scope: False)
+    assert sent(known(*STORED), front) == sent(known(*STORED), None)
+    assert not front.asked and front.wire.answered
 
 
 def test_while_there_is_nothing_to_answer_from_requests_go_on() -> None:
