@@ -1,7 +1,7 @@
 """Reads that L1 cannot answer, over HTTP, beside what a plain client of the same Redis costs.
 
 - `single_vs_fastapi_get`: `GET /v1/lookup/user_topk/{id}?k=20`, 32 in flight, over a FastAPI route that awaits one
-  redis-py `GET` of 616 bytes.
+  redis-py `GET` of 616 bytes; `single_vs_bare_asgi`: over a raw ASGI app that sends as many bytes and asks nobody.
 - `batch100_json_vs_mget`: entities of `POST /v1/lookup/user_topk` with 100 ids and k = 20 over keys of a redis-py
   asyncio `MGET` of 100 such values without HTTP.
 - `batch100_binary_vs_mget`: the same with Arrow IPC streams in both directions.
@@ -25,7 +25,7 @@ import uvloop
 
 from serving.arrow_schema import MEDIA_TYPE
 from serving.client_arrow import write_arrow_ids
-from tests.bench.harness import Options, Report, alternate, parse
+from tests.bench.harness import Options, Report, alternate, compare, parse
 from tests.bench.http_load import Program, place, program
 from tests.bench.place import own_server, pin
 from tests.bench.read_path import TABLE, Case, make_case
@@ -42,19 +42,21 @@ _NO_L1 = "1"
 def measure(report: Report, case: Case, redis_url: str, options: Options) -> None:
     """Servers and client on the first core, Redis on the last."""
     body = case.folder / "body.json"
-    body.write_bytes(b"{}")
+    body.write_bytes(bytes(RECORD_BYTES))
     serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
     plain_app: list[str | Path] = [sys.executable, "-m", "tests.bench.plain_fastapi", body]
     env = environment(case.night, LARDER_L1_BYTES=_NO_L1)
     with ExitStack() as stack:
         larder = stack.enter_context(program(serve, case.folder / "serving.log", env))
         plain = stack.enter_context(program([*plain_app, redis_url], case.folder / "plain.log"))
+        bare_app: list[str | Path] = [sys.executable, "-m", "tests.bench.bare_asgi", body]
+        bare = stack.enter_context(program(bare_app, case.folder / "bare.log"))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         names = runner.run(_fill(redis_url, len(case.users)))
         where = pin(0, 0)
-        report.figures["placement"] = f"servers on {place(larder, plain)}, client on {where}"
+        report.figures["placement"] = f"servers on {place(larder, plain, bare)}, client on {where}"
         report.figures["unit"] = "per second of processor time"
-        _singles(report, case, larder, plain, names, options)
+        _singles(report, case, larder, (plain, bare), names, options)
         mget = _mget(runner, redis_url, names, 100 if options.quick else 1_000)
         path, batches = f"/v1/lookup/{TABLE}", _batches(case.users)
         texts = [request(path, json.dumps({"entities": ids, "k": 20}).encode()) for ids in batches]
@@ -75,18 +77,24 @@ def _singles(
     report: Report,
     case: Case,
     larder: Program,
-    plain: Program,
+    baselines: tuple[Program, Program],
     names: list[str],
     options: Options,
 ) -> None:
     count = 4_000 if options.quick else 30_000
     gets = [request(f"/redis/{name}") for name in names]
     lookups = [request(f"/v1/lookup/{TABLE}/{quote(user, safe='')}?k=20") for user in case.users]
-    report.ratios["single_vs_fastapi_get"] = alternate(
-        lambda: per_cpu_s(plain, gets, count),
+    plain, bare = baselines
+    found = compare(
+        {
+            "fastapi_get": lambda: per_cpu_s(plain, gets, count),
+            "bare_asgi": lambda: per_cpu_s(bare, [request("/")], count),
+        },
         {"single": lambda: per_cpu_s(larder, lookups, count)},
         rounds=options.rounds,
-    )["single"]
+    )
+    for (baseline, candidate), ratio in found.items():
+        report.ratios[f"{candidate}_vs_{baseline}"] = ratio
 
 
 def _batches(users: list[str]) -> list[list[str]]:
