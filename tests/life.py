@@ -199,6 +199,7 @@ class Life:
         self.lived: set[str] = set()
         self.reports: dict[str, dict[str, str | None]] = {}
         self.superseded: dict[str, int] = {}
+        self.decided: dict[str, int] = {}
         self.published: dict[tuple[str, str, int, int], int] = {}
         self.pins: dict[str, float | None] = {}
         self.left_at: dict[str, tuple[float, int]] = {}
@@ -638,6 +639,9 @@ class Life:
             if not self.disasters or fold(all_releases_unwatched(self)).live != generation:
                 self.passed.discard(generation)
                 self.bad.add(generation)
+        elif is_told and state is State.RETIRED and self.current is not None:
+            if fold(all_releases_unwatched(self)).state(generation) is not State.RETIRED:
+                self.decided[generation] = self.current.step
         elif is_told and state in (State.SUPERSEDED, State.ROLLED_BACK):
             self.left_at[generation] = row["at"], self.disasters + self.jumps
 
@@ -661,9 +665,11 @@ class Life:
             named |= {(pointer["canary"] or {}).get("generation")}
             assert generation not in named, f"{what} of {generation}, which the pointer names"
         members = self.redis.data.get(KEYS.replicas, {})
+        # Who ends what another one decided and wrote down before it was killed does not look at readers again.
+        began = min(actor.step, self.decided.get(generation, actor.step))
         for each in self.readers:
             is_alive = members.get(each.payload, 0.0) >= self.now - REPLICA_DEAD_S
-            if is_alive and each.alive_since < actor.step and self._is_whole() and not self.jumps:
+            if is_alive and each.alive_since < began and self._is_whole() and not self.jumps:
                 assert generation not in each.holds, (
                     f"{what} of {generation}, which {each.name} holds"
                 )
