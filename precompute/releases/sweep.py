@@ -16,6 +16,8 @@ from precompute.releases.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, V
 from precompute.releases.states import ALLOWED, UNFINISHED, Ledger, State, demand, fold
 
 ABANDON_AFTER_S = 86_400.0
+ROW_KEPT_S = 2 * 86_400.0
+"""Every step has a time-out far below that: who was loading a generation while it was retired has ended."""
 
 
 def sweepable(
@@ -237,9 +239,12 @@ def overlays_live_s(releases: ReleaseLog, overlay_ttl_s: float) -> float:
     return max([overlay_ttl_s, *told])
 
 
-def drop_old_rows(releases: ReleaseLog, *, overlay_ttl_s: float) -> int:
-    """Forget retired generations once the last overlay of them must have expired; rows dropped."""
-    longest_s, now = overlays_live_s(releases, overlay_ttl_s), releases.clock()
+def drop_old_rows(releases: ReleaseLog, *, overlay_ttl_s: float, kept_s: float = ROW_KEPT_S) -> int:
+    """Forget retired generations once the last overlay of them must have expired; rows dropped.
+
+    Not before `kept_s`: by its row alone could anybody find the pages that somebody is just bringing back.
+    """
+    longest_s, now = max(kept_s, overlays_live_s(releases, overlay_ttl_s)), releases.clock()
     rows = releases.control.rows()
     old = [
         each

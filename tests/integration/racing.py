@@ -107,7 +107,7 @@ class Racer:
     def _retire(self, _make: Make) -> None:
         for generation in sweepable(self.releases, keep=1, grace_s=0.5):
             retire(self.releases, self.keys, generation, attempt=self._attempt(), grace_s=0.5)
-        drop_old_rows(self.releases, overlay_ttl_s=2.0)
+        drop_old_rows(self.releases, overlay_ttl_s=2.0, kept_s=0.0)
 
     def _restore(self, _make: Make) -> None:
         restore(self.releases, self.keys, attempt=self._attempt(), chunk_bytes=1 << 16)

@@ -39,6 +39,8 @@ def test_p8_and_p9_retiring_removes_every_key_and_file_and_nothing_else(world):
     assert {key.split(":")[4] for key in world.pages()} == {C, D}
     assert world.store.names("generations") == [C, D]
     assert world.control.rows()[A].state is State.RETIRED
+    world.clock.now += 90_000  # no overlay lives any more, but somebody may be bringing pages back
+    assert drop_old_rows(world.releases, overlay_ttl_s=86_400) == 0
     world.clock.now += 90_000
     assert drop_old_rows(world.releases, overlay_ttl_s=86_400) == 2
     assert set(world.control.rows()) == {C, D}
