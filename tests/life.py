@@ -415,7 +415,14 @@ class Life:
     def _do_pin(self, generation: str, expires_at: float | None, attempt: str) -> None:
         age = self.disasters
         self.releases().pin(generation, reason="audit", expires_at=expires_at, attempt=attempt)
-        if age == self.disasters:
+        written = [
+            each.action
+            for each in all_releases_unwatched(self)
+            if each.generation == generation and each.action in ("pin", "unpin")
+        ]
+        if (
+            age == self.disasters and written[-1] == "pin"
+        ):  # nobody lifted it while this was under way
             self.pins[generation] = expires_at
 
     def _do_unpin(self, generation: str, attempt: str) -> None:
