@@ -40,8 +40,9 @@ class Entry(NamedTuple):
 class Ready(NamedTuple):
     """An answer as it is sent, but for its age, which goes between `head` and `tail`.
 
-    `stamp` is that of what it was made from: under any other it counts for nothing. `asked`: table and id. `touch`:
-    its spot and bytes in the sample of what L1 is asked for (`cache.advisor`), if it is in there.
+    `stamp` is that of what it was made from, positive: under any other it counts for nothing. `asked`: table and id.
+    `touch`: its spot and bytes in the sample of what L1 is asked for (`cache.advisor`), if it is in there; then the
+    stamp is negated, so that readers of all others need not look.
     """
 
     stamp: int
@@ -70,6 +71,8 @@ class LocalTier:
 
     def __init__(self, max_bytes: int, timer: Callable[[], float] = time.monotonic) -> None:
         self.too_large = 0
+        self.ready_tables: set[str] = set()
+        """All of which an answer was ever kept."""
         self._timer = timer
         self._max_bytes = max_bytes
         self._entries: OrderedDict[LocalKey | bytes, Entry | Ready] = OrderedDict()
@@ -113,12 +116,13 @@ class LocalTier:
 
     def keep(self, ready: Ready) -> None:
         """Keeps an answer beside its record, within the same bound."""
+        self.ready_tables.add(ready.asked[0])
         self._put(ready.request, ready)
 
     def unsampled(self, ready: Ready) -> None:
         """From now on its readers write nothing: the sample has left it out."""
         if self._find(ready.request) is ready:
-            self._entries[ready.request] = ready._replace(touch=None)
+            self._entries[ready.request] = ready._replace(stamp=abs(ready.stamp), touch=None)
 
     def put(self, key: LocalKey, entry: Entry) -> None:
         """Stores or replaces; an entry larger than the whole tier is left out and counted."""

@@ -1,6 +1,6 @@
 """What a read asks for and how it can end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
@@ -99,7 +99,8 @@ class View:
 class Counters:
     """Every want that was asked for is counted once: in `l1`, `l2` or one of `missed`.
 
-    `l1` are records found there, in `records`, and answers that were ready to be sent, in `ready`.
+    `l1` are records found there, in `records`, and answers that were ready to be sent, in `ready`. Those are counted
+    some at a time: `flush` adds what is still to be counted.
     """
 
     records: int = 0
@@ -107,6 +108,7 @@ class Counters:
     l2: int = 0
     missed: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
     l2_reads: int = 0
+    flush: Callable[[], None] = lambda: None
 
     def count(self, outcomes: Sequence[Outcome]) -> None:
         """Adds one request's outcomes."""

@@ -78,7 +78,7 @@ class Advisor(Collector):
     async def step(self) -> None:
         """Works off what was read since the last step."""
         trace, shards = self._tiers.trace, self._shards
-        trace.earlier()
+        self._tiers.counters.flush()
         now = self._timer()
         elapsed_s, self._at = now - self._at, now
         touches, is_whole = list(trace), len(trace) < TRACE_MAX

@@ -98,15 +98,13 @@ class Hot:
         ready = self._ready(target)
         if ready is None:
             return None
-        holding = self._shelf.holding
-        if (
-            holding is None
-            or ready[0] != holding.live.stamp
-            or self._shelf.canary is not None
-            or self._concerns.text is not None
-        ):
+        holding, sent = self._shelf.holding, self._sent
+        if holding is None or self._shelf.canary is not None or self._concerns.text is not None:
             return None
-        sent = self._sent
+        if ready[0] != holding.live.stamp:
+            if ready[0] != -holding.live.stamp:
+                return None
+            sent.touched(ready)
         sent.append(ready)
         if len(sent) >= sent.due:
             sent.turn()

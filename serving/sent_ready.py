@@ -1,23 +1,23 @@
 """What was sent of what was ready: noted in a list, and counted some at a time, which costs a third of one by one."""
 
+from collections import Counter
 from collections.abc import Callable
 from operator import itemgetter
 
 import orjson
 
-from cache.advisor.shards import Touch
 from cache.local import Ready
 from cache.sketch import Name
 from serving.quality.picks import Pick
 from serving.routes import Service
 from serving.tally import GET_ROUTE
 
-FLUSHED = 128
+FLUSHED = 256
 """Answers that are counted together: what that costs by itself is paid this seldom."""
-TIMED = 64
+TIMED = 128
 """Of so many answers one is timed, and stands for all of them."""
 
-_asked, _table, _written = itemgetter(4), itemgetter(0), itemgetter(6)
+_asked, _table = itemgetter(4), itemgetter(0)
 
 
 class SentReady(list[Ready]):
@@ -40,7 +40,7 @@ class SentReady(list[Ready]):
         self._picks = service.ladder.watch.picks
         self._step = TIMED if self._observes else FLUSHED
         self.due = self._step
-        self._recent.earlier = self._trace.earlier = self.flush
+        self._recent.earlier = self._counters.flush = self.flush
 
     def turn(self) -> None:
         """So many were sent that one is to be timed, or all to be counted."""
@@ -58,7 +58,6 @@ class SentReady(list[Ready]):
         self._recent.extend(asked)
         if self._observes:
             self._count(asked)
-            self._touch()
         self.clear()
         self.times.clear()
         self.due = self._step
@@ -72,30 +71,31 @@ class SentReady(list[Ready]):
         for at, seconds in enumerate(times):
             stands_for = count * (at + 1) // len(times) - count * at // len(times)
             self._answer_seconds.observe("l1", seconds, stands_for)
-        names = set(map(_table, asked))
-        for name in names:
-            found = count if len(names) == 1 else sum(each[0] == name for each in asked)
+        tables = self._local.ready_tables
+        each = dict.fromkeys(tables, count) if len(tables) == 1 else Counter(map(_table, asked))
+        for name, found in each.items():
             self._tally.answers[name, "l1"] += found
         picks = self._picks
         picks.left -= count
         if picks.left < 0:
             for place in picks.places(count):
-                self._pick(self[place])
+                if picks.has_room():
+                    self._pick(self[place])
 
-    def _touch(self) -> None:
-        last, trace = self._trace.last, self._trace
-        touches: list[Touch] = list(filter(None, map(_written, self)))
-        trace.extend([each for each in touches if each[0] <= last])
-        if any(spot > last for spot, _ in touches):
-            # Spots are far from the processor's caches: nobody need look at these again.
-            for ready in self:
-                if ready.touch is not None and ready.touch[0] > last:
-                    self._local.unsampled(ready)
+    def touched(self, ready: Ready) -> None:
+        """Writes down that one of the sample is about to be sent."""
+        touch = ready.touch
+        if (
+            touch is None or touch[0] > self._trace.last
+        ):  # since its answer was kept the sample shrank
+            self._local.unsampled(ready)
+        else:
+            self._trace.append(touch)
 
     def _pick(self, ready: Ready) -> None:
         """As it was sent, but for its age, which is today's; one from before a flip is passed over."""
         holding, now = self._shelf.holding, self._clock()
-        if holding is not None and holding.live.stamp == ready.stamp:
+        if holding is not None and holding.live.stamp == abs(ready.stamp):
             age = orjson.dumps(round(now - ready.data_until, 3))
             body = b"".join((ready.head, age, ready.tail))
             self._picks.put(

@@ -1,7 +1,7 @@
 """What L1 is asked for, as far as it is sampled: written by readers, read by whoever keeps the curve."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import repeat
 
@@ -22,13 +22,12 @@ class Trace(deque[Touch]):
 
     Sizes are bytes in L1, the place in the table left out. A spot is an id's fingerprint; its lower half also tells
     tables and generations apart, so whether a key is sampled can be told from the fingerprint alone. `generation` is
-    the one that was begun last. `earlier` writes what was read before and is still to be written.
+    the one that was begun last.
     """
 
     def __init__(self) -> None:
         super().__init__(maxlen=TRACE_MAX)
         self.generation: str | None = None
-        self.earlier: Callable[[], None] = lambda: None
         self.sample(-1)
 
     def sample(self, last: int) -> None:
@@ -51,15 +50,13 @@ class Trace(deque[Touch]):
         self.begin(generation)
         if fingerprint > self.last:
             return ready
-        self.earlier()
         spot = fingerprint ^ _salt(generation, "") ^ xxhash.xxh32_intdigest(ready.request)
         self.append((spot, -size_of(ready)))
-        return ready._replace(touch=(spot, size_of(ready)))
+        return ready._replace(stamp=-ready.stamp, touch=(spot, size_of(ready)))
 
     def one(self, generation: str, want: Want, outcome: Outcome | None) -> None:
         """A record was asked for, with this outcome; one that is not found is in no L1 of any size."""
         if want[2] <= self.last and type(outcome) is Found:
-            self.earlier()
             size = len(outcome.record) + OVERHEAD_BYTES + LIVE_BYTES * outcome.live
             self.append((want.fingerprint ^ _salt(generation, want.table.name), size))
 
@@ -73,7 +70,6 @@ class Trace(deque[Touch]):
                 self.one(generation, wants.one(place), others[place])
             places = np.setdiff1d(places, list(others))
         if len(places):
-            self.earlier()
             salt = np.uint64(_salt(generation, wants.table.name))
             spots = (wants.fingerprints[places] ^ salt).tolist()
             self.extend(zip(spots, repeat(wants.table.layout.size_bytes + OVERHEAD_BYTES)))
@@ -81,7 +77,6 @@ class Trace(deque[Touch]):
     def put(self, generation: str, want: Want, size_bytes: int) -> None:
         """A live record was stored for later readers."""
         if want[2] <= self.last:
-            self.earlier()
             spot = want.fingerprint ^ _salt(generation, want.table.name)
             self.append((spot, -(size_bytes + OVERHEAD_BYTES + LIVE_BYTES)))
 

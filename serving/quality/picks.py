@@ -61,13 +61,18 @@ class Picks:
         self.left = at - count
         return found
 
+    def has_room(self) -> bool:
+        """Whether one more may wait; if not that one is counted as dropped, and need not be made."""
+        if len(self._queue) < QUEUE_MAX:
+            return True
+        self.dropped += 1
+        return False
+
     def put(self, pick: Pick) -> None:
         """Queues a pick; dropped and counted when too many wait."""
-        if len(self._queue) >= QUEUE_MAX:
-            self.dropped += 1
-            return
-        self.taken += 1
-        self._queue.append(pick)
+        if self.has_room():
+            self.taken += 1
+            self._queue.append(pick)
 
     def next(self) -> Pick | None:
         """The oldest, taken out."""

@@ -4,8 +4,8 @@
   each a ready answer in L1, 32 keep-alive connections; on: as installed; off: `LARDER_OBSERVE=false` (no counting of
   ready answers, no size advisor and nothing else that the setting switches off).
 
-Both are driven until the advisor has found its sampling rate before anything is measured. The figure is the geometric
-mean over several pairs of processes.
+Both are driven until the advisor has found its sampling rate before anything is measured. The figure is the median over
+several pairs of processes.
 """
 
 import random
@@ -30,7 +30,7 @@ SETTLE = 400_000
 """Requests before the first round."""
 COUNT = 20_000
 """Requests in each part of a round."""
-PAIRS = 8
+PAIRS = 12
 """Of processes, on and off: two that run the same differ by a few per cent for as long as they live."""
 ROUNDS = 5
 """Of each pair, at least."""
@@ -55,7 +55,7 @@ def on_vs_off(case: Case, off: Mapping[str, str], options: Options) -> Ratio:
         return lambda: per_cpu_s(target, lookups, COUNT)
 
     found = []
-    for _ in range(3 if options.quick else PAIRS):
+    for _ in range(5 if options.quick else PAIRS):
         with served(case, "on", {}) as on, served(case, "off", off) as without:
             for each in (on, without):
                 per_cpu_s(each, lookups, SETTLE)
@@ -68,14 +68,14 @@ def on_vs_off(case: Case, off: Mapping[str, str], options: Options) -> Ratio:
 
 
 def together(ratios: Sequence[Ratio]) -> Ratio:
-    """The ratios of several pairs of processes as one: geometric means."""
+    """The ratios of several pairs of processes as one: medians."""
 
-    def mean(of: Callable[[Ratio], float]) -> float:
-        return statistics.geometric_mean(map(of, ratios))
+    def middle(of: Callable[[Ratio], float]) -> float:
+        return statistics.median(map(of, ratios))
 
     return Ratio(
-        mean(lambda each: each.value), mean(lambda each: each.aa), sum(each.rounds for each in ratios),
-        mean(lambda each: each.candidate), mean(lambda each: each.baseline), TOLERANCE,
+        middle(lambda each: each.value), middle(lambda each: each.aa), sum(each.rounds for each in ratios),
+        middle(lambda each: each.candidate), middle(lambda each: each.baseline), TOLERANCE,
     )  # fmt: skip
 
 

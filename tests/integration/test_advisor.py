@@ -32,15 +32,17 @@ def asked(night: NightConfig) -> list[str]:
 
 async def look_up(app: Running, asked: list[str]) -> float:
     """The share of these reads that L1 answered, over all requests."""
-    before = dataclasses.replace(app.service.tiers.counters)
+    counters = app.service.tiers.counters
+    counters.flush()
+    before = dataclasses.replace(counters)
     total = before.total
     for start in range(0, len(asked), 25):
         for user in asked[start : start + 15]:
             await app.get(f"/v1/lookup/user_topk/{user}", k=10)
         entities = [{"id": user} for user in dict.fromkeys(asked[start + 15 : start + 25])]
         await app.post("/v1/lookup/user_topk", {"entities": entities})
-    after = app.service.tiers.counters
-    return (after.l1 - before.l1) / (after.total - total)
+    counters.flush()
+    return (counters.l1 - before.l1) / (counters.total - total)
 
 
 async def told(app: Running) -> dict[str, float]:
