@@ -38,7 +38,7 @@ CLEARLY = 0.2
 """So many more late probes than at rest, in two steps after each other, need no statistics."""
 
 START_FLOORS = 4.0
-START_GROWTH = 1.15
+START_GROWTH = 1.17
 BACK_OFF = 0.7
 PLATEAU_STEPS = 10
 """Clean steps after a decrease until the rate is back at where it was."""

@@ -1,20 +1,21 @@
 """Loading while somebody reads: the reader's p99 with the governor, without it, and with no load at all.
 
 Redis has one core, a reader and the loader share another (with two cores there is no third). The reader asks for one
-616-byte record at a time, 2,000 times a second, over a plain socket; each round it reads alone, under a governed load,
-under one that runs flat out, and alone again. A p99 is the median of those of its seconds, so that one burst of a
-restless host is not the figure. Its A/A compares what lies before the loads in two rounds and behind them in the next
-two with the rest, so that a drift of the host, and which load came last, count on both sides. Loads write generation
-after generation and remove the last but one, as nights do. A governed load is watched once its slow start is over; its
-rate stands beside flat out (no reader, no governor) and beside pipelines of 1,000 `SET`, both measured shortly before
-and after each loaded stretch.
+616-byte record at a time, 2,000 times a second, over a plain socket. Once a load's slow start is over, its process is
+stopped and goes on in turns of a second; each turn's p99 is held against those of the two turns at rest around it, so
+that a host that drifts or stalls slows both. The figure is the median of those ratios, its A/A that of two turns at
+rest after each other. Loads write generation after generation and remove the last but one, as nights do. Their rate
+while they run stands beside flat out (no reader, no governor) and beside pipelines of 1,000 `SET`, both measured right
+before and after each loaded stretch.
 
 On a virtual machine a core at rest halts and takes long to wake, so that a load may make a reader faster. `awake` rows
-(not with `--quick`) say the same of cores that never halt: Redis' own, and the reader's while no loader keeps it awake.
-`--sweep` prints rate and p99 over page and piece sizes instead.
+(not with `--quick`) say the same of cores that never halt. `--sweep` prints rate and p99 over page and piece sizes
+instead.
 """
 
 import multiprocessing
+import os
+import signal
 import socket
 import statistics
 import sys
@@ -44,24 +45,40 @@ from tests.bench.place import awake, own_server, pin, unpin
 
 KIB = 1024
 READS_S = 2_000.0
-WARM_S = {"closed": 5.0, "open": 0.3, "idle": 0.1}
+STARTING_S = 0.5
+SPARE_S = 2.0
+"""Of both processes, for a host that stalls."""
+WARM_S = {"closed": 5.0, "open": 0.3}
 QUICK_WARM_S = 2.5
+TURN_S = 1.0
+EDGE_S = 0.05
+"""Left out at both ends of a turn."""
 READER_CORE = 1
 P99_TOLERANCE = 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A reader's round trips in seconds, those of each second apart, and what was loaded meanwhile in bytes/s."""
+    """What the reader saw in each turn, as its p99 in seconds, and bytes per second while the load ran.
 
-    round_trips: list[NDArray[np.float64]]
+    There is one more turn at rest than there are loaded ones: before, between and behind them.
+    """
+
+    loaded: list[float]
+    rested: list[float]
+    trips: dict[str, NDArray[np.float64]]
     rate: float
 
-    @classmethod
-    def of(cls, found: NDArray[np.float64], rate: float) -> "Watched":
-        """From (time, round trip) of each read in order."""
-        count = max(1, round(float(found[-1, 0] - found[0, 0])))
-        return cls([each[:, 1] for each in np.array_split(found, count)], rate)
+    @property
+    def slowed(self) -> list[float]:
+        """Each loaded turn over the mean of those at rest around it."""
+        around = zip(self.rested, self.rested[1:], strict=False)
+        return [p99 / ((a + b) / 2) for p99, (a, b) in zip(self.loaded, around, strict=True)]
+
+    @property
+    def drifted(self) -> list[float]:
+        """Each turn at rest over the one before."""
+        return [b / a for a, b in zip(self.rested, self.rested[1:], strict=False)]
 
 
 def read(url: str, size: int, pages: int, seconds: float, answer: Connection) -> None:
@@ -107,52 +124,76 @@ def load(
 
 
 @contextmanager
-def process(run: Any, *arguments: Any) -> Iterator[Connection]:
+def process(run: Any, *arguments: Any) -> Iterator[tuple[int, Connection]]:
     """A process that answers once."""
     here, there = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.bench.load_rates"])  # so that none imports for a second
     running = context.Process(target=run, args=(*arguments, there))
     running.start()
+    assert running.pid is not None
     try:
-        yield here
+        yield running.pid, here
         running.join(30.0)
     finally:
         if running.is_alive():
             running.kill()
 
 
+@contextmanager
+def stopped(pid: int | None) -> Iterator[None]:
+    """A process that does nothing meanwhile; None: there is none."""
+    if pid is None:
+        yield
+        return
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def watch(
-    url: str, case: Case, config: NightConfig, how: str, seconds: float, *, halts: bool = True
+    url: str, case: Case, config: NightConfig, how: str, turns: int, *, halts: bool = True
 ) -> Watched:
-    """One stretch of reading, loaded as `how` says, on cores that may halt or not."""
+    """A reader beside a load that is stopped every other turn, on cores that may halt or not."""
     size, pages = case.part.table.page_bytes, case.part.pages.pages - 1
-    starting_s = (
-        0.0 if how == "idle" else 1.5
-    )  # the loader begins after the reader, imports included
-    whole = starting_s + WARM_S[how] + seconds
+    whole = STARTING_S + WARM_S[how] + (2 * turns + 1) * TURN_S + SPARE_S
+    spans: dict[str, list[tuple[float, float]]] = {"loaded": [], "rested": []}
+
+    def turn(name: str) -> None:
+        began = time.perf_counter()
+        time.sleep(TURN_S)
+        spans[name].append((began + EDGE_S, time.perf_counter() - EDGE_S))
+
     with ExitStack() as stack:
-        for core in () if halts else (0, READER_CORE) if how == "idle" else (0,):
-            stack.enter_context(awake(core))
-        reader = stack.enter_context(process(read, url, size, pages, whole))
-        if how == "idle":
-            found = reader.recv()
-            taken = found[found[:, 0] > found[-1, 0] - seconds]
-            return Watched.of(taken, 0.0)
-        with process(load, url, case, config, how == "closed", WARM_S[how] + seconds) as loader:
-            steps, found = loader.recv(), reader.recv()
-    began, ended = steps[0, 0] + WARM_S[how], min(steps[-1, 0], found[-1, 0])
-    inside = (found[:, 0] >= began) & (found[:, 0] < ended)
-    bytes_then = np.interp([began, ended], steps[:, 0], steps[:, 1])
-    rate = (bytes_then[1] - bytes_then[0]) / max(1e-9, ended - began)
-    return Watched.of(found[inside], float(rate))
-
-
-def p99(stretches: list[Watched]) -> float:
-    """The median of their seconds' own."""
-    return statistics.median(
-        float(np.percentile(second, 99)) for each in stretches for second in each.round_trips
+        if not halts:
+            stack.enter_context(awake(0))
+        spinner = None if halts else stack.enter_context(awake(READER_CORE))
+        _, reader = stack.enter_context(process(read, url, size, pages, whole))
+        pid, loader = stack.enter_context(process(load, url, case, config, how == "closed", whole))
+        with stopped(spinner):  # beside a load its core does not halt
+            time.sleep(STARTING_S + WARM_S[how])
+        for number in range(turns + 1):
+            with stopped(pid):
+                turn("rested")
+            if number < turns:
+                with stopped(spinner):
+                    turn("loaded")
+        steps, found = loader.recv(), reader.recv()
+    inside = {
+        name: [found[(found[:, 0] >= a) & (found[:, 0] < b), 1] for a, b in each]
+        for name, each in spans.items()
+    }
+    p99s = {name: [float(np.percentile(each, 99)) for each in of] for name, of in inside.items()}
+    done = sum(
+        float(np.diff(np.interp(span, steps[:, 0], steps[:, 1]))[0]) for span in spans["loaded"]
     )
+    return Watched(
+        p99s["loaded"], p99s["rested"],
+        {name: np.concatenate(each) for name, each in inside.items()},
+        done / sum(b - a for a, b in spans["loaded"]),
+    )  # fmt: skip
 
 
 def publish_live(client: "redis.Redis", case: Case, config: NightConfig) -> None:
@@ -169,7 +210,7 @@ def main() -> None:
     options = parse(__doc__ or "", [each for each in sys.argv[1:] if each != "--sweep"])
     config = NightConfig()
     count = 60_000 if options.quick else 200_000
-    seconds = 1.5 if options.quick else 5.0
+    turns = 2 if options.quick else 5
     if options.quick:
         WARM_S["closed"] = QUICK_WARM_S
     report = Report("load", ("redis", "hiredis"))
@@ -179,15 +220,13 @@ def main() -> None:
         )
         with redis.Redis.from_url(server.url, protocol=3) as client:
             if "--sweep" in sys.argv:
-                sweep(server.url, client, Path(folder), config, count, seconds)
+                sweep(server.url, client, Path(folder), config, count, turns)
                 return
             case = make_case(Path(folder), count, config)
             report.figures["page bytes"] = case.part.table.page_bytes
             report.figures["piece bytes"] = config.governor.piece_bytes
             publish_live(client, case, config)
-            measure(
-                report, server.url, client, case, config, options.rounds, seconds, options.quick
-            )
+            measure(report, server.url, client, case, config, options.rounds, turns, options.quick)
         unpin()
     report.show(options)
 
@@ -199,60 +238,44 @@ def measure(
     case: Case,
     config: NightConfig,
     rounds: int,
-    seconds: float,
+    turns: int,
     quick: bool,
 ) -> None:
     """Alternating rounds; every other one runs backwards."""
     states = ("", ", awake")[: 1 if quick else 2]
     order = ("open", *(f"closed{state}" for state in states))
-    idles = [f"{when}{state}" for when in ("before", "after") for state in states]
-    seen: dict[str, list[Watched]] = {how: [] for how in (*idles, *order)}
-
-    def look(how: str) -> None:
-        kind, _, state = how.partition(", ")
-        kind = "idle" if kind in ("before", "after") else kind
-        seen[how].append(watch(url, case, config, kind, seconds, halts=not state))
-
-    base = Baselines(url, client, case, config, seconds / 5)
+    seen: dict[str, list[Watched]] = {how: [] for how in order}
+    base = Baselines(url, client, case, config, 0.3 if quick else 1.0)
+    base.measure()
     for number in range(rounds):
-        for state in states:
-            look(f"before{state}")
-        base.measure()
         for how in order if number % 2 else reversed(order):
-            look(how)
+            kind, _, state = how.partition(", ")
+            seen[how].append(watch(url, case, config, kind, turns, halts=not state))
             base.measure()
             base.around(how)
-        for state in reversed(states):
-            look(f"after{state}")
-    for state in states:
-        before, after = seen[f"before{state}"], seen[f"after{state}"]
-        idle, suffix = p99(before + after), state.replace(", ", "_")
-        pairs = list(enumerate(zip(before, after, strict=True)))
-        aa = p99([pair[number // 2 % 2] for number, pair in pairs]) / p99(
-            [pair[1 - number // 2 % 2] for number, pair in pairs]
-        )
-        for how in ("closed",) if state else ("closed", "open"):
-            found = p99(seen[f"{how}{state}"])
-            report.ratios[f"p99_{how}_loop_vs_idle{suffix}"] = Ratio(
-                found / idle, aa, rounds, found * 1e6, idle * 1e6, P99_TOLERANCE
-            )
-        rates = [each.rate for each in seen[f"closed{state}"]]
-        for name, ratio in base.ratios(f"closed{state}", rates).items():
-            report.ratios[f"rate_vs_{name}{suffix}"] = ratio
-        report.figures[f"loaded beside a reader{state}, MB/s"] = round(
-            statistics.median(rates) / 1e6, 1
-        )
     for how, stretches in seen.items():
-        report.figures[f"reads, {how}"] = sum(
-            len(second) for each in stretches for second in each.round_trips
+        kind, _, state = how.partition(", ")
+        suffix = state and f"_{state}"
+        slowed = [each for one in stretches for each in one.slowed]
+        report.ratios[f"p99_{kind}_loop_vs_idle{suffix}"] = Ratio(
+            statistics.median(slowed),
+            statistics.median(each for one in stretches for each in one.drifted), len(slowed),
+            statistics.median(each for one in stretches for each in one.loaded) * 1e6,
+            statistics.median(each for one in stretches for each in one.rested) * 1e6, P99_TOLERANCE,
+        )  # fmt: skip
+        rates = [each.rate for each in stretches]
+        if kind == "closed":
+            for name, ratio in base.ratios(how, rates).items():
+                report.ratios[f"rate_vs_{name}{suffix}"] = ratio
+        report.figures[f"MB/s, {how}"] = round(statistics.median(rates) / 1e6, 1)
+        report.figures[f"p99 over idle, {how}, quartiles"] = " / ".join(
+            f"{value:.2f}" for value in np.percentile(slowed, [25, 50, 75])
         )
-        trips = np.concatenate([second for each in stretches for second in each.round_trips])
-        report.figures[f"p50 / p99 / p99.9 us, {how}"] = " / ".join(
-            f"{value * 1e6:.0f}" for value in np.percentile(trips, [50, 99, 99.9])
-        )
-    report.figures["loaded beside a reader, open loop, MB/s"] = round(
-        statistics.median(each.rate for each in seen["open"]) / 1e6, 1
-    )
+        for name in ("rested", "loaded"):
+            trips = np.concatenate([each.trips[name] for each in stretches])
+            report.figures[f"p50 / p99 / p99.9 us of {len(trips):,}, {how}, {name}"] = " / ".join(
+                f"{value * 1e6:.0f}" for value in np.percentile(trips, [50, 99, 99.9])
+            )
     report.figures["p99 means"] = "microseconds in the ratios' columns; rates are MB/s"
 
 
@@ -262,7 +285,7 @@ def sweep(
     folder: Path,
     config: NightConfig,
     count: int,
-    seconds: float,
+    turns: int,
 ) -> None:
     """Rate and the reader's p99 against idle, over page and piece sizes."""
     table = Table(
@@ -275,16 +298,16 @@ def sweep(
         root.mkdir()
         case = make_case(root, count, chosen)
         publish_live(client, case, chosen)
-        flat = flat_out(url, case, chosen, seconds)
+        flat = flat_out(url, case, chosen, 5.0)
         for piece in (16, 32, 64, 256):
             if piece > page:
                 continue
             governed = replace(chosen, governor=replace(config.governor, piece_bytes=piece * KIB))
-            idle = watch(url, case, governed, "idle", seconds)
-            closed = watch(url, case, governed, "closed", seconds)
+            closed = watch(url, case, governed, "closed", turns)
+            p99s = (statistics.median(each) * 1e6 for each in (closed.loaded, closed.rested))
             table.add_row(
-                str(page), str(piece), f"{closed.rate / 1e6:.0f}", f"{p99([closed]) * 1e6:.0f}",
-                f"{p99([idle]) * 1e6:.0f}", f"{p99([closed]) / p99([idle]):.2f}", f"{flat / 1e6:.0f}",
+                str(page), str(piece), f"{closed.rate / 1e6:.0f}", *(f"{each:.0f}" for each in p99s),
+                f"{statistics.median(closed.slowed):.2f}", f"{flat / 1e6:.0f}",
             )  # fmt: skip
     Console(width=110).print(table)
 

@@ -43,8 +43,8 @@ def own_server(core: int = -1) -> Iterator[Server]:
 
 
 @contextmanager
-def awake(core: int) -> Iterator[None]:
-    """Keep a core from halting, by a process that runs only when nothing else wants it.
+def awake(core: int) -> Iterator[int]:
+    """Keep a core from halting, by a process (its id) that runs only when nothing else wants it.
 
     A halted virtual core takes up to milliseconds to wake, so that a machine at rest would look slower than a busy one.
     """
@@ -52,7 +52,7 @@ def awake(core: int) -> Iterator[None]:
     running = subprocess.Popen([sys.executable, "-S", "-c", spin])
     try:
         pin(running.pid, core)
-        yield
+        yield running.pid
     finally:
         running.kill()
         running.wait()
