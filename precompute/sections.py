@@ -146,7 +146,7 @@ class GovernorConfig:
     readers: Literal["auto", "always", "never"] = "auto"
     floor_mib_s: float = 16.0
     ceiling_mib_s: float = 0.0
-    piece_bytes: int = 8 * 1024
+    piece_bytes: int = 16 * 1024
     probe_ms: float = 1.0
     idle_s: float = 1.5
     replica_lag_mib: float = 32.0
