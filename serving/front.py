@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
-from serving.hot import Hot, Messages
+from serving.hot import Hot, Messages, Tell
 from serving.http import refused
 from serving.problem import Problem
 from serving.why.watch import Below, Watch
@@ -51,6 +51,19 @@ class Front(FastAPI):
             await self._below(hot, functools.partial(watch, behind), scope, receive, send)
         else:
             await watch(functools.partial(self._below, hot, behind), scope, receive, send)
+
+    def joins(self, hot: Hot, scope: Scope, tell: Tell) -> bool:
+        """As `stored`, for who comes along with others: whether `tell` hears the answer in a later turn, once."""
+        admission = hot.admission
+
+        def told(answer: Messages | None) -> None:
+            admission.leave()
+            tell(answer)
+
+        is_full = admission.under_way >= admission.requests_max
+        if is_full or admission.is_behind or not hot.joins(scope, told):
+            return False
+        return admission.enter()
 
     async def stored(self, hot: Hot, scope: Scope) -> Messages | None:
         """The answer to a GET of one id, which may be a refusal, for who needs no router; None if it takes one."""

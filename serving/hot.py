@@ -4,9 +4,10 @@ What it does not recognise (other options, bad input, inputs to compute from, a 
 behind it, and ids without a stored answer to the ladder.
 """
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Coroutine, Iterable, MutableMapping
 from typing import Any
 
 import orjson
@@ -27,9 +28,11 @@ from serving.routes import Service
 from serving.sent_ready import SentReady
 from serving.single import Singles
 from serving.tally import GET_ROUTE
+from serving.together import Told
 
 Message = MutableMapping[str, Any]
 Messages = tuple[Message, Message]
+Tell = Callable[[Messages | None], None]
 
 _STARTS_MAX = 8_192
 _START = {"type": "http.response.start", "status": 200}
@@ -38,6 +41,25 @@ _ARROW_TYPE = b"content-type", MEDIA_TYPE.encode()
 POST_ROUTE = "POST /v1/lookup/{table}"
 
 log = logging.getLogger(__name__)
+
+
+class _Joined:
+    """Waits for what is told to several together."""
+
+    __slots__ = ("_get", "_hot", "_is_told", "_tell")
+
+    def __init__(self, hot: "Hot", get: Get, tell: Tell) -> None:
+        self._hot, self._get, self._tell = hot, get, tell
+        self._is_told = False
+
+    def done(self) -> bool:
+        """Only ever once."""
+        return self._is_told
+
+    def set_result(self, what: Told, /) -> None:
+        """Passes it on."""
+        self._is_told = True
+        self._hot.joined(self._get, what, self._tell)
 
 
 class Hot:
@@ -67,6 +89,7 @@ class Hot:
         self.admission = service.admission
         self.is_late = Lateness(service.admission, self._headers, service.limits).is_late
         self._starts: dict[int, Message] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def refused(self, status: int) -> None:
         """Counts a request that was refused before anybody looked for its route."""
@@ -128,6 +151,39 @@ class Hot:
 
     async def get(self, scope: MutableMapping[str, Any]) -> Messages | None:
         """The answer to a GET of one id that the night knows."""
+        if (get := self._asked(scope)) is None:
+            return None
+        return await self._told(self._singles.answer(get))
+
+    def joins(self, scope: MutableMapping[str, Any], tell: Tell) -> bool:
+        """As `get`, without a task for it: whether `tell` hears the answer in a later turn."""
+        get = self._asked(scope)
+        return get is not None and self._singles.joins(get, _Joined(self, get, tell))
+
+    def joined(self, get: Get, what: Told, tell: Tell) -> None:
+        """What was told of one that joined others; who has to go on alone gets a task now."""
+        if isinstance(what, bytes):
+            self._requests[GET_ROUTE] += 1
+            tell(self._messages(what))
+            return
+
+        async def go_on() -> None:
+            tell(await self._told(self._singles.after(get, what)))
+
+        task = asyncio.get_running_loop().create_task(go_on())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _told(self, answer: Coroutine[Any, Any, bytes]) -> Messages | None:
+        try:
+            body = await answer
+        except Exception:  # the routes behind say what is wrong, and count it
+            log.exception("the hot route failed")
+            return None
+        self._requests[GET_ROUTE] += 1
+        return self._messages(body)
+
+    def _asked(self, scope: MutableMapping[str, Any]) -> Get | None:
         started = self._timer()
         asked = plan.single(scope.get("raw_path") or b"")
         if asked is None or (options := self._queries.of(scope["query_string"])) is None:
@@ -148,14 +204,7 @@ class Hot:
         options = plan.tighter(options, deadline_s)
         query = scope["query_string"]
         request = scope["raw_path"] + (b"?" + query if query else b"")
-        try:
-            get = Get(holding, table, asked, want, options, started, request)
-            body = await self._singles.answer(get)
-        except Exception:  # the routes behind say what is wrong, and count it
-            log.exception("the hot route failed")
-            return None
-        self._requests[GET_ROUTE] += 1
-        return self._messages(body)
+        return Get(holding, table, asked, want, options, started, request)
 
     async def post(
         self, scope: MutableMapping[str, Any], receive: Receive

@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from cache.local import LocalKey
 from cache.tiered import Found, Outcome
 from serving.ask import Ask, Entity
 from serving.batch import Batches
@@ -12,7 +13,7 @@ from serving.get import Get
 from serving.quality.picks import Pick
 from serving.render import JSON, Unfit, start_of
 from serving.routes import Service
-from serving.together import Lower, Together
+from serving.together import Lower, Telling, Together
 from serving.why.seen import note
 
 
@@ -33,29 +34,44 @@ class Singles:
         """The body of the response."""
         live, want = get.holding.live, get.want
         found = self._tiers.peek(live.view, want)
-        if found is None:
-            began = self._service.timer()
-            outcome = await self._read(get)
-            note("stored", self._service.timer() - began, 1)
-            if isinstance(outcome, bytes):
-                return outcome
-            if not isinstance(outcome, Found):
-                return await self._lower(get, outcome.reason)
-            if outcome.reason is not None:  # a live answer that stands in for the night's
-                return await self._lower(get, None)
-            found = outcome
-        return await self._rendered(get, found)
+        if found is not None:
+            return await self._rendered(get, found)
+        together, began = self._together, self._service.timer()
+        told = None
+        if together.have_time(get) and together.pays():
+            told = await together.ask(get)
+        outcome = await self._read(get) if told is None else told
+        note("stored", self._service.timer() - began, 1)
+        return await self._below(get, outcome)
 
-    async def _read(self, get: Get) -> Outcome | Lower | bytes:
-        """What L2 has, or the whole body if others were answered along with it."""
-        together = self._together
-        has_time = together.have_time(get)
-        if has_time and together.pays():
-            if (told := await together.ask(get)) is not None:
-                return told
-            has_time = together.have_time(get)
+    def joins(self, get: Get, told: Telling) -> bool:
+        """Whether the answer comes along with that of others, without a task: `told` hears of it in a later turn."""
+        together, live, want = self._together, get.holding.live, get.want
+        if not (together.is_busy and together.have_time(get)):
+            return False
+        if self._tiers.local.look(LocalKey(live.generation, get.asked.table, want.key)) is not None:
+            return False  # what is here waits for no read of others
+        together.pays()
+        together.join(get, told)
+        return True
+
+    async def after(self, get: Get, told: Lower | None) -> bytes:
+        """The body for who joined others and was told where it comes from instead."""
+        return await self._below(get, await self._read(get) if told is None else told)
+
+    async def _below(self, get: Get, outcome: Outcome | Lower | bytes) -> bytes:
+        if isinstance(outcome, bytes):
+            return outcome
+        if not isinstance(outcome, Found):
+            return await self._lower(get, outcome.reason)
+        if outcome.reason is not None:  # a live answer that stands in for the night's
+            return await self._lower(get, None)
+        return await self._rendered(get, outcome)
+
+    async def _read(self, get: Get) -> Outcome:
+        """What L2 has."""
         live, want = get.holding.live, get.want
-        if has_time:
+        if self._together.have_time(get):
             return await self._tiers.read(live.view, want)
         deadline = self._ladder.l2_deadline(get.options, get.started)  # a clock of its own
         return await self._tiers.get(live.view, want, deadline)

@@ -6,7 +6,7 @@ What a batch costs once (a pipeline, a flight, numpy's calls) they share; each k
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import orjson
@@ -44,9 +44,19 @@ Told = bytes | Lower | None
 """The body; or from where it comes instead. None: whoever asked goes on alone."""
 
 
+class Telling(Protocol):
+    """Who waits for what is told: a future, or whoever needs no task for it."""
+
+    def done(self) -> bool:
+        """Whether that was told, or nobody waits any more."""
+
+    def set_result(self, what: Told, /) -> None:
+        """Tells it."""
+
+
 class _Member(NamedTuple):
     get: Get
-    told: asyncio.Future[Told]
+    told: Telling
 
     def tell(self, what: Told) -> None:
         if not self.told.done():
@@ -77,17 +87,26 @@ class Together:
             asyncio.get_running_loop().call_soon(self._flush)
             self._is_open = True
         self._came += 1
+        return self.is_busy
+
+    @property
+    def is_busy(self) -> bool:
+        """What `pays` says, without counting anybody."""
         return self._expected >= LEAST
 
     def ask(self, get: Get) -> asyncio.Future[Told]:
         """For a request that has the time that L2 may take, once it is counted."""
         told: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
+        self.join(get, told)
+        return told
+
+    def join(self, get: Get, told: Telling) -> None:
+        """As `ask`; `told` hears of it in a later turn."""
         key = get.holding.live.stamp, get.asked.table, get.k
         members = self._turn.setdefault(key, [])
         members.append(_Member(get, told))
         if len(members) == MOST:
             self._start(self._turn.pop(key))
-        return told
 
     def _flush(self) -> None:
         self._turns += 1

@@ -4,7 +4,6 @@ A keep-alive client sends the same headers with every request. Once it has, and 
 request of that connection is nothing but a request line to look up. Everything else goes to uvicorn as it came.
 """
 
-import asyncio
 import functools
 import logging
 from collections.abc import Callable
@@ -15,18 +14,17 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from serving.front import Front
-from serving.hot import Hot, Message
+from serving.hot import Hot, Message, Messages
 from serving.media import JSON_TYPE
 from serving.plan import PREFIX
 
 _HEADERS_BYTES_MAX = 8_192
 _BODILESS = frozenset({b"content-length", b"transfer-encoding", b"expect", b"upgrade"})
 _STATUS = b"HTTP/1.1 200 OK\r\n"
+_TYPE = b"\r\ncontent-type: " + JSON_TYPE.encode() + b"\r\n\r\n"
 Headers = list[tuple[bytes, bytes]]
 
 log = logging.getLogger(__name__)
-
-_TYPE = b"\r\ncontent-type: " + JSON_TYPE.encode() + b"\r\n\r\n"
 
 
 class _Headers:
@@ -95,12 +93,12 @@ class Wire(HttpToolsProtocol):
         self._sent: Headers | None = None
         self._is_known = self._is_plain = self._is_unwatched = False
         self._was_asked = self._is_ending = False
-        self._under_way: asyncio.Task[None] | None = None
+        self._is_waited_for = False
         self._later = bytearray()
 
     def data_received(self, data: bytes) -> None:
         """What is one whole request for something stored is answered past uvicorn."""
-        if self._under_way is not None:
+        if self._is_waited_for:
             self._later += data
             if len(self._later) > HIGH_WATER_LIMIT:
                 self.flow.pause_reading()
@@ -119,17 +117,17 @@ class Wire(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """See uvicorn. Answers from here do not wind the clock up again: that would cost as much as they do."""
-        if self._was_asked or self._under_way is not None:
+        if self._was_asked or self._is_waited_for:
             self._wait()
         else:
             super().timeout_keep_alive_handler()
 
     def shutdown(self) -> None:
         """See uvicorn."""
-        if self._under_way is None:
-            super().shutdown()
-        else:
+        if self._is_waited_for:
             self._is_ending = True
+        else:
+            super().shutdown()
 
     def _is_taken(self, data: bytes) -> bool:
         end = data.find(b"\r\n")
@@ -168,10 +166,12 @@ class Wire(HttpToolsProtocol):
         if b"#" in target:
             return False
         scope = {"method": "GET", "raw_path": path, "query_string": query, "headers": self._sent}
-        tasks = self.server_state.tasks
-        self._under_way = task = self.loop.create_task(self._look_up(hot, scope, data))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        self._is_waited_for = True
+        if not self._front.joins(hot, scope, functools.partial(self._answered, data)):
+            tasks = self.server_state.tasks
+            task = self.loop.create_task(self._look_up(hot, scope, data))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
         return True
 
     async def _look_up(self, hot: Hot, scope: dict[str, Any], data: bytes) -> None:
@@ -180,8 +180,11 @@ class Wire(HttpToolsProtocol):
         except Exception:  # whoever comes next says what is wrong
             log.exception("a lookup failed")
             answer = None
-        finally:
-            self._under_way = None
+        self._answered(data, answer)
+
+    def _answered(self, data: bytes, answer: Messages | None) -> None:
+        """A lookup has ended; without an answer its request goes to uvicorn."""
+        self._is_waited_for = False
         if self.transport.is_closing():
             return
         if answer is None:

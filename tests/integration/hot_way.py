@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from precompute.config import NightConfig
 from serving.app import create_app
 from serving.front import Front
-from serving.hot import Hot
+from serving.hot import Hot, Messages
 from serving.routes import Service
 from serving.together import LEAST
 from tests.integration.serving_app import settings
@@ -43,6 +44,10 @@ class Ways:
     app: Front
     runner: asyncio.Runner
     hot: Hot = field(init=False)
+    joins: bool = False
+    """Whether requests of one turn come as from a connection that needs no task for them."""
+    joined: int = 0
+    """How many did."""
 
     def __post_init__(self) -> None:
         assert self.app.hot is not None
@@ -74,9 +79,20 @@ class Ways:
         self.hot._singles._together._expected = LEAST
 
         async def all_of_them() -> list[Sent]:
-            return await asyncio.gather(*(_call(self.app, each) for each in asked))
+            call = self._joined if self.joins else _call
+            return await asyncio.gather(*(call(self.app, each) for each in asked))
 
         return self.runner.run(all_of_them())
+
+    async def _joined(self, app: Front, asked: Asked) -> Sent:
+        answer: asyncio.Future[Messages | None] = asyncio.get_running_loop().create_future()
+        if app.joins(self.hot, _scope(asked), answer.set_result):
+            assert not answer.done()
+            self.joined += 1
+            if (messages := await answer) is not None:
+                start, end = messages
+                return Sent(start["status"], _plain(start["headers"]), end["body"])
+        return await _call(app, asked)
 
     def both(self, asked: Asked, times: int = 3) -> tuple[list[Sent], list[Sent]]:
         """The request several times each way, from an empty L1: what Redis, L1 and a ready answer give."""
@@ -93,11 +109,8 @@ class Ways:
         return {labels[len(name) :]: float(value) for labels, _, value in rows}
 
 
-async def _call(app: Front, asked: Asked) -> Sent:
-    pieces = list(asked.pieces)
-    from urllib.parse import unquote
-
-    scope: dict[str, Any] = {
+def _scope(asked: Asked) -> dict[str, Any]:
+    return {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
@@ -112,6 +125,10 @@ async def _call(app: Front, asked: Asked) -> Sent:
         "client": ("test", 1),
         "state": {},
     }
+
+
+async def _call(app: Front, asked: Asked) -> Sent:
+    pieces = list(asked.pieces)
     messages: list[Any] = []
 
     async def receive() -> Any:
@@ -123,7 +140,7 @@ async def _call(app: Front, asked: Asked) -> Sent:
     async def send(message: Any) -> None:
         messages.append(message)
 
-    await app(scope, receive, send)
+    await app(_scope(asked), receive, send)
     start, *rest = messages
     body = b"".join(each.get("body", b"") for each in rest)
     return Sent(start["status"], _plain(start["headers"]), body)

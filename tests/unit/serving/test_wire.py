@@ -19,7 +19,10 @@ READY = {b"/ready": b'{"a":1}', b"/ready?k=2": b"{}", b"/long": b"x" * 70_000}
 STORED = {
     b"/v1/lookup/t/a": (200, [], b'{"stored":1}'),
     b"/v1/lookup/t/shed?k=3": (503, [(b"retry-after", b"1")], b"later"),
+    b"/v1/lookup/t/b": (200, [], b'{"with":"others"}'),
 }
+WITH_OTHERS = b"/v1/lookup/t/b", b"/v1/lookup/t/gone"
+"""Without a task; the last one gets no answer after all."""
 HEADERS = [(b"date", b"today"), (b"server", b"uvicorn")]
 KEPT = b"\r\nHost: a\r\nAccept: */*\r\n\r\n"
 
@@ -48,6 +51,18 @@ class Front:
         self.wire: Any = Ready()
         self.watch: Any = None
         self.asked: list[bytes] = []
+        self.joined: list[bytes] = []
+
+    def joins(self, _hot: Any, scope: Any, tell: Any) -> bool:
+        """As if Redis was asked for several at once."""
+        target = target_of(scope)
+        if target not in WITH_OTHERS:
+            return False
+        self.joined.append(target)
+        answer = messages(*STORED[target]) if target in STORED else None
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, loop.call_soon, tell, answer)
+        return True
 
     async def stored(self, _hot: Any, scope: Any) -> Any:
         """As if Redis was asked, for what is stored."""
@@ -174,8 +189,8 @@ def get(target: bytes = b"/ready", block: bytes = KEPT, version: bytes = b"1.1")
 
 
 TARGETS = st.sampled_from([
-    *READY, *STORED, b"/v1/lookup/t/none", b"/v1/lookup/t/a#x", b"/other", b"http://a/ready", b"/ready#x",
-    b"/ready ", b"",
+    *READY, *STORED, *WITH_OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/a#x", b"/other", b"http://a/ready",
+    b"/ready#x", b"/ready ", b"",
 ])  # fmt: skip
 BLOCKS = st.sampled_from([
     KEPT, KEPT, KEPT, b"\r\n\r\n", b"\r\nX-Not: 1\r\n\r\n", b"\r\nConnection: close\r\n\r\n",
@@ -329,18 +344,23 @@ def known(*targets: bytes) -> list[bytes]:
     return [get(), get(), *map(get, targets)]
 
 
-@pytest.mark.parametrize("target", [*STORED, b"/v1/lookup/t/none", b"/v1/lookup/t/\xc3\xa9"])
+@pytest.mark.parametrize(
+    "target", [*STORED, *WITH_OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/\xc3\xa9"]
+)
 def test_what_is_stored_is_answered_past_uvicorn_as_by_uvicorn(target: bytes) -> None:
     front, chunks = Front(), known(target, b"/ready", target)
     assert sent(chunks, front) == sent(chunks, None)
-    assert front.asked == ([target] * 2 if target.isascii() else [])
+    asked = [target] * 2 if target.isascii() else []
+    assert (front.joined, front.asked) == ((asked, []) if target in WITH_OTHERS else ([], asked))
 
 
-def test_what_comes_while_a_lookup_is_under_way_waits_for_it() -> None:
-    front, chunks = Front(), known(b"/v1/lookup/t/a", b"/ready", b"/other", b"/v1/lookup/t/a")
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_what_comes_while_a_lookup_is_under_way_waits_for_it(is_joined: bool) -> None:
+    target = WITH_OTHERS[0] if is_joined else b"/v1/lookup/t/a"
+    front, chunks = Front(), known(target, b"/ready", b"/other", target)
     at_once = [False, False, True, True, True, True]
     assert sent(chunks, front, at_once) == sent(chunks, None, at_once)
-    assert front.asked[:1] == [b"/v1/lookup/t/a"]
+    assert (front.joined if is_joined else front.asked)[:1] == [target]
 
 
 async def under_way(target: bytes = b"/v1/lookup/t/a") -> Connection:
@@ -350,11 +370,11 @@ async def under_way(target: bytes = b"/v1/lookup/t/a") -> Connection:
         await connection.take(chunk)
     connection.transport.written.clear()
     connection.protocol.data_received(get(target))
-    assert len(connection.state.tasks) == 1
+    assert len(connection.state.tasks) == (target not in WITH_OTHERS)
     return connection
 
 
-@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", b"/v1/lookup/t/none"])
+@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", b"/v1/lookup/t/none", *WITH_OTHERS])
 @pytest.mark.parametrize("is_draining", [False, True])
 def test_a_lookup_under_way_is_answered_before_the_server_stops(
     target: bytes, is_draining: bool
@@ -375,9 +395,10 @@ def test_a_lookup_under_way_is_answered_before_the_server_stops(
     assert found.endswith(STORED[target][2] if target in STORED else b"GET" + target)
 
 
-def test_a_connection_is_not_closed_for_a_lookup_that_takes_long() -> None:
+@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", WITH_OTHERS[0]])
+def test_a_connection_is_not_closed_for_a_lookup_that_takes_long(target: bytes) -> None:
     async def run() -> bool:
-        connection = await under_way()
+        connection = await under_way(target)
         for _ in range(3):
             connection.protocol.timeout_keep_alive_handler()
         return connection.transport.is_closed
@@ -385,9 +406,10 @@ def test_a_connection_is_not_closed_for_a_lookup_that_takes_long() -> None:
     assert not asyncio.run(run())
 
 
-def test_a_caller_that_left_is_not_answered() -> None:
+@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", *WITH_OTHERS])
+def test_a_caller_that_left_is_not_answered(target: bytes) -> None:
     async def run() -> tuple[bytes, int]:
-        connection = await under_way()
+        connection = await under_way(target)
         connection.protocol.data_received(get())
         connection.transport.close()
         connection.protocol.connection_lost(None)
@@ -398,9 +420,10 @@ def test_a_caller_that_left_is_not_answered() -> None:
     assert asyncio.run(run()) == (b"", 0)
 
 
-def test_what_waits_behind_a_lookup_is_bounded() -> None:
+@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", *WITH_OTHERS])
+def test_what_waits_behind_a_lookup_is_bounded(target: bytes) -> None:
     async def run() -> list[bool]:
-        connection = await under_way()
+        connection = await under_way(target)
         found = []
         for _ in range(2):
             connection.protocol.data_received(b"POST /other HTTP/1.1\r\n" + b"A: " + b"b" * 40_000)
