@@ -30,7 +30,9 @@ class Directory:
         self._starts = np.concatenate(
             [[0], np.cumsum([len(part) for part in parts], dtype=np.int64)]
         )
-        self._starts_list: list[int] = self._starts.tolist()  # bisect beats numpy on one number
+        # bisect beats numpy on one number
+        self._starts_list: list[int] = self._starts.tolist()
+        self._firsts_list: list[int] = self._firsts.tolist()
         self.count = self._starts_list[-1]
 
     @classmethod
@@ -48,12 +50,11 @@ class Directory:
 
     def find(self, hash_: int) -> int:
         """The position of a hash, or -1."""
-        wanted = np.uint64(hash_)
-        shard = int(self._firsts.searchsorted(wanted, "right")) - 1
+        shard = bisect_right(self._firsts_list, hash_) - 1
         part = self.parts[shard]
-        place = int(part.searchsorted(wanted))
-        if place < len(part) and part[place] == wanted:
-            return int(self._starts[shard]) + place
+        place = int(part.searchsorted(np.uint64(hash_)))
+        if place < len(part) and part.item(place) == hash_:
+            return self._starts_list[shard] + place
         return -1
 
     def find_many(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
