@@ -167,12 +167,19 @@ class Wire(HttpToolsProtocol):
             return False
         scope = {"method": "GET", "raw_path": path, "query_string": query, "headers": self._sent}
         self._is_waited_for = True
-        if not self._front.joins(hot, scope, functools.partial(self._answered, data)):
+        if not self._is_joined(hot, scope, data):
             tasks = self.server_state.tasks
             task = self.loop.create_task(self._look_up(hot, scope, data))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         return True
+
+    def _is_joined(self, hot: Hot, scope: dict[str, Any], data: bytes) -> bool:
+        try:
+            return self._front.joins(hot, scope, functools.partial(self._answered, data))
+        except Exception:  # as below
+            log.exception("a lookup failed")
+            return False
 
     async def _look_up(self, hot: Hot, scope: dict[str, Any], data: bytes) -> None:
         try:

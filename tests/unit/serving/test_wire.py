@@ -434,6 +434,16 @@ def test_what_waits_behind_a_lookup_is_bounded(target: bytes) -> None:
     assert asyncio.run(run()) == [False, True, False]
 
 
+def test_what_fails_at_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> bool:
+        raise RuntimeError("a defect")
+
+    front, chunks = Front(), known(b"/v1/lookup/t/a", WITH_OTHERS[0])
+    monkeypatch.setattr(front, "joins", broken)
+    assert sent(chunks, front) == sent(chunks, None)
+    assert front.asked == [b"/v1/lookup/t/a", WITH_OTHERS[0]]
+
+
 def test_a_watched_request_goes_on() -> None:
     front = Front()
     front.watch = SimpleNamespace(leaves=lambda _scope: False)
