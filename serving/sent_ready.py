@@ -85,12 +85,10 @@ class SentReady(list[Ready]):
     def touched(self, ready: Ready) -> None:
         """Writes down that one of the sample is about to be sent."""
         touch = ready.touch
-        if (
-            touch is None or touch[0] > self._trace.last
-        ):  # since its answer was kept the sample shrank
-            self._local.unsampled(ready)
-        else:
+        if touch is not None and touch[0] <= self._trace.last:
             self._trace.append(touch)
+        else:  # since its answer was kept the sample shrank
+            self._local.unsampled(ready)
 
     def _pick(self, ready: Ready) -> None:
         """As it was sent, but for its age, which is today's; one from before a flip is passed over."""
