@@ -82,19 +82,34 @@ class ItemTable:
 
     def ordinals_of(self, raws: Sequence[bytes]) -> Ordinals:
         """int64[n] ordinals, -1 where an id is unknown."""
-        if len(raws) < 4:  # below that, numpy's fixed cost per call exceeds the searches
+        if len(raws) < 8:  # below that, numpy's fixed cost per call exceeds the searches
             return Ordinals(np.array([self.ordinal_of(raw) for raw in raws], np.int64))
         found = self.directory.find_many(hash_ids(raws, self.directory.seed))
         places = np.flatnonzero(found >= 0)
         named = found[places]
-        starts, ends = self._offsets[named].tolist(), self._offsets[named + 1].tolist()
-        ids = self._ids
         sent = [raws[at] for at in places.tolist()]
-        kept = [bytes(ids[start:end]) for start, end in zip(starts, ends, strict=True)]
-        if kept != sent:
+        starts, ends = (
+            self._offsets[named].astype(np.int64),
+            self._offsets[named + 1].astype(np.int64),
+        )
+        if not self._are(sent, starts, ends):
+            kept = [bytes(self._ids[start:end]) for start, end in zip(starts, ends, strict=True)]
             same = np.fromiter(map(eq, kept, sent), np.bool_, len(kept))
             found[places[~same]] = -1
         return Ordinals(found)
+
+    def _are(
+        self, raws: Sequence[bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> bool:
+        """Whether each of `raws` is what lies between its two places; all are compared at once."""
+        lengths = ends - starts
+        if not np.array_equal(np.fromiter(map(len, raws), np.int64, len(raws)), lengths):
+            return False
+        firsts = np.cumsum(lengths) - lengths
+        places = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
+        kept = np.frombuffer(self._ids, np.uint8)[places]
+        joined: bytes = kept.tobytes()
+        return joined == b"".join(raws)
 
     def to_model(self, ordinals: Ordinals) -> ModelIndices:
         """The one place where ordinals become the model's own indices; -1 stays -1."""

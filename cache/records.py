@@ -28,6 +28,8 @@ DIGEST_BYTES = 16
 _TOP_EXPONENT = (
     15  # float16 holds up to 65504 < 2**16, so a record's largest number lies in [2**14, 2**15)
 )
+_POWER_MAX = 127
+"""Of two, as float32."""
 SAFE_EXPONENT = 111
 """Up to it no float16 times its record's power of two leaves float32."""
 
@@ -179,7 +181,27 @@ def _put_floats(
     exponents = np.frexp(np.abs(numbers).max(axis=1, initial=0))[1] - _TOP_EXPONENT
     if exponents.size and (int(exponents.min()) < -128 or int(exponents.max()) > 127):
         raise UnfitValue("a record's numbers need an exponent outside -128..127", rule="overflow")
-    halves = np.ldexp(numbers.astype(np.float64), -exponents[:, None]).astype(np.float16)
+    halves = _halves(numbers, -exponents)
+    if np.count_nonzero(halves.view(np.uint16) & 0x7FFF) != np.count_nonzero(numbers):
+        _check_kept(numbers, halves, keep_small)
+    records["exponent"] = exponents
+    records["numbers"] = halves
+
+
+def _halves(numbers: NDArray[np.float32], powers: NDArray[np.int32]) -> NDArray[np.float16]:
+    """`numbers * 2**powers` per row, rounded once: to float16.
+
+    The product is exact in float32 where the power itself is one: all that falls below its normal numbers is zero in
+    float16 as well.
+    """
+    if powers.max(initial=0) <= _POWER_MAX:
+        return (numbers * np.ldexp(np.float32(1), powers)[:, None]).astype(np.float16)
+    return np.ldexp(numbers.astype(np.float64), powers[:, None]).astype(np.float16)
+
+
+def _check_kept(
+    numbers: NDArray[np.float32], halves: NDArray[np.float16], keep_small: bool
+) -> None:
     lost = (halves == 0) & (numbers != 0)
     if not keep_small:
         lost &= (halves == 0).all(axis=1)[:, None]
@@ -190,8 +212,6 @@ def _put_floats(
             rule="underflow",
             row=row,
         )
-    records["exponent"] = exponents
-    records["numbers"] = halves
 
 
 class Record(NamedTuple):

@@ -4,12 +4,13 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
 
 import orjson
 
-from cache.artefacts import generation_path, write_atomically
+from cache.artefacts import generation_path, move_atomically, write_atomically
 from cache.errors import (
     BundleError,
     ConfigError,
@@ -150,29 +151,28 @@ def _prepare(
     facts: Step,
     progress: Progress,
 ) -> None:
-    config, started = build.config, time.perf_counter()
-    pinned = _pin_bundle(build, bundle)
-    for model in bundle.models:
-        write_atomically(build.path(f"models/{model.name}.fp32.onnx"), model.path.read_bytes())
-    laid = catalogue.write_catalogue(config, bundle, build.root, erased=erased.items)
-    items = catalogue.open_items(build.root, laid)
+    config, started, holdout = build.config, time.perf_counter(), Holdout()
     columns = sorted({
         str(each.column)
         for model in bundle.models if model.entity == "user"
         for each in model.spec.features
     })  # fmt: skip
-    holdout = Holdout()
-    seen = partition(
-        config,
-        items,
-        build.root / "work/partition",
-        before=parse_time(cut) if cut else None,
-        feature_columns=columns,
-        progress=lambda rows: progress("read interactions", rows, 0),
-        late=holdout.add,
-        erased=erased,
-    )
-    item_columns = catalogue.write_item_features(config, bundle, items, build.root)
+    with ThreadPoolExecutor(1, "bundle") as beside:
+        pinning = beside.submit(_pin_bundle, build, bundle)
+        laid = catalogue.write_catalogue(config, bundle, build.root, erased=erased.items)
+        items = catalogue.open_items(build.root, laid)
+        seen = partition(
+            config,
+            items,
+            build.root / "work/partition",
+            before=parse_time(cut) if cut else None,
+            feature_columns=columns,
+            progress=lambda rows: progress("read interactions", rows, 0),
+            late=holdout.add,
+            erased=erased,
+        )
+        item_columns = catalogue.write_item_features(config, bundle, items, build.root)
+        pinned = pinning.result()
     if _pin_inputs(config)[0] != sources_digest:
         raise SourceError(
             f"the source files changed while {build.generation} read them; run the night again"
@@ -206,12 +206,14 @@ def _prepare(
 
 
 def _pin_bundle(build: Build, bundle: Bundle) -> list[str]:
-    """The copied bundle becomes part of the generation; its files, sorted."""
+    """The copied bundle becomes part of the generation, its models also by their own names; its files, sorted."""
+    for model in bundle.models:
+        write_atomically(build.path(f"models/{model.name}.fp32.onnx"), model.path.read_bytes())
     names = sorted(
         path.relative_to(bundle.path).as_posix()
         for path in bundle.path.rglob("*")
         if path.is_file()
     )
     for name in names:
-        write_atomically(build.path(f"bundle/{name}"), (bundle.path / name).read_bytes())
+        move_atomically(bundle.path / name, build.path(f"bundle/{name}"))
     return names

@@ -24,7 +24,6 @@ from precompute.night import run_night
 from precompute.releases.adopt import adopt
 from precompute.releases.control import Control, connect
 from precompute.releases.release import Releases
-from precompute.scoring.shard import Scorers
 from precompute.sources import source_files
 from precompute.standing import shown
 from precompute.status import look, report
@@ -87,11 +86,7 @@ def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     build = _build(arguments)
     pipeline.embed_items(config, build, progress=progress)
     shards = range(config.shards) if arguments.shard is None else [arguments.shard]
-    scorers = Scorers()
-    scored = [
-        pipeline.score_shard(config, build, shard, scorers=scorers, progress=progress)
-        for shard in shards
-    ]
+    scored = pipeline.score_shards(config, build, shards, progress=progress)
     if arguments.shard is None:
         pipeline.assemble(config, build, scored)
     return {

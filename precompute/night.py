@@ -8,7 +8,6 @@ from typing import Any
 from precompute import pipeline
 from precompute.build import Progress, quiet
 from precompute.config import NightConfig
-from precompute.scoring.shard import Scorers
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +71,8 @@ def run_night(
     scored: list[dict[str, Any]] = []
 
     def score() -> dict[str, Any]:
-        scorers = Scorers()
-        scored.extend(
-            pipeline.score_shard(config, build, shard, scorers=scorers, progress=progress)
-            for shard in build["shards"]
-        )
-        return {name: sum(each[name] for each in scored) for name in ("users", "items", "seconds")}
+        scored.extend(pipeline.score_shards(config, build, build["shards"], progress=progress))
+        return {name: sum(each[name] for each in scored) for name in ("users", "items")}
 
     step(
         "score",

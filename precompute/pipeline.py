@@ -10,7 +10,7 @@ from precompute.beginning import begin
 from precompute.loading import load
 from precompute.models.live_path import build_index, quantize
 from precompute.publishing import publish, restore, retire, roll_back, warm
-from precompute.scoring.shards import assemble, embed_items, score_shard
+from precompute.scoring.shards import assemble, embed_items, score_shard, score_shards
 from precompute.verifying import verify
 
 # In the order of a night.
@@ -18,6 +18,7 @@ __all__ = [  # noqa: RUF022
     "begin",
     "embed_items",
     "score_shard",
+    "score_shards",
     "assemble",
     "build_index",
     "quantize",

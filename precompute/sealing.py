@@ -85,7 +85,7 @@ def seal(made: Build) -> Manifest:
         timings={
             "begin": begun["seconds"], "embed_items": embedded["seconds"], "index": index["seconds"],
             "quantize": models["seconds"],
-            "score": sum(report["users"]["seconds"]["all"] + report["items"]["seconds"]["all"] for report in reports),
+            "score": scoring_seconds(reports),
         },
         facts={
             "users_in_source": begun["users"],
@@ -102,6 +102,16 @@ def seal(made: Build) -> Manifest:
     )  # fmt: skip
     made.store.write(generation_path(made.generation, "manifest.json"), manifest.to_bytes())
     return manifest
+
+
+def scoring_seconds(reports: Sequence[Step]) -> float:
+    """The time in which at least one shard was under way."""
+    seconds, until = 0.0, 0.0
+    whole = [each for each in reports if "ended_at" in each]  # an older Larder began the night
+    for began_at, ended_at in sorted((each["began_at"], each["ended_at"]) for each in whole):
+        seconds += max(0.0, ended_at - max(began_at, until))
+        until = max(until, ended_at)
+    return seconds
 
 
 def _entity_set(name: Any, seed: int, parts: Sequence[Step]) -> EntitySet:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -69,12 +70,16 @@ class Bundle:
             )
         try:
             dims, metric = int(data["dims"]), data["metric"]
-            user = _model(path, "user_tower", "user", data["user_tower"])
-            item = _model(path, "item_tower", "item", data["item_tower"])
-            values = {
-                name: _model(path, name, each["entity"], each)
-                for name, each in sorted(data.get("values", {}).items())
-            }
+            listed = [
+                ("user_tower", "user", data["user_tower"]),
+                ("item_tower", "item", data["item_tower"]),
+                *(
+                    (name, each["entity"], each)
+                    for name, each in sorted(data.get("values", {}).items())
+                ),
+            ]
+            with ThreadPoolExecutor() as pool:  # each is the size of the catalogue, and read whole
+                user, item, *others = pool.map(lambda each: _model(path, *each), listed)
             item_ids = _read_items(path, data["items"])
             name, version = str(data["name"]), str(data["version"])
         except (KeyError, TypeError, AttributeError) as error:
@@ -87,12 +92,16 @@ class Bundle:
                     f"{tower.name} gives {tower.spec.output_dims} dimensions, {FILE} says {dims}",
                     dims=dims,
                 )
-        for model in (user, item, *values.values()) if try_models else ():
-            _check_model(model, len(item_ids))
+        if try_models:
+            with ThreadPoolExecutor() as pool:
+                for _ in pool.map(
+                    lambda each: _check_model(each, len(item_ids)), (user, item, *others)
+                ):
+                    pass
         digest = hashlib.sha256(raw).hexdigest()
         return cls(
             path, name, version, digest, dims, metric, item_ids,
-            user, item, values, data.get("training", {}),
+            user, item, {each.name: each for each in others}, data.get("training", {}),
         )  # fmt: skip
 
     @property

@@ -22,6 +22,10 @@ class Spent(NamedTuple):
         """So many times as much."""
         return Spent(self.wall_s * factor, self.cpu_s * factor)
 
+    def beside(self, count: int, at_once: int) -> "Spent":
+        """So many times as much, so many at a time."""
+        return Spent(self.wall_s * -(-count // at_once), self.cpu_s * count)
+
 
 class Run(NamedTuple):
     """What a run over so many entities or bytes took."""

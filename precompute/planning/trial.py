@@ -1,6 +1,7 @@
 """A trial night over the sample: the night's own steps, timed, for some users and some items."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from precompute.planning.spent import Run, Spent, grown, timed
 from precompute.scoring.partition import partition
 from precompute.scoring.shard import Scorers, configured_tables, metric_of, score_items
 from precompute.scoring.shard_input import scratch_folder
+from precompute.scoring.shards import SHARDS_AT_ONCE
 from precompute.scoring.topk import Scorer
 from precompute.scoring.users import PARTITION, ShardWork, score_users
 
@@ -64,6 +66,8 @@ class Trial:
     sample: Sample
     folder: Path
     embedded: Spent
+    at_once: int = 1
+    """Shards that the night's process will have under way at a time."""
     scorers: Scorers = field(default_factory=Scorers)
 
     @property
@@ -79,7 +83,10 @@ class Trial:
         return kept / max(1, work.counts["entities"])
 
     def users(self, count: int) -> tuple[Spent, Mapping[str, float]]:
-        """Scores so many users into pages; what that took, and how long each stage was busy."""
+        """Scores so many users into pages; what that took, and how long each stage was busy.
+
+        Where shards will overlap it is done so many times at once, and what it took is shared out.
+        """
         config = self.build.config
         sources = self.sample.write(self.folder / "sources", count, config.sources)
         partition(
@@ -87,8 +94,15 @@ class Trial:
             self.build.root / PARTITION, before=None, seed=self.begun["user_seed"],
             feature_columns=feature_columns(self.bundle),
         )  # fmt: skip
-        spent, report = timed(lambda: score_users(self.build, self.bundle, 0, self.scorers, quiet))
-        return spent, report["seconds"]
+
+        def score(_number: int) -> Mapping[str, float]:
+            found = score_users(self.build, self.bundle, 0, self.scorers, quiet)
+            seconds: Mapping[str, float] = found["seconds"]
+            return seconds
+
+        with ThreadPoolExecutor(self.at_once) as pool:
+            spent, seconds = timed(lambda: list(pool.map(score, range(self.at_once))))
+        return spent.times(1 / self.at_once), seconds[0]
 
     def items(self, count: int) -> Spent:
         """Scores so many items into pages."""
@@ -148,7 +162,8 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
     found = pipeline.begin(trial, data_until=None, run_after=EVER)
     build = Build.of(trial, found)
     embedded, _ = timed(lambda: pipeline.embed_items(trial, found))
-    return Trial(build, open_bundle(build), sample, folder, embedded)
+    at_once = min(SHARDS_AT_ONCE, config.shards)
+    return Trial(build, open_bundle(build), sample, folder, embedded, at_once)
 
 
 def time_scoring(
@@ -191,7 +206,7 @@ def time_scoring(
         items = items.times(growth)
         stages["topk"] *= growth
     return Timings(
-        trial.embedded.times(grows), prepared.times(grows), opened.times(shape.shards * grows),
+        trial.embedded.times(grows), prepared.times(grows), opened.times(grows).beside(shape.shards, trial.at_once),
         users, items, stages, kept, note,
         trial.sealed().times(grows),
     )  # fmt: skip

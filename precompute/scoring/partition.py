@@ -1,8 +1,10 @@
 """Partition: one pass over the sources that puts every entity's rows into the file of its hash shard."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,19 @@ from precompute.config import NightConfig
 from precompute.erasures.erasure import NOBODY, Erased
 from precompute.scoring.shard_files import ShardFiles, shard_of
 from precompute.scoring.shard_input import (
+    COUNTED_ROWS,
     HASH,
     Hasher,
-    distinct_ids,
+    count_distinct,
     hashes_of,
     scratch_folder,
     slice_shard,
 )
 from precompute.scoring.stages import Stages
 from precompute.sources import Interactions, feature_schema, read_features, read_interactions
+
+COUNTED_AT_ONCE = 2
+"""Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
 
 _USER = (("user", pa.string()), (HASH, pa.uint64()))
 _ROWS = pa.schema([*_USER, ("ordinal", pa.int64()), ("time", pa.int64())])
@@ -76,23 +82,20 @@ def partition(
         counted = _write(
             config, items, folder, before, seed, feature_columns, progress, late, hasher, erased
         )
-        users = [
-            _distinct(folder, shard, config.shards, seed, hasher) for shard in range(config.shards)
-        ]
+        with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
+            count = partial(_count_users, folder, shards=config.shards)
+            users = list(pool.map(count, range(config.shards)))
         if None not in users:
             return Partitioned(seed, sum(each or 0 for each in users), *counted)
         seed += 1
 
 
-def _distinct(folder: Path, shard: int, shards: int, seed: int, hasher: Hasher) -> int | None:
-    count = 0
+def _count_users(folder: Path, shard: int, shards: int) -> int | None:
+    """The entities of a shard, None when two share a hash."""
     with scratch_folder(folder) as scratch:
-        slices = slice_shard(folder, shard, shards, scratch)
-        for raws in distinct_ids(slices):
-            if sort_unique(raws, seed, hasher) is None:
-                return None
-            count += len(raws)
-    return count
+        slices = slice_shard(folder, shard, shards, scratch, rows=COUNTED_ROWS)
+        users, hashes = (sum(each) for each in zip(*count_distinct(slices), strict=True))
+    return users if users == hashes else None
 
 
 def _write(
@@ -116,9 +119,17 @@ def _write(
             before=before,
             late=lambda batch: late(erased.leave_out(batch)),
         )
-        for batch in stages.ahead(map(erased.leave_out, read)):
-            ordinals = ordinals_of(items, batch.items)
-            hashes = hashes_of(batch.users, seed, hasher)
+
+        def placed(batch: Interactions) -> tuple[Interactions, NDArray[np.uint64]]:
+            return batch, hashes_of(batch.users, seed, hasher)
+
+        def named(
+            found: tuple[Interactions, NDArray[np.uint64]],
+        ) -> tuple[Interactions, NDArray[np.uint64], Ordinals]:
+            return *found, ordinals_of(items, found[0].items)
+
+        placing = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, read))))
+        for batch, hashes, ordinals in stages.ahead(map(named, placing)):
             table = pa.table([batch.users, hashes, ordinals, batch.times], schema=_ROWS)
             files.write(table, shard_of(hashes, config.shards))
             known = ordinals[ordinals >= 0]

@@ -1,5 +1,6 @@
 """Scoring one shard: entities in hash order go through the towers and the exact top-K into pages."""
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -111,9 +112,13 @@ def read_item_features(build: Build, spec: TowerSpec) -> dict[str, NDArray[Any]]
 
 
 class Scorers:
-    """The items of one build ready to be compared, by metric: made when first wanted, kept for all its shards."""
+    """The items of one build ready to be compared, by metric: made when first wanted, kept for all its shards.
+
+    Who asks for one and uses it holds `turn`: several at once would only share the cores.
+    """
 
     def __init__(self) -> None:
+        self.turn = threading.Lock()
         self._made: dict[Metric, Scorer] = {}
 
     def of(self, items: ItemTable, metric: Metric) -> Scorer:
@@ -165,10 +170,11 @@ def score_items(
                 vectors = np.asarray(items.vectors[rows])
                 if table.kind == "item_similar":
                     itself = Histories(np.arange(len(rows) + 1), rows)
-                    scorer = scorers.of(items, metric_of(bundle, table))
-                    ordinals, scores = scorer.top(
-                        vectors, table.k, itself, threads=config.threads or None
-                    )
+                    with scorers.turn:
+                        scorer = scorers.of(items, metric_of(bundle, table))
+                        ordinals, scores = scorer.top(
+                            vectors, table.k, itself, threads=config.threads or None
+                        )
                     pages.append(encode_topk(layout, marks, ordinals, scores, at))
                 elif table.kind == "item_vector":
                     pages.append(encode_vectors(layout, marks, vectors, at))

@@ -27,6 +27,8 @@ Hasher = Callable[[Sequence[bytes], int], NDArray[np.uint64]]
 SLICE_ROWS = 1 << 20
 """Rows grouped at once: some 150 MB of memory while it lasts."""
 
+COUNTED_ROWS = 4 * SLICE_ROWS
+"""Rows whose entities are counted at once: two columns of them."""
 
 HASH = "xxh3(user)"
 """Column beside the user's: the hash under the partition's seed, so that nobody computes it again."""
@@ -97,12 +99,15 @@ def hashes_of(ids: Any, seed: int, hasher: Hasher = hash_ids) -> NDArray[np.uint
     return np.asarray(hashes[np.asarray(coded.indices)], np.uint64)
 
 
-def distinct_ids(slices: Slices) -> Iterator[list[bytes]]:
-    """The entities of each slice, each once."""
+def count_distinct(slices: Slices) -> Iterator[tuple[int, int]]:
+    """(ids, hashes) that differ in each slice: as many of both, unless two ids share a hash."""
     for number in slices.numbers:
-        found = [read_stream(path).column("user") for path in shard_paths(slices.folder, number)]
-        ids = pa.chunked_array([chunk for each in found for chunk in each.chunks], pa.string())
-        yield pc.unique(ids).cast(pa.binary()).to_pylist()
+        tables = [read_stream(path) for path in shard_paths(slices.folder, number)]
+        users, hashes = (
+            pa.chunked_array([chunk for each in tables for chunk in each.column(name).chunks], kind)
+            for name, kind in (("user", pa.string()), (HASH, pa.uint64()))
+        )
+        yield len(pc.unique(users)), len(pc.unique(hashes))
 
 
 def read_shard(folder: Path, shard: int, seed: int, *, history_limit: int) -> ShardInput:

@@ -1,7 +1,9 @@
 """The shards of a night: item vectors, the hash ranges compared with them, and whether all are there."""
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,9 @@ from precompute.scoring.shard import (
 )
 from precompute.scoring.users import score_users
 from precompute.timed import timed
+
+SHARDS_AT_ONCE = 2
+"""One that is compared with the items and one that is read, encoded or written meanwhile."""
 
 
 @writes_files
@@ -75,6 +80,7 @@ def score_shard(
     name = f"shard-{shard:04d}"
     report = made.read_report(name)
     if report is None:
+        began_at = time.time()
         fetch_items(made)
         bundle, scorers = open_bundle(made), scorers or Scorers()
         users = score_users(made, bundle, shard, scorers, progress)
@@ -84,7 +90,10 @@ def score_shard(
             users["directory"]["path"],
             *(each[kind]["path"] for each in described for kind in ("file", "sums")),
         )
-        report = {"shard": shard, "users": users, "items": items}
+        report = {
+            "shard": shard, "users": users, "items": items,
+            "began_at": began_at, "ended_at": time.time(),
+        }  # fmt: skip
         made.report(name, report)
     return {
         "shard": shard,
@@ -92,6 +101,45 @@ def score_shard(
         "items": report["items"]["scored"],
         "seconds": round(report["users"]["seconds"]["all"] + report["items"]["seconds"]["all"], 3),
     }
+
+
+class _GivenUp(Exception):
+    """Another shard failed, or whoever waits was interrupted."""
+
+
+@writes_files
+def score_shards(
+    config: NightConfig,
+    build: Mapping[str, Any],
+    shards: Sequence[int],
+    *,
+    progress: Progress = quiet,
+) -> list[Step]:
+    """`score_shard` for each of them, in one process: while one is compared, the next reads, encodes and writes.
+
+    What one raises ends the others at their next sign of progress; what was finished is found again.
+    """
+    scorers, given_up, telling = Scorers(), threading.Event(), threading.Lock()
+
+    def told(what: str, done: int, total: int) -> None:
+        if given_up.is_set():
+            raise _GivenUp
+        with telling:
+            progress(what, done, total)
+
+    def score(shard: int) -> Step:
+        return score_shard(config, build, shard, scorers=scorers, progress=told)
+
+    with ThreadPoolExecutor(SHARDS_AT_ONCE, "shard") as pool:
+        scored = [pool.submit(score, shard) for shard in shards]
+        try:
+            for each in as_completed(scored):
+                each.result()
+        except BaseException:
+            given_up.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [each.result() for each in scored]
 
 
 @writes_files

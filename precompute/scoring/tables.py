@@ -83,14 +83,17 @@ class PageFile(GrowingFile):
     def append(self, records: NDArray[Any]) -> None:
         """Add records (dtype of the layout) in hash order."""
         self.count += len(records)
-        data = records.tobytes()
+        data = np.ascontiguousarray(records).view(np.uint8).data
         self.write(data)
-        self._tail += data
-        whole = len(self._tail) // self._page_bytes * self._page_bytes
-        with memoryview(self._tail) as view:
-            for start in range(0, whole, self._page_bytes):
-                self._sums.append(xxhash.xxh3_64_intdigest(view[start : start + self._page_bytes]))
-        del self._tail[:whole]
+        start = min(-len(self._tail) % self._page_bytes, len(data))  # where the page under way ends
+        self._tail += data[:start]
+        if len(self._tail) == self._page_bytes:
+            self._sums.append(xxhash.xxh3_64_intdigest(self._tail))
+            self._tail.clear()
+        while start + self._page_bytes <= len(data):
+            self._sums.append(xxhash.xxh3_64_intdigest(data[start : start + self._page_bytes]))
+            start += self._page_bytes
+        self._tail += data[start:]
 
     def __exit__(
         self,

@@ -179,7 +179,7 @@ class ShardWork:
     def score(self, chunk: Chunk) -> Chunk:
         """The lists of each table of lists."""
         threads = self.build.config.threads or None
-        with self.busy("topk"):
+        with self.scorers.turn, self.busy("topk"):
             for name, table in self.tables.items():
                 if table.kind == "user_topk":
                     scorer = self.scorers.of(self.items, metric_of(self.bundle, table))

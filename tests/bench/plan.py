@@ -1,12 +1,13 @@
 """What `python -m precompute plan` foretells beside what a real night then takes, for five shapes.
 
-The forecast is made from a sample of the users (1 %, at least 1,024). Then the night's own steps run three times:
-scoring (item vectors, all shards, assembled) and loading are timed, bytes are taken from Redis (growth of its memory,
-and the sum of `MEMORY USAGE` of all pages) and from the files of the generation. L1 hit rates are held against the
-service's own L1, driven by single lookups that are spread by Zipf's law: from empty, and in the second half; one
-shape's popularity comes from a log. Errors are shares of what was measured, the worst of all shapes; that of hit rates
-is in points (1 = 1 %). A/A is the last night's time over the first's, the one furthest from 1. `worst_time_error` is
-by the clock, `worst_cpu_error` by processor time, Redis' included, which other programs disturb less.
+The forecast is made from a sample of the users (1 %, at least 1,024). Then the night's own steps run: scoring (item
+vectors, all shards, assembled) and loading are timed; several times in turn, and an error of time is the median of the
+rounds. Bytes are taken from Redis (growth of its memory, and the sum of `MEMORY USAGE` of all pages) and from the
+files of the generation. L1 hit rates are held against the service's own L1, driven by single lookups that are spread by
+Zipf's law: from empty, and in the second half; one shape's popularity comes from a log. Errors are shares of what was
+measured, the worst of all shapes; that of hit rates is in points (1 = 1 %). A/A is a night's time over that of the one
+before, the median of the rounds, of the shape and step where it is furthest from 1. `worst_time_error` is by the clock,
+`worst_cpu_error` by processor time, Redis' included, which other programs disturb less.
 """
 
 import math
@@ -14,7 +15,9 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -27,14 +30,12 @@ from cache.local import Entry, LocalKey, LocalTier, Ready
 from cache.manifest import Manifest
 from infra.demo.synthetic import World, synthesize
 from precompute import pipeline
-from precompute.build import Step
 from precompute.bulk.load import page_keys
 from precompute.bulk.server_info import cpu_s
 from precompute.config import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.models.training import train_reference
 from precompute.planning.forecast import DAY_S, MIB, Asked, Forecast, forecast
-from precompute.planning.spent import Spent, middle, timed
-from precompute.scoring.shard import Scorers
+from precompute.planning.spent import Spent, timed
 from tests.bench.harness import Ratio, Report, parse
 from tests.bench.place import own_server
 from tests.integration.nights import write_clicks
@@ -43,7 +44,7 @@ UNTIL = "2026-01-31T00:00:00Z"
 REQUESTS = 400_000
 ANSWER_BYTES = 700
 REMADE = ("work/embed_items.json", "work/assemble.json", "manifest.json")
-NIGHTS = 3
+ROUNDS, ROUNDS_QUICK = 5, 3
 AA_TOLERANCE = 0.25
 """What is off from itself by more cannot be foretold within that."""
 
@@ -82,6 +83,13 @@ class Took:
 
     score: Spent
     load: Spent
+
+    def each(self) -> Mapping[str, float]:
+        """Every time by its name."""
+        return {
+            "time: score": self.score.wall_s, "time: load": self.load.wall_s,
+            "cpu: score": self.score.cpu_s, "cpu: load": self.load.cpu_s,
+        }  # fmt: skip
 
 
 def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
@@ -153,11 +161,7 @@ class Night:
 
     def _score(self) -> None:
         pipeline.embed_items(self.config, self._build)
-        scorers = Scorers()
-        scored: list[Step] = [
-            pipeline.score_shard(self.config, self._build, shard, scorers=scorers)
-            for shard in self._build["shards"]
-        ]
+        scored = pipeline.score_shards(self.config, self._build, self._build["shards"])
         pipeline.assemble(self.config, self._build, scored)
 
     def _used(self) -> int:
@@ -195,10 +199,10 @@ def drive(case: Case, users: int, record_bytes: int, mib: int) -> tuple[float, f
 
 
 def errors(
-    case: Case, found: Forecast, night: Night, took: Took
+    case: Case, forecasts: Sequence[Forecast], night: Night, nights: Sequence[Took]
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Shares by which each figure is off, and what was measured."""
-    manifest, (grown, pages) = night.manifest, night.redis_bytes()
+    found, manifest, (grown, pages) = forecasts[-1], night.manifest, night.redis_bytes()
     mapped = sum(each.size_bytes for each in manifest.artefacts())
     directories = sum(
         part.file.size_bytes for each in manifest.entity_sets.values() for part in each.parts
@@ -208,17 +212,19 @@ def errors(
     measured = {
         "bytes: Redis": float(grown), "bytes: Redis pages": float(pages),
         "bytes: directories": float(directories), "bytes: mapped": float(mapped), "bytes: disk": float(disk),
-        "time: score": took.score.wall_s, "time: load": took.load.wall_s,
-        "cpu: score": took.score.cpu_s, "cpu: load": took.load.cpu_s,
     }  # fmt: skip
-    scoring = found.timings.all
     foretold = (
         found.redis_bytes, found.redis_bytes, found.shape.directory_bytes, found.shape.mapped_bytes,
-        found.shape.disk_bytes, scoring.wall_s, found.load.wall_s, scoring.cpu_s, found.load.cpu_s,
+        found.shape.disk_bytes,
     )  # fmt: skip
     off = {
         name: told / seen - 1 for (name, seen), told in zip(measured.items(), foretold, strict=True)
     }
+    told = [Took(each.timings.all, each.load).each() for each in forecasts]
+    seen = [each.each() for each in nights]
+    for name in told[0]:
+        off[name] = median(one[name] / two[name] for one, two in zip(told, seen, strict=True)) - 1
+        measured[name] = median(each[name] for each in seen)
     layout = found.shape.layouts["user_topk"][1]
     for each, mib in zip(found.hits, case.l1_mib, strict=True):
         cold, steady = drive(case, case.users, layout.size_bytes, mib)
@@ -239,13 +245,14 @@ def main() -> None:
         started = time.perf_counter()
         with TemporaryDirectory(prefix="larder-plan-") as place, own_server() as running:
             config = prepare(case, Path(place) / "night", running.url)
-            found = foretell(config, case, seconds=2.0 if options.quick else 10.0)
-            planned = time.perf_counter() - started
             night = Night(config, running)
-            nights = [night.run() for _ in range(NIGHTS)]
-            off, measured = errors(case, found, night, _median(nights))
+            forecasts, nights = [], []
+            for _ in range(ROUNDS_QUICK if options.quick else ROUNDS):
+                forecasts.append(foretell(config, case, seconds=2.0 if options.quick else 10.0))
+                nights.append(night.run())
+            off, measured = errors(case, forecasts, night, nights)
         name = f"{number}: {case.users:,} x {case.items:,}, K {case.k}, d {case.dims}"
-        report.figures[name] = f"sample {found.sample_users:,} users"
+        report.figures[name] = f"sample {forecasts[-1].sample_users:,} users"
         for what, each in off.items():
             unit = "points" if what.startswith("points") else "%"
             shown = each if unit == "points" else 100 * each
@@ -254,14 +261,11 @@ def main() -> None:
             )
             kind = what.partition(":")[0]
             worst[kind] = max(worst.get(kind, 0.0), abs(each))
-        first, *_, last = nights
-        for kind, field in (("time", "wall_s"), ("cpu", "cpu_s")):
-            aa[kind] += [
-                getattr(last.score, field) / getattr(first.score, field),
-                getattr(last.load, field) / getattr(first.load, field),
-            ]
+        for name in nights[0].each():
+            times = [night.each()[name] for night in nights]
+            ratio = median(later / earlier for earlier, later in pairwise(times))
+            aa[name.partition(":")[0]].append(ratio)
         report.figures[f"{number} seconds in all"] = round(time.perf_counter() - started, 1)
-        report.figures[f"{number} seconds until planned"] = round(planned, 1)
     for name, kind, steady in (
         ("worst_bytes_error", "bytes", 1.0),
         ("worst_time_error", "time", _furthest(aa["time"])),
@@ -270,10 +274,6 @@ def main() -> None:
     ):
         report.ratios[name] = Ratio(worst[kind], steady, len(FULL), worst[kind], 1.0, AA_TOLERANCE)
     report.show(options)
-
-
-def _median(nights: Sequence[Took]) -> Took:
-    return Took(middle([each.score for each in nights]), middle([each.load for each in nights]))
 
 
 def _furthest(ratios: Sequence[float]) -> float:

@@ -125,3 +125,60 @@ def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
     for shard in range(SHARDS):
         pipeline.score_shard(config, build, shard)
     assert files_of(config, build) == whole
+
+
+def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
+    prepared: NightConfig, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = elsewhere(prepared, tmp_path)
+    build = begun(config)
+    monkeypatch.setattr("precompute.scoring.users.CHUNK_USERS", 9)
+    telling = threading.Lock()
+    told: list[tuple[str, int, int]] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        assert telling.acquire(blocking=False)
+        told.append((what, done, total))
+        telling.release()
+
+    scored = pipeline.score_shards(config, build, build["shards"], progress=progress)
+    assert files_of(config, build) == whole
+    assert [each["shard"] for each in scored] == build["shards"]
+    whats = [what for what, _, _ in told if what.startswith("score")]
+    first, second = (f"score shard {shard}" for shard in range(SHARDS))
+    assert whats.index(second) < len(whats) - whats[::-1].index(
+        first
+    )  # neither waited for the other
+    again = pipeline.score_shards(config, build, build["shards"])
+    assert again == scored
+
+
+@pytest.mark.parametrize("error", [ConnectionError, KeyboardInterrupt])
+def test_a_shard_that_fails_ends_those_beside_it_and_what_was_done_is_found_again(
+    prepared: NightConfig,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+) -> None:
+    config = elsewhere(prepared, tmp_path)
+    build = begun(config)
+    pipeline.score_shard(config, build, 0)
+    done, threads, told = files_of(config, build), threading.active_count(), 0
+
+    def progress(what: str, _done: int, _total: int) -> None:
+        nonlocal told
+        told += 1
+        if told == 3:
+            raise error
+
+    with monkeypatch.context() as small:
+        small.setattr("precompute.scoring.users.CHUNK_USERS", 9)
+        with pytest.raises(error):
+            pipeline.score_shards(config, build, [0, 1, 1], progress=progress)
+    assert threading.active_count() == threads and told == 3
+    assert files_of(config, build) == done
+    assert not list(Path(config.artifacts).rglob(".*.part"))
+
+    pipeline.score_shards(config, build, build["shards"])
+    assert files_of(config, build) == whole

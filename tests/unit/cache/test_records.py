@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -53,6 +53,26 @@ def test_the_shared_exponent_keeps_precision_at_any_scale(power):
     items = np.array([[5, 6, 7]], np.uint32)
     record = decode(layout, encode_topk(layout, MARKS[:1], items, scores, 0)[0].tobytes())
     assert record.numbers.tolist() == scores[0].tolist()
+
+
+@given(
+    hnp.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 4), st.integers(1, 9)),
+        elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
+    ),
+    st.integers(-60, 20),
+)
+def test_a_number_is_rounded_once_to_its_record_s_range(numbers, power):
+    numbers = np.ldexp(numbers, power).astype(np.float32)
+    assume(np.isfinite(numbers).all())
+    layout = Layout("vector", numbers.shape[1], "f2")
+    try:
+        records = encode_vectors(layout, MARKS[:1].repeat(len(numbers)), numbers, 0)
+    except UnfitValue:
+        return
+    scaled = np.ldexp(numbers.astype(np.float64), -records["exponent"][:, None].astype(int))
+    assert np.array_equal(records["numbers"], scaled.astype(np.float16))
 
 
 def test_unused_slots_never_come_back():
