@@ -186,11 +186,20 @@ def _point(
         # What was known to be live, not what Redis held: whether this move is in doubt later hangs on it.
         expected=max(view.epoch, view.ledger.live_epoch),
     )
+    if releases.history()[-1].place != release.place:
+        return None  # who came after us may have led readers on, and a Redis that was lost again would not tell
     to = Pointer(live, release.epoch, previous, attempt, published_at=releases.clock())
     rows = {live: Row(State.LIVE, releases.clock())}
     if doubt is not None:
         _, rows = releases.outcome("roll_back", live, view, attempt=attempt, reason=doubt.reason)
-    moved = releases.control.move(to, expected_epoch=view.epoch, rows=rows)
+    try:
+        moved = releases.control.move(
+            to, expected_epoch=view.epoch, rows=rows, allowed=frozenset(State)
+        )
+    except Conflict as error:
+        if error.details.get("state") == "unknown":
+            return None  # its row was written before its pages: Redis was lost again, with both
+        raise
     if moved is not None:
         releases.complete(moved.epoch)
     return moved

@@ -150,6 +150,39 @@ def test_an_older_snapshot_after_a_restore_that_died_unconfirmed_leads_readers_o
     assert pointer.generation == A and pointer.epoch > seen.epoch
 
 
+@pytest.mark.parametrize("before", ["record", "move"])
+def test_a_restore_that_another_overtook_before_redis_was_lost_again_starts_over(
+    world, monkeypatch, before
+):
+    """Readers may have followed the other one: nothing that was noted earlier may lead them back."""
+    world.publish(A, B)
+    pages = world.pages()
+    lose_redis(world)
+    where = world.releases if before == "record" else world.control
+    works = getattr(where, before)
+    overtaken: list[Pointer | None] = []
+
+    def overtake(*arguments, **options):
+        noted = works(*arguments, **options) if before == "record" else None
+        if not overtaken:
+            overtaken.append(None)
+            other, _, _ = restore(world.releases, world.keys, attempt="other", chunk_bytes=1000)
+            overtaken[0] = other
+            if before == "record":
+                world.client.delete(world.keys.live)  # a snapshot from in between
+            else:
+                lose_redis(world)
+        return noted or works(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, before, overtake)
+        pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+
+    other = overtaken[0]
+    assert other is not None and pointer.epoch > other.epoch and world.live() == pointer
+    assert world.pages() == pages and world.control.rows()[B].state is State.LIVE
+
+
 def test_publishing_into_an_emptied_redis_is_refused_until_restored(world):
     world.publish(A)
     world.load(B)
