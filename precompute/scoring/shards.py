@@ -120,24 +120,38 @@ def score_shards(
     What one raises ends the others at their next sign of progress; what was finished is found again.
     """
     scorers, given_up, telling = Scorers(), threading.Event(), threading.Lock()
+    failed: list[BaseException] = []
 
     def told(what: str, done: int, total: int) -> None:
-        if given_up.is_set():
-            raise _GivenUp
         with telling:
-            progress(what, done, total)
+            if given_up.is_set():
+                raise _GivenUp
+            try:
+                progress(what, done, total)
+            except BaseException:
+                given_up.set()
+                raise
 
     def score(shard: int) -> Step:
-        return score_shard(config, build, shard, scorers=scorers, progress=told)
+        try:
+            return score_shard(config, build, shard, scorers=scorers, progress=told)
+        except _GivenUp:
+            raise
+        except BaseException as error:
+            given_up.set()
+            failed.append(error)
+            raise
 
     with ThreadPoolExecutor(SHARDS_AT_ONCE, "shard") as pool:
         scored = [pool.submit(score, shard) for shard in shards]
         try:
             for each in as_completed(scored):
                 each.result()
-        except BaseException:
+        except BaseException as error:
             given_up.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
+            if isinstance(error, _GivenUp):  # it ended before the one that failed did
+                raise failed[0] from None
             raise
     return [each.result() for each in scored]
 

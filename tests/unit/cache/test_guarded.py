@@ -35,7 +35,7 @@ def alive(pid: int) -> bool:
         return state.strip() != "" and not state.startswith("Z")
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while being read
         return False
 
 
