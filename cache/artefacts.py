@@ -83,15 +83,6 @@ def write_atomically(path: Path, data: bytes) -> None:
         sync_folder(path.parent)
 
 
-def move_atomically(source: Path, path: Path) -> None:
-    """As `write_atomically` of a file that is nobody else's and lies on the same file system; it is gone there."""
-    with disk_errors(path):
-        with source.open("rb") as file:
-            os.fsync(file.fileno())
-        source.replace(path)
-        sync_folder(path.parent)
-
-
 def sync_folder(folder: Path) -> None:
     """Make renames within a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -102,6 +102,8 @@ class ItemTable:
         self, raws: Sequence[bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]
     ) -> bool:
         """Whether each of `raws` is what lies between its two places; all are compared at once."""
+        if not raws:
+            return True
         lengths = ends - starts
         if not np.array_equal(np.fromiter(map(len, raws), np.int64, len(raws)), lengths):
             return False

@@ -10,7 +10,7 @@ from datetime import datetime
 
 import orjson
 
-from cache.artefacts import generation_path, move_atomically, write_atomically
+from cache.artefacts import generation_path, write_atomically
 from cache.errors import (
     BundleError,
     ConfigError,
@@ -215,5 +215,5 @@ def _pin_bundle(build: Build, bundle: Bundle) -> list[str]:
         if path.is_file()
     )
     for name in names:
-        move_atomically(bundle.path / name, build.path(f"bundle/{name}"))
+        write_atomically(build.path(f"bundle/{name}"), (bundle.path / name).read_bytes())
     return names
