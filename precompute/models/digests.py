@@ -5,10 +5,8 @@ from pathlib import Path
 
 from cache.artefacts import sha256_of
 
-SETTLED_NS = 100_000_000
-COARSE_SETTLED_NS = 3_000_000_000
-"""What changed more recently may change again without a new time stamp: those have the grain of a clock tick, or of
-seconds where the file system keeps no parts of one."""
+SETTLED_NS = 2_000_000_000
+"""What changed more recently may change again without a new time stamp: those have the grain of a clock tick."""
 
 FILES_MAX = 256
 
@@ -27,8 +25,7 @@ def sha256_unchanged(path: Path) -> str:
     if (known := _known.get(stamp)) is not None:
         return known
     found = sha256_of(path)
-    settled_ns = SETTLED_NS if stamp[-1] % 1_000_000_000 else COARSE_SETTLED_NS
-    if time.time_ns() - stamp[-1] > settled_ns and _stamp(path) == stamp:
+    if time.time_ns() - stamp[-1] > SETTLED_NS and _stamp(path) == stamp:
         while len(_known) >= FILES_MAX:
             _known.pop(next(iter(_known)), None)
         _known[stamp] = found
