@@ -5,6 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 STATE  ?= .larder
 LOCK   := infra/locks/all.txt
 READY  := $(VENV)/.ready
+TORCH  ?= torch==2.13.0
 UV     := $(BIN)/uv
 # The one uv that the lock names also installs it.
 UV_PIN  = $(shell sed -n 's/^\(uv==[^ ;]*\).*/\1/p' $(LOCK))
@@ -18,7 +19,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm check format bench feast-env lock clean
+.PHONY: help env demo serve test storm check format bench torch-env feast-env lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,12 +63,16 @@ bench: env  ## the quick benches, each with its JSON line
 	  scaling stampede topk; do \
 	  $(BIN)/python -m tests.bench.$$name --json --quick || exit 1; done
 
+# The newest build that pip finds; a machine without a GPU wants the one for its processor.
+torch-env: env  ## torch (extra `gpu`) in .venv: scoring on GPUs, and the tests of it
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+
 feast-env: env  ## Feast in .venv-feast, for the bench `peers`
 	@test -x .venv-feast/bin/python || $(UV) venv -q --python $(BIN)/python .venv-feast
 	@VIRTUAL_ENV=$(CURDIR)/.venv-feast $(UV) pip sync -q --compile-bytecode tests/bench/feast.txt
 
 lock: env  ## resolve pyproject.toml again; names, versions and hashes only
-	@$(LOCKING) --upgrade --all-extras -o infra/locks/all.txt
+	@$(LOCKING) --upgrade $(addprefix --extra ,airflow client dev local otel precompute top) -o infra/locks/all.txt
 	@$(LOCKING) --constraint infra/locks/all.txt -o infra/locks/serving.txt
 	@$(LOCKING) --constraint infra/locks/all.txt --extra precompute --extra airflow -o infra/locks/airflow.txt
 

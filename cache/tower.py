@@ -146,15 +146,22 @@ class Tower:
 
     @classmethod
     def open(
-        cls, path: Path, spec: TowerSpec, *, threads: int = 1, cores: Sequence[int] = ()
+        cls,
+        path: Path,
+        spec: TowerSpec,
+        *,
+        threads: int = 1,
+        cores: Sequence[int] = (),
+        gpu: int | None = None,
     ) -> Self:
         """Load a model; raises BundleError naming both sides when a name, dtype or shape does not fit.
 
-        `threads` run one inference, the caller's being one of them; the others stay on `cores`, if any are named.
+        `threads` run one inference, the caller's being one of them; the others stay on `cores`, if any are named. `gpu`
+        runs it there, if ONNX Runtime has its CUDA provider; then the rows beside a row may decide its last bits.
         """
         options = _options(threads, cores)
         try:
-            session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(str(path), options, providers=_providers(gpu))
         except Exception as error:  # ONNX Runtime's errors share no base class of their own
             raise BundleError(
                 f"{path.name} is not a model that ONNX Runtime opens: {error}"
@@ -238,6 +245,13 @@ class _Buffers(threading.local):
         if flat is None or len(flat) < size:
             flat = self._flat[name] = np.empty(1 << (size - 1).bit_length(), dtype)
         return flat[:size].reshape(rows, length)
+
+
+def _providers(gpu: int | None) -> list[Any]:
+    cuda = "CUDAExecutionProvider"
+    if gpu is None or cuda not in ort.get_available_providers():
+        return ["CPUExecutionProvider"]
+    return [(cuda, {"device_id": gpu, "use_tf32": 0}), "CPUExecutionProvider"]
 
 
 def _options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:

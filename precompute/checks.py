@@ -55,7 +55,12 @@ def allowed_values(hint: Any) -> str:
         return " or ".join(allowed_values(each) for each in get_args(hint) if each is not NoneType)
     if get_origin(hint) is tuple:
         return "a string or a list of strings"
-    words = {str: "a string", int: "a whole number", float: "a finite number"}
+    words = {
+        bool: "true or false",
+        str: "a string",
+        int: "a whole number",
+        float: "a finite number",
+    }
     return words.get(hint, "a section of settings")
 
 

@@ -23,6 +23,7 @@ from precompute.checks import (
     check_range,
     check_types,
 )
+from precompute.scoring.device.choice import AUTO, WANTED
 from precompute.sections import (
     CanaryConfig,
     FlipConfig,
@@ -90,6 +91,7 @@ class NightConfig:
     history_limit: int = 100_000
     keep: int = 2
     threads: int = 0
+    device: str = AUTO
     redis_timeout_s: float = 30.0
     superseded_grace_s: float = 60.0
     abandon_after_s: float = 86_400.0
@@ -114,6 +116,11 @@ class NightConfig:
         check_range(self, "history_limit", 1)
         check_range(self, "keep", 0)
         check_range(self, "threads", 0)
+        if not WANTED.fullmatch(self.device):
+            raise ConfigError(
+                f"device is auto, off, cpu, cuda or cuda:0 and so on, not {self.device!r}",
+                field="device",
+            )
         check_range(self, "superseded_grace_s", 0)
         check_range(self, "abandon_after_s", 0)
         check_above_zero(self, "redis_timeout_s", "overlay_ttl_s", "warm_timeout_s")
@@ -223,6 +230,7 @@ def night_config(
         "redis_url": environment.get("REDIS_URL"),
         "schedule": environment.get("LARDER_SCHEDULE"),
         "timezone": environment.get("LARDER_TIMEZONE"),
+        "device": environment.get("LARDER_DEVICE"),
     }
     # Where a path came from decides what it is relative to: the file's folder, or the current one.
     chosen: dict[str, Any] = {

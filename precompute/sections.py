@@ -104,10 +104,11 @@ class GateThresholds:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceConfig:
-    """The reference bundle's trainer."""
+    """The reference bundle's trainer; with `programs` the bundle carries torch.export programs, too."""
 
     dims: int = 256
     seed: int = 0
+    programs: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -27,7 +27,10 @@ ITEMS_FILE = "items.parquet"
 
 @dataclass(frozen=True, slots=True)
 class BundleModel:
-    """One ONNX file of a bundle with what it takes and gives; `labels` only for a value model."""
+    """One ONNX file of a bundle with what it takes and gives; `labels` only for a value model.
+
+    `program` is the same model as a `torch.export` program, if the bundle carries one.
+    """
 
     name: str
     path: Path
@@ -35,6 +38,7 @@ class BundleModel:
     entity: EntityKind
     spec: TowerSpec
     labels: tuple[str, ...] = ()
+    program: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,12 +124,13 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One model to be written into a bundle: serialised ONNX and its specification."""
+    """One model to be written into a bundle: serialised ONNX, its specification, and a torch.export archive if any."""
 
     onnx: bytes
     spec: TowerSpec
     entity: EntityKind = "user"
     labels: tuple[str, ...] = ()
+    program: bytes | None = None
 
 
 def write_bundle(
@@ -175,7 +180,12 @@ def write_bundle(
 def _write_model(path: Path, name: str, model: ModelFile) -> dict[str, Any]:
     file = path / f"{name}.onnx"
     write_atomically(file, model.onnx)
-    return {"path": file.name, "sha256": sha256_of(file), **model.spec.to_json()}
+    written = {"path": file.name, "sha256": sha256_of(file), **model.spec.to_json()}
+    if model.program is not None:
+        beside = path / f"{name}.pt2"
+        write_atomically(beside, model.program)
+        written["program"] = {"path": beside.name, "sha256": sha256_of(beside)}
+    return written
 
 
 def _verified(path: Path, data: Mapping[str, Any]) -> Path:
@@ -205,7 +215,9 @@ def _model(
             f"{name} gives {spec.output_dims} numbers, {FILE} has {len(labels)} labels for them",
             model=name,
         )
-    return BundleModel(name, _verified(path, data), str(data["sha256"]), entity, spec, labels)
+    program = _verified(path, data["program"]) if data.get("program") else None
+    digest = str(data["sha256"])
+    return BundleModel(name, _verified(path, data), digest, entity, spec, labels, program)
 
 
 def _check_model(model: BundleModel, items: int) -> None:

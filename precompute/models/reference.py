@@ -7,7 +7,7 @@ RecSys 2010, with the degree normalisation of GF-CF, Shen et al., CIKM 2021). On
 the history, so any user folds in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from cache.errors import SourceError
+from cache.errors import ConfigError, SourceError
 from cache.tower import InputSpec, TowerSpec
 from precompute.models import graphs
 from precompute.models.bundle import Bundle, ModelFile, write_bundle
@@ -40,10 +40,13 @@ class ReferenceData:
     categories: Sequence[str] | None = None
 
 
-def train(data: ReferenceData, out: Path, *, dims: int = 256, seed: int = 0) -> Bundle:
+def train(
+    data: ReferenceData, out: Path, *, dims: int = 256, seed: int = 0, programs: bool = False
+) -> Bundle:
     """Train and write a bundle; the same data and seed give the same bytes on the same machine.
 
-    Dimensions shrink to the smaller side of the matrix. Repeated interactions count once.
+    Dimensions shrink to the smaller side of the matrix. Repeated interactions count once. `programs` writes each model
+    as a torch.export program too; raises ConfigError where torch is not installed.
     """
     matrix = _matrix(data)
     users, items = matrix.shape
@@ -56,24 +59,32 @@ def train(data: ReferenceData, out: Path, *, dims: int = 256, seed: int = 0) -> 
     item_vectors = (_power(degrees, ITEM_EXPONENT)[:, None] * factors).astype(np.float32)
     centroids, labels = _affinities(item_vectors, degrees, data, rng)
     history = InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=items)
+    sharpened = centroids * np.float32(AFFINITY_SHARPNESS)
     padded = np.concatenate([history_rows, np.zeros((1, dims), np.float32)])
+    carried = _programs(padded, item_vectors, sharpened) if programs else {}
     return write_bundle(
         out,
         name="reference-spectral",
         version=f"1-seed{seed}",
         dims=dims,
         item_ids=data.item_ids,
-        user_tower=ModelFile(graphs.history_tower(padded), TowerSpec((history,), "vector", dims)),
+        user_tower=ModelFile(
+            graphs.history_tower(padded),
+            TowerSpec((history,), "vector", dims),
+            program=carried.get("user_tower"),
+        ),
         item_tower=ModelFile(
             graphs.item_tower(item_vectors),
             TowerSpec((InputSpec("item_index", "item_index", "int32"),), "vector", dims),
             entity="item",
+            program=carried.get("item_tower"),
         ),
         values={
             "user_affinity": ModelFile(
-                graphs.affinity_model(padded, centroids * np.float32(AFFINITY_SHARPNESS)),
+                graphs.affinity_model(padded, sharpened),
                 TowerSpec((history,), "probabilities", len(labels)),
                 labels=labels,
+                program=carried.get("user_affinity"),
             )
         },
         training={
@@ -87,6 +98,25 @@ def train(data: ReferenceData, out: Path, *, dims: int = 256, seed: int = 0) -> 
             "spectrum_exponent": SPECTRUM_EXPONENT,
         },
     )
+
+
+def _programs(
+    padded: NDArray[np.float32],
+    item_vectors: NDArray[np.float32],
+    sharpened: NDArray[np.float32],
+) -> Mapping[str, bytes]:
+    try:
+        from precompute.models import exports
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "reference.programs needs torch: install the extra `gpu`, or set it to false",
+            field="programs",
+        ) from error
+    return {
+        "user_tower": exports.history_tower(padded),
+        "item_tower": exports.item_tower(item_vectors),
+        "user_affinity": exports.affinity_model(padded, sharpened),
+    }
 
 
 def singular_vectors(

@@ -52,7 +52,8 @@ def train_reference(
     target = config.path(config.bundle)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        bundle = train(data, beside, dims=config.reference.dims, seed=config.reference.seed)
+        chosen = config.reference
+        bundle = train(data, beside, dims=chosen.dims, seed=chosen.seed, programs=chosen.programs)
         _put_in_place(beside, target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

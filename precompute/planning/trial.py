@@ -17,6 +17,7 @@ from precompute.models.bundle import Bundle
 from precompute.planning.sampling import Sample
 from precompute.planning.sizes import Shape
 from precompute.planning.spent import Run, Spent, grown, timed
+from precompute.scoring.device.choice import OFF
 from precompute.scoring.partition import partition
 from precompute.scoring.shard import Scorers, configured_tables, metric_of, score_items
 from precompute.scoring.shard_input import scratch_folder
@@ -119,7 +120,7 @@ class Trial:
             for table in tables
             if table.kind in ("user_topk", "item_similar")
         }
-        return timed(lambda: [self.scorers.of(items, each) for each in metrics])[0]
+        return timed(lambda: [self.scorers.at(0).of(items, each) for each in metrics])[0]
 
     def opened(self) -> Spent:
         """What every shard opens before it begins."""
@@ -157,7 +158,7 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
     sources = sample.write(folder / "sources", len(sample.ids), config.sources)
     trial = replace(
         config, sources=sources, artifacts=str(folder / "artifacts"), state=str(folder / "state"),
-        redis_url=redis_url, shards=1, data_until=None,
+        redis_url=redis_url, shards=1, data_until=None, device=OFF,
     )  # fmt: skip
     found = pipeline.begin(trial, data_until=None, run_after=EVER)
     build = Build.of(trial, found)

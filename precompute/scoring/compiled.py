@@ -68,12 +68,8 @@ class Kernel:
         )
 
     def fits(self, compared: Compared, users: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Which users float32 [n, dims] the kernel is certain about; the others are very long or short."""
-        sizes = lengths(users)
-        if compared.metric == "cosine":
-            return _within(sizes, _LENGTH)
-        longest = compared.longest or 1.0
-        return _within(sizes * longest, _PRODUCT)
+        """Which users float32 [n, dims] the kernel is certain about."""
+        return fits(compared, users)
 
     def top(
         self,
@@ -161,6 +157,15 @@ def load(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Ke
     library.larder_dots.restype = None
     level = library.larder_level()
     return Kernel(library, level if wanted == "auto" else min(level, int(wanted)))
+
+
+def fits(compared: Compared, users: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Which users float32 [n, dims] have scores that neither overflow nor vanish; the others are very long or short."""
+    sizes = lengths(users)
+    if compared.metric == "cosine":
+        return _within(sizes, _LENGTH)
+    longest = compared.longest or 1.0
+    return _within(sizes * longest, _PRODUCT)
 
 
 def own_lengths(vectors: NDArray[np.float32]) -> NDArray[np.float32]:

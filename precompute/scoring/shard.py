@@ -15,7 +15,7 @@ from cache.keys import fingerprints
 from cache.manifest import Producer
 from cache.ranking import Metric
 from cache.records import Layout, encode_topk, encode_values, encode_vectors
-from cache.tower import Histories, Tower, TowerSpec
+from cache.tower import Histories, TowerSpec
 from precompute.build import Build, Progress, cut_of
 from precompute.catalogue import (
     ITEM_FEATURES,
@@ -26,8 +26,10 @@ from precompute.catalogue import (
 from precompute.config import NightConfig, TableConfig
 from precompute.models.bundle import Bundle
 from precompute.models.inputs import bind
+from precompute.scoring.device.choice import OFF, device_of
 from precompute.scoring.tables import PageFile, sums_path
-from precompute.scoring.topk import Scorer
+from precompute.scoring.topk import AnyScorer, Scorer
+from precompute.scoring.towers import open_tower
 
 CHUNK = 16_384
 """Entities scored at once: enough for the matrix product, bounded in memory."""
@@ -96,9 +98,7 @@ def configured_tables(config: NightConfig, bundle: Bundle) -> dict[str, TableCon
 def embed_catalogue(build: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
     """Vectors of all items in ordinal order, float32 [items, dims]."""
     model = bundle.item_tower
-    tower = Tower.open(
-        build.fetch(f"models/{model.name}.fp32.onnx"), model.spec, threads=build.config.threads
-    )
+    tower = open_tower(build, model, device_of(build.config.device, 0))
     ordinals = Ordinals(np.arange(items.count, dtype=np.int64))
     features = read_item_features(build, model.spec)
     return tower.run(bind(model.spec, features=features, index=items.to_model(ordinals)))
@@ -111,21 +111,43 @@ def read_item_features(build: Build, spec: TowerSpec) -> dict[str, NDArray[Any]]
     return item_features(build.fetch(ITEM_FEATURES), spec)
 
 
-class Scorers:
-    """The items of one build ready to be compared, by metric: made when first wanted, kept for all its shards.
+class Place:
+    """Where some shards of one build are compared with its items: a device of torch, or (None) the processor.
 
-    Who asks for one and uses it holds `turn`: several at once would only share the cores.
+    Who asks for a scorer and uses it holds `turn`: several at once would only share what computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None) -> None:
+        self.device = device
         self.turn = threading.Lock()
-        self._made: dict[Metric, Scorer] = {}
+        self._made: dict[Metric, AnyScorer] = {}
 
-    def of(self, items: ItemTable, metric: Metric) -> Scorer:
-        """`items` are always those of the one build."""
+    def of(self, items: ItemTable, metric: Metric) -> AnyScorer:
+        """The items, ready to be compared: made when first wanted; `items` are always those of the one build."""
         if metric not in self._made:
-            self._made[metric] = Scorer.of(items.vectors, metric)
+            self._made[metric] = self._make(items, metric)
         return self._made[metric]
+
+    def _make(self, items: ItemTable, metric: Metric) -> AnyScorer:
+        if self.device is not None:
+            from precompute.scoring.device.scorer import DeviceScorer
+
+            if (found := DeviceScorer.of(items.vectors, metric, self.device)) is not None:
+                return found
+        return Scorer.of(items.vectors, metric)
+
+
+class Scorers:
+    """The places of one process: several GPUs take the shards in turn."""
+
+    def __init__(self, device: str = OFF) -> None:
+        self._device = device
+        self._places: dict[str | None, Place] = {}
+
+    def at(self, shard: int) -> Place:
+        """The place of one shard, always the same."""
+        device = device_of(self._device, shard)
+        return self._places.setdefault(device, Place(device))
 
 
 def score_items(
@@ -141,6 +163,7 @@ def score_items(
     begun = build.need("begin")
     build.fetch(VECTORS)
     config, items = build.config, open_items(build.root, begun, dims=bundle.dims)
+    place = scorers.at(shard)
     start, end = begun["bounds"][shard], begun["bounds"][shard + 1]
     end = end if limit is None else min(end, start + limit)
     at, started = cut_of(build.generation), time.perf_counter()
@@ -155,12 +178,7 @@ def score_items(
         for name, table in tables.items()
         if table.kind == "value"
     }
-    towers = {
-        name: Tower.open(
-            build.fetch(f"models/{model.name}.fp32.onnx"), model.spec, threads=config.threads
-        )
-        for name, model in models.items()
-    }
+    towers = {name: open_tower(build, model, place.device) for name, model in models.items()}
     features = {name: read_item_features(build, model.spec) for name, model in models.items()}
     for name, table in tables.items():
         layout, file = layout_of(bundle, table), f"tables/{name}/{shard:04d}.pages"
@@ -170,8 +188,8 @@ def score_items(
                 vectors = np.asarray(items.vectors[rows])
                 if table.kind == "item_similar":
                     itself = Histories(np.arange(len(rows) + 1), rows)
-                    with scorers.turn:
-                        scorer = scorers.of(items, metric_of(bundle, table))
+                    with place.turn:
+                        scorer = place.of(items, metric_of(bundle, table))
                         ordinals, scores = scorer.top(
                             vectors, table.k, itself, threads=config.threads or None
                         )

@@ -24,6 +24,7 @@ from precompute.build import (
 )
 from precompute.bulk.headroom import writes_files
 from precompute.config import NightConfig
+from precompute.scoring.device.choice import devices
 from precompute.scoring.shard import (
     Scorers,
     embed_catalogue,
@@ -33,7 +34,7 @@ from precompute.scoring.users import score_users
 from precompute.timed import timed
 
 SHARDS_AT_ONCE = 2
-"""One that is compared with the items and one that is read, encoded or written meanwhile."""
+"""One that is compared with the items and one that is read, encoded or written meanwhile; for each GPU."""
 
 
 @writes_files
@@ -82,7 +83,7 @@ def score_shard(
     if report is None:
         began_at = time.time()
         fetch_items(made)
-        bundle, scorers = open_bundle(made), scorers or Scorers()
+        bundle, scorers = open_bundle(made), scorers or Scorers(config.device)
         users = score_users(made, bundle, shard, scorers, progress)
         items = score_items(made, bundle, shard, scorers, progress)
         described = [*users["tables"].values(), *items["tables"].values()]
@@ -119,7 +120,7 @@ def score_shards(
 
     What one raises ends the others at their next sign of progress; what was finished is found again.
     """
-    scorers, given_up, telling = Scorers(), threading.Event(), threading.Lock()
+    scorers, given_up, telling = Scorers(config.device), threading.Event(), threading.Lock()
     failed: list[BaseException] = []
 
     def told(what: str, done: int, total: int) -> None:
@@ -142,7 +143,8 @@ def score_shards(
             failed.append(error)
             raise
 
-    with ThreadPoolExecutor(SHARDS_AT_ONCE, "shard") as pool:
+    at_once = SHARDS_AT_ONCE * max(1, len(devices(config.device)))
+    with ThreadPoolExecutor(at_once, "shard") as pool:
         scored = [pool.submit(score, shard) for shard in shards]
         try:
             for each in as_completed(scored):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,22 @@ from precompute.scoring.packing import Packed
 _SLAB_USERS = 1024
 
 Part = TypeVar("Part")
+
+
+class AnyScorer(Protocol):
+    """Items ready to be searched exactly, wherever that is computed: the same lists with the same bits."""
+
+    def top(
+        self,
+        users: NDArray[np.float32],
+        k: int,
+        excluded: Histories | None = None,
+        *,
+        allowed: NDArray[np.bool_] | None = None,
+        threads: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Top:
+        """As `Scorer.top`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,14 +84,7 @@ class Scorer:
         NO_ITEM and 0. `progress` is told how many users each step finished. Memory beside the result
         does not depend on the number of users. Raises ConfigError for anything of another shape.
         """
-        if not 1 <= k <= K_MAX:
-            raise ConfigError(f"k must be 1 to {K_MAX}, not {k}", k=k)
-        items, dims = self.compared.vectors.shape
-        users = np.ascontiguousarray(users)
-        _check_vectors("users", users, dims)
-        gone = Histories.of([()] * len(users)) if excluded is None else excluded
-        _check_histories(gone, len(users))
-        _check_allowed(allowed, items)
+        users, gone = checked(self.compared, users, k, excluded, allowed)
         told = progress or (lambda _: None)
         count = threads or os.cpu_count() or 1
         if self.compiled is None:
@@ -173,6 +182,25 @@ def exact_topk(
 ) -> Top:
     """`Scorer.top` for one call."""
     return Scorer.of(items, metric).top(users, k, excluded, threads=threads, progress=progress)
+
+
+def checked(
+    compared: Compared,
+    users: NDArray[np.float32],
+    k: int,
+    excluded: Histories | None,
+    allowed: NDArray[np.bool_] | None,
+) -> tuple[NDArray[np.float32], Histories]:
+    """Users in one piece and what each may not get; raises ConfigError for anything that does not fit."""
+    if not 1 <= k <= K_MAX:
+        raise ConfigError(f"k must be 1 to {K_MAX}, not {k}", k=k)
+    items, dims = compared.vectors.shape
+    users = np.ascontiguousarray(users)
+    _check_vectors("users", users, dims)
+    gone = Histories.of([()] * len(users)) if excluded is None else excluded
+    _check_histories(gone, len(users))
+    _check_allowed(allowed, items)
+    return users, gone
 
 
 def _each(

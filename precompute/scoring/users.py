@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cache.items import ItemTable
 from cache.keys import fingerprints
 from cache.records import NO_ITEM, Layout, encode_topk, encode_values, encode_vectors
-from cache.tower import Histories, Tower
+from cache.tower import Histories
 from precompute.build import Build, Progress, cut_of, fetch_partition
 from precompute.bulk.headroom import demand_disk
 from precompute.catalogue import VECTORS, directory_file, open_items
@@ -22,6 +22,7 @@ from precompute.models.bundle import Bundle, BundleModel
 from precompute.models.inputs import bind, usable_inputs
 from precompute.scoring.flat import Top
 from precompute.scoring.shard import (
+    Place,
     Scorers,
     configured_tables,
     described,
@@ -32,6 +33,7 @@ from precompute.scoring.shard import (
 from precompute.scoring.shard_input import ShardInput, read_shard, scratch_folder, slice_shard
 from precompute.scoring.stages import Stages
 from precompute.scoring.tables import GrowingFile, PageFile
+from precompute.scoring.towers import AnyTower, open_tower
 
 CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""
@@ -70,9 +72,9 @@ class ShardWork:
     tables: Mapping[str, TableConfig]
     layouts: Mapping[str, Layout]
     models: Mapping[str, BundleModel]
-    towers: Mapping[str, Tower]
+    towers: Mapping[str, AnyTower]
     bundle: Bundle
-    scorers: Scorers
+    place: Place
     seconds: dict[str, float]
     counts: dict[str, int]
 
@@ -80,7 +82,7 @@ class ShardWork:
     def of(cls, build: Build, bundle: Bundle, number: int, scorers: Scorers) -> "ShardWork":
         fetch_partition(build, number)
         build.fetch(VECTORS)
-        begun = build.need("begin")
+        begun, place = build.need("begin"), scorers.at(number)
         tables = {
             name: table
             for name, table in configured_tables(build.config, bundle).items()
@@ -96,16 +98,9 @@ class ShardWork:
             tables=tables,
             layouts={name: layout_of(bundle, table) for name, table in tables.items()},
             models=models,
-            towers={
-                name: Tower.open(
-                    build.fetch(f"models/{name}.fp32.onnx"),
-                    model.spec,
-                    threads=build.config.threads,
-                )
-                for name, model in models.items()
-            },
+            towers={name: open_tower(build, model, place.device) for name, model in models.items()},
             bundle=bundle,
-            scorers=scorers,
+            place=place,
             seconds=dict.fromkeys(("read", "tower", "topk", "write"), 0.0),
             counts=dict.fromkeys(("entities", "scored", "short"), 0),
         )
@@ -179,10 +174,10 @@ class ShardWork:
     def score(self, chunk: Chunk) -> Chunk:
         """The lists of each table of lists."""
         threads = self.build.config.threads or None
-        with self.scorers.turn, self.busy("topk"):
+        with self.place.turn, self.busy("topk"):
             for name, table in self.tables.items():
                 if table.kind == "user_topk":
-                    scorer = self.scorers.of(self.items, metric_of(self.bundle, table))
+                    scorer = self.place.of(self.items, metric_of(self.bundle, table))
                     users = chunk.outputs["user_tower"]
                     chunk.lists[name] = scorer.top(users, table.k, chunk.seen, threads=threads)
         return chunk

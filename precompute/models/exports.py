@@ -1,0 +1,65 @@
+"""The reference model as `torch.export` programs: what `graphs` writes as ONNX. Needs torch (extra `gpu`)."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+
+class _HistoryTower(nn.Module):  # type: ignore[misc]  # torch's own types are not looked at
+    def __init__(self, rows: NDArray[np.float32]) -> None:
+        super().__init__()
+        self.table = nn.Buffer(torch.from_numpy(np.ascontiguousarray(rows)))
+
+    def forward(self, history: Tensor) -> Tensor:
+        return self.table[history].sum(dim=1)
+
+
+class _ItemTower(nn.Module):  # type: ignore[misc]
+    def __init__(self, rows: NDArray[np.float32]) -> None:
+        super().__init__()
+        self.table = nn.Buffer(torch.from_numpy(np.ascontiguousarray(rows)))
+
+    def forward(self, item_index: Tensor) -> Tensor:
+        return self.table[item_index]
+
+
+class _AffinityModel(_HistoryTower):
+    def __init__(self, rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> None:
+        super().__init__(rows)
+        self.centroids = nn.Buffer(torch.from_numpy(np.ascontiguousarray(centroids.T)))
+
+    def forward(self, history: Tensor) -> Tensor:
+        summed = super().forward(history)
+        # Not `normalize`: of nothing at all it makes nothing, as ONNX does, without a smallest length.
+        length = summed.square().sum(dim=1, keepdim=True).sqrt()
+        direction = summed / torch.where(length > 0, length, torch.ones_like(length))
+        return torch.softmax(direction @ self.centroids, dim=1)
+
+
+def history_tower(rows: NDArray[np.float32]) -> bytes:
+    """history int32 [n, length] -> [n, dims]."""
+    return _saved(_HistoryTower(rows), 2)
+
+
+def item_tower(rows: NDArray[np.float32]) -> bytes:
+    """item_index int32 [n] -> [n, dims]."""
+    return _saved(_ItemTower(rows), 1)
+
+
+def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> bytes:
+    """history int32 [n, length] -> probabilities [n, centroids]."""
+    return _saved(_AffinityModel(rows, centroids), 2)
+
+
+def _saved(module: nn.Module, axes: int) -> bytes:
+    """With any number of rows and any length."""
+    example = torch.zeros((3, 5)[:axes], dtype=torch.int32)
+    shapes: Sequence[dict[int, object]] = [dict.fromkeys(range(axes), torch.export.Dim.DYNAMIC)]
+    program = torch.export.export(module.eval(), (example,), dynamic_shapes=tuple(shapes))
+    out = io.BytesIO()
+    torch.export.save(program, out)
+    return out.getvalue()

@@ -1,0 +1,183 @@
+"""A `torch.export` program of a bundle, on a torch device.
+
+torch's own loader unpickles sample inputs, looks functions up by any name and evaluates expressions, so a file is
+rewritten in memory first: what is not needed is left out, and what is not known is refused.
+"""
+
+import io
+import logging
+import re
+import threading
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import orjson
+import torch
+from numpy.typing import NDArray
+
+from cache.errors import BundleError
+
+_MEMBERS = re.compile(
+    r"data/weights/(weight_\d+|model_weights_config\.json)"
+    r"|data/constants/(tensor_\d+|model_constants_config\.json)"
+    r"|data/sample_inputs/model\.pt|models/model\.json"
+    r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
+)
+_TENSORS = re.compile(r"(weight|tensor)_\d+")
+_TARGETS = re.compile(
+    r"torch\.ops\.aten\.(?!from_file\b)\w+\.\w+"
+    r"|_operator\.(add|sub|mul|floordiv|truediv|mod|neg|pow|getitem|eq|ne|lt|le|gt|ge|and_|or_)"
+    r"|torch\.sym_(int|float|max|min|not|ite|sqrt)"
+)
+_EXPRESSION = re.compile(
+    r"(Symbol\('[su]\d+'|Integer|Rational|Add|Mul|Pow|Mod|Max|Min|FloorDiv|CleanDiv|CeilDiv|PythonMod"
+    r"|Eq|Ne|Lt|Le|Gt|Ge|GreaterThan|LessThan|StrictGreaterThan|StrictLessThan"
+    r"|positive|nonnegative|nonzero|integer|True|False|[su]\d+|-?\d+|[(),= ]|\*{1,2}|\+|-|//)*"
+)
+_CONTAINERS = {None, "builtins.tuple", "builtins.list", "builtins.dict"}
+_FORBIDDEN = ("as_operator", "as_custom_obj", "custom_obj")
+
+_ONE_AT_A_TIME = threading.Lock()
+"""torch's loader and its compiler keep what they are at in global variables."""
+
+_log = logging.getLogger(__name__)
+
+
+class Program:
+    """One exported model on its device: compiled and warmed once on a GPU, thread-safe."""
+
+    def __init__(self, run: Callable[..., Any], order: Sequence[int], device: torch.device) -> None:
+        self._run = run
+        self._order = order
+        self._device = device
+        self._is_warm = device.type != "cuda"
+
+    @classmethod
+    def open(cls, path: Path, names: Sequence[str], device: str) -> Self:
+        """Load a file whose checksum was verified; `names` are the inputs of the specification.
+
+        Raises BundleError for what is no program, holds more than one needs, or has other inputs.
+        """
+        where = torch.device(device)
+        try:
+            archive = io.BytesIO(_rewritten(path))
+            with _ONE_AT_A_TIME:
+                program = torch.export.load(archive)
+        except BundleError:
+            raise
+        except Exception as error:  # torch's errors share no base class of their own
+            raise BundleError(f"{path.name} is not a program that torch opens: {error}") from error
+        found = list(program.graph_signature.user_inputs)
+        if sorted(found) != sorted(names):
+            raise BundleError(
+                f"{path.name} has the inputs {sorted(found)}, the specification binds {sorted(names)}",
+                program=sorted(found),
+                specification=sorted(names),
+            )
+        if where.type != "cpu":
+            from torch.export.passes import move_to_device_pass
+
+            program = move_to_device_pass(program, device)
+        return cls(program.module(), [names.index(each) for each in found], where)
+
+    def run(self, feed: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+        """The output float32 [n, dims], inputs in the order of `names`; raises MemoryError where there is no room."""
+        try:
+            with torch.inference_mode():
+                tensors = [torch.from_numpy(feed[each]).to(self._device) for each in self._order]
+                with _ONE_AT_A_TIME if not self._is_warm else nullcontext():
+                    if not self._is_warm:
+                        self._warm(tensors)
+                found = self._run(*tensors)
+                while isinstance(found, list | tuple) and len(found) == 1:
+                    found = found[0]
+                out: NDArray[np.float32] = found.to(torch.float32).cpu().numpy()
+                return out
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    def _warm(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Compiles for any number of rows; where that fails the program runs as it is."""
+        plain = self._run
+        try:
+            compiled = torch.compile(plain, dynamic=True)
+            compiled(*tensors)
+        except Exception as error:  # the compiler's errors share no base class of their own
+            _log.warning("the program is not compiled: %s", error)
+        else:
+            self._run = compiled
+        self._is_warm = True
+
+
+def _rewritten(path: Path) -> bytes:
+    """The archive without sample inputs, metadata and guards; raises BundleError for anything it should not hold."""
+    out = io.BytesIO()
+    try:
+        with zipfile.ZipFile(path) as archive, zipfile.ZipFile(out, "w") as safe:
+            for each in archive.infolist():
+                name = each.filename.partition("/")[2]
+                if not _MEMBERS.fullmatch(name) or each.compress_type != zipfile.ZIP_STORED:
+                    raise BundleError(
+                        f"{path.name} holds {each.filename!r}, which no exported tower needs: save it with "
+                        "torch.export.save, weights and tensors only"
+                    )
+                data = archive.read(each)
+                if name == "models/model.json":
+                    data = orjson.dumps(_safe_graph(path.name, orjson.loads(data)))
+                elif name.endswith("config.json"):
+                    _check_tensors(path.name, orjson.loads(data))
+                elif name.endswith("sample_inputs/model.pt"):
+                    data = b""
+                safe.writestr(each.filename, data)
+    except (zipfile.BadZipFile, orjson.JSONDecodeError, OSError) as error:
+        raise BundleError(f"{path.name} is not an exported program: {error}") from error
+    return out.getvalue()
+
+
+def _safe_graph(file: str, graph: Any) -> Any:
+    for each in _objects(graph):
+        if "metadata" in each:
+            each["metadata"] = {}
+        target, expression = each.get("target"), each.get("expr_str")
+        if "inputs" in each and isinstance(target, str) and not _TARGETS.fullmatch(target):
+            raise BundleError(f"{file} calls {target!r}: only torch's own operators may be called")
+        if isinstance(expression, str) and not _EXPRESSION.fullmatch(expression):
+            raise BundleError(f"{file} holds the expression {expression[:80]!r}: it is not a shape")
+        for spec in (each.get("in_spec"), each.get("out_spec")):
+            if isinstance(spec, str):
+                _check_containers(file, orjson.loads(spec))
+        if used := [name for name in _FORBIDDEN if each.get(name)]:
+            raise BundleError(f"{file} holds {used[0]}: only tensors and torch's own operators may")
+    if isinstance(graph, dict):
+        graph["guards_code"] = []
+    return graph
+
+
+def _check_containers(file: str, spec: Any) -> None:
+    for each in _objects(spec):
+        if each.get("type") not in _CONTAINERS:
+            raise BundleError(f"{file} takes or gives a {each['type']}: a tower takes tensors")
+
+
+def _check_tensors(file: str, config: Any) -> None:
+    for each in _objects(config):
+        if each.get("use_pickle") or not _TENSORS.fullmatch(str(each.get("path_name", "weight_0"))):
+            raise BundleError(
+                f"{file} holds {each.get('path_name')!r} pickled: only plain tensors may be"
+            )
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects of a JSON value, a deep one too."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            yield each
+            left.extend(each.values())
+        elif isinstance(each, list):
+            left.extend(each)

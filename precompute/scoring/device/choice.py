@@ -1,0 +1,55 @@
+"""Where scoring runs: on the GPUs that torch sees, or on the processor. torch is imported only where it is wanted."""
+
+import functools
+import importlib.util
+import logging
+import re
+from pathlib import Path
+
+from cache.errors import ConfigError
+
+AUTO, OFF = "auto", "off"
+WANTED = re.compile(r"auto|off|cpu|cuda(:\d{1,3})?")
+
+_SIGNS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""What NVIDIA's driver, WSL's and AMD's put there: importing torch just to find no GPU takes seconds."""
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def devices(wanted: str) -> tuple[str, ...]:
+    """torch's names of the devices to score on; none means the processor's own kernel.
+
+    `auto` takes all GPUs there are, `off` none; `cuda`, `cuda:1` and `cpu` (slow: for tests) are demanded. Raises
+    ConfigError where what is demanded is not there.
+    """
+    if wanted == OFF or (wanted == AUTO and not any(Path(each).exists() for each in _SIGNS)):
+        return ()
+    if importlib.util.find_spec("torch") is None:
+        if wanted == AUTO:
+            _log.warning("there is a GPU, but no torch: scoring uses the processor (extra `gpu`)")
+            return ()
+        raise ConfigError(
+            f"device {wanted!r} needs torch: install the extra `gpu`, or set device to `off`",
+            field="device",
+        )
+    if wanted == "cpu":
+        return ("cpu",)
+    import torch
+
+    found = tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+    chosen = tuple(each for each in found if wanted in (AUTO, "cuda", each))
+    if not chosen and wanted != AUTO:
+        raise ConfigError(
+            f"device {wanted!r} is not there, torch sees {', '.join(found) or 'no GPU'}: check the driver, or set "
+            "device to `off`",
+            field="device",
+        )
+    return chosen
+
+
+def device_of(wanted: str, shard: int) -> str | None:
+    """The device of one shard: several GPUs take the shards in turn. None means the processor."""
+    found = devices(wanted)
+    return found[shard % len(found)] if found else None

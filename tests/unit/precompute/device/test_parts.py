@@ -1,0 +1,136 @@
+"""What the exact top-K on a device rests on: sums with numpy's bits, keys that sort alike, margins that hold."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.ranking import pack, score, unpack
+from precompute.models.index import unit
+from precompute.scoring.flat import Compared, lengths
+
+torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
+
+from precompute.scoring.device.exact import (  # noqa: E402
+    WORST,
+    dots,
+    in_order,
+    keys_of,
+    same_bits,
+    scores_of,
+    unsigned,
+)
+from precompute.scoring.device.items import LANES, DeviceItems  # noqa: E402
+from precompute.scoring.device.search import tiles  # noqa: E402
+
+CPU = torch.device("cpu")
+SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 0.1], np.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 150), st.integers(0, 2**32 - 1))
+def test_sums_have_the_bits_of_numpy(dims, seed):
+    rng = np.random.default_rng(seed)
+    users = rng.standard_normal((5, dims)).astype(np.float32)
+    items = (rng.standard_normal((9, dims)) * np.exp(rng.standard_normal((9, 1)) * 5)).astype("f4")
+    chosen = rng.integers(0, 9, (5, 7))
+
+    found = dots(
+        in_order(torch.from_numpy(users)),
+        in_order(torch.from_numpy(items))[torch.from_numpy(chosen)],
+    )
+
+    assert found.numpy().view(np.uint32).tolist() == score(users, items, chosen).view("u4").tolist()
+    assert same_bits(dims, CPU)
+
+
+def test_another_order_of_summation_is_noticed(monkeypatch):
+    monkeypatch.setattr(
+        "precompute.scoring.device.exact.dots",
+        lambda users, items: (items * users[:, None]).sum((2, 3)),
+    )
+
+    assert not same_bits(100, CPU)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
+def test_keys_sort_and_read_like_those_of_the_night(values):
+    scores = np.concatenate([np.array(values, np.float32), SPECIAL])
+    ordinals = np.arange(len(scores))[::-1].copy()
+
+    keys = keys_of(torch.from_numpy(scores), torch.from_numpy(ordinals))
+
+    assert unsigned(keys.numpy()).tolist() == pack(scores, ordinals).tolist()
+    assert keys.argsort().tolist() == pack(scores, ordinals).argsort().tolist()
+    assert np.array_equal(scores_of(keys).numpy(), scores)
+    nothing = unsigned(np.array([[WORST]]))
+    assert unpack(nothing, 1)[0].tolist() == [[0xFFFFFFFF]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_product_is_further_from_the_score_than_its_margin(data):
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), "dtype")
+    metric = data.draw(st.sampled_from(["inner_product", "cosine"]), "metric")
+    dims = data.draw(st.integers(1, 200), "dims")
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
+    spread = data.draw(st.sampled_from([0, 1, 4]), "spread of lengths")
+    items = (
+        rng.standard_normal((700, dims)) * np.exp(spread * rng.standard_normal((700, 1)))
+    ).astype("f4")
+    users = (rng.standard_normal((20, dims)) * np.exp(rng.standard_normal((20, 1)))).astype("f4")
+    compared = Compared.of(items, metric)
+    held = DeviceItems.of(compared, CPU, dtype)
+    queried = unit(users) if metric == "cosine" else users
+    queries, columns = held.queries(users, queried, lengths(queried)), held.whole
+    real = (columns.ordinals < 700).numpy()
+
+    product = (queries.codes @ columns.codes.T).double().numpy()
+
+    which = np.minimum(columns.ordinals.numpy(), 699)
+    exact = score(users, items, np.tile(which, (20, 1)), metric).astype(np.float64)
+    exact *= queries.scale.double().numpy()[:, None] * held.scale
+    margin = held.margin(columns, slice(None), queries.length, queries.residual).numpy()
+    column = np.arange(len(which))
+    group = column // columns.block * LANES + column % LANES
+    over = np.abs(product - exact)[:, real] / margin[:, group][:, real]
+    assert over.max() <= 1
+    if dtype != torch.float32 and dims > 1:
+        assert over.max() > 1e-3  # and it is no margin that would hide anything
+
+
+def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
+    rng = np.random.default_rng(3)
+    items = (rng.standard_normal((5000, 8)) * np.exp(rng.standard_normal((5000, 1)))).astype("f4")
+    held = DeviceItems.of(Compared.of(items, "inner_product"), CPU, torch.float16)
+
+    for columns, count in ((held.whole, 5000), (held.only(torch.arange(5000) % 7 == 0), 715)):
+        ordinals = columns.ordinals.numpy()
+        real = np.flatnonzero(ordinals < 5000)
+        assert len(real) == len(set(ordinals[real].tolist())) == count
+        assert np.array_equal(columns.places.numpy()[ordinals[real]], real)
+        assert (columns.places.numpy() >= 0).sum() == count
+        assert np.array_equal(columns.padding.numpy(), np.flatnonzero(ordinals == 5000))
+        group = real // columns.block * LANES + real % LANES
+        sizes = np.linalg.norm(items[ordinals[real]].astype(np.float64), axis=1) * held.scale
+        assert (columns.longest.numpy()[group] >= sizes).all()
+        starts = columns.longest.numpy()
+        assert (starts[1:] <= starts[:-1]).all()
+
+
+@given(st.integers(1, 200_000))
+def test_tiles_cover_every_column_once_in_whole_blocks(most):
+    rng = np.random.default_rng(0)
+    held = DeviceItems.of(
+        Compared.of(rng.standard_normal((40_000, 2)).astype("f4"), "inner_product"),
+        CPU,
+        torch.float16,
+    )
+    total, block = len(held.whole.ordinals), held.whole.block
+
+    found = list(tiles(held.whole, most))
+
+    assert [each.start for each in found] == [0, *(each.stop for each in found[:-1])]
+    assert found[-1].stop == total
+    assert all((each.stop - each.start) % block == 0 for each in found)
+    assert all(each.stop - each.start <= max(most, block) for each in found)

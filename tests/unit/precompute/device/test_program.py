@@ -1,0 +1,331 @@
+"""A bundle's torch.export program: the numbers of its ONNX file, and nothing that a file could smuggle in."""
+
+import io
+import pickle
+import shutil
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import orjson
+import pytest
+
+from cache.errors import BundleError, ConfigError
+from cache.tower import Histories, Tower
+from precompute.models.bundle import Bundle
+from precompute.models.reference import ReferenceData, train
+from precompute.scoring import towers
+from precompute.scoring.towers import ProgramTower
+
+torch = pytest.importorskip("torch", reason="programs need torch: make torch-env")
+
+from precompute.models.program import Program  # noqa: E402
+
+ITEMS = 40
+NAMES = ("user_tower", "item_tower", "user_affinity")
+
+
+def data():
+    rng = np.random.default_rng(0)
+    return ReferenceData(
+        rng.integers(0, 90, 900), rng.integers(0, ITEMS, 900), [f"i{each}" for each in range(ITEMS)]
+    )
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return train(data(), tmp_path_factory.mktemp("programs") / "bundle", dims=12, programs=True)
+
+
+def model_of(bundle, name):
+    return next(each for each in bundle.models if each.name == name)
+
+
+def inputs_of(model, rows=30):
+    rng = np.random.default_rng(1)
+    if model.spec.history is None:
+        return {"item_index": rng.integers(0, ITEMS, rows)}
+    lengths = [0, 1, 16, 17, 300, *rng.integers(1, 40, rows)][:rows]
+    return {"history": Histories.of([rng.integers(0, ITEMS, size) for size in lengths])}
+
+
+def tower_of(model, program=None):
+    names = [each.name for each in model.spec.inputs]
+    running = program or Program.open(model.program, names, "cpu")
+    return ProgramTower(model.name, Tower.open(model.path, model.spec), running, names)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [1, 30])
+def test_a_program_gives_the_numbers_of_its_onnx_file(bundle, name, rows):
+    model = model_of(bundle, name)
+    inputs = inputs_of(model, rows)
+
+    found = tower_of(model).run(inputs)
+
+    wanted = Tower.open(model.path, model.spec).run(inputs)
+    assert found.dtype == np.float32 and found.shape == wanted.shape
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_the_same_data_and_seed_give_the_same_bundle(bundle, tmp_path):
+    again = train(data(), tmp_path / "again", dims=12, programs=True)
+
+    assert again.digest == bundle.digest
+    assert train(data(), tmp_path / "without", dims=12).user_tower.program is None
+
+
+def test_a_program_from_other_weights_is_refused_with_both_numbers(bundle, tmp_path):
+    other = train(
+        replace(data(), item_rows=data().item_rows[::-1].copy()), tmp_path / "other", dims=12,
+        programs=True,
+    )  # fmt: skip
+    model = replace(bundle.user_tower, program=other.user_tower.program)
+
+    with pytest.raises(BundleError, match="user_tower differs") as caught:
+        tower_of(model).run(inputs_of(model))
+
+    assert caught.value.details["value"] > caught.value.details["threshold"] == 1e-4
+
+
+def test_numbers_that_are_none_do_not_agree(bundle):
+    class Broken:
+        def run(self, feed):
+            return np.full((len(feed[0]), 12), np.nan, np.float32)
+
+    with pytest.raises(BundleError, match="nan"):
+        tower_of(bundle.user_tower, Broken()).run(inputs_of(bundle.user_tower))
+
+
+def test_a_device_without_room_leaves_the_rows_to_onnx(bundle, caplog):
+    model = bundle.user_tower
+
+    class Full:
+        calls = 0
+
+        def run(self, feed):
+            self.calls += 1
+            if self.calls > 2:
+                raise MemoryError("no room")
+            return Tower.open(model.path, model.spec)._session.run(
+                ["vector"], {"history": feed[0]}
+            )[0]
+
+    inputs = inputs_of(model)
+
+    found = tower_of(model, Full()).run(inputs)
+
+    assert np.array_equal(found, Tower.open(model.path, model.spec).run(inputs))
+    assert "ONNX Runtime goes on" in caplog.text
+
+
+def test_out_of_memory_is_a_memory_error(bundle):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        Program(full, [0], torch.device("cpu")).run([np.zeros((1, 1), np.int32)])
+
+
+def test_a_program_that_was_changed_does_not_open(bundle, tmp_path):
+    changed = tmp_path / "bundle"
+    changed.mkdir()
+    for each in bundle.path.iterdir():
+        (changed / each.name).write_bytes(each.read_bytes())
+    with (changed / "item_tower.pt2").open("ab") as file:
+        file.write(b"x")
+
+    with pytest.raises(BundleError, match=r"item_tower\.pt2 has SHA-256"):
+        Bundle.open(changed)
+
+
+def test_without_torch_programs_cannot_be_written(monkeypatch, tmp_path):
+    monkeypatch.delattr("precompute.models.exports")
+    monkeypatch.setitem(sys.modules, "precompute.models.exports", None)
+
+    with pytest.raises(ConfigError, match="extra `gpu`"):
+        train(data(), tmp_path / "bundle", dims=12, programs=True)
+    assert not (tmp_path / "bundle/bundle.json").exists()
+
+
+def changed(bundle, tmp_path, name, change, compression=zipfile.ZIP_STORED):
+    """The item tower's archive with one member changed, or added."""
+    out = io.BytesIO()
+    with (
+        zipfile.ZipFile(bundle.item_tower.program) as archive,
+        zipfile.ZipFile(out, "w", compression) as written,
+    ):
+        root = archive.namelist()[0].partition("/")[0]
+        names = {each.partition("/")[2]: archive.read(each) for each in archive.namelist()}
+        for each, content in {name: b"", **names}.items():
+            written.writestr(f"{root}/{each}", change(content) if each == name else content)
+    path = tmp_path / "changed.pt2"
+    path.write_bytes(out.getvalue())
+    return path
+
+
+class Ran:
+    """Unpickling this would end the test."""
+
+    def __reduce__(self):
+        return (pytest.fail, ("it was unpickled",))
+
+
+def pickled():
+    return pickle.dumps(Ran())
+
+
+def graph(change):
+    def changed_graph(raw):
+        found = orjson.loads(raw)
+        change(found)
+        return orjson.dumps(found)
+
+    return changed_graph
+
+
+def call(target):
+    def change(found):
+        found["graph_module"]["graph"]["nodes"][-1]["target"] = target
+
+    return graph(change)
+
+
+def expression(text):
+    def change(found):
+        for each in found["graph_module"]["graph"]["tensor_values"].values():
+            for size in each["sizes"]:
+                if "as_expr" in size:
+                    size["as_expr"]["expr_str"] = text
+
+    return graph(change)
+
+
+def container(found):
+    signature = found["graph_module"]["module_call_graph"][0]["signature"]
+    signature["in_spec"] = signature["in_spec"].replace("builtins.dict", "collections.defaultdict")
+
+
+def operator(found):
+    found["graph_module"]["graph"]["nodes"][-1]["inputs"][0]["arg"] = {"as_operator": "torch.load"}
+
+
+def pickled_weight(raw):
+    found = orjson.loads(raw)
+    for each in found["config"].values():
+        each["use_pickle"] = True
+    return orjson.dumps(found)
+
+
+EVIL = {
+    "a call to the system": ("models/model.json", call("torch.os.system"), "torch.os.system"),
+    "a file read": ("models/model.json", call("torch.ops.aten.from_file.default"), "from_file"),
+    "a loader": ("models/model.json", call("torch.load"), "torch.load"),
+    "a call by extension": ("models/model.json", call("#x:y"), "#x:y"),
+    "an evaluated name": ("models/model.json", expression("__import__('os')"), "__import__"),
+    "an evaluated call": ("models/model.json", expression("exit()"), "exit"),
+    "an evaluated string": ("models/model.json", expression("Symbol('s1').free"), "free"),
+    "an imported container": ("models/model.json", graph(container), "defaultdict"),
+    "an operator as argument": ("models/model.json", graph(operator), "as_operator"),
+    "pickled weights": ("data/weights/model_weights_config.json", pickled_weight, "pickled"),
+    "weights of old": ("data/weights/model.pt", lambda _: pickled(), "model.pt"),
+    "a compiled library": ("data/aotinductor/model/model.so", lambda _: b"x", "model.so"),
+    "an object": ("data/constants/custom_obj_0", lambda _: pickled(), "custom_obj_0"),
+    "no graph": ("models/model.json", lambda _: b"{", "not an exported program"),
+    "another graph": ("models/model.json", lambda _: b"{}", "not a program"),
+}
+
+
+@pytest.mark.parametrize("what", EVIL)
+def test_what_a_tower_does_not_need_is_refused(bundle, tmp_path, what):
+    name, change, words = EVIL[what]
+
+    with pytest.raises(BundleError, match=words):
+        Program.open(changed(bundle, tmp_path, name, change), ["item_index"], "cpu")
+
+
+def test_sample_inputs_are_never_unpickled_and_guards_never_run(bundle, tmp_path):
+    path = changed(bundle, tmp_path, "data/sample_inputs/model.pt", lambda _: pickled())
+    Program.open(path, ["item_index"], "cpu")
+
+    def guard(found):
+        found["guards_code"] = ["__import__('pytest').fail('a guard ran')"]
+        for each in found["graph_module"]["graph"]["nodes"]:
+            each["metadata"] = {"stack_trace": "x", "source_fn_stack": "a,torch.os.system"}
+
+    path = changed(bundle, tmp_path, "models/model.json", graph(guard))
+    program = Program.open(path, ["item_index"], "cpu")
+
+    wanted = Tower.open(bundle.item_tower.path, bundle.item_tower.spec).run(
+        {"item_index": np.arange(3)}
+    )
+    assert np.array_equal(program.run([np.arange(3, dtype=np.int32)]), wanted)
+
+
+def test_a_compressed_archive_and_what_is_none_are_refused(bundle, tmp_path):
+    same = changed(bundle, tmp_path, "byteorder", lambda raw: raw, zipfile.ZIP_DEFLATED)
+    with pytest.raises(BundleError, match="no exported tower needs"):
+        Program.open(same, ["item_index"], "cpu")
+    nothing = tmp_path / "nothing.pt2"
+    nothing.write_bytes(b"nothing")
+    with pytest.raises(BundleError, match="not an exported program"):
+        Program.open(nothing, ["item_index"], "cpu")
+
+
+def test_programs_may_be_opened_at_the_same_time(bundle):
+    with ThreadPoolExecutor(4) as pool:
+        opened = list(
+            pool.map(
+                lambda _: Program.open(bundle.user_tower.program, ["history"], "cpu"), range(8)
+            )
+        )
+
+    history = np.zeros((2, 3), np.int32)
+    assert len({each.run([history]).tobytes() for each in opened}) == 1
+
+
+def test_other_inputs_than_specified_are_named(bundle):
+    with pytest.raises(
+        BundleError, match=r"\['item_index'\], the specification binds \['history'\]"
+    ):
+        Program.open(bundle.item_tower.program, ["history"], "cpu")
+
+
+def test_a_compiler_that_fails_leaves_the_program_as_it_is(bundle, monkeypatch, caplog):
+    def broken(*_, **__):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    program = Program.open(bundle.item_tower.program, ["item_index"], "cpu")
+    plain = program.run([np.arange(3, dtype=np.int32)])
+    program._is_warm = False  # as on a GPU
+
+    assert np.array_equal(program.run([np.arange(3, dtype=np.int32)]), plain)
+    assert "no compiler here" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+def test_a_compiled_program_takes_any_number_of_rows(bundle):
+    model = bundle.user_tower
+    program = Program.open(model.program, ["history"], "cpu")
+    program._is_warm = False  # as on a GPU
+    plain = program._run
+
+    for rows in (30, 1, 7):
+        inputs = inputs_of(model, rows)
+        wanted = Tower.open(model.path, model.spec).run(inputs)
+        found = tower_of(model, program).run(inputs)
+        assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    assert program._run is not plain
+
+
+def test_the_comparison_is_made_once(bundle, monkeypatch):
+    tower = tower_of(bundle.item_tower)
+    inputs = inputs_of(bundle.item_tower)
+    tower.run(inputs)
+    monkeypatch.setattr(towers, "AGREEMENT", -1.0)
+
+    tower.run(inputs)

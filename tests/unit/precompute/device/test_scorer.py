@@ -1,0 +1,273 @@
+"""The top-K on a torch device: the bits of FAISS and numpy, whatever it is cut into and whatever fails."""
+
+import logging
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cache.errors import ConfigError
+from cache.tower import Histories
+from precompute.scoring.topk import Scorer
+from tests.unit.precompute.exactness import make
+
+torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
+
+from precompute.scoring.device import scorer as device_scorer  # noqa: E402
+from precompute.scoring.device import search as device_search  # noqa: E402
+from precompute.scoring.device.scorer import DeviceScorer  # noqa: E402
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def on_device(items, metric="inner_product", dtype=torch.float16):
+    found = DeviceScorer.of(items, metric, "cpu", dtype=dtype)
+    assert found is not None
+    return found
+
+
+def same(left, right):
+    """Same ordinals, same bits."""
+    return np.array_equal(left[0], right[0]) and np.array_equal(
+        left[1].view(np.uint32), right[1].view(np.uint32)
+    )
+
+
+def searches(monkeypatch):
+    """(users, columns) of each search from now on."""
+    seen = []
+    plain = device_search.search
+
+    def spy(items, columns, queries, gone, k, shape):
+        seen.append((len(queries.codes), shape.columns))
+        return plain(items, columns, queries, gone, k, shape)
+
+    monkeypatch.setattr(device_scorer, "search", spy)
+    return seen
+
+
+def products(monkeypatch):
+    """Rows times columns of each product from now on."""
+    seen = []
+    plain = device_search._look
+
+    def spy(items, columns, queries, found, rows, gone, tile):
+        seen.append(len(rows) * (tile.stop - tile.start))
+        return plain(items, columns, queries, found, rows, gone, tile)
+
+    monkeypatch.setattr(device_search, "_look", spy)
+    return seen
+
+
+@dtypes
+@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
+@pytest.mark.parametrize(
+    ("users", "items", "dims", "k"), [(300, 5000, 37, 60), (40, 30, 1, 100), (60, 9000, 128, 1000)]
+)
+def test_lists_have_the_bits_of_faiss_and_numpy(dtype, metric, users, items, dims, k):
+    queries, vectors, excluded = make(users, items, dims, seed=dims)
+    queries[7] = 0
+    vectors[11] = vectors[items // 2] = 0
+    allowed = np.random.default_rng(k).random(items) < 0.2
+    ours = on_device(vectors, metric, dtype)
+    theirs = Scorer.of(vectors, metric, engine=False)
+
+    for some in (None, allowed, np.zeros(items, np.bool_)):
+        wanted = theirs.top(queries, k, excluded, allowed=some)
+        assert same(ours.top(queries, k, excluded, allowed=some), wanted)
+
+
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_any_case_is_exact_in_any_pieces(monkeypatch, data):
+    items = data.draw(st.sampled_from([1, 2, 255, 257, 3000, 20_000]), "items")
+    dims = data.draw(st.integers(1, 40), "dims")
+    users = data.draw(st.integers(1, 35), "users")
+    k = data.draw(st.integers(1, 200), "k")
+    metric = data.draw(st.sampled_from(["inner_product", "cosine"]), "metric")
+    room = data.draw(st.sampled_from([1, 1 << 16, 1 << 20, 1 << 26]), "bytes")
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
+    queries, vectors, excluded = make(users, items, dims, seed=int(rng.integers(1 << 30)))
+    if data.draw(st.booleans(), "whole numbers, many ties"):
+        queries, vectors = np.rint(queries), np.rint(vectors)
+    if data.draw(st.booleans(), "peaks"):
+        vectors[:, 0] *= 100
+    vectors[rng.random(items) < 0.1] = 0
+    queries[rng.random(users) < 0.1] = 0
+    if not vectors.any():
+        vectors[0] = 1
+    allowed = rng.random(items) < 0.5 if data.draw(st.booleans(), "some allowed") else None
+    monkeypatch.setattr(device_scorer, "_PROCESSOR_BYTES", room)
+
+    ours = on_device(vectors, metric, data.draw(st.sampled_from(DTYPES), "dtype"))
+
+    wanted = Scorer.of(vectors, metric, engine=False).top(queries, k, excluded, allowed=allowed)
+    assert same(ours.top(queries, k, excluded, allowed=allowed), wanted)
+
+
+def test_ties_in_masses_are_settled_by_ordinal():
+    # Given items that are all alike, many more than candidates are fetched at any time
+    items, users = np.ones((6000, 8), np.float32), np.ones((3, 8), np.float32)
+    excluded = Histories.of([[0, 2], [], [5999, -1]])
+
+    ordinals, _ = on_device(items).top(users, 5, excluded)
+
+    assert ordinals.tolist() == [[1, 3, 4, 5, 6], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+
+
+@dtypes
+def test_near_ties_come_in_the_order_of_their_bits(dtype):
+    # Given scores that differ in the last bits only, in no order of length
+    rng = np.random.default_rng(8)
+    items = np.ones((4000, 24), np.float32)
+    items += rng.integers(-3, 4, items.shape).astype(np.float32) * np.float32(2**-22)
+    users = rng.standard_normal((9, 24)).astype(np.float32)
+    excluded = Histories.of([rng.choice(4000, 40, replace=False) for _ in range(9)])
+
+    ours = on_device(items, dtype=dtype).top(users, 50, excluded)
+
+    assert same(ours, Scorer.of(items, engine=False).top(users, 50, excluded))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e17, 1e30])
+def test_tiny_and_huge_vectors_are_exact(scale):
+    users, items, excluded = make(20, 700, 16, seed=9)
+    users[::2] *= np.float32(scale)
+    items[::3] *= np.float32(scale if scale < 1e20 else 1)
+
+    ours = on_device(items).top(users, 30, excluded)
+
+    assert same(ours, Scorer.of(items, engine=False).top(users, 30, excluded))
+
+
+def test_items_too_short_or_too_long_are_left_to_the_processor(caplog):
+    for items in (np.zeros((5, 4), np.float32), np.full((5, 4), 1e37, np.float32)):
+        assert DeviceScorer.of(items, "inner_product", "cpu") is None
+    assert DeviceScorer.of(np.full((5, 4), 1e-30, np.float32), "cosine", "cpu") is None
+
+    assert sum("lengths" in line for line in caplog.messages) == 3
+
+
+def test_a_device_that_adds_in_another_order_is_not_used(monkeypatch, caplog):
+    monkeypatch.setattr(device_scorer, "same_bits", lambda *_: False)
+
+    assert DeviceScorer.of(np.ones((5, 4), np.float32), "inner_product", "cpu") is None
+    assert "adds in another order" in caplog.text
+
+
+def test_users_without_a_chance_are_not_multiplied_with_short_items(monkeypatch):
+    # Given lengths as skewed as real ones, and more blocks than are multiplied at once
+    users, items, excluded = make(200, 60_000, 32, skewed=True, seed=4)
+    scorer = on_device(items)
+    seen = products(monkeypatch)
+
+    found = scorer.top(users, 20, excluded)
+
+    assert sum(seen) < 0.5 * users.shape[0] * items.shape[0]
+    assert same(found, Scorer.of(items, engine=False).top(users, 20, excluded))
+
+
+def test_memory_at_once_is_bounded_by_the_room_there_is(monkeypatch):
+    users, items, excluded = make(600, 30_000, 16, seed=5)
+    scorer = on_device(items)
+    wanted = scorer.top(users, 50, excluded)
+    monkeypatch.setattr(device_scorer, "_PROCESSOR_BYTES", 8 << 20)
+    seen = searches(monkeypatch)
+
+    found = scorer.top(users, 50, excluded)
+
+    assert max(rows * columns * 2 for rows, columns in seen) <= 8 << 20
+    assert same(found, wanted)
+
+
+def test_out_of_memory_halves_what_is_done_at_once(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    users, items, excluded = make(300, 9000, 16, seed=6)
+    scorer = on_device(items)
+    wanted = scorer.top(users, 50, excluded)
+    plain = device_search.search
+    seen = []
+
+    def small_device(items, columns, queries, gone, k, shape):
+        if len(queries.codes) * shape.columns > 500_000:
+            raise torch.OutOfMemoryError("no room")
+        seen.append(len(queries.codes))
+        return plain(items, columns, queries, gone, k, shape)
+
+    monkeypatch.setattr(device_scorer, "search", small_device)
+    told: list[int] = []
+
+    found = scorer.top(users, 50, excluded, progress=told.append)
+
+    assert same(found, wanted)
+    assert not scorer.has_failed
+    assert sum(seen) == sum(told) == 300
+    assert "out of memory" in caplog.text
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_device_that_fails_for_good_leaves_the_rest_to_the_processor(monkeypatch, caplog, error):
+    users, items, excluded = make(300, 2000, 16, seed=7)
+    scorer = on_device(items)
+    wanted = scorer.top(users, 50, excluded)
+    monkeypatch.setattr(device_scorer, "_ROWS_MOST", 100)
+    plain = device_search.search
+    calls = []
+
+    def breaks(*given):
+        calls.append(1)
+        if len(calls) > 1:
+            raise error("broken")
+        return plain(*given)
+
+    monkeypatch.setattr(device_scorer, "search", breaks)
+    told: list[int] = []
+
+    found = [scorer.top(users, 50, excluded, progress=told.append) for _ in range(2)]
+
+    assert all(same(each, wanted) for each in found)
+    assert scorer.has_failed
+    assert sum(told) == 600
+    assert sum("the processor goes on" in line for line in caplog.messages) == 1
+
+
+def test_lists_that_are_not_certain_are_looked_for_once_more(monkeypatch):
+    # Given a first attempt that fetches hardly more than is asked for, by products that are rough
+    users, items, excluded = make(100, 5000, 24, skewed=False, seed=3)
+    monkeypatch.setattr(device_scorer, "_SPARES", (2, 480))
+    scorer = on_device(items, dtype=torch.bfloat16)
+    seen = searches(monkeypatch)
+
+    found = scorer.top(users, 2, excluded)
+
+    assert len(seen) == 2 and 0 < seen[1][0] < 100
+    assert "_few" not in vars(scorer)
+    assert same(found, Scorer.of(items, engine=False).top(users, 2, excluded))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"k": 0}, "k must be 1"),
+        ({"users": np.ones((2, 7), np.float32)}, "7 dimensions, the items 8"),
+        ({"users": np.full((2, 8), np.nan, np.float32)}, "row 0 is not"),
+        ({"excluded": Histories.of([[]])}, "2 users, not 1"),
+        ({"allowed": np.ones(29, np.bool_)}, r"bool \[30\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, words):
+    scorer = on_device(np.ones((30, 8), np.float32))
+    given = {"users": np.ones((2, 8), np.float32), "k": 3} | change
+
+    with pytest.raises(ConfigError, match=words):
+        scorer.top(**given)
+
+
+def test_no_users_is_fine():
+    found = on_device(np.ones((30, 8), np.float32)).top(np.ones((0, 8), np.float32), 3)
+
+    assert found[0].shape == found[1].shape == (0, 3)
