@@ -2,9 +2,10 @@
 
 Timed are the night's own steps: `begin` (sources pinned, read and partitioned), `embed_items`, `score_shard` (history
 excluded, best 100), `assemble` and `load`; index and quantized models, which a load wants to be there, are made once.
-The baseline is `Scorer.top` for the same users, histories and threads, in one piece, its items prepared. Rates are
-users per second by the clock, all cores for both; `end_to_end_vs_kernel_cpu` is the same of processor time (Redis' own
-not counted), on which other programs have less influence. Vectors are the reference model's (of its default size),
+The baseline is the night's own scorer (LARDER_DEVICE chooses where it computes) for the same users, histories and
+threads, in one piece, its items prepared. Rates are users per second by the clock, all cores for both;
+`end_to_end_vs_kernel_cpu` is the same of processor time (Redis' own not counted), on which other programs have less
+influence. Vectors are the reference model's (of its default size),
 trained on real data where the environment variable LARDER_BENCH_DATA names its folder, else on drawn interactions;
 each user comes several times, under several names: a night has costs that do not depend on how many there are.
 """
@@ -31,7 +32,6 @@ from precompute.build import Build, Step, open_bundle
 from precompute.config import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.models.reference import ReferenceData, train
 from precompute.scoring.shard import Scorers
-from precompute.scoring.topk import Scorer
 from precompute.scoring.users import ShardWork
 from tests.bench.harness import Ratio, Report, alternate, parse
 from tests.bench.topk_cases import Case, real_case, real_file
@@ -133,7 +133,7 @@ def kernel_run(night: Night) -> tuple[int, Callable[[], float]]:
         np.concatenate([[0], np.cumsum(lengths)]),
         np.concatenate([each.seen.indices for each in chunks]),
     )
-    scorer = Scorer.of(work[0].items.vectors)
+    scorer = Scorers(night.config.device).at(0).of(work[0].items, "inner_product")
 
     def run() -> float:
         started, cpu = time.perf_counter(), time.process_time()
@@ -173,6 +173,7 @@ def main() -> None:
             config = NightConfig(
                 artifacts=str(folder / "artifacts"), state=str(folder / "state"),
                 bundle=str(bundle), redis_url=running.url, shards=copies,
+                device=os.environ.get("LARDER_DEVICE", "auto"),
                 sources=Sources((str(sources),)), tables={"user_topk": TableConfig("user_topk", k=K)},
             )  # fmt: skip
             night = Night(config, Spent())

@@ -22,6 +22,7 @@ _OUT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
 _UNDERFLOW = 2.0**-24
 _MULTIPLE = 8
 _PART = 1 << 16
+_PROBED = 256
 _GROUP_MOST, _GROUP_LEAST = 64, 4
 _CANDIDATES = 128
 
@@ -97,6 +98,21 @@ class DeviceItems:
             _OUT[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
             _columns(codes, length, residual, where, len(order)),
         )  # fmt: skip
+
+    def holds(self) -> bool:
+        """Whether this device's products keep to the error that is allowed for: float32 sums, none of its numbers lost.
+
+        Of positive numbers, whose partial sums are as large as they get: sums in half precision show.
+        """
+        device, dtype = self.codes.device, self.codes.dtype
+        users = np.random.default_rng(0).random((_PROBED, self.codes.shape[1]), np.float32)
+        shrunk = np.full(_PROBED, 1.0 / self.codes.shape[1])  # no longer than one
+        codes, length, _ = encoded(users, shrunk, device, dtype)
+        some = self.codes[:: max(1, len(self.codes) // _PROBED)].abs()
+        exact = codes.double() @ some.double().T
+        error = (codes @ some.T).double() - exact
+        allowed = self.error * length[:, None] * some.double().square().sum(1).sqrt() + _UNDERFLOW
+        return bool((error.abs() <= allowed).all())
 
     def only(self, allowed: torch.Tensor) -> Columns:
         """The columns of some items; `allowed` bool [items] by ordinal."""

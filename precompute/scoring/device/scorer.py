@@ -94,6 +94,9 @@ class DeviceScorer:
                 return None
             items = DeviceItems.of(compared, where, chosen)
             _settle(where)
+            if not items.holds():
+                _log.warning("the products of %s are rougher than %s is: not used", device, chosen)
+                return None
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             _log.warning("%s cannot hold %d items: %s", device, len(sizes), error)
             return None
@@ -173,13 +176,14 @@ class DeviceScorer:
                 continue
             try:
                 uncertain = self._search(asked, shape, piece)
-            except torch.OutOfMemoryError as error:
-                self._shrink(asked, shape, error)
+            except RuntimeError as error:
+                if _is_full(error):
+                    self._shrink(asked, shape, error)
+                elif isinstance(error, torch.AcceleratorError):
+                    self._give_up(error)
+                else:
+                    raise
                 pieces.append(piece)
-                continue
-            except torch.AcceleratorError as error:
-                self._give_up(error)
-                left.append(piece)
                 continue
             left.append(uncertain)
             asked.told(len(piece) - len(uncertain))
@@ -234,7 +238,7 @@ class DeviceScorer:
             return Shape(_ROWS_LEAST, width, fetch)
         return Shape(max(1, int(room // (per_user + block * per_column))), block, fetch)
 
-    def _shrink(self, asked: _Asked, shape: Shape, error: torch.OutOfMemoryError) -> None:
+    def _shrink(self, asked: _Asked, shape: Shape, error: Exception) -> None:
         """Half as much at once from now on; gives up where that is nothing."""
         if shape.users == 1 and shape.columns <= asked.columns.block:
             self._give_up(error)
@@ -251,6 +255,11 @@ class DeviceScorer:
             if not self.has_failed:
                 self.has_failed = True
                 _log.warning("%s failed, the processor goes on: %s", self._device, error)
+
+
+def _is_full(error: RuntimeError) -> bool:
+    """cuBLAS has an error of its own for a device without room."""
+    return isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
 
 
 def _fetched(found: torch.Tensor) -> torch.Tensor:

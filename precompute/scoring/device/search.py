@@ -17,7 +17,8 @@ from precompute.scoring.device.items import LANES, Columns, DeviceItems, Queries
 _FIRST = 8
 """The longest items, one part of so many, are multiplied first; each tile then doubles what was done."""
 _SPLIT_BLOCKS = 32
-_EXACT_NUMBERS = 1 << 24
+_EXACT_NUMBERS = {"cuda": 1 << 26, "cpu": 1 << 20}
+"""Of candidates gathered at once: a GPU wants long steps, a processor what its caches hold."""
 _NOTHING = float("-inf")
 
 
@@ -180,7 +181,8 @@ def _exact(items: DeviceItems, columns: Columns, queries: Queries, found: _Found
     """The keys of all candidates, int64 [n, fetch], by their exact scores."""
     users, fetch = found.column.shape
     keys = torch.empty((users, fetch), dtype=torch.int64, device=found.column.device)
-    step = max(1, _EXACT_NUMBERS // (fetch * items.exact.shape[1] * LANES))
+    numbers = _EXACT_NUMBERS[found.column.device.type]
+    step = max(1, numbers // (fetch * items.exact[0].numel()))
     for start in range(0, users, step):
         rows = slice(start, start + step)
         ordinals = columns.ordinals[found.column[rows]]

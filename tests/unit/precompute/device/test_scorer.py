@@ -159,6 +159,25 @@ def test_a_device_that_adds_in_another_order_is_not_used(monkeypatch, caplog):
     assert "adds in another order" in caplog.text
 
 
+@dtypes
+def test_products_that_are_rougher_than_their_dtype_are_not_used(monkeypatch, caplog, dtype):
+    # Given a device that sums in half precision, term by term
+    vectors = np.random.default_rng(0).random((300, 128), np.float32)
+    assert DeviceScorer.of(vectors, "inner_product", "cpu", dtype=dtype) is not None
+
+    def rough(left, right):
+        total = torch.zeros(len(left), right.shape[1], dtype=torch.bfloat16)
+        for step in range(left.shape[1]):
+            total += left[:, step, None].bfloat16() * right[None, step].bfloat16()
+        return total.to(left.dtype) if left.dtype != torch.float64 else plain(left, right)
+
+    plain = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", rough)
+
+    assert DeviceScorer.of(vectors, "inner_product", "cpu", dtype=dtype) is None
+    assert "rougher" in caplog.text
+
+
 def test_users_without_a_chance_are_not_multiplied_with_short_items(monkeypatch):
     # Given lengths as skewed as real ones, and more blocks than are multiplied at once
     users, items, excluded = make(200, 60_000, 32, skewed=True, seed=4)
@@ -184,7 +203,12 @@ def test_memory_at_once_is_bounded_by_the_room_there_is(monkeypatch):
     assert same(found, wanted)
 
 
-def test_out_of_memory_halves_what_is_done_at_once(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")],
+    ids=["torch", "cublas"],
+)
+def test_out_of_memory_halves_what_is_done_at_once(monkeypatch, caplog, error):
     caplog.set_level(logging.INFO)
     users, items, excluded = make(300, 9000, 16, seed=6)
     scorer = on_device(items)
@@ -194,7 +218,7 @@ def test_out_of_memory_halves_what_is_done_at_once(monkeypatch, caplog):
 
     def small_device(items, columns, queries, gone, k, shape):
         if len(queries.codes) * shape.columns > 500_000:
-            raise torch.OutOfMemoryError("no room")
+            raise error
         seen.append(len(queries.codes))
         return plain(items, columns, queries, gone, k, shape)
 
@@ -233,6 +257,16 @@ def test_a_device_that_fails_for_good_leaves_the_rest_to_the_processor(monkeypat
     assert scorer.has_failed
     assert sum(told) == 600
     assert sum("the processor goes on" in line for line in caplog.messages) == 1
+
+
+def test_a_mistake_is_no_failing_device(monkeypatch):
+    def mistaken(*_):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(device_scorer, "search", mistaken)
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        on_device(np.ones((30, 8), np.float32)).top(np.ones((2, 8), np.float32), 3)
 
 
 def test_lists_that_are_not_certain_are_looked_for_once_more(monkeypatch):
