@@ -37,9 +37,12 @@ def test_the_device_and_the_processor_write_the_same_bytes(
 
     made = []
     plain = scorer.DeviceScorer.of
-    monkeypatch.setattr(
-        scorer.DeviceScorer, "of", lambda *given: made.append(given[1:]) or plain(*given)
-    )
+
+    def of(vectors: Any, metric: Any, device: str) -> Any:
+        made.append((metric, device))
+        return plain(vectors, metric, device)
+
+    monkeypatch.setattr(scorer.DeviceScorer, "of", of)
     found = {}
     for device in ("off", "cpu"):
         config = elsewhere(replace(prepared, device=device), tmp_path / device)
@@ -72,11 +75,12 @@ def test_a_night_by_programs_is_published(
     train_reference(config, data_until=UNTIL)
     opened = []
     plain = towers.ProgramTower.run
-    monkeypatch.setattr(
-        towers.ProgramTower,
-        "run",
-        lambda self, inputs: opened.append(self._name) or plain(self, inputs),
-    )
+
+    def run(self: Any, inputs: Any) -> Any:
+        opened.append(self._name)
+        return plain(self, inputs)
+
+    monkeypatch.setattr(towers.ProgramTower, "run", run)
     generation = publish_night(config, UNTIL)
     root = config.store().local(generation_path(generation))
     assert set(opened) == {"user_tower", "item_tower", "user_affinity"}
