@@ -118,17 +118,17 @@ def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
         assert (starts[1:] <= starts[:-1]).all()
 
 
-@given(st.integers(1, 200_000))
-def test_tiles_cover_every_column_once_in_whole_blocks(most):
-    rng = np.random.default_rng(0)
-    held = DeviceItems.of(
-        Compared.of(rng.standard_normal((40_000, 2)).astype("f4"), "inner_product"),
-        CPU,
-        torch.float16,
-    )
-    total, block = len(held.whole.ordinals), held.whole.block
+@pytest.fixture(scope="module")
+def many():
+    vectors = np.random.default_rng(0).standard_normal((40_000, 2)).astype("f4")
+    return DeviceItems.of(Compared.of(vectors, "inner_product"), CPU, torch.float16).whole
 
-    found = list(tiles(held.whole, most))
+
+@given(st.integers(1, 200_000))
+def test_tiles_cover_every_column_once_in_whole_blocks(many, most):
+    total, block = len(many.ordinals), many.block
+
+    found = list(tiles(many, most))
 
     assert [each.start for each in found] == [0, *(each.stop for each in found[:-1])]
     assert found[-1].stop == total
