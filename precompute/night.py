@@ -8,6 +8,7 @@ from typing import Any
 from precompute import pipeline
 from precompute.build import Progress, quiet
 from precompute.config import NightConfig
+from precompute.scoring.device.choice import devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ def run_night(
     progress: Progress = quiet,
 ) -> list[Line]:
     """Begin to retire; ends early when this very generation is live already."""
+    devices(config.device)  # what is not there is said before anything is read
     lines: list[Line] = []
 
     def step(

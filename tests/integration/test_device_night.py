@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cache.artefacts import generation_path
+from cache.errors import ConfigError
 from precompute import pipeline
 from precompute.config import NightConfig
 from precompute.models.training import train_reference
@@ -86,3 +87,12 @@ def test_a_night_by_programs_is_published(
     assert set(opened) == {"user_tower", "item_tower", "user_affinity"}
     assert (root / "bundle/user_tower.pt2").is_file()
     assert devices("cpu") == ("cpu",)
+
+
+def test_a_device_that_is_not_there_is_said_before_anything_is_read(
+    prepared: NightConfig, tmp_path: Path
+) -> None:
+    config = elsewhere(replace(prepared, device="cuda:97"), tmp_path)
+    with pytest.raises(ConfigError, match="'cuda:97' is not there"):
+        publish_night(config, UNTIL)
+    assert not Path(config.artifacts).exists()
