@@ -1,20 +1,41 @@
-"""The compiled top-K: built where there is a C compiler, left out where there is none."""
+"""What is compiled: built where there is a C compiler, left out where there is none."""
 
 from setuptools import Extension, setup
 
-FOLDER = "precompute/scoring/native"
-HEADERS = ("exact", "state", "candidates", "passes", "block")
+TOPK, COLUMNS = "precompute/scoring/native", "cache/native"
+HEADERS = {
+    TOPK: ("exact", "state", "candidates", "passes", "block"),
+    COLUMNS: (
+        "taken",
+        "flights",
+        "hashes",
+        "parts",
+        "requests",
+        "replies",
+        "rows",
+        "lists",
+        "answers",
+        "streams",
+    ),
+}
+
+
+def compiled(name: str, folder: str, *libraries: str) -> Extension:
+    """An extension of one file and its headers."""
+    return Extension(
+        name,
+        [f"{folder}/{name.rpartition('._')[2]}.c"],
+        depends=[f"{folder}/{each}.h" for each in HEADERS[folder]],
+        # No multiply-add may be fused: numbers have the same bits with and without what is compiled.
+        extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off"],
+        libraries=list(libraries),
+        optional=True,
+    )
+
 
 setup(
     ext_modules=[
-        Extension(
-            "precompute.scoring._topk",
-            [f"{FOLDER}/topk.c"],
-            depends=[f"{FOLDER}/{name}.h" for name in HEADERS],
-            # No multiply-add may be fused: scores have the same bits with and without the kernel.
-            extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off"],
-            libraries=["m"],
-            optional=True,
-        )
+        compiled("precompute.scoring._topk", TOPK, "m"),
+        compiled("cache._columns", COLUMNS),
     ]
 )

@@ -5,7 +5,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import hiredis
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
+from cache import compiled
 from cache.errors import TierUnavailable
 from cache.frames import Frames
 from cache.keys import Keyspace
@@ -29,7 +32,10 @@ class PageRead(NamedTuple):
 
 
 class PageReads(Sequence[PageRead]):
-    """Many records of one table: a `PageRead` of each, made only for who looks at them one by one."""
+    """Many records of one table: a `PageRead` of each, made only for who looks at them one by one.
+
+    `pages` and `offsets` are int64[n].
+    """
 
     __slots__ = ("generation", "length", "offsets", "pages", "table")
 
@@ -37,21 +43,21 @@ class PageReads(Sequence[PageRead]):
         self,
         generation: str,
         table: str,
-        pages: Sequence[int],
-        offsets: Sequence[int],
+        pages: ArrayLike,
+        offsets: ArrayLike,
         length: int,
     ) -> None:
         self.generation = generation
         self.table = table
-        self.pages = pages
-        self.offsets = offsets
+        self.pages: NDArray[np.int64] = np.asarray(pages, np.int64)
+        self.offsets: NDArray[np.int64] = np.asarray(offsets, np.int64)
         self.length = length
 
     def __len__(self) -> int:
         return len(self.pages)
 
     def __getitem__(self, index: int) -> PageRead:  # type: ignore[override]  # nobody slices reads
-        page, offset = self.pages[index], self.offsets[index]
+        page, offset = self.pages.item(index), self.offsets.item(index)
         return PageRead(self.generation, self.table, page, offset, self.length)
 
     def __iter__(self) -> Iterator[PageRead]:
@@ -147,6 +153,10 @@ class Packer:
 
     def pages(self, reads: PageReads) -> bytes:
         """The bytes to send for many records of one table."""
+        columns = compiled.columns()
+        if columns is not None:
+            prefix = self._keyspace.pages(reads.generation, reads.table)
+            return columns.getranges(prefix, reads.pages, reads.offsets, reads.length)
         named = reads.generation, reads.table, reads.length
         run = self._runs.get(named)
         if run is None:
@@ -155,8 +165,8 @@ class Packer:
             run = self._runs[named] = self._run(*named)
         heads, tails = run
         pieces = [b""] * (2 * len(reads))
-        pieces[::2] = map(heads.__getitem__, reads.pages)
-        pieces[1::2] = map(tails.__getitem__, reads.offsets)
+        pieces[::2] = map(heads.__getitem__, reads.pages.tolist())
+        pieces[1::2] = map(tails.__getitem__, reads.offsets.tolist())
         return b"".join(pieces)
 
     def _run(self, generation: str, table: str, length: int) -> tuple["_Pieces", "_Pieces"]:

@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from cache import compiled
 from cache.errors import CorruptArtefact
 from cache.manifest import EntitySet
 
@@ -34,6 +35,10 @@ class Directory:
         self._starts_list: list[int] = self._starts.tolist()
         self._firsts_list: list[int] = self._firsts.tolist()
         self.count = self._starts_list[-1]
+        columns = compiled.columns()
+        self._compiled = None
+        if columns is not None and parts:
+            self._compiled = columns.Parts(tuple(self._firsts_list), self.parts)
 
     @classmethod
     def open(cls, root: Path, entities: EntitySet) -> Self:
@@ -61,6 +66,8 @@ class Directory:
         """int64[n] positions, -1 where a hash is absent."""
         if hashes.dtype != np.uint64:
             raise TypeError(f"hashes are uint64, not {hashes.dtype}")
+        if self._compiled is not None:
+            return np.frombuffer(self._compiled.find(np.ascontiguousarray(hashes)), np.int64)
         if len(self.parts) == 1 and len(part := self.parts[0]):
             return _found(part, hashes)
         order = hashes.argsort()
@@ -86,6 +93,17 @@ class Directory:
         """Parts and positions within them of int64[n] global positions."""
         parts = self._starts.searchsorted(positions, "right") - 1
         return parts, positions - self._starts[parts]
+
+    def pages(
+        self, positions: NDArray[np.int64], first_pages: NDArray[np.int64], per_page: int, size: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where records of `size` bytes lie, `per_page` of them in a page: int64[n] pages, int64[n] offsets in them."""
+        if self._compiled is not None:
+            both = self._compiled.places(positions, first_pages, per_page, size)
+            return np.frombuffer(both[0], np.int64), np.frombuffer(both[1], np.int64)
+        parts, within = self.places(positions)
+        pages, slots = np.divmod(within, per_page)
+        return pages + first_pages[parts], slots * size
 
     def hashes(self) -> NDArray[np.uint64]:
         """All hashes in order, as one array in memory."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from operator import eq
 from pathlib import Path
-from typing import NewType, Self
+from typing import NamedTuple, NewType, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,13 @@ ModelIndices = NewType("ModelIndices", NDArray[np.int64])
 
 
 _AT_ONCE = 1 << 18
+
+
+class Lent(NamedTuple):
+    """The bytes of all ids, and where each begins and the last one ends."""
+
+    ids: NDArray[np.uint8]
+    offsets: NDArray[np.uint64]
 
 
 class ItemTable:
@@ -50,6 +57,8 @@ class ItemTable:
         """As JSON."""
         self.names = Names(self.count, longest, ids_of)
         """As they are."""
+        self.lent = Lent(ids, offsets)
+        """For what is compiled."""
 
     @classmethod
     def open(cls, root: Path, manifest: Manifest) -> Self:

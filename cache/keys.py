@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from cache import compiled
 from cache.errors import InvalidId, InvalidInput
 
 FORMAT = 1
@@ -48,7 +49,20 @@ def hash_id(raw: bytes, seed: int) -> int:
 
 def hash_ids(raws: Sequence[bytes], seed: int) -> NDArray[np.uint64]:
     """uint64[n] of `hash_id`."""
+    columns = compiled.columns()
+    if columns is not None and type(raws) is list:
+        found = columns.hashes(raws, seed)
+        if found is not None:
+            return np.frombuffer(found, np.uint64)
     return np.fromiter(map(xxhash.xxh3_64_intdigest, raws, repeat(seed)), np.uint64, len(raws))
+
+
+def are_ids(raws: list[bytes]) -> bool:
+    """Whether each has a length that an id may have."""
+    if (columns := compiled.columns()) is not None:
+        return columns.are_ids(raws, ID_BYTES_MAX)
+    lengths = list(map(len, raws))
+    return min(lengths, default=1) > 0 and max(lengths, default=1) <= ID_BYTES_MAX
 
 
 def fingerprint(raw: bytes) -> int:
@@ -180,6 +194,10 @@ class Keyspace:
     def page(self, generation: str, table: str, page: int) -> str:
         """One page of a table."""
         return f"larder:{FORMAT}:{self.namespace}:g:{generation}:{table}:{page}"
+
+    def pages(self, generation: str, table: str) -> bytes:
+        """What the names of all pages of a table begin with, before the number."""
+        return f"larder:{FORMAT}:{self.namespace}:g:{generation}:{table}:".encode()
 
     def loaded(self, generation: str) -> str:
         """Hash: "table/part" -> digest of the pages that are wholly in Redis."""

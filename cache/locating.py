@@ -36,12 +36,9 @@ def page_reads(view: View, wants: Wants) -> PageReads:
     """Where each record lies."""
     table = wants.table
     size_bytes = table.layout.size_bytes
-    if len(table.parts) == 1:
-        pages, slots = np.divmod(wants.positions, table.records_per_page)
-        pages += table.parts[0].first_page
-    else:
-        parts, within = view.directories[table.entity].places(wants.positions)
-        pages, slots = np.divmod(within, table.records_per_page)
-        pages += np.array([part.first_page for part in table.parts])[parts]
-    slots *= size_bytes
-    return PageReads(view.generation, table.name, pages.tolist(), slots.tolist(), size_bytes)
+    first_pages = np.array([part.first_page for part in table.parts], np.int64)
+    directory = view.directories[table.entity]
+    pages, offsets = directory.pages(
+        wants.positions, first_pages, table.records_per_page, size_bytes
+    )
+    return PageReads(view.generation, table.name, pages, offsets, size_bytes)

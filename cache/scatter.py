@@ -33,7 +33,8 @@ class Slots:
     def of(self, commands: Sequence[Command]) -> Iterable[int]:
         """In order."""
         if isinstance(commands, PageReads):
-            return map(self._table(commands.generation, commands.table).__getitem__, commands.pages)
+            slot_of = self._table(commands.generation, commands.table).__getitem__
+            return map(slot_of, commands.pages.tolist())
         return map(self.of_one, commands)
 
     def of_one(self, command: Command) -> int:
@@ -168,12 +169,6 @@ class Scatter:
 
 def _some(commands: Sequence[Command], places: Sequence[int]) -> Sequence[Command]:
     if isinstance(commands, PageReads):
-        pages, offsets = commands.pages, commands.offsets
-        return PageReads(
-            commands.generation,
-            commands.table,
-            [pages[place] for place in places],
-            [offsets[place] for place in places],
-            commands.length,
-        )
+        pages, offsets = commands.pages.take(places), commands.offsets.take(places)
+        return PageReads(commands.generation, commands.table, pages, offsets, commands.length)
     return [commands[place] for place in places]

@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from cache.boarding import board, leave
+
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -15,12 +17,20 @@ class Abandoned(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Flight(Generic[K, V]):
-    places: dict[K, int]
-    """Of each key in what the work yields."""
-    work: asyncio.Future[Any]
-    is_single: bool
+    keys: Collection[K]
+    """In the order of what the work yields."""
+    is_single: bool = False
     """The work yields one value and no sequence of them."""
+    work: asyncio.Future[Any] = field(init=False)
+    is_under_way: bool = True
     waiters: dict[asyncio.Future[Sequence[V]], None] = field(default_factory=dict)
+    _places: dict[K, int] | None = None
+
+    def place(self, key: K) -> int:
+        """Of a key in what the work yields: most flights of many are never asked."""
+        if self._places is None:
+            self._places = _numbered(self.keys)
+        return self._places[key]
 
 
 class Boarded(NamedTuple, Generic[K, V]):
@@ -58,21 +68,21 @@ class SingleFlight(Generic[K, V]):
         """The value of `key`: from the flight under way, else from `work()`, whose errors all waiters get."""
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._take_off({key: 0}, work(), is_single=True)
+            flight = self._take_off((key,), work(), is_single=True)
         else:
             self.shared += 1
-        return (await self._wait(flight))[flight.places[key]]
+        return (await self._wait(flight))[flight.place(key)]
 
     async def do_one(self, key: K, work: Callable[[], asyncio.Future[list[V]]]) -> V:
         """The same for work that is a future of one value: a caller and its work in one coroutine."""
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._take_off({key: 0}, work())
+            flight = self._take_off((key,), work())
         else:
             self.shared += 1
         waiter = self._join(flight)
         try:
-            return (await waiter)[flight.places[key]]
+            return (await waiter)[flight.place(key)]
         finally:
             self._leave(flight, waiter)
 
@@ -80,10 +90,10 @@ class SingleFlight(Generic[K, V]):
         """A place for a caller that waits for many keys at once, without a coroutine for each."""
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._take_off({key: 0}, work(), is_single=True)
+            flight = self._take_off((key,), work(), is_single=True)
         else:
             self.shared += 1
-        return Boarded(flight, flight.places[key], self._join(flight))
+        return Boarded(flight, flight.place(key), self._join(flight))
 
     def leave(self, place: Boarded[K, V]) -> None:
         """Ends what `board` began, whether the flight has landed or not."""
@@ -96,16 +106,16 @@ class SingleFlight(Generic[K, V]):
         flights = self._flights
         if len(keys) == 1 and (flight := flights.get(keys[0])) is not None:
             self.shared += 1
-            return [(await self._wait(flight))[flight.places[keys[0]]]]
+            return [(await self._wait(flight))[flight.place(keys[0])]]
         new = [key for key in dict.fromkeys(keys) if key not in flights]
         self.shared += len(keys) - len(new)
         if new:
-            own = self._take_off(_numbered(new), work(tuple(new)))
+            own = self._take_off(new, work(tuple(new)))
             if len(new) == len(keys):
                 return list(await self._wait(own))
         joined = [flights[key] for key in keys]
         landed = await self._wait_all(joined)
-        return [landed[id(each)][each.places[key]] for key, each in zip(keys, joined, strict=True)]
+        return [landed[id(each)][each.place(key)] for key, each in zip(keys, joined, strict=True)]
 
     async def do_batch(
         self, keys: Sequence[K], work: Callable[[Sequence[int]], Awaitable[Sequence[V]]]
@@ -114,26 +124,20 @@ class SingleFlight(Generic[K, V]):
 
         Returns those places, what `work` gave as it gave it, and the values of all other places.
         """
-        flights = self._flights
-        under_way, places = flights.keys() & keys, _numbered(keys)
-        if not under_way and len(places) == len(keys):
-            flight = self._take_off(places, work(range(len(keys))))
+        named = list(keys)
+        flight: _Flight[K, V] = _Flight(named)
+        rest = board(self._flights, named, flight)
+        if not rest:
+            self._begin(flight, work, range(len(keys)))
             return range(len(keys)), await self._wait(flight), {}
-        new: dict[K, int] = {}
-        rest: list[int] = []
-        for place, key in enumerate(keys):
-            if key in under_way or key in new:
-                rest.append(place)
-            else:
-                new[key] = place
-        first = list(new.values())
-        own = self._take_off(_numbered(new), work(first)) if new else None
+        joined = {place: self._flights[keys[place]] for place in rest}
+        first = [place for place in range(len(keys)) if place not in joined]
+        flight.keys = [keys[place] for place in first]
+        own = self._begin(flight, work, first) if first else None
         self.shared += len(rest)
-        joined = {place: flights[keys[place]] for place in rest}
         landed = await self._wait_all([*joined.values(), *([] if own is None else [own])])
         others = {
-            place: landed[id(flight)][flight.places[keys[place]]]
-            for place, flight in joined.items()
+            place: landed[id(flight)][flight.place(keys[place])] for place, flight in joined.items()
         }
         return first, () if own is None else landed[id(own)], others
 
@@ -155,12 +159,29 @@ class SingleFlight(Generic[K, V]):
             self._leave(flight, waiter)
 
     def _take_off(
-        self, places: dict[K, int], work: Awaitable[Any], *, is_single: bool = False
+        self, keys: Collection[K], work: Awaitable[Any], *, is_single: bool = False
     ) -> _Flight[K, V]:
         # A future is used as it is; a coroutine becomes a task of its own, detached from the caller.
-        flight: _Flight[K, V] = _Flight(places, asyncio.ensure_future(work), is_single)
+        flight: _Flight[K, V] = _Flight(keys, is_single)
+        flight.work = asyncio.ensure_future(work)
+        self.started += len(keys)
+        self._flights.update(dict.fromkeys(keys, flight))
+        flight.work.add_done_callback(lambda _: self._land(flight))
+        return flight
+
+    def _begin(
+        self,
+        flight: _Flight[K, V],
+        work: Callable[[Sequence[int]], Awaitable[Sequence[V]]],
+        places: Sequence[int],
+    ) -> _Flight[K, V]:
+        """The work of a flight that is named already."""
+        try:
+            flight.work = asyncio.ensure_future(work(places))
+        except BaseException:
+            self._forget(flight)
+            raise
         self.started += len(places)
-        self._flights.update(dict.fromkeys(places, flight))
         flight.work.add_done_callback(lambda _: self._land(flight))
         return flight
 
@@ -182,7 +203,7 @@ class SingleFlight(Generic[K, V]):
         self._forget(flight)
         error: BaseException | None
         if flight.work.cancelled():
-            error = Abandoned(f"the work for {next(iter(flight.places))!r} was cancelled")
+            error = Abandoned(f"the work for {next(iter(flight.keys))!r} was cancelled")
         else:
             error = flight.work.exception()
         values: Sequence[V] = ()
@@ -197,10 +218,10 @@ class SingleFlight(Generic[K, V]):
                 waiter.set_result(values)
 
     def _forget(self, flight: _Flight[K, V]) -> None:
-        flights = self._flights
-        for key in flight.places:
-            if flights.get(key) is flight:
-                del flights[key]
+        # Nobody takes off under a key that is under way: until now all of them are this flight's.
+        if flight.is_under_way:
+            flight.is_under_way = False
+            leave(self._flights, flight.keys)
 
 
 def _numbered(keys: Collection[K]) -> dict[K, int]:

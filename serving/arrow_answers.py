@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cache import compiled
 from cache.manifest import Table
 from cache.names import Named
 from serving.answer import Answer
@@ -68,7 +69,7 @@ class Stored(NamedTuple):
     """Of the lists, if these are such."""
 
 
-NO_ITEMS = Named(b"", np.zeros((0, 0), np.int32))
+NO_ITEMS = Named.of(b"", np.zeros((0, 0), np.int32))
 _NOTHING = Stored(
     np.zeros(0, np.int64), ((), ()), np.zeros(0, bool), np.zeros((0, 0), np.float32), NO_ITEMS
 )
@@ -82,7 +83,7 @@ def answers_stream(
 ) -> bytes:
     """The body of the response: row i is one of `stored`, or else `answers[i]`."""
     rows = len(ids)
-    columns = [texts(ids), *_origins(rows, answers, stored)]
+    columns = [_ids(ids), *_origins(rows, answers, stored)]
     if table.kind == "topk":
         return _stream(table, _TOP_FIELDS, [*columns, *_top_columns(rows, answers, stored)], rows)
     name = "vector" if table.kind == "vector" else "values"
@@ -98,7 +99,15 @@ def answers_stream(
 
 
 def _stream(table: Table, fields: tuple[Field, ...], columns: list[Column], rows: int) -> bytes:
-    return stream(fields, columns, rows, ((TABLE, table.name),))
+    found = compiled.columns()
+    assemble = None if found is None else found.stream
+    return stream(fields, columns, rows, ((TABLE, table.name),), assemble)
+
+
+def _ids(ids: Sequence[bytes | None]) -> Column:
+    columns = compiled.columns()
+    found = None if columns is None else columns.joined(ids)
+    return texts(ids) if found is None else Column(((len(ids), 0),), (b"", *found))
 
 
 def _origins(rows: int, answers: Mapping[int, Answer], stored: Stored) -> list[Column]:
@@ -146,7 +155,7 @@ def _top_columns(
     if not answers:
         count, width = stored.numbers.shape
         ends = np.arange(count + 1, dtype=np.int32) * np.int32(width)
-        column = _names(stored.items.data, stored.items.sizes.ravel())
+        column = _names(stored.items)
         scores = numbers(stored.numbers.ravel())
         return lists(ends, column), lists(ends, scores), no_flags(rows)
     width, short = stored.numbers.shape[1], [False] * rows
@@ -168,15 +177,12 @@ def _top_columns(
     for place, answer in answers.items():
         own = slice(ends[place], ends[place + 1])
         sizes[own], flat[own] = list(map(len, sent[place])), answer["scores"]
-    column = _names(b"".join(items), sizes)
+    column = _names(Named.of(b"".join(items), sizes))
     return lists(ends, column), lists(ends, numbers(flat)), flags(short)
 
 
-def _names(data: bytes, sizes: NDArray[np.int32]) -> Column:
-    """utf8 whose sizes are known."""
-    cuts = np.zeros(len(sizes) + 1, np.int32)
-    np.add.accumulate(sizes, dtype=np.int32, out=cuts[1:])
-    return Column(((len(sizes), 0),), (b"", cuts.tobytes(), data))
+def _names(named: Named) -> Column:
+    return Column(((len(named.cuts) // 4 - 1, 0),), (b"", named.cuts, named.data))
 
 
 def _vectors(

@@ -4,6 +4,7 @@ Reads plain columns of the kinds that this service writes or takes. Nothing is d
 the stream does not itself fill; whatever is wrong raises Malformed, whatever is right but not read here Unsupported.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -30,6 +31,8 @@ _NUMBERS: dict[str, np.dtype[Any]] = {
     "f8": np.dtype("<f8"),
 }
 
+Cutter = Callable[[memoryview, memoryview], list[bytes] | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -41,8 +44,13 @@ class Frame:
     rows: int
 
 
-def read(raw: bytes, rows_max: int, *, as_bytes: bool = False) -> Frame:
-    """The columns: utf8 as str (or its bytes), lists as tuples or read-only float32 arrays, None for null."""
+def read(
+    raw: bytes, rows_max: int, *, as_bytes: bool = False, cutter: Cutter | None = None
+) -> Frame:
+    """The columns: utf8 as str (or its bytes), lists as tuples or read-only float32 arrays, None for null.
+
+    `cutter` cuts bytes at int32 places, or gives None for what it leaves to others.
+    """
     first = first_message(raw)
     metadata, fields = schema(first) if len(first) <= KEPT_MAX else schema.__wrapped__(first)
     columns: dict[str, list[Any]] = {each.name: [] for each in fields}
@@ -55,7 +63,7 @@ def read(raw: bytes, rows_max: int, *, as_bytes: bool = False) -> Frame:
         if count < 0 or rows + count > rows_max:
             raise Malformed(f"the stream has more than {rows_max} rows")
         rows += count
-        batch = _Batch(described, body, as_bytes)
+        batch = _Batch(described, body, as_bytes, cutter)
         for each in fields:
             columns[each.name] += batch.column(each, count)
         batch.check_end()
@@ -65,11 +73,14 @@ def read(raw: bytes, rows_max: int, *, as_bytes: bool = False) -> Frame:
 class _Batch:
     """Hands out a record batch's nodes and buffers in the order of its columns."""
 
-    def __init__(self, described: Layout, body: memoryview, as_bytes: bool) -> None:
+    def __init__(
+        self, described: Layout, body: memoryview, as_bytes: bool, cutter: Cutter | None
+    ) -> None:
         self._nodes = iter(described.nodes)
         self._buffers = iter(described.buffers)
         self._body = body
         self._as_bytes = as_bytes
+        self._cutter = cutter
 
     def column(self, field: Field, rows: int) -> list[Any]:
         """The values of the next column, which has `rows` of them."""
@@ -87,7 +98,7 @@ class _Batch:
     def _values(self, field: Field, rows: int) -> list[Any]:
         match field.kind:
             case "utf8":
-                return self._texts(self._offsets(rows, "<i4"))
+                return self._utf8(rows)
             case "large_utf8":
                 return self._texts(self._offsets(rows, "<i8"))
             case "bool":
@@ -116,13 +127,24 @@ class _Batch:
         numbers = self._array(length, _NUMBERS["f4"])
         return [numbers[a:b] for a, b in pairwise(cuts)]
 
+    def _utf8(self, rows: int) -> list[Any]:
+        ends = self._buffer()
+        if self._cutter is None or not self._as_bytes or len(ends) < 4 * (rows + 1):
+            return self._texts(_offsets(ends, rows, "<i4"))
+        data = self._buffer()
+        found = self._cutter(data, ends[: 4 * (rows + 1)])
+        return self._cut(_offsets(ends, rows, "<i4"), data) if found is None else found
+
     def _no_nulls(self, node: tuple[int, int]) -> None:
         if node[1]:
             raise Unsupported("a list holds nulls")
         self._buffer()
 
     def _texts(self, ends: NDArray[Any]) -> list[Any]:
-        cuts, data = ends.tolist(), self._buffer()
+        return self._cut(ends, self._buffer())
+
+    def _cut(self, ends: NDArray[Any], data: memoryview) -> list[Any]:
+        cuts = ends.tolist()
         if cuts[-1] > len(data):
             raise Malformed("a text reaches beyond its bytes")
         try:
@@ -139,16 +161,7 @@ class _Batch:
             raise Malformed("a text is not UTF-8") from error
 
     def _offsets(self, rows: int, layout: str) -> NDArray[Any]:
-        """Not negative and rising; a column without rows may have none."""
-        dtype, data = np.dtype(layout), self._buffer()
-        if rows == 0:
-            return np.zeros(1, dtype)
-        if len(data) < (rows + 1) * dtype.itemsize:
-            raise Malformed("a column lacks offsets")
-        found = np.frombuffer(data, dtype, rows + 1)
-        if found[0] < 0 or (found[1:] < found[:-1]).any():
-            raise Malformed("offsets fall")
-        return found
+        return _offsets(self._buffer(), rows, layout)
 
     def _array(self, rows: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         data = self._buffer()
@@ -186,3 +199,16 @@ class _Batch:
         if at < 0 or size < 0 or at + size > len(self._body):
             raise Malformed("a buffer reaches beyond its body")
         return self._body[at : at + size]
+
+
+def _offsets(data: memoryview, rows: int, layout: str) -> NDArray[Any]:
+    """Not negative and rising; a column without rows may have none."""
+    dtype = np.dtype(layout)
+    if rows == 0:
+        return np.zeros(1, dtype)
+    if len(data) < (rows + 1) * dtype.itemsize:
+        raise Malformed("a column lacks offsets")
+    found = np.frombuffer(data, dtype, rows + 1)
+    if found[0] < 0 or (found[1:] < found[:-1]).any():
+        raise Malformed("offsets fall")
+    return found

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from cache.keys import ID_BYTES_MAX
+from cache import compiled
+from cache.keys import are_ids
 from serving.arrow_flat import Malformed
 from serving.arrow_messages import Unsupported
 from serving.arrow_read import Frame, read
@@ -29,7 +30,9 @@ def sent(body: bytes, limits: Limits) -> Sent:
     """The ids, unchecked but for their number; raises Problem for what is no such stream."""
     try:
         # One more than allowed is enough to tell.
-        frame = read(body, limits.max_batch + 1, as_bytes=True)
+        columns = compiled.columns()
+        cutter = None if columns is None else columns.cut_texts
+        frame = read(body, limits.max_batch + 1, as_bytes=True, cutter=cutter)
     except Malformed as error:
         raise unprocessable(
             "invalid_arrow", f"the body is no Arrow IPC stream of ids: {error}", "body"
@@ -48,8 +51,7 @@ def batch(body: bytes, limits: Limits) -> Batch | None:
         raws, options = sent(body, limits)
     except Problem:
         return None
-    lengths = list(map(len, raws))
-    if min(lengths) == 0 or max(lengths) > ID_BYTES_MAX or not options.keys() <= {"k"}:
+    if not are_ids(raws) or not options.keys() <= {"k"}:
         return None
     k = options.get("k")
     if k is None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cache import compiled
 from cache.names import Named
 from serving.arrow_answers import NO_ITEMS, Origin, Stored, answers_stream
 from serving.resolved import Lookup, Resolved
@@ -14,8 +15,12 @@ def items_of(lookup: Lookup, resolved: Resolved, part: slice) -> Named:
     """The ids of each list in a part of the rows; none where the table has no lists."""
     if lookup.table.kind != "topk":
         return NO_ITEMS
-    ordinals = resolved.rows["items"][part, : lookup.k]
-    return lookup.holding.live.items.names.of(ordinals)
+    rows, items, columns = resolved.rows[part], lookup.holding.live.items, compiled.columns()
+    if columns is None:
+        return items.names.of(rows["items"][:, : lookup.k])
+    layout = lookup.table.layout
+    data, cuts = columns.names(rows, layout.width, layout.precision == "f2", lookup.k, *items.lent)
+    return Named(data, cuts, lookup.k)
 
 
 def resolved_stream(
@@ -36,6 +41,6 @@ def _whole(parts: Sequence[Named]) -> Named:
         return parts[0]
     if not parts:
         return NO_ITEMS
-    return Named(
+    return Named.of(
         b"".join([each.data for each in parts]), np.concatenate([each.sizes for each in parts])
     )

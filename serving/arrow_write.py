@@ -7,7 +7,7 @@ answer only its numbers are written.
 import functools
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import flatbuffers
@@ -28,6 +28,9 @@ class Column(NamedTuple):
     buffers: tuple[bytes, ...]
 
 
+Assemble = Callable[[bytes, bytes, int, int, int, int, int, list[int], list[bytes], bytes], bytes]
+
+
 class _Template(NamedTuple):
     metadata: bytes
     body_at: int
@@ -41,11 +44,32 @@ def stream(
     columns: Sequence[Column],
     rows: int,
     metadata: tuple[tuple[str, str], ...] = (),
+    assemble: Assemble | None = None,
 ) -> bytes:
-    """The whole stream; `columns` are those of `fields`, in their order, `rows` long."""
+    """The whole stream; `columns` are those of `fields`, in their order, `rows` long.
+
+    `assemble`: what does the same as `assembled`, faster.
+    """
     nodes = [number for column in columns for node in column.nodes for number in node]
     buffers = [each for column in columns for each in column.buffers]
     template = _template(len(nodes) // 2, len(buffers))
+    assemble = assemble or assembled
+    return assemble(schema_message(fields, metadata), *template, rows, nodes, buffers, END)
+
+
+def assembled(
+    before: bytes,
+    metadata: bytes,
+    body_at: int,
+    rows_at: int,
+    nodes_at: int,
+    buffers_at: int,
+    rows: int,
+    nodes: list[int],
+    buffers: list[bytes],
+    after: bytes,
+) -> bytes:
+    """The metadata with its numbers, then each buffer on a multiple of 8 bytes; `before` and `after` as they are."""
     pieces: list[bytes] = []
     places: list[int] = []
     at = 0
@@ -57,12 +81,12 @@ def stream(
                 pieces.append(_PADDING[pad])
                 size += pad
             at += size
-    head = bytearray(template.metadata)
-    struct.pack_into("<q", head, template.body_at, at)
-    struct.pack_into("<q", head, template.rows_at, rows)
-    struct.pack_into(f"<{len(nodes)}q", head, template.nodes_at, *nodes)
-    struct.pack_into(f"<{len(places)}q", head, template.buffers_at, *places)
-    return b"".join((schema_message(fields, metadata), head, *pieces, END))
+    head = bytearray(metadata)
+    struct.pack_into("<q", head, body_at, at)
+    struct.pack_into("<q", head, rows_at, rows)
+    struct.pack_into(f"<{len(nodes)}q", head, nodes_at, *nodes)
+    struct.pack_into(f"<{len(places)}q", head, buffers_at, *places)
+    return b"".join((before, head, *pieces, after))
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import Literal
 
 import numpy as np
@@ -119,10 +118,10 @@ class Batches:
         else:
             resolved = Resolved(places[is_plain], found.records[is_plain], found.is_l2[is_plain])
         if not (l2 := np.count_nonzero(resolved.is_l2)) or l2 == len(resolved.is_l2):
-            self._count(lookup, resolved.places.tolist(), "l2" if l2 else "l1")
+            self._count(lookup, resolved.places, "l2" if l2 else "l1")
         else:
-            self._count(lookup, resolved.places[~resolved.is_l2].tolist(), "l1")
-            self._count(lookup, resolved.places[resolved.is_l2].tolist(), "l2")
+            self._count(lookup, resolved.places[~resolved.is_l2], "l1")
+            self._count(lookup, resolved.places[resolved.is_l2], "l2")
         self._note(lookup, resolved, wants, is_plain)
         if len(resolved.places) == len(places):
             return resolved
@@ -153,7 +152,7 @@ class Batches:
             if unfit.is_damaged:
                 self._tiers.discard(live.view, want)
             return unfit.reason
-        self._count(lookup, [place], outcome.tier)
+        self._count(lookup, np.array([place]), outcome.tier)
         if outcome.tier == "l2":
             self._watch.read(live.generation, table.name, want.key)
         entity = _entity(lookup, place)
@@ -172,13 +171,13 @@ class Batches:
                 answer["stale"] = stale
         return dict(zip(places, answers, strict=True))
 
-    def _count(self, lookup: Lookup, places: Sequence[int], tier: Literal["l1", "l2"]) -> None:
+    def _count(self, lookup: Lookup, places: NDArray[np.int64], tier: Literal["l1", "l2"]) -> None:
         """So many were answered from a tier just now."""
-        if places:
-            name = lookup.table.name
-            raws = lookup.raws
-            asked = raws if len(places) == len(raws) else [raws[place] for place in places]
-            self._ladder.recent.extend(zip(repeat(name), asked, strict=False))
+        if len(places):
+            name, raws = lookup.table.name, lookup.raws
+            is_all = len(places) == len(raws)
+            asked = raws if is_all else [raws[place] for place in places.tolist()]
+            self._ladder.recent.add(name, asked)
             seconds = self._service.timer() - lookup.started
             self._metrics.hot(name, tier, seconds, len(places))
 

@@ -9,7 +9,7 @@ from urllib.parse import unquote_to_bytes
 
 import orjson
 
-from cache.keys import ID_BYTES_MAX
+from cache.keys import ID_BYTES_MAX, are_ids
 from serving.ask import Limits, Options
 from serving.options import query_options
 from serving.problem import Problem
@@ -130,8 +130,7 @@ def batch(body: bytes, longest: int) -> Batch | None:
         raws = [each.encode() for each in ids]
     except (AttributeError, UnicodeEncodeError):
         return None
-    lengths = list(map(len, raws))
-    return Batch(raws, k) if min(lengths) > 0 and max(lengths) <= ID_BYTES_MAX else None
+    return Batch(raws, k) if are_ids(raws) else None
 
 
 def _k(data: Mapping[str, Any]) -> int | None:

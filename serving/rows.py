@@ -8,20 +8,32 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from cache import compiled
 from cache.keys import FORMAT
 from cache.manifest import Table
+from cache.numerals import Numerals
 from cache.records import SAFE_EXPONENT
 from serving.render import JSON
 from serving.snapshot import Snapshot
 
+_ITEMS, _SCORES, _WHOLE = b',"items":[', b'],"scores":[', b'],"short":false'
+_NUMERALS = Numerals()
 _OUTSIDE = {"f2": ("<u2", 0x7C00), "f4": ("<u4", 0x7F800000)}
 """The bits of a number that are all set when it is not finite."""
 
 
 def plain(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArray[np.bool_]:
     """bool[n]: records of the night that are whole and need nothing left out: `k` items each, or all numbers."""
-    flags, counts, width = rows["flags"], rows["count"], table.layout.width
-    least = k if table.kind == "topk" else width
+    layout, columns = table.layout, compiled.columns()
+    width, is_list = layout.width, table.kind == "topk"
+    least = k if is_list else width
+    if columns is not None and layout.precision != "i1" and not len(snapshot.blocked_ordinals):
+        found = columns.plain(
+            rows, width, is_list, layout.precision == "f2", FORMAT << 4, least, SAFE_EXPONENT,
+            snapshot.items.count,
+        )  # fmt: skip
+        return np.frombuffer(bytearray(found), np.bool_)
+    flags, counts = rows["flags"], rows["count"]
     usable: NDArray[np.bool_] = (flags == FORMAT << 4) & (counts >= least) & (counts <= width)
     if table.layout.precision == "i1":
         with np.errstate(over="ignore", invalid="ignore"):
@@ -54,7 +66,12 @@ def _are_listable(
 
 def numbers(table: Table, rows: NDArray[Any], k: int) -> NDArray[np.float32]:
     """float32[n, k] scores, or all numbers of a vector or of values, of records that are `plain`."""
-    width = k if table.kind == "topk" else table.layout.width
+    layout, is_list, columns = table.layout, table.kind == "topk", compiled.columns()
+    width = k if is_list else layout.width
+    if columns is not None and layout.precision != "i1":
+        is_half = layout.precision == "f2"
+        sent = columns.numbers(rows, layout.width, is_list, is_half, width)
+        return np.frombuffer(sent, np.float32).reshape(len(rows), width)
     found = rows["numbers"][:, :width].astype(np.float32, order="C")
     if table.layout.precision == "f2":
         found *= np.ldexp(np.float32(1), rows["exponent"].astype(np.int32))[:, None]
@@ -72,15 +89,19 @@ def texts_of(
     ends: Sequence[bytes],
 ) -> list[bytes]:
     """The JSON of each answer from a `plain` record; `ends` begin after the prediction."""
-    # One call for all numbers and one for all ids; quotes inside a string are escaped, so the cuts are sound.
-    lists = [each[2:] for each in _lists(numbers(table, rows, k))]
+    # One call for all ids; quotes inside a string are escaped, so the cuts are sound.
     names = orjson.dumps(ids)[2:-2].split(b'","')
-    head, named = repeat(b'{"id":"'), b'","table":%b' % orjson.dumps(table.name)
+    named = b'","table":%b' % orjson.dumps(table.name)
     if table.kind == "topk":
-        middle, after = repeat(named + b',"items":['), repeat(b'],"scores":[')
+        found = _compiled(snapshot, table, names, named, rows, k, ends)
+        if found is not None:
+            return found
+    lists = [each[2:] for each in _lists(numbers(table, rows, k))]
+    head = repeat(b'{"id":"')
+    if table.kind == "topk":
+        middle, after = repeat(named + _ITEMS), repeat(_SCORES)
         items = snapshot.items.texts.lines(rows["items"][:, :k])
-        short = repeat(b'],"short":false')
-        pieces = head, names, middle, items, after, lists, short, ends
+        pieces = head, names, middle, items, after, lists, repeat(_WHOLE), ends
         return [b"".join(each) for each in zip(*pieces, strict=False)]
     field, last = (b',"vector":[', b"]")
     if table.kind == "value":
@@ -88,6 +109,30 @@ def texts_of(
     middle = repeat(named + field)
     parts = head, names, middle, lists, repeat(last), ends
     return [b"".join(each) for each in zip(*parts, strict=False)]
+
+
+def _compiled(
+    snapshot: Snapshot,
+    table: Table,
+    names: list[bytes],
+    named: bytes,
+    rows: NDArray[Any],
+    k: int,
+    ends: Sequence[bytes],
+) -> list[bytes] | None:
+    """Lists by what is compiled, if that is there and can write them; `names` and `named` end and begin in a quote."""
+    columns, layout = compiled.columns(), table.layout
+    if columns is None:
+        return None
+    for _ in range(2):
+        found = columns.answers(
+            rows, layout.width, layout.precision == "f2", k, *snapshot.items.lent, _NUMERALS.table,
+            b'{"id":"', names, named + _ITEMS, _SCORES, _WHOLE, list(ends),
+        )  # fmt: skip
+        if not isinstance(found, tuple):
+            return found
+        _NUMERALS.write(found)
+    return None
 
 
 def _lists(found: NDArray[np.float32]) -> list[bytes]:

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from typing import Protocol
 
 from cache.errors import TierUnavailable
@@ -39,10 +39,23 @@ class Recent(deque[Name]):
     def __init__(self) -> None:
         super().__init__(maxlen=RECENT)
         self.earlier: Callable[[], None] = lambda: None
+        self._batches: deque[tuple[str, Sequence[bytes]]] = deque()
+        self._waiting = 0
+
+    def add(self, table: str, raws: Sequence[bytes]) -> None:
+        """So many of one table at once: kept as they are until somebody looks."""
+        self._batches.append((table, raws))
+        self._waiting += len(raws)
+        while self._waiting - len(self._batches[0][1]) >= RECENT:
+            self._waiting -= len(self._batches.popleft()[1])
 
     def names(self) -> Sequence[Name]:
         """All that is remembered."""
         self.earlier()
+        for table, raws in self._batches:
+            self.extend(zip(repeat(table), raws))
+        self._batches.clear()
+        self._waiting = 0
         return self
 
     def fresh(self) -> list[Name]:

@@ -6,6 +6,7 @@ requests tells), so hits of L1 add nothing and cost nothing.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 KEYS_MAX = 1 << 16
 """Kept between two reports; what comes after them is left out and counted."""
@@ -22,7 +23,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.left_out = 0
-        self._keys: defaultdict[tuple[str, str], set[int | bytes]] = defaultdict(set)
+        self._keys: defaultdict[tuple[str, str], list[Sequence[int | bytes]]] = defaultdict(list)
         self._room = KEYS_MAX
 
     def add(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
@@ -31,7 +32,7 @@ class Reads:
             self.left_out += len(keys)
             return
         self._room -= len(keys)
-        self._keys[generation, table].update(keys)
+        self._keys[generation, table].append(keys)
 
     def take(self, generation: str) -> dict[str, list[bytes]]:
         """By table, what was read of this generation since the last call; of others it is forgotten."""
@@ -43,7 +44,8 @@ class Reads:
         return found
 
 
-def _packed(keys: Iterable[int | bytes]) -> list[bytes]:
+def _packed(added: Iterable[Sequence[int | bytes]]) -> list[bytes]:
+    keys = set(chain.from_iterable(added))
     return [each.to_bytes(8, "little") for each in keys if isinstance(each, int)]
 
 

@@ -1,0 +1,51 @@
+/* What a batch of stored records costs per record, compiled; cache/compiled.py says what stands in where it is not. */
+#include "answers.h"
+#include "flights.h"
+#include "hashes.h"
+#include "parts.h"
+#include "replies.h"
+#include "streams.h"
+
+static PyMethodDef parts_methods[] = {
+    {"find", (PyCFunction)parts_find, METH_O, "int64 positions of uint64 hashes, -1 where one is absent."},
+    {"places", (PyCFunction)parts_places, METH_VARARGS, "(int64 pages, int64 offsets) of int64 positions."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot parts_slots[] = {
+    {Py_tp_dealloc, parts_dealloc}, {Py_tp_new, parts_new}, {Py_tp_methods, parts_methods}, {0, NULL},
+};
+
+static PyType_Spec parts_spec = {"cache._columns.Parts", sizeof(parts_object), 0, Py_TPFLAGS_DEFAULT, parts_slots};
+
+static PyMethodDef methods[] = {
+    {"hashes", hashes, METH_VARARGS, "64-bit xxh3 of each id; None if one is too long."},
+    {"could_be", could_be, METH_VARARGS, "Whether these are, or begin, so many bulk strings of one length."},
+    {"records_of", records_of, METH_VARARGS, "(a copy of records that lie a step apart, how many are sound)."},
+    {"stream", stream, METH_VARARGS, "An Arrow stream of one record batch."},
+    {"joined", joined, METH_O, "(int32 cuts, bytes) of a list of bytes; None if it is none."},
+    {"board", board, METH_VARARGS, "Enters keys that are not there; the places of the others."},
+    {"leave", leave, METH_VARARGS, "Takes away keys, as far as they are there."},
+    {"spread", spread, METH_VARARGS, "Records at their places among others, else zeros."},
+    {"are_ids", are_ids, METH_VARARGS, "Whether each is bytes, at least one and at most so many."},
+    {"getranges", getranges, METH_VARARGS, "One GETRANGE per page and offset, as bytes."},
+    {"cut_texts", cut_texts, METH_VARARGS, "The texts between int32 cuts; None unless all is sound and ASCII."},
+    {"plain", plain, METH_VARARGS, "A byte per record: whether it is a plain answer."},
+    {"numbers", numbers, METH_VARARGS, "The first k numbers of each record, float32."},
+    {"names", names, METH_VARARGS, "(ids of the first k items of each record, int32 cuts)."},
+    {"answers", answers, METH_VARARGS, "JSON of each record; a tuple of missing numerals; None."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int add_types(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&parts_spec);
+    int failed = !type || PyModule_AddObjectRef(module, "Parts", type);
+    Py_XDECREF(type);
+    return failed ? -1 : PyModule_AddIntConstant(module, "VERSION", 1);
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_types}, {0, NULL}};
+
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_columns", NULL, 0, methods, slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__columns(void) { return PyModuleDef_Init(&module); }

@@ -1,0 +1,256 @@
+"""What is compiled gives what numpy gives, whatever it is asked, and refuses what reaches beyond its buffers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cache import compiled, rows
+from cache.boarding import board, leave
+from cache.commands import Packer, PageReads
+from cache.directory import Directory
+from cache.errors import ConfigError
+from cache.frames import Frames, could_be, stride
+from cache.keys import FORMAT, Keyspace, are_ids, hash_ids
+from cache.records import Layout, encode_vectors
+from cache.rows import Landed
+from tests.fakes import Night
+
+COLUMNS: Any = compiled.load({})
+pytestmark = pytest.mark.skipif(COLUMNS is None, reason="cache._columns was not built")
+IDS = st.lists(st.binary(max_size=300), max_size=20)
+LAYOUT = Layout("vector", 2, "f4")
+HOSTILE = st.one_of(
+    st.binary(max_size=64),
+    st.integers(-(2**65), 2**65),
+    st.sampled_from([0, 1, 2, 3, 8, 16, 100, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -1]),
+    st.booleans(),
+    st.lists(st.binary(max_size=8) | st.integers(-2, 9), max_size=3),
+    st.dictionaries(st.integers(-2, 3), st.binary(max_size=20), max_size=2),
+    st.none(),
+)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    with patch.object(compiled, "columns", lambda: None):
+        yield
+
+
+@settings(deadline=None)
+@given(ids=IDS, seed=st.integers(0, 2**64 - 1))
+@example(ids=[b"x" * size for size in range(200)], seed=2**64 - 1)
+def test_ids_have_the_hashes_of_the_library(ids: list[bytes], seed: int) -> None:
+    assert hash_ids(ids, seed).tolist() == [xxhash.xxh3_64_intdigest(each, seed) for each in ids]
+    with interpreted():
+        assert are_ids(ids) == all(0 < len(each) <= 256 for each in ids)
+    assert are_ids(ids) == all(0 < len(each) <= 256 for each in ids)
+
+
+@settings(deadline=None)
+@given(data=st.data(), shards=st.integers(1, 5))
+def test_a_directory_finds_and_places_the_same(data: st.DataObject, shards: int) -> None:
+    number = st.integers(0, 2**64 - 1) | st.integers(0, 40)
+    found = np.unique(np.array(data.draw(st.lists(number, max_size=300)), np.uint64))
+    wanted = np.array(data.draw(st.lists(number, max_size=300)), np.uint64)
+    wanted = np.concatenate([wanted, found[::2]])
+    firsts = [shard * (2**64 // shards) for shard in range(shards)]
+    cuts = [*found.searchsorted(np.array(firsts, np.uint64)).tolist(), len(found)]
+    parts = [found[cuts[at] : cuts[at + 1]] for at in range(shards)]
+    ours = Directory(0, firsts, parts)
+    with interpreted():
+        theirs = Directory(0, firsts, parts)
+
+    positions = ours.find_many(wanted)
+
+    assert positions.tolist() == theirs.find_many(wanted).tolist()
+    positions = positions[positions >= 0]
+    first_pages = np.arange(shards, dtype=np.int64) * 1_000
+    for one, other in zip(
+        ours.pages(positions, first_pages, 7, 12),
+        theirs.pages(positions, first_pages, 7, 12),
+        strict=True,
+    ):
+        assert one.tolist() == other.tolist()
+    beyond = np.array([len(found)], np.int64)
+    with pytest.raises(ValueError, match="no part has"):
+        ours.pages(beyond, first_pages, 7, 12)
+
+
+@given(
+    reads=st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)), max_size=8),
+    length=st.integers(1, 2**20),
+)
+def test_commands_are_packed_alike(reads: list[tuple[int, int]], length: int) -> None:
+    asked = PageReads("g", "t", [a for a, _ in reads], [b for _, b in reads], length)
+
+    packed = Packer(Keyspace("shop")).pages(asked)
+
+    with interpreted():
+        assert packed == Packer(Keyspace("shop")).pages(asked)
+    assert packed == Packer(Keyspace("shop")).pack(list(asked))[0]
+
+
+@given(data=st.data(), length=st.integers(0, 12), count=st.integers(0, 5))
+def test_replies_are_judged_alike_wherever_they_end_and_whatever_is_wrong(
+    data: st.DataObject, length: int, count: int
+) -> None:
+    sent = bytearray(b"".join(b"$%d\r\n%b\r\n" % (length, b"x" * length) for _ in range(count + 1)))
+    for _ in range(data.draw(st.integers(0, 2))):
+        sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
+    came = bytes(sent[: data.draw(st.integers(0, len(sent)))])
+
+    judged = could_be(came, count, length)
+
+    with interpreted():
+        assert judged == could_be(came, count, length)
+
+
+@settings(deadline=None)
+@given(
+    count=st.integers(1, 6),
+    wrong=st.none() | st.integers(0, 5),
+    at=st.integers(0, 23),
+    first=st.integers(0, 2),
+)
+def test_records_are_copied_when_all_are_sound(
+    count: int, wrong: int | None, at: int, first: int
+) -> None:
+    prints = np.arange(count + first, dtype=np.uint64) + np.uint64(2**63)
+    records = encode_vectors(LAYOUT, prints, np.ones((count + first, 2), np.float32), 1)
+    if wrong is not None:
+        raw = records.view(np.uint8).reshape(count + first, -1)
+        raw[wrong % count + first, at] ^= 0x40
+    payloads = b"".join(b"$24\r\n%b\r\n" % each.tobytes() for each in records)
+    frames = Frames(payloads, count + first, 24).part(first, count)
+
+    sound = frames.sound(LAYOUT.dtype, prints[first:], FORMAT)
+
+    is_told = wrong is not None and (at < 8 or at == 14)
+    assert (sound is None) == is_told
+    if sound is not None:
+        assert sound.tobytes() == frames.rows(LAYOUT.dtype).tobytes()
+        assert sound.flags.writeable and sound.flags.c_contiguous
+
+
+@given(data=st.data(), count=st.integers(0, 8))
+def test_records_of_several_flights_come_to_their_places(data: st.DataObject, count: int) -> None:
+    places = data.draw(st.permutations(range(count)))
+    cut, left = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
+    own, joined = sorted(places[:cut]), places[cut:left]
+    night = Night()
+    layout = night.table.layout
+    records = encode_vectors(
+        layout, np.arange(count, dtype=np.uint64), np.ones((count, layout.width), np.float32), 1
+    )
+    wants: Any = type("Wants", (), {"table": night.table, "__len__": lambda _: count})()
+    landed = Landed(records[own], {})
+    others = {place: records[place].tobytes() for place in joined}
+
+    found = rows._spread(wants, landed, own, others)
+
+    with interpreted():
+        assert found.tobytes() == rows._spread(wants, landed, own, others).tobytes()
+    for place in (*own, *joined):
+        assert found[place].tobytes() == records[place].tobytes()
+
+
+@given(
+    there=st.dictionaries(st.integers(0, 9), st.just("other"), max_size=5),
+    keys=st.lists(st.integers(0, 9), max_size=12),
+)
+def test_keys_enter_and_leave_alike(there: dict[int, object], keys: list[int]) -> None:
+    ours, theirs, flight = dict(there), dict(there), object()
+    rest = board(ours, keys, flight)
+    with interpreted():
+        assert rest == board(theirs, keys, flight)
+        assert ours == theirs and set(ours) == {*there, *keys}
+        own = [key for place, key in enumerate(keys) if place not in rest]
+        leave(theirs, own)
+    leave(ours, own)
+    leave(ours, own)  # once more changes nothing
+
+    assert ours == theirs == there
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    name=st.sampled_from(
+        [*(name for name in dir(COLUMNS) if name[:1].islower()), "find", "places"]
+    ),
+    given_=st.lists(HOSTILE, min_size=1, max_size=14),
+)
+def test_nothing_that_is_handed_over_can_break_it(name: str, given_: list[Any]) -> None:
+    parts = COLUMNS.Parts((0, 5), (bytes(16), bytes(8)))
+    call = getattr(parts if name in ("find", "places") else COLUMNS, name)
+
+    with_errors(call, *given_)
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_nothing_of_the_right_kind_but_the_wrong_size_can_break_it(data: st.DataObject) -> None:
+    """Arguments of the right types, so that every check of a size is reached."""
+    raw, number = st.binary(max_size=200), st.integers(-2, 40) | st.integers(-(2**63), 2**63 - 1)
+    texts = st.lists(st.binary(max_size=9), max_size=4)
+    flag = st.booleans()
+    shapes = {
+        "records_of": (raw, number, number, number, number, raw, number),
+        "could_be": (raw, number, number),
+        "spread": (number, number, raw, st.lists(number, max_size=4), st.dictionaries(number, raw)),
+        "getranges": (raw, raw, raw, number),
+        "cut_texts": (raw, raw),
+        "plain": (raw, number, flag, flag, number, number, number, number),
+        "numbers": (raw, number, flag, flag, number),
+        "names": (raw, number, flag, number, raw, raw),
+        "answers": (
+            raw, number, flag, number, raw, raw, st.just(bytes(8 << 20)), raw, texts, raw, raw,
+            raw, texts,
+        ),
+        "stream": (raw, raw, number, number, number, number, number, st.lists(number), texts, raw),
+    }  # fmt: skip
+    name = data.draw(st.sampled_from(sorted(shapes)))
+    with_errors(getattr(COLUMNS, name), *(data.draw(each) for each in shapes[name]))
+    parts = COLUMNS.Parts((0, 5), (bytes(16), bytes(8)))
+    with_errors(parts.places, *(data.draw(each) for each in (raw, raw, number, number)))
+
+
+def with_errors(call: Any, *given_: Any) -> None:
+    with suppress(ValueError, TypeError, OverflowError, BufferError, MemoryError):
+        call(*given_)
+
+
+def test_parts_need_as_many_hashes() -> None:
+    for firsts, parts in (((0,), ()), ((), ()), ((0,), (1,)), ((-1,), (b"",)), (("a",), (b"",))):
+        with pytest.raises((ValueError, TypeError, OverflowError)):
+            COLUMNS.Parts(firsts, parts)
+
+
+def test_a_catalogue_that_ends_early_is_no_catalogue() -> None:
+    record = np.zeros(1, Layout("topk", 2, "f2").dtype)
+    for ids, offsets in (
+        (b"ab", np.array([0, 1, 9], np.uint64)),
+        (b"ab", np.array([0, 2, 1], np.uint64)),
+        (b"ab", np.array([0], np.uint64)),
+        (b"ab", np.array([2**63, 2**64 - 1], np.uint64)),
+    ):
+        record["items"] = [[1, 0]] if len(offsets) == 3 else [[0, 0]]
+        with pytest.raises(ValueError, match="the catalogue does not have"):
+            COLUMNS.names(record, 2, True, 2, ids, offsets)
+
+
+def test_it_can_be_switched_off_and_other_sources_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert compiled.load({"LARDER_COLUMNS": "off"}) is None
+    with pytest.raises(ConfigError, match="LARDER_COLUMNS must be auto or off, not 'maybe'"):
+        compiled.load({"LARDER_COLUMNS": "maybe"})
+    monkeypatch.setattr(compiled, "VERSION", -1)
+    assert compiled.load({}) is None and "install again" in caplog.text
+    assert stride(3) == 9

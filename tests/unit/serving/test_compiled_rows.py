@@ -1,0 +1,211 @@
+"""Answers from records are the same, byte for byte, whether what is compiled makes them or numpy does."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cache import compiled
+from cache.errors import UnfitValue
+from cache.items import Lent
+from cache.keys import FORMAT
+from cache.manifest import Producer, Table
+from cache.names import Names
+from cache.numerals import Numerals
+from cache.records import NO_ITEM, Layout, encode_topk
+from cache.texts import Texts
+from serving import arrow_write, rows
+from serving.arrow_answers import Stored, answers_stream
+from serving.arrow_read import read
+from serving.arrow_rows import items_of
+from serving.arrow_schema import Field
+
+COLUMNS: Any = compiled.load({})
+pytestmark = pytest.mark.skipif(COLUMNS is None, reason="cache._columns was not built")
+NAMES = ["i-1", "ü", 'a"b', "c\\d", "e\nf", "x" * 256, "7", "/"]
+PLAIN = ["i-1", "ü", "7", "/", "x" * 256, "\x7f"]
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    with patch.object(compiled, "columns", lambda: None):
+        yield
+
+
+def snapshot(names: Sequence[str], blocked: Sequence[int] = ()) -> Any:
+    raws = [each.encode() for each in names]
+    longest = max(map(len, raws))
+
+    def ids_of(ordinals: NDArray[Any]) -> list[str]:
+        return [names[each] for each in ordinals.ravel().tolist()]
+
+    offsets = np.cumsum([0, *map(len, raws)]).astype(np.uint64)
+    items = SimpleNamespace(
+        count=len(names),
+        lent=Lent(np.frombuffer(b"".join(raws), np.uint8), offsets),
+        texts=Texts(len(names), ids_of, longest),
+        names=Names(len(names), longest, ids_of),
+    )
+    return SimpleNamespace(items=items, blocked_ordinals=np.array(blocked, np.int64))
+
+
+def table(layout: Layout) -> Table:
+    return Table("t", "user", Producer("topk"), layout, 8, (), ("a",) * layout.width)
+
+
+@settings(deadline=None)
+@given(
+    data=st.data(),
+    kind=st.sampled_from(["topk", "vector", "value"]),
+    precision=st.sampled_from(["f2", "f4"]),
+    width=st.integers(1, 9),
+    blocked=st.lists(st.integers(0, 7), max_size=1),
+)
+def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
+    data: st.DataObject, kind: Any, precision: Any, width: int, blocked: list[int]
+) -> None:
+    layout = Layout(kind, width, precision)
+    count = data.draw(st.integers(0, 4))
+    size = count * layout.size_bytes
+    raw = data.draw(st.binary(min_size=size, max_size=size))
+    found = np.frombuffer(bytearray(raw), layout.dtype)
+    k = data.draw(st.integers(1, width))
+    if data.draw(st.booleans()):  # most of it as it should be
+        found["flags"], found["count"] = FORMAT << 4, data.draw(st.integers(0, width + 1))
+        if kind == "topk":
+            found["items"] %= np.uint32(len(NAMES) + 1)
+    live = snapshot(NAMES, blocked)
+
+    is_plain = rows.plain(live, table(layout), found, k)
+
+    with interpreted():
+        assert is_plain.tolist() == rows.plain(live, table(layout), found, k).tolist()
+    good = found[is_plain]
+    if len(good):
+        same(live, table(layout), good, k)
+
+
+def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
+    ids, ends = [f'"{at}ü' for at in range(len(good))], [b"}"] * len(good)
+    numbers = rows.numbers(of, good, k)
+    texts = [rows.texts_of(live, of, ids, good, k, ends) for _ in range(2)][1]
+    lookup: Any = SimpleNamespace(table=of, k=k, holding=SimpleNamespace(live=live))
+    resolved: Any = SimpleNamespace(rows=good)
+    named = items_of(lookup, resolved, slice(None))
+    streamed = answers_stream(of, [b"i"] * len(good), {}, stored(numbers, named))
+    with interpreted():
+        again = rows.numbers(of, good, k)
+        assert numbers.view(np.uint32).tolist() == again.view(np.uint32).tolist()
+        assert texts == rows.texts_of(live, of, ids, good, k, ends)
+        other = items_of(lookup, resolved, slice(None))
+        assert named == other and named.sizes.tolist() == other.sizes.tolist()
+        assert streamed == answers_stream(of, [b"i"] * len(good), {}, stored(again, other))
+    assert all(orjson.loads(each)["id"] == name for each, name in zip(texts, ids, strict=True))
+
+
+def stored(numbers: NDArray[np.float32], named: Any) -> Stored:
+    count = len(numbers)
+    row = ("l2", "batch", "g", 1.5, "2026", None, None, None, None)
+    return Stored(np.arange(count), (row, row), np.ones(count, bool), numbers, named)
+
+
+@settings(deadline=None)
+@given(
+    scores=st.lists(
+        st.lists(st.floats(-60000, 60000, width=16), min_size=3, max_size=3), min_size=1, max_size=5
+    ),
+    power=st.integers(-120, 90),
+    precision=st.sampled_from(["f2", "f4"]),
+    names=st.sampled_from([NAMES, PLAIN]),
+)
+@example(scores=[[0.0, -0.0, 6e-8]], power=0, precision="f2", names=PLAIN)
+@example(scores=[[1.0, 0.1, 0.0001]], power=-120, precision="f2", names=PLAIN)
+def test_every_score_is_written_as_orjson_writes_it(
+    scores: list[list[float]], power: int, precision: Any, names: list[str]
+) -> None:
+    wanted = np.array(scores, np.float32) * np.float32(2.0) ** power
+    ordinals = (np.arange(wanted.size).reshape(wanted.shape) % len(names)).astype(np.uint32)
+    ordinals[-1, -1] = NO_ITEM
+    prints = np.arange(len(wanted), dtype=np.uint64)
+    layout = Layout("topk", 3, precision)
+    try:
+        good = encode_topk(layout, prints, ordinals, wanted, 1)
+    except UnfitValue:
+        return
+    live, k = snapshot(names), 2
+    is_plain = rows.plain(live, table(layout), good, k)
+    same(live, table(layout), good[is_plain], k)
+    (first, *_) = rows.texts_of(live, table(layout), ["x"], good[:1], k, [b"}"])
+
+    decoded = orjson.loads(first)
+    assert decoded["items"] == [names[each] for each in ordinals[0, :k].tolist()]
+    assert np.array(decoded["scores"], np.float32).tolist() == (
+        rows.numbers(table(layout), good[:1], k)[0].tolist()
+    )
+
+
+def test_numerals_are_written_once_and_long_ones_left_to_others() -> None:
+    numerals = Numerals()
+    long = np.float32(-1.1754944e-38).view(np.uint32) >> 13  # its text has 14 bytes
+    assert not numerals.table.any()
+    numerals.write([int(long), 0, 0])
+    sizes = numerals.table[:, 0]
+    assert np.count_nonzero(sizes) == 2 and bytes(numerals.table[0, 1:4]) == b"0.0"
+    every = np.arange(1 << 19, dtype=np.uint32) << np.uint32(13)
+    finite = every[np.isfinite(every.view(np.float32))]
+    numerals.write((finite[::97] >> np.uint32(13)).tolist())
+    for key in (finite[::97] >> np.uint32(13)).tolist():
+        text = orjson.dumps(
+            np.uint32(key << 13).view(np.float32), option=orjson.OPT_SERIALIZE_NUMPY
+        )
+        assert sizes[key] == min(len(text), 16)
+        if len(text) < 16:
+            assert bytes(numerals.table[key, 1 : 1 + len(text)]) == text
+
+
+@given(buffers=st.lists(st.binary(max_size=20), max_size=6), nodes=st.lists(st.integers(0, 9)))
+def test_streams_are_put_together_alike(buffers: list[bytes], nodes: list[int]) -> None:
+    size = 8 * (2 + len(nodes) + 2 * len(buffers))
+    places = 0, 8, 16, 16 + 8 * len(nodes)
+    given_ = (b"schema", b"\xff" * size, *places, 3, nodes, buffers, b"end")
+
+    assert COLUMNS.stream(*given_) == arrow_write.assembled(*given_)
+
+
+@given(
+    ids=st.lists(st.text(max_size=5) | st.just(None), max_size=5),
+    noise=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3),
+)
+def test_a_column_is_cut_alike_and_refused_alike(
+    ids: list[str | None], noise: list[tuple[int, int]]
+) -> None:
+    column = arrow_write.texts([None if each is None else each.encode() for each in ids])
+    field = Field("id", "utf8", True)
+    sent = bytearray(arrow_write.stream((field,), [column], len(ids)))
+    for back, byte in noise:
+        sent[-1 - back % len(sent)] = byte
+
+    def told(cutter: Any) -> Any:
+        try:
+            return read(bytes(sent), 10, as_bytes=True, cutter=cutter).columns
+        except ValueError as error:
+            return type(error), str(error)
+
+    assert told(COLUMNS.cut_texts) == told(None)
+
+
+@given(ids=st.lists(st.binary(max_size=5) | st.just(None), max_size=5))
+def test_ids_become_a_column_alike(ids: list[bytes | None]) -> None:
+    found = COLUMNS.joined(ids)
+
+    assert (found is None) == (None in ids)
+    if found is not None:
+        assert (b"", *found) == arrow_write.texts(ids).buffers
