@@ -131,7 +131,11 @@ class _Batch:
         ends = self._buffer()
         if self._cutter is None or not self._as_bytes or len(ends) < 4 * (rows + 1):
             return self._texts(_offsets(ends, rows, "<i4"))
-        data = self._buffer()
+        try:
+            data = self._buffer()
+        except Malformed:
+            _offsets(ends, rows, "<i4")  # what is wrong with them comes first
+            raise
         found = self._cutter(data, ends[: 4 * (rows + 1)])
         return self._cut(_offsets(ends, rows, "<i4"), data) if found is None else found
 

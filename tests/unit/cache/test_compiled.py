@@ -37,6 +37,12 @@ HOSTILE = st.one_of(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def switched_on() -> Iterator[None]:
+    with patch.object(compiled, "columns", lambda: COLUMNS):
+        yield
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     with patch.object(compiled, "columns", lambda: None):

@@ -34,6 +34,12 @@ NAMES = ["i-1", "ü", 'a"b', "c\\d", "e\nf", "x" * 256, "7", "/"]
 PLAIN = ["i-1", "ü", "7", "/", "x" * 256, "\x7f"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def switched_on() -> Iterator[None]:
+    with patch.object(compiled, "columns", lambda: COLUMNS):
+        yield
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     with patch.object(compiled, "columns", lambda: None):
