@@ -39,6 +39,16 @@ class LetGo:
         hash_ = hash(key)
         self._slots[hash_ & self._mask] = hash_
 
+    def note_all(self, keys: Sequence[Hashable]) -> None:
+        """None of these is held any more, in this order."""
+        if len(keys) < _MANY:
+            for key in keys:
+                self.note(key)
+            return
+        self.is_empty = False
+        hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+        self._view[hashes & self._mask] = hashes
+
     def __contains__(self, key: Hashable) -> bool:
         hash_ = hash(key)
         return self._slots[hash_ & self._mask] == hash_

@@ -2,9 +2,9 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from sys import getsizeof
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cachetools import TTLCache
 
@@ -18,6 +18,10 @@ LIVE_BYTES = 96
 
 READY_BYTES = 416
 """The same for a ready answer, whose key is the request's own bytes."""
+
+
+_FILLED = 32
+"""Records that may be too many for a moment."""
 
 
 class LocalKey(NamedTuple):
@@ -101,7 +105,8 @@ class LocalTier:
 
     def get_many(self, keys: Sequence[LocalKey]) -> list[Entry | None]:
         """`get` of each."""
-        return [self.get(key) for key in keys]
+        found: list[Any] = list(map(self._find, keys))
+        return [self.get(key) for key in keys] if any(found) else found
 
     def takes(self, size_bytes: int) -> bool:
         """Whether a record of this size fits at all; one that does not is counted when it comes."""
@@ -128,6 +133,21 @@ class LocalTier:
         """Stores or replaces; an entry larger than the whole tier is left out and counted."""
         self._put(key, entry)
 
+    def fill(
+        self, keys: Sequence[LocalKey], records: Sequence[bytes], prints: Sequence[int]
+    ) -> None:
+        """`put` of records of one size that the night computed; room is made for some of them at a time."""
+        entries, size_bytes = self._entries, len(records[0]) + OVERHEAD_BYTES if records else 0
+        for start in range(0, len(keys), _FILLED):
+            some = slice(start, start + _FILLED)
+            for key, entry in zip(keys[some], map(Entry, records[some], prints[some]), strict=True):
+                if (before := entries.get(key)) is not None:
+                    self._bytes -= size_of(before)
+                    self._touch(key)
+                entries[key] = entry
+                self._bytes += size_bytes
+            self._make_room()
+
     def _put(self, key: LocalKey | bytes, entry: Entry | Ready) -> None:
         entries, size_bytes = self._entries, size_of(entry)
         if (before := entries.get(key)) is not None:
@@ -138,11 +158,20 @@ class LocalTier:
         if size_bytes > self._max_bytes:
             self._drop(key)
             self.too_large += 1
-        while self._bytes + getsizeof(entries) > self._max_bytes and entries:
-            gone, oldest = entries.popitem(last=False)
-            self._bytes -= size_of(oldest)
-            if type(gone) is not bytes:  # of a ready answer the record may still be here
-                self._evicted(gone)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        entries, most, gone = self._entries, self._max_bytes, list[Hashable]()
+        while self._bytes + getsizeof(entries) > most and entries:
+            key, oldest = entries.popitem(last=False)
+            if type(oldest) is Entry and oldest[2] is None:
+                self._bytes -= len(oldest[0]) + OVERHEAD_BYTES
+            else:
+                self._bytes -= size_of(oldest)
+            if type(key) is not bytes:  # of a ready answer the record may still be here
+                gone.append(key)
+        if gone:
+            self.absences.evicted.note_all(gone)
         if not entries:
             entries.clear()  # an emptied table keeps its memory
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,11 +150,13 @@ class RowReads:
         if not self._local.takes(wants.table.layout.size_bytes):
             self._local.too_large += len(wants) - len(missed)
             return
-        prints, put = wants.fingerprints.tolist(), self._local.put
-        records = answers.payloads() if isinstance(answers, Frames) else answers
-        for place, key in enumerate(wants.local_keys(view.generation)):
-            if place not in missed:
-                put(key, Entry(cast(bytes, records[place]), prints[place]))
+        prints, keys = wants.fingerprints.tolist(), wants.local_keys(view.generation)
+        records: Sequence[Any] = answers.payloads() if isinstance(answers, Frames) else answers
+        if missed:
+            there = [place for place in range(len(wants)) if place not in missed]
+            prints = [prints[place] for place in there]
+            keys, records = [keys[place] for place in there], [records[place] for place in there]
+        self._local.fill(keys, records, prints)
 
 
 def _rows_of(wants: Wants, records: Sequence[bytes]) -> NDArray[Any]:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.absence import LetGo
 from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready, size_of
 from tests.fakes import FakeClock, room_for
 
@@ -239,3 +240,39 @@ def test_adding_a_negative_entry_again_renews_it() -> None:
     assert key(1) in negative and key(2) not in negative
     clock.tick(4.5)
     assert key(1) in negative
+
+
+@given(
+    numbers=st.lists(st.integers(0, 90), max_size=150),
+    before=st.lists(st.integers(0, 90), max_size=10),
+    room=st.integers(0, 60_000),
+)
+def test_filling_is_putting_one_by_one(numbers: list[int], before: list[int], room: int) -> None:
+    """But for a table that grew: what is held is as new, in the same order, and never too much."""
+    one, many = LocalTier(room), LocalTier(room)
+    for tier in (one, many):
+        for number in before:
+            tier.put(LocalKey("g", "t", number), Entry(b"old", number, b"d" * 16, 1e12))
+    keys = [LocalKey("g", "t", number) for number in numbers]
+    if one.takes(300):
+        many.fill(keys, [bytes(300)] * len(keys), numbers)
+        for key, number in zip(keys, numbers, strict=True):
+            one.put(key, Entry(bytes(300), number))
+
+    assert many.size_bytes <= room
+    ours, theirs = list(many._entries), list(one._entries)
+    assert ours == theirs[len(theirs) - len(ours) :] or ours[len(ours) - len(theirs) :] == theirs
+    assert abs(len(ours) - len(theirs)) <= 33
+    assert all(many._entries[key] == one._entries[key] for key in {*ours} & {*theirs})
+    held = sum(size_of(each) for each in many._entries.values())
+    assert not many._entries or many.size_bytes == held + getsizeof(many._entries)
+
+
+@given(numbers=st.lists(st.integers(0, 10_000), max_size=60))
+def test_what_is_let_go_together_is_let_go_one_by_one(numbers: list[int]) -> None:
+    one, many = LetGo(64), LetGo(64)
+    many.note_all(numbers)
+    for number in numbers:
+        one.note(number)
+
+    assert one._slots == many._slots and one.is_empty == many.is_empty

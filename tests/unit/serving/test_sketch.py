@@ -85,6 +85,18 @@ async def test_a_report_is_bounded_and_keeps_what_was_asked_most(replica: Replic
     assert max(len(report.counts) for report in replica.redis.reports) < REPORTED
 
 
+def test_batches_are_remembered_as_if_one_by_one() -> None:
+    recent, named = Recent(), [user(number) for number in range(RECENT + 300)]
+    for at in range(0, len(named), 100):
+        recent.add("user_topk", [raw for _, raw in named[at : at + 100]])
+    assert list(recent.names()) == named[-RECENT:]
+    assert recent.fresh() == named[-RECENT:]
+    recent.append(user(1))
+    recent.add("user_topk", [b"2"] * 2)
+
+    assert recent.fresh() == [user(1), ("user_topk", b"2"), ("user_topk", b"2")]
+
+
 def test_what_is_remembered_is_bounded_and_a_mark_that_was_pushed_out_loses_nothing() -> None:
     recent = Recent()
     recent.append(user(0))
