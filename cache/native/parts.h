@@ -69,6 +69,7 @@ typedef struct {
 } search;
 
 #define TOGETHER 128
+#define ALONE 2048 /* so many are searched without the interpreter */
 
 static void find_some(const parts_object *self, const any_u64 *wanted, Py_ssize_t count, any_i64 *out) {
     search all[TOGETHER];
@@ -101,10 +102,13 @@ static PyObject *parts_find(parts_object *self, PyObject *hashes) {
     Py_ssize_t count = given.view.len / 8;
     PyObject *found = PyByteArray_FromStringAndSize(NULL, count * 8);
     any_i64 *out = found ? (any_i64 *)PyByteArray_AS_STRING(found) : NULL;
+    /* Nobody else has what is being filled, and what is read stays lent: many may take their time. */
+    PyThreadState *state = found && count > ALONE ? PyEval_SaveThread() : NULL;
     for (Py_ssize_t at = 0; found && at < count; at += TOGETHER) {
         Py_ssize_t some = count - at < TOGETHER ? count - at : TOGETHER;
         find_some(self, (const any_u64 *)given.view.buf + at, some, out + at);
     }
+    if (state) PyEval_RestoreThread(state);
     give(&given);
     return found;
 }
