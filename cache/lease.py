@@ -4,7 +4,11 @@ A lease is taken with `SET NX GET PX`, renewed and given back by compare-and-set
 that stores the answer. Values are the leader's token, `DONE` and its token, or empty (given back).
 """
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from cache.errors import TierUnavailable
 
 DONE = b"done:"
 """Begins the value of a lease whose answer is stored."""
@@ -49,21 +53,52 @@ class Mark(NamedTuple):
 Lease = LeaseTake | LeaseSwap
 
 
+@dataclass(slots=True, eq=False)
+class Bid:
+    """A lease to be taken with the read that comes before computing, in the same pipeline; times are monotonic.
+
+    `stands` says nothing before it has landed: then None when the lease was taken, else what stands there.
+    """
+
+    mark: Mark
+    life_ms: int
+    stands: bytes | TierUnavailable | None = None
+    asked_at: float = 0.0
+    landed_at: float = math.inf
+
+    @property
+    def take(self) -> LeaseTake:
+        """What is asked."""
+        return LeaseTake(*self.mark, self.life_ms)
+
+    @property
+    def took_s(self) -> float:
+        """From the question to the answer; infinite while there is none."""
+        return self.landed_at - self.asked_at
+
+
+_DONE_LIFE = b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(DONE_MS)), DONE_MS)
+_TAKING, _UNLESS = b"*7\r\n$3\r\nSET\r\n", b"$2\r\nNX\r\n$3\r\nGET\r\n$2\r\nPX\r\n"
+_SWAPPING = b"*7\r\n$4\r\nEVAL\r\n$%d\r\n%b\r\n$1\r\n1\r\n" % (len(_SWAP), _SWAP)
+
+
 def pack_lease(command: Lease) -> bytes:
     """RESP of one command."""
-    if type(command) is LeaseTake:
-        key, token, life_ms = command
-        return _packed(b"SET", key.encode(), token, b"NX", b"GET", b"PX", b"%d" % life_ms)
-    swap: LeaseSwap = command  # type: ignore[assignment]
-    life = b"%d" % swap.life_ms
-    return _packed(b"EVAL", _SWAP, b"1", swap.key.encode(), swap.seen, swap.value, life)
+    key, life = command.key.encode(), b"%d" % command.life_ms
+    if isinstance(command, LeaseTake):
+        token = command.token
+        return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n%b$%d\r\n%b\r\n" % (
+            _TAKING, len(key), key, len(token), token, _UNLESS, len(life), life,
+        )  # fmt: skip
+    seen, value = command.seen, command.value
+    return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
+        _SWAPPING, len(key), key, len(seen), seen, len(value), value, len(life), life,
+    )  # fmt: skip
 
 
 def pack_mark(mark: Mark) -> bytes:
     """RESP that marks a lease as done, whoever leads by now: the answer is there."""
-    return _packed(b"SET", mark.key.encode(), DONE + mark.token, b"PX", b"%d" % DONE_MS)
-
-
-def _packed(*parts: bytes) -> bytes:
-    sized = b"".join([b"$%d\r\n%b\r\n" % (len(part), part) for part in parts])
-    return b"*%d\r\n%b" % (len(parts), sized)
+    key, value = mark.key.encode(), DONE + mark.token
+    return b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n%b" % (
+        len(key), key, len(value), value, _DONE_LIFE,
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from cache.directory import Directory
 from cache.errors import TierUnavailable
+from cache.lease import Bid
 from cache.manifest import Table
 
 
@@ -43,7 +44,8 @@ class Want(NamedTuple):
     """One entity's record in one table.
 
     `key` is the hash of its id, or the 16-byte digest of an id-less input; `position` is -1 when the night did not
-    know it; `digest` is that of the input the caller sent, None if it sent none.
+    know it; `digest` is that of the input the caller sent, None if it sent none. `bid` is for the lease of what will
+    be computed unless an overlay is read.
     """
 
     table: Table
@@ -51,6 +53,7 @@ class Want(NamedTuple):
     fingerprint: int
     position: int
     digest: bytes | None = None
+    bid: Bid | None = None
 
 
 class Found(NamedTuple):

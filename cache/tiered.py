@@ -11,7 +11,7 @@ from cache.commands import Answer, Overlay, OverlayWrite, Read
 from cache.errors import TierUnavailable
 from cache.flightkeys import FlightKey, FlightKeys
 from cache.keys import FORMAT, hash_hex
-from cache.lease import Mark
+from cache.lease import Bid, LeaseTake, Mark
 from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.locating import reads_of
 from cache.outcomes import (
@@ -41,9 +41,9 @@ class Remote(Protocol):
     """What the read path needs of L2."""
 
     def submit(
-        self, reads: Sequence[Read], keep: Callable[[Sequence[Answer]], T]
+        self, reads: Sequence[Read | LeaseTake], keep: Callable[[Sequence[Answer]], T]
     ) -> asyncio.Future[T]:
-        """What `keep` makes of one answer per read."""
+        """What `keep` makes of one answer per command."""
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
         """None where a write was stored."""
@@ -241,7 +241,8 @@ class Tiered:
         deadline: float,
     ) -> Sequence[Entry | Missed]:
         keys = [self._flight_keys.of(view.generation, want) for want in wants]
-        by_key = dict(zip(keys, wants, strict=True))
+        # Of equal ones the first is read: what it bids for is its own, and it is the first to compute.
+        by_key = dict(zip(reversed(keys), reversed(wants), strict=True))
 
         def work(new: Sequence[FlightKey]) -> Awaitable[Sequence[Entry | Missed]]:
             named = [by_key[key] for key in new]
@@ -266,15 +267,25 @@ class Tiered:
         self.counters.l2_reads += len(keys)
         # What is left of a life is left from then on: an answer that comes late must not make it longer.
         asked_at = self._timer()
+        bids = [want[5] for want in wants if want[5] is not None]
 
         def keep(answers: Sequence[Answer]) -> list[Entry | Missed]:
+            if bids:
+                self._land_bids(bids, answers[len(wants) :], asked_at)
             # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
             return [
                 self._keep(key, want, answer, asked_at)
-                for key, want, answer in zip(keys, wants, answers, strict=True)
+                for key, want, answer in zip(keys, wants, answers, strict=not bids)
             ]
 
-        return self._remote.submit(reads_of(view, wants), keep)
+        reads: list[Read | LeaseTake] = [*reads_of(view, wants), *(bid.take for bid in bids)]
+        return self._remote.submit(reads, keep)
+
+    def _land_bids(self, bids: Sequence[Bid], answers: Sequence[Answer], asked_at: float) -> None:
+        landed_at = self._timer()
+        for bid, answer in zip(bids, answers, strict=True):
+            bid.stands = cast(bytes | TierUnavailable | None, answer)
+            bid.asked_at, bid.landed_at = asked_at, landed_at
 
     def _keep(self, key: LocalKey, want: Want, answer: Answer, asked_at: float) -> Entry | Missed:
         if type(answer) is bytes:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from cache.lease import Mark
@@ -112,23 +112,41 @@ class Inferences:
         A future per entity, and no task unless others may compute it.
         """
         want, table = case.want, case.table.name
-        key = snapshot.generation, table, want.key, case.digest
+        lead, key = self._lead, (snapshot.generation, table, want.key, case.digest)
         if (job := self._jobs.get(key)) is not None:
             job.deadline = max(job.deadline, deadline)
-        if key not in self.flights and not self._admit():  # who joins a flight costs nothing
+        joins = key in self.flights
+        is_left_out = not joins and not self._admit()  # who joins a flight costs nothing
+        is_led = lead is not None and want.position < 0 and case.reason in SHARED
+        if lead is not None and want.bid is not None and (joins or is_left_out or not is_led):
+            lead.give_back(want.bid)
+        if is_left_out:
             return None
 
         def work() -> asyncio.Future[Computed]:
             job = Job(snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline)
             self._jobs[key] = job
-            if self._lead is None or want.position >= 0 or case.reason not in SHARED:
+            if lead is None or not is_led:
                 computing = self._infer(job, case)
+            elif want.bid is not None and (mark := lead.won(want.bid)) is not None:
+                computing = self._infer(job, case, mark)
+                lead.hold(want.bid, computing)
             else:
-                computing = asyncio.ensure_future(self._led(self._lead, job, case))
+                computing = asyncio.ensure_future(self._led(lead, job, case))
             computing.add_done_callback(lambda _: self._forget(key, job))
             return computing
 
         return self.flights.board(key, work)
+
+    def bid(self, snapshot: Snapshot, cases: Iterable[Case]) -> None:
+        """Has leases asked for with the overlays that are read next, as far as both may be needed."""
+        if (lead := self._lead) is None or snapshot.predictor is None:
+            return
+        for case in cases:
+            want = case.want
+            if want.position < 0 and want.digest is not None and case.may_compute(snapshot):
+                bid = lead.bid(snapshot.view, want, want.digest)
+                case.want = Want(*want[:5], bid)
 
     def _infer(self, job: Job, case: Case, mark: Mark | None = None) -> asyncio.Future[Computed]:
         # An id of the night gets a live answer kept (beside, here only) while its page is out of reach.

@@ -99,7 +99,9 @@ class Ladder:
                 case.reason = "entity_blocked"
             elif turn.options.fresh and case.may_compute(live):
                 case.reason = "fresh"
-        await self._read_stored(live, [case for case in cases if case.reason is None], turn)
+        unread = [case for case in cases if case.reason is None]
+        self._inferences.bid(live, unread)
+        await self._read_stored(live, unread, turn)
         if waiting := still_open(cases):
             await self._compute(live, [case for case in waiting if _is_worth(case, live)], turn)
             await self._settle_for_stored(live, still_open(cases), turn)
@@ -252,4 +254,5 @@ def _is_worth(case: Case, snapshot: Snapshot) -> bool:
 
 
 def _commands(wants: Sequence[Want]) -> int:
-    return sum(1 if want.position >= 0 else 2 for want in wants)  # an overlay has a life
+    # An overlay has a life, and perhaps a lease.
+    return sum(1 if want.position >= 0 else 2 + (want.bid is not None) for want in wants)

@@ -1,20 +1,26 @@
 """One process computes a cold answer; the others wait for it, but neither for long nor for a dead one."""
 
 import asyncio
+import functools
+import math
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
+from cache.commands import Answer
 from cache.errors import TierUnavailable
 from cache.keys import Keyspace, hash_hex
-from cache.lease import DONE, GIVEN_BACK, Lease, LeaseSwap, LeaseTake, Mark
+from cache.lease import DONE, GIVEN_BACK, Bid, Lease, LeaseSwap, LeaseTake, Mark
 from cache.tiered import Found, View, Want
 
 REST_S = 1.0
 """Without leases after Redis was slow or refused one."""
+
+_LOOKS = 8
+"""At the leases held, per life."""
 
 _FIRST_POLL_S = 0.002
 _POLL_MAX_S = 0.025
@@ -24,10 +30,17 @@ T = TypeVar("T")
 
 
 class Leases(Protocol):
-    """What leading needs of L2."""
+    """What leading needs of L2; `leases_come_along` where a lease lies beside its overlay."""
+
+    leases_come_along: bool
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
         """Redis' answer to one command."""
+
+    def submit(
+        self, reads: Sequence[Lease], keep: Callable[[Sequence[Answer]], T]
+    ) -> asyncio.Future[T]:
+        """What `keep` makes of Redis' answers to many."""
 
 
 class Again(Protocol):
@@ -59,6 +72,9 @@ class Lead:
     Whoever computes marks the lease as done, also without holding it: what matters is that the answer is there.
     A follower polls with jitter, takes the stored answer as soon as the lease says that it is there, and leads itself
     once the leader's lease has ended. After `wait_s`, or half of its caller's time, it computes without one.
+
+    Who is going to read an overlay and to compute what it misses bids for the lease in that very read. A lease that was
+    won so and not needed, since the overlay was there, ends by itself.
     """
 
     def __init__(
@@ -79,14 +95,39 @@ class Lead:
         self._keyspace = keyspace
         self._wait_s = wait_s
         self._life_s = wait_s / 2
+        self._slow_s = wait_s / 8
         self._name = f"{name or secrets.token_hex(4)}/".encode()
         self._number = 0
         self._timer = timer
         self._sleep = sleep
         self._jitter = jitter
         self._resting_until = float("-inf")
-        self._held: dict[Mark, None] = {}
+        self._held: dict[Mark, float] = {}
+        """Since when each stands as it is in Redis."""
         self._renewal: asyncio.TimerHandle | None = None
+
+    def bid(self, view: View, want: Want, digest: bytes) -> Bid | None:
+        """What to ask for with the overlay; None while leases rest, and where they lie elsewhere."""
+        if not self._leases.leases_come_along or self._timer() < self._resting_until:
+            return None
+        return Bid(self._mark(view, want, digest), self._life_ms)
+
+    def won(self, bid: Bid | None) -> Mark | None:
+        """The lease to compute under, if the bid took it, just now and soon enough; what came of it otherwise is for
+        `answer`."""
+        if bid is None or bid.stands is not None or bid.took_s > self._slow_s:
+            return None
+        return bid.mark if self._is_recent(bid) else None
+
+    def hold(self, bid: Bid, computing: asyncio.Future[T]) -> None:
+        """Keeps a lease that was won until `computing` has ended; without an answer somebody else may try at once."""
+        self._begin(bid.mark, bid.asked_at)
+        computing.add_done_callback(functools.partial(self._ended, bid.mark))
+
+    def give_back(self, bid: Bid | None) -> None:
+        """Lets others try at once if a lease was won and is not used."""
+        if bid is not None and bid.stands is None and bid.took_s < math.inf:
+            self._give_back(bid.mark)
 
     async def answer(
         self,
@@ -100,16 +141,20 @@ class Lead:
 
         `compute` stores its answer with the mark that it is given; its errors are the caller's.
         """
-        began = self._timer()
-        if began < self._resting_until:
+        began, bid = self._timer(), want.bid
+        since = began
+        if bid is not None and bid.took_s < math.inf:
+            self._judge(bid.stands, bid.took_s)
+        if bid is not None and self._is_recent(bid):
+            mark, since, stands = bid.mark, bid.asked_at, bid.stands
+        elif began < self._resting_until:
             self.counts.unavailable += 1
             return await compute(None)
-        self._number += 1
-        mark = Mark(
-            self._keyspace.lease(view.generation, want.table.name, hash_hex(want.key), digest),
-            self._name + b"%d" % self._number,
-        )
-        stands = await self._take(mark)
+        else:
+            mark = self._mark(view, want, digest) if bid is None else bid.mark
+            stands = await self._take(mark)
+            if stands == mark.token:  # from the read on
+                stands = None
         if stands is not None:
             give_up = began + min(self._wait_s, limit_s / 2)
             found = await self._follow(mark, stands, view, want, give_up)
@@ -117,22 +162,40 @@ class Lead:
                 return found
             if not found:
                 return await compute(mark)
-        return await self._lead(mark, compute)
+            since = self._timer()
+        return await self._lead(mark, since, compute)
 
-    async def _lead(self, mark: Mark, compute: Callable[[Mark | None], Awaitable[T]]) -> T:
-        self.counts.led += 1
-        self._held[mark] = None
-        if self._renewal is None:
-            self._renew_later()
+    async def _lead(
+        self, mark: Mark, since: float, compute: Callable[[Mark | None], Awaitable[T]]
+    ) -> T:
+        self._begin(mark, since)
         try:
             computed = await compute(mark)
         except BaseException:
             # No answer: somebody else may try at once.
-            self._leases.lease(LeaseSwap(mark.key, mark.token, GIVEN_BACK, 1))
+            self._give_back(mark)
             raise
         finally:
             del self._held[mark]
         return computed
+
+    def _is_recent(self, bid: Bid) -> bool:
+        """Whether what it found still holds, and will until the next renewal."""
+        return bid.took_s < math.inf and self._timer() - bid.asked_at <= self._life_s / 2
+
+    def _begin(self, mark: Mark, since: float) -> None:
+        self.counts.led += 1
+        self._held[mark] = since
+        if self._renewal is None:
+            self._renew_later()
+
+    def _ended(self, mark: Mark, computing: asyncio.Future[T]) -> None:
+        del self._held[mark]
+        if computing.cancelled() or computing.exception() is not None:
+            self._give_back(mark)
+
+    def _give_back(self, mark: Mark) -> None:
+        self._leases.lease(LeaseSwap(mark.key, mark.token, GIVEN_BACK, 1))
 
     async def _follow(
         self, mark: Mark, stands: bytes | TierUnavailable, view: View, want: Want, give_up: float
@@ -173,19 +236,33 @@ class Lead:
     async def _take(self, mark: Mark) -> bytes | TierUnavailable | None:
         began = self._timer()
         stands = await self._leases.lease(LeaseTake(mark.key, mark.token, self._life_ms))
-        now = self._timer()
-        if isinstance(stands, TierUnavailable) or now - began > self._wait_s / 8:
-            self._resting_until = now + REST_S
+        self._judge(stands, self._timer() - began)
         return stands
+
+    def _judge(self, stands: bytes | TierUnavailable | None, took_s: float) -> None:
+        if isinstance(stands, TierUnavailable) or took_s > self._slow_s:
+            self._resting_until = self._timer() + REST_S
+
+    def _mark(self, view: View, want: Want, digest: bytes) -> Mark:
+        self._number += 1
+        return Mark(
+            self._keyspace.lease(view.generation, want.table.name, hash_hex(want.key), digest),
+            self._name + b"%d" % self._number,
+        )
 
     def _renew_later(self) -> None:
         loop = asyncio.get_running_loop()
-        self._renewal = loop.call_later(self._life_s / 3, self._renew)
+        self._renewal = loop.call_later(self._life_s / _LOOKS, self._renew)
 
     def _renew(self) -> None:
         # All leases of the process in one pipeline, and no timer for those that end before it.
         self._renewal = None
-        for mark in self._held:
-            self._leases.lease(self._instead(mark, mark.token))
+        now = self._timer()
+        # None is older than a third of its life by then; most have ended before.
+        at_most = self._life_s / 3 - self._life_s / _LOOKS
+        old = [mark for mark, since in self._held.items() if now - since > at_most]
+        if old:
+            self._held.update(dict.fromkeys(old, now))
+            self._leases.submit([self._instead(mark, mark.token) for mark in old], len)
         if self._held:
             self._renew_later()

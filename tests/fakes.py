@@ -52,16 +52,21 @@ class FakeRemote:
     leases: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     asked: list[Lease] = field(default_factory=list)
     lease_s: Callable[[], float] = lambda: 0.0
+    leases_come_along: bool = False
 
-    async def read(self, reads: Sequence[Read], timeout_s: float | None = None) -> list[Answer]:
+    async def read(
+        self, reads: Sequence[Read | Lease], timeout_s: float | None = None
+    ) -> list[Answer]:
         """Answers as Redis would: a wrong length is no record, and what is held up was read before."""
-        self.calls.append(tuple(reads))
+        self.calls.append(tuple(each for each in reads if not isinstance(each, Lease)))
         answers = [self._answer(each) for each in reads]
         if self.gate is not None:
             await self.gate.wait()
         return [self.fails_with or each for each in answers]
 
-    def submit(self, reads: Sequence[Read], keep: Callable[[list[Answer]], T]) -> asyncio.Future[T]:
+    def submit(
+        self, reads: Sequence[Read | Lease], keep: Callable[[list[Answer]], T]
+    ) -> asyncio.Future[T]:
         """The same, as a future of what `keep` makes of it."""
 
         async def kept() -> T:
@@ -69,7 +74,9 @@ class FakeRemote:
 
         return asyncio.ensure_future(kept())
 
-    def _answer(self, read: Read) -> Answer:
+    def _answer(self, read: Read | Lease) -> Answer:
+        if isinstance(read, Lease):
+            return self._asked(read)
         if isinstance(read, OverlayRead):
             payload, expires_at = self.overlays.get(
                 (read.generation, read.table, read.hash_hex), (b"", 0.0)
@@ -96,14 +103,17 @@ class FakeRemote:
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
         """Answers at once, as `SET NX GET PX` and the compare-and-set would; takes `lease_s` of a fake clock."""
-        self.asked.append(command)
-        if isinstance(self.timer, FakeClock):
-            self.timer.tick(self.lease_s())
         done: asyncio.Future[bytes | TierUnavailable | None] = (
             asyncio.get_running_loop().create_future()
         )
-        done.set_result(self.fails_with or self._leased(command))
+        done.set_result(self._asked(command))
         return done
+
+    def _asked(self, command: Lease) -> bytes | TierUnavailable | None:
+        self.asked.append(command)
+        if isinstance(self.timer, FakeClock):
+            self.timer.tick(self.lease_s())
+        return self.fails_with or self._leased(command)
 
     def _leased(self, command: Lease) -> bytes | None:
         stands, until = self.leases.get(command.key, (b"", 0.0))

@@ -2,10 +2,10 @@
 
 `vs_no_cache`: answers/s of the whole path without HTTP (parse, directory, L1, an overlay read, live inference,
 write-through, reply) over the same path that calls the model directly: nothing is looked up and nothing is kept. At
-least 0.9 is wanted. `batch_vs_no_cache` is the same for requests of 100 entities. Their model is tiny (2,000 items of 16
-dimensions), so that nothing hides what a miss costs; `catalogue_...` are the same over 40,981 items of 128 dimensions
-(drawn; int8 tower, the index that the night chooses). The ratios by processor time of this process stand in the
-figures; Redis has a core of its own.
+least 0.9 is wanted. `batch_vs_no_cache` is the same for requests of 100 entities. Their model is tiny (2,000 items of
+16 dimensions), so that nothing hides what a miss costs; `catalogue_...` are the same over 40,981 items of 128
+dimensions (drawn; int8 tower, the index that the night chooses). The ratios by processor time of this process stand in
+the figures; Redis has a core of its own.
 """
 
 import asyncio

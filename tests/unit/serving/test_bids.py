@@ -1,0 +1,221 @@
+"""Leases that travel with the read of an overlay: won, lost, not needed, and what they cost nobody."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from cache.commands import OverlayRead
+from cache.errors import TierUnavailable
+from cache.keys import Keyspace
+from cache.lease import DONE, GIVEN_BACK, LeaseSwap, LeaseTake
+from cache.outcomes import Outcome, View, Want
+from serving.ask import Ask
+from serving.holding import Holding
+from serving.infer import Inferences
+from serving.ladder import Ladder
+from serving.lead import REST_S, Lead
+from serving.live import Computed, Job
+from tests.fakes import FakeClock
+from tests.unit.serving.world import World, ask, entity, ids
+
+KEYS = Keyspace("test")
+WAIT_S = 0.2
+
+
+class Service:
+    """One process over the fake Redis of a world."""
+
+    def __init__(self, world: World, name: str = "me") -> None:
+        self.world = world
+        world.remote.leases_come_along = True
+        self.clock = FakeClock(time.monotonic())
+        world.remote.timer = world.tiers._timer = self.clock
+        self.admits = True
+        self.gate: asyncio.Event | None = None
+        self.slept: list[float] = []
+        self.lead = Lead(
+            world.remote, world.tiers, KEYS,
+            wait_s=WAIT_S, name=name, timer=self.clock, sleep=self._sleep, jitter=lambda: 0.5,
+        )  # fmt: skip
+        inferences = Inferences(
+            self, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, lead=self.lead,
+            admit=lambda: self.admits,
+        )  # fmt: skip
+        self.ladder = Ladder(
+            world.tiers, inferences, world.metrics,
+            l2_deadline_s=1.0, clock=world.clock, timer=self.clock,
+        )  # fmt: skip
+
+    async def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.clock.tick(seconds)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def infer(self, job: Job) -> Computed:
+        """When the gate is open."""
+        if self.gate is not None:
+            await self.gate.wait()
+        return await self.world.infer(job)
+
+    async def __call__(self, asked: Ask) -> list[str]:
+        """The sources of the answers."""
+        found = await self.ladder.lookup(Holding(self.world.snapshot()), asked, self.clock())
+        return [each["source"] for each in found]
+
+    @property
+    def asked(self) -> list[LeaseTake | LeaseSwap]:
+        """Of Redis, about leases."""
+        return self.world.remote.asked
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service(World())
+
+
+def stranger(id_: str = "stranger", item: str = "i1") -> Ask:
+    return ask(entity(id_, history=ids(item)))
+
+
+async def test_a_cold_answer_is_led_after_one_question(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(type(service.world.remote), "lease")
+
+    assert await service(stranger()) == ["live"]
+    await service.world.tiers.aclose()
+
+    assert [type(each) for each in service.asked] == [LeaseTake]
+    assert len(service.world.remote.calls) == 1 and service.lead.counts.led == 1
+    ((stands, _),) = service.world.remote.leases.values()
+    assert stands == DONE + service.asked[0][1]
+
+
+async def test_every_stranger_of_a_batch_has_its_own_lease_and_known_ids_have_none(
+    service: Service,
+) -> None:
+    asked = ask(
+        entity("u1", history=ids("i1")),
+        *(entity(f"n{n}", history=ids("i1")) for n in range(3)),
+        entity("nothing sent"),
+    )
+
+    assert await service(asked) == ["l2", "live", "live", "live", "default"]
+    assert len({each.key for each in service.asked}) == len(service.asked) == 3
+    assert len(service.world.remote.calls) == 1
+
+
+async def test_the_same_stranger_twice_in_a_batch_is_computed_once_without_waiting(
+    service: Service,
+) -> None:
+    same = entity("stranger", history=ids("i1"))
+
+    assert await service(ask(same, same)) == ["live", "live"]
+    assert len(service.world.jobs) == len(service.asked) == 1 and not service.slept
+
+
+async def test_what_another_process_leads_is_waited_for(service: Service) -> None:
+    await service(stranger())
+    await service.world.tiers.aclose()
+    other = World(remote=service.world.remote)
+    late = Service(other, "late")
+    read = service.world.remote.overlays.copy()
+    service.world.remote.overlays.clear()  # it read just before the answer was stored
+
+    async def look() -> list[str]:
+        return await late(stranger())
+
+    looking = asyncio.create_task(look())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    service.world.remote.overlays.update(read)
+
+    assert await looking == ["live"]
+    assert not other.jobs and late.lead.counts.adopted == 1
+
+
+async def test_an_overlay_that_is_there_costs_no_second_question(service: Service) -> None:
+    await service(stranger())
+    await service.world.tiers.aclose()
+    other = Service(World(remote=service.world.remote), "other")
+
+    assert await other(stranger()) == ["l2"]
+    assert [type(each) for each in service.asked] == [LeaseTake] * 2
+    assert not other.world.jobs and other.lead.counts.led == 0
+
+
+@pytest.mark.parametrize("why", ["overloaded", "busy"])
+async def test_a_lease_that_was_won_for_nothing_ends_at_once(service: Service, why: str) -> None:
+    service.admits = why != "overloaded"
+    service.world.busy = why == "busy"
+
+    assert await service(stranger()) == ["default"]
+
+    take, back = service.asked
+    assert isinstance(back, LeaseSwap) and back.value == GIVEN_BACK and back.seen == take[1]
+
+
+async def test_who_bids_for_an_answer_that_is_being_computed_gives_back_and_joins(
+    service: Service,
+) -> None:
+    service.gate = asyncio.Event()
+    first = asyncio.create_task(service(stranger()))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    service.world.remote.leases.clear()  # as if it had ended, so that the second bid wins
+    service.world.tiers.negative.discard(next(iter(service.world.tiers.negative._keys)))
+    second = asyncio.create_task(service(stranger()))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    service.gate.set()
+
+    assert await first == await second == ["live"]
+    assert len(service.world.jobs) == 1
+    assert isinstance(service.asked[-1], LeaseSwap) and service.asked[-1].value == GIVEN_BACK
+
+
+async def test_a_bid_that_is_too_old_is_asked_for_again_and_known_as_ones_own(
+    service: Service,
+) -> None:
+    ladder, remote = service.ladder, service.world.remote
+    read = ladder._tiers.get_many
+
+    async def slowly(view: View, wants: Sequence[Want], deadline: float) -> Sequence[Outcome]:
+        found = await read(view, wants, deadline)
+        service.clock.tick(WAIT_S / 2 * 0.75)
+        return found
+
+    ladder._tiers.get_many = slowly  # type: ignore[method-assign]
+
+    assert await service(stranger()) == ["live"]
+    assert [type(each) for each in service.asked] == [LeaseTake] * 2
+    assert service.asked[0] == service.asked[1] and not service.slept
+    assert len(remote.leases) == 1 and service.lead.counts.led == 1
+
+
+async def test_an_outage_and_a_slow_redis_end_bids_for_a_while(service: Service) -> None:
+    remote = service.world.remote
+    remote.lease_s = lambda: WAIT_S / 5
+    assert await service(stranger("a")) == ["live"]
+    remote.lease_s = lambda: 0.0
+    assert await service(stranger("b")) == ["live"]
+    assert len(service.asked) == 1 and service.lead.counts.led == 1
+
+    service.clock.tick(REST_S)
+    remote.fails_with = TierUnavailable("gone", reason="connection")
+    assert await service(stranger("c")) == ["live"]
+
+    assert service.lead.counts.led == 1 and len(service.asked) == 2
+
+
+async def test_where_leases_lie_elsewhere_they_are_asked_for_after_the_read(
+    service: Service,
+) -> None:
+    service.world.remote.leases_come_along = False
+
+    assert await service(stranger()) == ["live"]
+    assert service.lead.counts.led == len(service.asked) == 1
+    assert [type(each) for call in service.world.remote.calls for each in call] == [OverlayRead]
