@@ -11,6 +11,10 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
+_LATE: Sequence[Any] = []
+"""By identity: what a waiter gets whose time is over."""
+
+
 class Abandoned(RuntimeError):
     """The work was cancelled from outside while callers were waiting; they themselves were not cancelled."""
 
@@ -73,18 +77,29 @@ class SingleFlight(Generic[K, V]):
             self.shared += 1
         return (await self._wait(flight))[flight.place(key)]
 
-    async def do_one(self, key: K, work: Callable[[], asyncio.Future[list[V]]]) -> V:
-        """The same for work that is a future of one value: a caller and its work in one coroutine."""
+    async def do_one(
+        self, key: K, work: Callable[[], asyncio.Future[list[V]]], within_s: float | None = None
+    ) -> V:
+        """The same for work that is a future of one value: a caller and its work in one coroutine.
+
+        Raises TimeoutError for a caller that has no more than `within_s`; it leaves alone, too.
+        """
         flight = self._flights.get(key)
         if flight is None:
             flight = self._take_off((key,), work())
         else:
             self.shared += 1
         waiter = self._join(flight)
+        # Less than half of what `asyncio.timeout` costs.
+        late = None if within_s is None else _call_later(within_s, waiter)
         try:
-            return (await waiter)[flight.place(key)]
+            if (values := await waiter) is not _LATE:
+                return values[flight.place(key)]
         finally:
+            if late is not None:
+                late.cancel()
             self._leave(flight, waiter)
+        raise TimeoutError
 
     def board(self, key: K, work: Callable[[], Awaitable[V]]) -> Boarded[K, V]:
         """A place for a caller that waits for many keys at once, without a coroutine for each."""
@@ -222,6 +237,16 @@ class SingleFlight(Generic[K, V]):
         if flight.is_under_way:
             flight.is_under_way = False
             leave(self._flights, flight.keys)
+
+
+def _call_later(seconds: float, waiter: asyncio.Future[Any]) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(seconds, _end_late, waiter)
+
+
+def _end_late(waiter: asyncio.Future[Any]) -> None:
+    # A value and no error: that would hold the frames of whoever waits, and they the waiter.
+    if not waiter.done():
+        waiter.set_result(_LATE)
 
 
 def _numbered(keys: Collection[K]) -> dict[K, int]:

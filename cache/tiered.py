@@ -240,6 +240,11 @@ class Tiered:
         wants: Sequence[Want],
         deadline: float,
     ) -> Sequence[Entry | Missed]:
+        left_s = deadline - self._timer()
+        if left_s <= 0:
+            return [MISSED[MissReason.L2_TIMEOUT]] * len(wants)
+        if len(wants) == 1:
+            return (await self._read_one(view, wants[0], left_s),)
         keys = [self._flight_keys.of(view.generation, want) for want in wants]
         # Of equal ones the first is read: what it bids for is its own, and it is the first to compute.
         by_key = dict(zip(reversed(keys), reversed(wants), strict=True))
@@ -249,9 +254,6 @@ class Tiered:
             locals_ = [LocalKey(view.generation, want.table.name, want.key) for want in named]
             return self._fetch(view, locals_, named)
 
-        left_s = deadline - self._timer()
-        if left_s <= 0:
-            return [MISSED[MissReason.L2_TIMEOUT]] * len(keys)
         try:
             # A flight ends within the tier's deadline; a caller's own, if shorter, ends nobody else's waiting.
             if left_s >= self._l2_deadline_s:
@@ -260,6 +262,17 @@ class Tiered:
                 return await self.flights.do_many(keys, work)
         except TimeoutError:
             return [MISSED[MissReason.L2_TIMEOUT]] * len(keys)
+
+    async def _read_one(self, view: View, want: Want, left_s: float) -> Entry | Missed:
+        key = LocalKey(view.generation, want[0].name, want[1])
+        flight = self._flight_keys.of(view.generation, want)
+        within_s = None if left_s >= self._l2_deadline_s else left_s
+        try:
+            return await self.flights.do_one(
+                flight, lambda: self._fetch(view, (key,), (want,)), within_s
+            )
+        except TimeoutError:
+            return MISSED[MissReason.L2_TIMEOUT]
 
     def _fetch(
         self, view: View, keys: Sequence[LocalKey], wants: Sequence[Want]

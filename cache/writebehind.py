@@ -80,7 +80,7 @@ class WriteBehind:
             write, ends_at = self._queue.popleft()
             self._bytes -= len(write.payload)
             if ends_at > now:
-                writes.append(write._replace(ttl_s=ends_at - now))
+                writes.append(OverlayWrite(*write[:4], ends_at - now, write[5]))
             else:
                 self.dropped += 1
         return writes
