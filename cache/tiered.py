@@ -1,6 +1,7 @@
 """The read path: L1, then one read per key from L2. Judges what the tiers say; the ladder below it is serving's."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol, TypeVar, cast
@@ -101,20 +102,16 @@ class Tiered:
 
     async def get(self, view: View, want: Want, deadline: float) -> Outcome:
         """The record, or why there is none; `deadline` is monotonic and this caller's own."""
-        outcome = self._local(view, want)
-        if outcome is None:
-            key = LocalKey(view.generation, want.table.name, want.key)
-            if want.position < 0 and key in self.negative:
-                outcome = MISSED[MissReason.NEGATIVE]
-            else:
-                (entry,) = await self._read(view, (want,), deadline)
-                outcome = self._judged(key, entry, want)
+        outcome = await self._resolve_one(view, want, deadline)
         self._count(view, (want,), (outcome,))
         return outcome
 
     async def get_many(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
         """One outcome per want, in order; all that L1 lacks is read from L2 together."""
-        outcomes = await self._resolve(view, wants, deadline)
+        if len(wants) == 1:
+            outcomes = [await self._resolve_one(view, wants[0], deadline)]
+        else:
+            outcomes = await self._resolve(view, wants, deadline)
         self._count(view, wants, outcomes)
         return outcomes
 
@@ -204,6 +201,23 @@ class Tiered:
         entry = self.local.get(key)
         return None if entry is None else judge(entry, want, "l1")
 
+    async def _resolve_one(self, view: View, want: Want, deadline: float) -> Outcome:
+        key = LocalKey(view.generation, want[0].name, want[1])
+        if (here := self.local.get(key)) is not None:
+            return judge(here, want, "l1")
+        if want[3] < 0 and key in self.negative:
+            return MISSED[MissReason.NEGATIVE]
+        entry: Entry | Missed = MISSED[MissReason.L2_TIMEOUT]
+        if (left_s := deadline - self._timer()) > 0:
+            flight = self._flight_keys.of(view.generation, want)
+            within_s = None if left_s >= self._l2_deadline_s else left_s
+            # A flight ends within the tier's deadline; a caller's own, if shorter, ends nobody else's waiting.
+            with contextlib.suppress(TimeoutError):
+                entry = await self.flights.do_one(
+                    flight, lambda: self._fetch(view, (key,), (want,)), within_s
+                )
+        return self._judged(key, entry, want)
+
     async def _resolve(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
         generation, get = view.generation, self.local.get
         outcomes: list[Outcome | None] = []
@@ -243,8 +257,6 @@ class Tiered:
         left_s = deadline - self._timer()
         if left_s <= 0:
             return [MISSED[MissReason.L2_TIMEOUT]] * len(wants)
-        if len(wants) == 1:
-            return (await self._read_one(view, wants[0], left_s),)
         keys = [self._flight_keys.of(view.generation, want) for want in wants]
         # Of equal ones the first is read: what it bids for is its own, and it is the first to compute.
         by_key = dict(zip(reversed(keys), reversed(wants), strict=True))
@@ -262,17 +274,6 @@ class Tiered:
                 return await self.flights.do_many(keys, work)
         except TimeoutError:
             return [MISSED[MissReason.L2_TIMEOUT]] * len(keys)
-
-    async def _read_one(self, view: View, want: Want, left_s: float) -> Entry | Missed:
-        key = LocalKey(view.generation, want[0].name, want[1])
-        flight = self._flight_keys.of(view.generation, want)
-        within_s = None if left_s >= self._l2_deadline_s else left_s
-        try:
-            return await self.flights.do_one(
-                flight, lambda: self._fetch(view, (key,), (want,)), within_s
-            )
-        except TimeoutError:
-            return MISSED[MissReason.L2_TIMEOUT]
 
     def _fetch(
         self, view: View, keys: Sequence[LocalKey], wants: Sequence[Want]
