@@ -289,3 +289,27 @@ async def test_work_that_cannot_even_start_leaves_no_flight() -> None:
         await flights.do_many(["a"], work)
 
     assert len(flights) == 0
+
+
+async def test_a_lone_caller_whose_time_is_over_leaves_alone() -> None:
+    flights: SingleFlight[str, int] = SingleFlight()
+    landing: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+    patient = asyncio.create_task(flights.do_one("key", lambda: landing))
+    await turns()
+
+    with pytest.raises(TimeoutError):
+        await within(flights.do_one("key", lambda: landing, 0.0))
+
+    assert not landing.done() and not patient.done()
+    landing.set_result([42])
+    assert await within(patient) == 42 and len(flights) == 0
+
+
+async def test_work_is_cancelled_when_the_time_of_its_only_caller_is_over() -> None:
+    flights: SingleFlight[str, int] = SingleFlight()
+    landing: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+
+    with pytest.raises(TimeoutError):
+        await within(flights.do_one("key", lambda: landing, 0.0))
+
+    assert landing.cancelled() and len(flights) == 0

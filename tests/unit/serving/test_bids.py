@@ -219,3 +219,24 @@ async def test_where_leases_lie_elsewhere_they_are_asked_for_after_the_read(
     assert await service(stranger()) == ["live"]
     assert service.lead.counts.led == len(service.asked) == 1
     assert [type(each) for call in service.world.remote.calls for each in call] == [OverlayRead]
+
+
+async def test_only_a_lease_that_grows_old_is_renewed(service: Service) -> None:
+    service.gate = asyncio.Event()
+    computing = asyncio.create_task(service(stranger()))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    life_s = WAIT_S / 2
+
+    service.lead._renew()
+    assert [type(each) for each in service.asked] == [LeaseTake]
+    for _ in range(20):  # two lives and a half
+        service.clock.tick(life_s / 8)
+        service.lead._renew()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        ((stands, until),) = service.world.remote.leases.values()
+        assert stands == service.asked[0][1] and until - service.clock() >= life_s * 2 / 3
+
+    service.gate.set()
+    assert await computing == ["live"] and len(service.asked) < 20
