@@ -131,6 +131,8 @@ class Inferences:
             elif want.bid is not None and (mark := lead.won(want.bid)) is not None:
                 computing = self._infer(job, case, mark)
                 lead.hold(want.bid, computing)
+            elif want.bid is None and lead.rests():
+                computing = self._infer(job, case)
             else:
                 computing = asyncio.ensure_future(self._led(lead, job, case))
             computing.add_done_callback(lambda _: self._forget(key, job))

@@ -115,9 +115,18 @@ class Lead:
     def won(self, bid: Bid | None) -> Mark | None:
         """The lease to compute under, if the bid took it, just now and soon enough; what came of it otherwise is for
         `answer`."""
-        if bid is None or bid.stands is not None or bid.took_s > self._slow_s:
+        if bid is None or not _has_won(bid):
             return None
+        # Until now, not until it landed: a loop that is late is slow, too, and leases are work.
+        self._judge(None, self._timer() - bid.asked_at)
         return bid.mark if self._is_recent(bid) else None
+
+    def rests(self) -> bool:
+        """Whether who has no bid computes without a lease, which is counted."""
+        if self._timer() >= self._resting_until:
+            return False
+        self.counts.unavailable += 1
+        return True
 
     def hold(self, bid: Bid, computing: asyncio.Future[T]) -> None:
         """Keeps a lease that was won until `computing` has ended; without an answer somebody else may try at once."""
@@ -126,7 +135,7 @@ class Lead:
 
     def give_back(self, bid: Bid | None) -> None:
         """Lets others try at once if a lease was won and is not used."""
-        if bid is not None and bid.stands is None and bid.took_s < math.inf:
+        if bid is not None and _has_won(bid):
             self._give_back(bid.mark)
 
     async def answer(
@@ -147,8 +156,7 @@ class Lead:
             self._judge(bid.stands, bid.took_s)
         if bid is not None and self._is_recent(bid):
             mark, since, stands = bid.mark, bid.asked_at, bid.stands
-        elif began < self._resting_until:
-            self.counts.unavailable += 1
+        elif not _has_won(bid) and self.rests():
             return await compute(None)
         else:
             mark = self._mark(view, want, digest) if bid is None else bid.mark
@@ -266,3 +274,7 @@ class Lead:
             self._leases.submit([self._instead(mark, mark.token) for mark in old], len)
         if self._held:
             self._renew_later()
+
+
+def _has_won(bid: Bid | None) -> bool:
+    return bid is not None and bid.stands is None and bid.took_s < math.inf
