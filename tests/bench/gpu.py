@@ -22,6 +22,7 @@ import numpy as np
 from cache.tower import Histories
 from precompute.scoring.device.choice import devices
 from tests.bench.harness import Options, Report, compare, parse
+from tests.bench.topk import recall_of
 from tests.bench.topk_cases import Case, random_case, real_case, real_file
 
 K = 100
@@ -125,19 +126,6 @@ def cuvs(case: Case) -> Callable[[], object] | None:
     return run
 
 
-def recall_of(case: Case, scorer: Any, rows: int = 16) -> float:
-    """Share of the float64 top 100 that is found; pairs within 1e-5 of each other count as equal."""
-    some = case.histories.take(np.arange(rows))
-    found, _ = scorer.top(case.users[:rows], K, some)
-    good = 0
-    for row in range(rows):
-        exact = case.items.astype(np.float64) @ case.users[row].astype(np.float64)
-        exact[some.indices[some.indptr[row] : some.indptr[row + 1]]] = -np.inf
-        least = np.partition(exact, -K)[-K]
-        good += int((exact[found[row].astype(np.int64)] >= least - 1e-5 * abs(least)).sum())
-    return good / (rows * K)
-
-
 def measure(report: Report, options: Options, device: Any, name: str, case: Case) -> None:
     """One case: ours beside everything that is there."""
     import torch
@@ -158,7 +146,7 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
         len(case.items),
     )
     report.figures[f"{name}_prepare_s"] = round(time.perf_counter() - started, 3)
-    report.figures[f"{name}_recall"] = recall_of(case, scorer)
+    report.figures[f"{name}_recall"] = recall_of(case, scorer, 16)
     report.figures[f"{name}_without_histories_users_per_s"] = round(
         timed(len(case.users), partial(scorer.top, case.users, K, nothing(case)), settle)
     )

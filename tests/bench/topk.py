@@ -18,7 +18,7 @@ import faiss
 import numpy as np
 
 from precompute.scoring.compiled import kernel
-from precompute.scoring.topk import Scorer
+from precompute.scoring.topk import AnyScorer, Scorer
 from tests.bench.harness import Ratio, Report, compare, parse
 from tests.bench.topk_cases import DATA, Case, random_case, real_case, real_file
 
@@ -69,7 +69,7 @@ def larder_run(case: Case, scorer: Scorer) -> float:
     return len(case.users) / (time.process_time() - started)
 
 
-def recall_of(case: Case, scorer: Scorer, rows: int = 64) -> float:
+def recall_of(case: Case, scorer: AnyScorer, rows: int = 64) -> float:
     """Share of the float64 top 100 that the scorer finds; pairs within 1e-5 of each other count as equal."""
     some = case.histories.take(np.arange(rows))
     found, _ = scorer.top(case.users[:rows], K, some)
