@@ -19,6 +19,7 @@ class MissReason(StrEnum):
 
     NOT_IN_GENERATION = "not_in_generation"
     NEGATIVE = "negative"
+    UNREAD = "overlay_unread"
     EXPIRED = "expired"
     INPUT_CHANGED = "input_changed"
     PAGE_MISSING = "page_missing"
@@ -45,7 +46,7 @@ class Want(NamedTuple):
 
     `key` is the hash of its id, or the 16-byte digest of an id-less input; `position` is -1 when the night did not
     know it; `digest` is that of the input the caller sent, None if it sent none. `bid` is for the lease of what will
-    be computed unless an overlay is read.
+    be computed unless an overlay is read; `here_only` leaves the overlay unread, wherever L1 lacks it.
     """
 
     table: Table
@@ -54,6 +55,7 @@ class Want(NamedTuple):
     position: int
     digest: bytes | None = None
     bid: Bid | None = None
+    here_only: bool = False
 
 
 class Found(NamedTuple):

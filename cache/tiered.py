@@ -147,6 +147,23 @@ class Tiered:
         outcome = self._judged(key, entry, want)
         return outcome if isinstance(outcome, Found) else None
 
+    def probe(self, view: View, want: Want, tell: Callable[[bool], None]) -> None:
+        """Has Redis asked whether it holds an answer to this very input; told nothing if it cannot be asked.
+
+        L1 learns nothing of it, and nobody waits.
+        """
+        self.counters.l2_reads += 1
+        asked_at = self._timer()
+
+        def keep(answers: Sequence[Answer]) -> None:
+            if isinstance(answer := answers[0], Overlay):
+                entry = overlay_entry(want, answer, asked_at)
+                tell(isinstance(entry, Entry) and isinstance(judge(entry, want, "l2"), Found))
+            elif answer is None:
+                tell(False)
+
+        self._remote.submit(reads_of(view, (want,)), keep)
+
     def put_live(
         self,
         view: View,
@@ -205,6 +222,8 @@ class Tiered:
         key = LocalKey(view.generation, want[0].name, want[1])
         if (here := self.local.get(key)) is not None:
             return judge(here, want, "l1")
+        if want[6]:
+            return MISSED[MissReason.UNREAD]
         if want[3] < 0 and key in self.negative:
             return MISSED[MissReason.NEGATIVE]
         entry: Entry | Missed = MISSED[MissReason.L2_TIMEOUT]
@@ -227,6 +246,8 @@ class Tiered:
             entry = get(key)
             if entry is not None:
                 outcomes.append(judge(entry, want, "l1"))
+            elif want[6]:
+                outcomes.append(MISSED[MissReason.UNREAD])
             elif want[3] < 0 and key in self.negative:
                 outcomes.append(MISSED[MissReason.NEGATIVE])
             else:

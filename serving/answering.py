@@ -90,6 +90,7 @@ class Answering:
             outage_ttl_s=config.outage_ttl_s,
             lead=lead if config.lease_wait_ms else None,
             admit=admission.admit_live,
+            spares_reads=config.overlay_reads == "auto",
         )
         watch = Watch(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
         ladder = Ladder(

@@ -16,6 +16,9 @@ from serving.why.logs import Form
 
 Precision = Literal["int8", "fp32"]
 
+OverlayReads = Literal["auto", "always"]
+"""Whether overlays are left unread while inputs hardly come again."""
+
 _RENAMED = {"redis_url": "REDIS_URL"}
 
 
@@ -42,6 +45,7 @@ class ServingConfig:
     negative_entries: int = 100_000
     negative_ttl_s: float = 5.0
     overlay_ttl_s: float = 600.0
+    overlay_reads: OverlayReads = "auto"
     outage_ttl_s: float = 15.0
     lease_wait_ms: float = 200.0
 
@@ -98,6 +102,11 @@ class ServingConfig:
         if self.precision not in get_args(Precision):
             raise ConfigError(
                 f"precision is int8 or fp32, not {self.precision!r}", field="precision"
+            )
+        if self.overlay_reads not in get_args(OverlayReads):
+            raise ConfigError(
+                f"overlay_reads is auto or always, not {self.overlay_reads!r}",
+                field="overlay_reads",
             )
         if self.log not in get_args(Form):
             raise ConfigError(f"log is text or json, not {self.log!r}", field="log")

@@ -13,6 +13,7 @@ TEXTS: Mapping[str, str] = {
     "flights_shared": "Reads that joined one under way",
     "inferences_shared": "Inputs that joined an inference under way",
     "inferences_hopeless": "Inputs that could not have been answered in time",
+    "overlays_spared": "Live answers not looked up in Redis, because inputs hardly come again",
     "overlays_stored": "Live answers written to Redis",
     "overlays_failed": "Live answers that Redis did not take",
     "overlays_dropped": "Live answers not written, because too many waited",

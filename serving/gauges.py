@@ -58,6 +58,7 @@ class Parts:
             "flights_shared": tiers.flights.shared,
             "inferences_shared": self.inferences.flights.shared,
             "inferences_hopeless": self.batcher.hopeless,
+            "overlays_spared": self.inferences.repeats.spared,
             "overlays_stored": tiers.writes.stored,
             "overlays_failed": tiers.writes.failed,
             "overlays_dropped": tiers.writes.dropped,

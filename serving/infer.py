@@ -13,6 +13,7 @@ from cache.tiered import Found, View, Want
 from serving.case import Case, Pace
 from serving.lead import Lead
 from serving.live import Computed, Job, LiveUnavailable
+from serving.repeats import Repeats
 from serving.snapshot import Snapshot
 
 SHARED = frozenset(
@@ -27,6 +28,8 @@ SHARED = frozenset(
 
 Not `fresh` and `too_old`: what another process has stored may be older than what was asked for.
 """
+
+_LOOKED_UP = SHARED | {MissReason.UNREAD}
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,9 @@ class Keeper(Protocol):
         mark: Mark | None = None,
     ) -> None:
         """Keep a live answer where that is allowed; `mark` is the lease that ends with it."""
+
+    def probe(self, view: View, want: Want, tell: Callable[[bool], None]) -> None:
+        """Tells, later, whether an answer to this input is stored."""
 
 
 class Batcher(Protocol):
@@ -69,7 +75,9 @@ class Inferences:
         outage_ttl_s: float,
         lead: Lead | None = None,
         admit: Callable[[], bool] = lambda: True,
+        spares_reads: bool = False,
     ) -> None:
+        self.repeats = Repeats()
         self.flights: SingleFlight[Key, Computed] = SingleFlight()
         self._jobs: dict[Key, Job] = {}
         self._batcher = batcher
@@ -78,6 +86,7 @@ class Inferences:
         self._outage_ttl_s = outage_ttl_s
         self._lead = lead
         self._admit = admit
+        self._spares_reads = spares_reads
 
     async def run(
         self, snapshot: Snapshot, cases: Sequence[Case], limit_s: float
@@ -116,6 +125,8 @@ class Inferences:
         if (job := self._jobs.get(key)) is not None:
             job.deadline = max(job.deadline, deadline)
         joins = key in self.flights
+        if want.position < 0 and case.reason in _LOOKED_UP:
+            self.repeats.saw(joins)
         is_left_out = not joins and not self._admit()  # who joins a flight costs nothing
         is_led = lead is not None and want.position < 0 and case.reason in SHARED
         if lead is not None and want.bid is not None and (joins or is_left_out or not is_led):
@@ -140,15 +151,20 @@ class Inferences:
 
         return self.flights.board(key, work)
 
-    def bid(self, snapshot: Snapshot, cases: Iterable[Case]) -> None:
-        """Has leases asked for with the overlays that are read next, as far as both may be needed."""
-        if (lead := self._lead) is None or snapshot.predictor is None:
+    def approach(self, snapshot: Snapshot, cases: Iterable[Case]) -> None:
+        """Has leases asked for with the overlays that are read next, or these left unread, as far as either pays."""
+        if snapshot.predictor is None:
             return
+        lead, spares = self._lead, self._spares_reads and self.repeats.are_rare
         for case in cases:
             want = case.want
             if want.position < 0 and want.digest is not None and case.may_compute(snapshot):
-                bid = lead.bid(snapshot.view, want, want.digest)
-                case.want = Want(*want[:5], bid)
+                if spares:
+                    case.want = Want(*want[:5], here_only=True)
+                    if self.repeats.spare():
+                        self._keeper.probe(snapshot.view, want, self.repeats.probed)
+                elif lead is not None:
+                    case.want = Want(*want[:5], lead.bid(snapshot.view, want, want.digest))
 
     def _infer(self, job: Job, case: Case, mark: Mark | None = None) -> asyncio.Future[Computed]:
         # An id of the night gets a live answer kept (beside, here only) while its page is out of reach.
@@ -170,7 +186,10 @@ class Inferences:
 
         limit_s = max(0.0, job.deadline - time.monotonic())
         answer = await lead.answer(job.snapshot.view, case.want, case.digest, limit_s, compute)
-        return Computed(answer.record) if isinstance(answer, Found) else answer
+        if not isinstance(answer, Found):
+            return answer
+        self.repeats.saw(True)
+        return Computed(answer.record)
 
     def _forget(self, key: Key, job: Job) -> None:
         if self._jobs.get(key) is job:

@@ -100,7 +100,7 @@ class Ladder:
             elif turn.options.fresh and case.may_compute(live):
                 case.reason = "fresh"
         unread = [case for case in cases if case.reason is None]
-        self._inferences.bid(live, unread)
+        self._inferences.approach(live, unread)
         await self._read_stored(live, unread, turn)
         if waiting := still_open(cases):
             await self._compute(live, [case for case in waiting if _is_worth(case, live)], turn)
@@ -119,6 +119,8 @@ class Ladder:
             if (found := case.found) is None:
                 continue
             await pace.step(case.entity)
+            if case.want.position < 0 and case.want.digest is not None:
+                self._inferences.repeats.saw(True)
             try:
                 self._take_stored(case, snapshot, found, turn)
             except Exception:  # whatever a record holds, it costs no other entity its answer
@@ -198,16 +200,17 @@ class Ladder:
 
     async def _settle_for_stored(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
         """What is stored beats another night's answer when a fresher one could not be had."""
-        unread = [case for case in cases if case.reason == "fresh"]
+        unread = [case for case in cases if case.reason in ("fresh", MissReason.UNREAD)]
         for case in unread:
-            case.reason = None
+            case.reason, case.want = None, case.want._replace(here_only=False)
         await self._read(snapshot, unread, turn)
         for case in cases:
             if (found := case.found) is None or case.reason not in (None, "too_old", EXHAUSTED):
                 continue
             try:
                 record = case.decoded(snapshot, found.record)
-                case.reason = case.reason or "fresh_unavailable"
+                if turn.options.fresh:
+                    case.reason = case.reason or "fresh_unavailable"
                 self._reply.answer(case, snapshot, record, found.tier, turn)
             except Exception:  # as above
                 self._spoilt(case, snapshot)

@@ -102,8 +102,8 @@ class Reply:
         if is_used:
             counted = case.dropped if source == "live" else None
             dropped = case.history_in(snapshot).dropped if counted is None else counted
-        # A caller need not know that the unknown was remembered.
-        unknown = case.reason == MissReason.NEGATIVE
+        # A caller need not know that the unknown was remembered, or not looked up.
+        unknown = case.reason in (MissReason.NEGATIVE, MissReason.UNREAD)
         reason = MissReason.NOT_IN_GENERATION.value if unknown else case.reason
         case.answer = complete(
             prediction, snapshot, table, case.entity, source, producer, self._clock(),

@@ -10,12 +10,13 @@ from cache.absence import Absence
 
 WORDS: Mapping[str, str] = {
     "negative": "not_in_generation",
+    "overlay_unread": "not_in_generation",
     "l2_timeout": "deadline",
     "breaker_open": "l2_down",
 }
 """What an answer tells in more detail than a count needs; all other reasons are counted as they are told."""
 
-NOWHERE = frozenset({"not_in_generation", "negative"})
+NOWHERE = frozenset({"not_in_generation", "negative", "overlay_unread"})
 
 REASONS = (
     "not_in_generation", "expired", "page_missing", "corrupt", "l2_down", "deadline",

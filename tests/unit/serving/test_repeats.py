@@ -1,0 +1,233 @@
+"""Overlays that are not read while inputs hardly come again: when that begins and ends, and what it costs nobody."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.commands import OverlayRead
+from cache.errors import TierUnavailable
+from cache.lease import LeaseTake
+from serving.answer import Answer
+from serving.ask import Ask
+from serving.holding import Holding
+from serving.infer import Inferences
+from serving.ladder import Ladder
+from serving.repeats import OFTEN, PROBE_EVERY, RARELY, WINDOW, Repeats
+from tests.unit.serving.world import World, ask, entity, ids
+
+
+def rare() -> Repeats:
+    repeats = Repeats()
+    for _ in range(WINDOW):
+        repeats.saw(False)
+    return repeats
+
+
+def test_a_window_of_inputs_without_a_repeat_is_needed_and_enough() -> None:
+    repeats = Repeats()
+    for _ in range(WINDOW - 1):
+        repeats.saw(False)
+        assert not repeats.are_rare
+    repeats.saw(False)
+    assert repeats.are_rare
+
+
+@given(st.integers(2, round(0.8 / RARELY)))
+def test_what_comes_again_often_enough_is_always_read(every: int) -> None:
+    repeats = Repeats()
+    for number in range(5 * WINDOW):
+        repeats.saw(number % every == 0)
+        assert not repeats.are_rare
+
+
+@given(st.integers(2, round(1 / OFTEN)))
+def test_probes_that_find_answers_end_it_within_a_window(every: int) -> None:
+    repeats = rare()
+    probes = 0
+    while repeats.are_rare:
+        probes += 1
+        repeats.probed(probes % every == 0)
+    assert probes <= WINDOW
+
+
+def test_a_few_repeats_do_not_end_it() -> None:
+    repeats = rare()
+    for number in range(10 * WINDOW):
+        repeats.probed(number % round(2 / RARELY) == 0)
+        assert repeats.are_rare
+
+
+def test_only_probes_count_while_nothing_is_read_and_only_reads_while_all_is() -> None:
+    repeats = rare()
+    for _ in range(WINDOW):
+        repeats.saw(True)
+    assert repeats.are_rare
+
+    for _ in range(WINDOW):
+        repeats.probed(True)
+    assert not repeats.are_rare
+    for _ in range(10 * WINDOW):
+        repeats.probed(False)
+    assert not repeats.are_rare
+
+
+def test_one_in_so_many_is_probed() -> None:
+    repeats = rare()
+    assert sum(repeats.spare() for _ in range(10 * PROBE_EVERY)) == 10
+    assert repeats.spared == 10 * PROBE_EVERY
+
+
+class Service:
+    """A ladder that may leave overlays unread, over the fake Redis of a world."""
+
+    def __init__(self, world: World, *, spares_reads: bool = True) -> None:
+        self.world = world
+        self.inferences = Inferences(
+            world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, spares_reads=spares_reads
+        )
+        self.repeats = self.inferences.repeats
+        self.ladder = Ladder(
+            world.tiers, self.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock
+        )
+
+    async def __call__(self, asked: Ask) -> list[Answer]:
+        """The answers; what was to be stored is."""
+        began = self.ladder._timer()
+        answers = await self.ladder.lookup(Holding(self.world.snapshot()), asked, began)
+        await self.world.tiers.aclose()
+        return answers
+
+    async def strangers(self, first: int, count: int) -> None:
+        """So many that nobody has seen before."""
+        for start in range(first, first + count, 64):
+            numbers = range(start, min(start + 64, first + count))
+            await self(ask(*(entity(f"n{number}", history=ids("i1")) for number in numbers)))
+
+
+@pytest.fixture
+async def service() -> Service:
+    """One that has seen nothing but strangers."""
+    service = Service(World())
+    await service.strangers(0, WINDOW)
+    assert service.repeats.are_rare
+    service.world.remote.calls.clear()
+    return service
+
+
+def stranger(id_: str = "stranger") -> Ask:
+    return ask(entity(id_, history=ids("i1")))
+
+
+async def test_strangers_are_answered_without_a_question_and_kept_as_ever(service: Service) -> None:
+    (first,) = await service(stranger())
+    (again,) = await service(stranger())
+    (other,) = await Service(World(remote=service.world.remote))(stranger())
+
+    assert [each["source"] for each in (first, again, other)] == ["live", "l1", "l2"]
+    assert first["reason"] == "not_in_generation" and again.get("reason") is None
+    assert first["items"] == again["items"] == other["items"]
+    assert len(service.world.remote.calls) == 1  # the other's
+
+
+async def test_misses_of_strangers_are_counted_as_ever(service: Service) -> None:
+    text = service.world.metrics.expose().decode()
+    await service(stranger())
+    told = service.world.metrics.expose().decode()
+
+    def counted(text: str) -> float:
+        (line,) = (
+            each for each in text.splitlines()
+            if each.startswith("larder_misses_total{") and 'reason="not_in_generation"' in each
+        )  # fmt: skip
+        return float(line.rpartition(" ")[2])
+
+    assert counted(told) == counted(text) + 1 and "overlay_unread" not in told
+
+
+async def test_a_batch_asks_for_those_of_the_night_alone(service: Service) -> None:
+    answers = await service(
+        ask(entity("u1"), *(entity(f"new{n}", history=ids("i1")) for n in range(5)))
+    )
+
+    assert [each["source"] for each in answers] == ["l2", *["live"] * 5]
+    assert not any(isinstance(each, OverlayRead) for each in service.world.remote.reads)
+
+
+async def test_who_sends_nothing_gets_what_is_stored(service: Service) -> None:
+    await Service(World(remote=service.world.remote))(stranger())
+
+    (answer,) = await service(ask(entity("stranger")))
+
+    assert answer["source"] == "l2"
+
+
+async def test_what_is_stored_answers_when_the_model_cannot(service: Service) -> None:
+    await Service(World(remote=service.world.remote))(stranger())
+    service.world.busy = True
+
+    (stored,) = await service(stranger())
+    (nothing,) = await service(stranger("nobody"))
+
+    assert stored["source"] == "l2" and stored.get("reason") is None
+    assert (nothing["source"], nothing["reason"]) == ("default", "not_in_generation")
+    assert nothing["live"] == "busy"
+
+
+async def test_probes_find_what_others_have_answered_and_end_it(service: Service) -> None:
+    other = Service(World(remote=service.world.remote))
+    for number in range(round(OFTEN * WINDOW) + 1):
+        assert service.repeats.are_rare
+        for near in range(PROBE_EVERY):
+            id_ = f"both{number}/{near}"
+            await other(stranger(id_))
+            (answer,) = await service(stranger(id_))
+            assert answer["source"] == "live"
+    assert not service.repeats.are_rare
+
+    await other(stranger("one more"))
+    (answer,) = await service(stranger("one more"))
+    assert answer["source"] == "l2"
+
+
+async def test_an_answer_to_another_input_is_no_repeat(service: Service) -> None:
+    other = Service(World(remote=service.world.remote))
+    for number in range(PROBE_EVERY):
+        await other(ask(entity(f"n-{number}", history=ids("i2"))))
+        await service(stranger(f"n-{number}"))
+
+    assert service.repeats.are_rare and service.repeats._again == 0
+    assert len([each for each in service.world.remote.reads if isinstance(each, OverlayRead)]) > 0
+
+
+async def test_a_probe_that_fails_tells_nothing_and_harms_nobody(service: Service) -> None:
+    service.world.remote.fails_with = TierUnavailable("gone", reason="connection")
+    inputs = service.repeats._inputs
+
+    for number in range(PROBE_EVERY):
+        (answer,) = await service(stranger(f"n-{number}"))
+        assert answer["source"] == "live"
+
+    assert service.repeats._inputs == inputs and service.world.remote.calls
+
+
+async def test_strangers_of_many_processes_are_found_by_leases_and_joins() -> None:
+    service = Service(World())
+    same = entity("stranger", history=ids("i1"))
+    for number in range(WINDOW):
+        await service(ask(same, same) if number % 64 == 0 else stranger(f"n{number}"))
+
+    assert not service.repeats.are_rare
+
+
+async def test_all_are_read_where_that_is_wanted() -> None:
+    service = Service(World(), spares_reads=False)
+    await service.strangers(0, 3 * WINDOW)
+
+    assert service.repeats.spared == 0
+    assert len(service.world.remote.reads) == 3 * WINDOW
+
+
+async def test_there_are_no_leases_for_what_is_not_read(service: Service) -> None:
+    await service(stranger())
+
+    assert not [each for each in service.world.remote.asked if isinstance(each, LeaseTake)]
