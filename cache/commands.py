@@ -121,6 +121,7 @@ class Packer:
         self._heads: dict[tuple[str, str, int], bytes] = {}
         self._tails: dict[tuple[int, int], bytes] = {}
         self._runs: dict[tuple[str, str, int], tuple[_Pieces, _Pieces]] = {}
+        self._writes: dict[tuple[str, str, int, int], tuple[bytes, bytes]] = {}
 
     def pack(self, commands: Sequence[Command]) -> tuple[bytes, int]:
         """The bytes to send and the number of replies to expect."""
@@ -193,13 +194,26 @@ class Packer:
         return 2 * len(parts)
 
     def _write(self, pieces: list[bytes], write: OverlayWrite) -> None:
-        key = self._keyspace.overlay(write.generation, write.table, write.hash_hex).encode()
+        hash_hex, payload = write.hash_hex, write.payload
+        of = write.generation, write.table, len(hash_hex), len(payload)
+        before, after = self._writes.get(of) or self._begin_writes(*of)
         life_ms = b"%d" % max(1, round(write.ttl_s * 1000))
-        head = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(write.payload))
         tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(life_ms), life_ms)
-        pieces += head, write.payload, tail
+        pieces += before, hash_hex.encode(), after, payload, tail
         if write.mark is not None:
             pieces.append(pack_mark(write.mark))
+
+    def _begin_writes(
+        self, generation: str, table: str, digits: int, size_bytes: int
+    ) -> tuple[bytes, bytes]:
+        """What stands before the hash in each such write, and between it and the payload."""
+        if len(self._writes) >= _RUNS_MAX:
+            self._writes.clear()
+        prefix = self._keyspace.overlay(generation, table, "").encode()
+        before = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b" % (len(prefix) + digits, prefix)
+        found = before, b"\r\n$%d\r\n" % size_bytes
+        self._writes[generation, table, digits, size_bytes] = found
+        return found
 
     def _head(self, generation: str, table: str, page: int) -> bytes:
         if len(self._heads) >= _HEADS_MAX:

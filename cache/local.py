@@ -1,6 +1,5 @@
 """L1: records of this process, bounded by bytes."""
 
-import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -223,8 +222,8 @@ class NegativeCache:
 
     def discard(self, key: LocalKey) -> None:
         """Forgets the key: a record for it exists now."""
-        with contextlib.suppress(KeyError):
-            del self._keys[key]  # at half of what `pop` costs
+        if key in self._keys:  # nearly always not, and then at a third of what `pop` or `del` cost
+            self._keys.pop(key, None)
 
     def __len__(self) -> int:
         return len(self._keys)

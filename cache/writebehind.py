@@ -9,6 +9,8 @@ from cache.commands import OverlayWrite
 from cache.errors import TierUnavailable
 
 _AT_ONCE = 256
+_AT_ONCE_S = 0.001
+"""Who waits no longer than that is written as it is."""
 
 Write = Callable[[Sequence[OverlayWrite]], Awaitable[list[TierUnavailable | None]]]
 
@@ -79,8 +81,11 @@ class WriteBehind:
         for _ in range(min(_AT_ONCE, len(self._queue))):
             write, ends_at = self._queue.popleft()
             self._bytes -= len(write.payload)
-            if ends_at > now:
-                writes.append(OverlayWrite(*write[:4], ends_at - now, write[5]))
-            else:
+            left_s = ends_at - now
+            if left_s <= 0:
                 self.dropped += 1
+            elif left_s >= write.ttl_s - _AT_ONCE_S:
+                writes.append(write)
+            else:
+                writes.append(OverlayWrite(*write[:4], left_s, write[5]))
         return writes

@@ -37,6 +37,10 @@ class Turn:
         return found
 
 
+_UNTOLD = (MissReason.NEGATIVE, MissReason.UNREAD)
+_NOWHERE = MissReason.NOT_IN_GENERATION.value
+
+
 class Reply:
     """Gives a case its answer."""
 
@@ -103,8 +107,7 @@ class Reply:
             counted = case.dropped if source == "live" else None
             dropped = case.history_in(snapshot).dropped if counted is None else counted
         # A caller need not know that the unknown was remembered, or not looked up.
-        unknown = case.reason in (MissReason.NEGATIVE, MissReason.UNREAD)
-        reason = MissReason.NOT_IN_GENERATION.value if unknown else case.reason
+        reason = _NOWHERE if case.reason in _UNTOLD else case.reason
         case.answer = complete(
             prediction, snapshot, table, case.entity, source, producer, self._clock(),
             reason=reason, live=case.live_reason, dropped_history=dropped or None,

@@ -1,7 +1,6 @@
 """The HTTP server of one process: starts the application, drains it, and stops."""
 
 import asyncio
-import gc
 import signal
 import socket
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import uvicorn
 
+from serving.collecting import settle
 from serving.config import ServingConfig
 from serving.front import Front
 from serving.wire import protocol
@@ -59,9 +59,7 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
-            # Modules and models stay for good; a full collection that walks them all held every request for 50 ms.
-            gc.collect()
-            gc.freeze()
+            settle()
             self._announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -1,0 +1,52 @@
+"""The service without any cache: whatever is asked with an input goes to the model, and nothing is kept."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import serving.answering
+from cache.lease import Mark
+from cache.outcomes import Missed, MissReason, Outcome, View, Want
+from cache.tiered import Found, Tiered
+from serving.__main__ import main
+
+_NOWHERE = Missed(MissReason.NOT_IN_GENERATION)
+
+
+class NoTiers(Tiered):
+    """Holds nothing and asks nobody."""
+
+    def peek(self, view: View, want: Want) -> Found | None:
+        """Never a hit."""
+        return None
+
+    async def get_many(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
+        """Nothing is stored."""
+        return [_NOWHERE] * len(wants)
+
+    def probe(self, view: View, want: Want, tell: Callable[[bool], None]) -> None:
+        """There is nothing to ask."""
+
+    def put_live(
+        self,
+        view: View,
+        want: Want,
+        record: bytes,
+        digest: bytes,
+        ttl_s: float,
+        mark: Mark | None = None,
+    ) -> None:
+        """Nothing is kept."""
+
+
+@contextmanager
+def no_tiers() -> Iterator[None]:
+    """Whatever service is put together meanwhile has none."""
+    with patch.object(serving.answering, "Tiered", NoTiers):
+        yield
+
+
+if __name__ == "__main__":
+    with no_tiers():
+        sys.exit(main())
