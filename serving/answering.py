@@ -12,7 +12,7 @@ from cache.remote import RemoteConfig, RemoteTier
 from cache.tiered import Tiered
 from serving.admission import Admission
 from serving.config import ServingConfig
-from serving.cores import check_cores, parse_cores, pin_thread
+from serving.cores import check_cores, parse_cores, place_thread
 from serving.infer import Inferences
 from serving.ladder import Ladder
 from serving.lead import Lead
@@ -61,9 +61,12 @@ class Answering:
         )
         local = LocalTier(config.l1_bytes)
         tiers = Tiered(local, NegativeCache(config.negative_entries, config.negative_ttl_s), remote)
-        # FAISS searches in threads that a worker starts, so they inherit its cores.
+        # FAISS searches in threads that a worker starts, so they inherit its cores and its place in line.
         executor = ThreadPoolExecutor(
-            config.live_workers, "larder-live", initializer=pin_thread, initargs=(cores,)
+            config.live_workers,
+            "larder-live",
+            initializer=place_thread,
+            initargs=(cores, config.live_nice),
         )
         batcher = MicroBatcher(
             executor,

@@ -60,6 +60,7 @@ class ServingConfig:
     live_workers: int = 1
     live_threads: int = 1
     live_cores: str = ""
+    live_nice: int = 10
     live_batch: int = 256
     live_queue: int = 2_048
     live_queue_bytes: int = 32 << 20
@@ -224,6 +225,7 @@ _UP_TO = {
     "port": (65_535, "any free one"),
     "lease_wait_ms": (60_000, "no leases"),
     "sketch_s": (3_600, "no sketch"),
+    "live_nice": (19, "the model computes beside answers, not after them"),
     "dashboard_s": (5, "no dashboard"),
     "advisor_keys": (1 << 20, "no advisor"),
     "quality_s": (3_600, "nothing is told"),

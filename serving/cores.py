@@ -1,6 +1,9 @@
-"""Which cores the live path may use."""
+"""Which cores the live path may use, and who goes first there."""
 
+import contextlib
 import os
+import sys
+import threading
 
 from cache.errors import ConfigError
 
@@ -32,6 +35,22 @@ def check_cores(cores: tuple[int, ...]) -> None:
             f"live_cores names {missing}, this process may use {sorted(allowed)}",
             field="live_cores",
         )
+
+
+LAST = 19
+
+
+def step_back(nice: int) -> None:
+    """Lets other threads go before the calling one and those that it starts: 0 as ever, 19 last in line."""
+    if nice and sys.platform == "linux":  # elsewhere a thread has no priority of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+
+
+def place_thread(cores: tuple[int, ...], nice: int) -> None:
+    """Both for a thread that computes."""
+    pin_thread(cores)
+    step_back(nice)
 
 
 def pin_thread(cores: tuple[int, ...]) -> None:

@@ -200,7 +200,13 @@ class Ladder:
 
     async def _settle_for_stored(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
         """What is stored beats another night's answer when a fresher one could not be had."""
-        unread = [case for case in cases if case.reason in ("fresh", MissReason.UNREAD)]
+        # Under overload an overlay that is hardly ever there is not looked for either.
+        unread = [
+            case
+            for case in cases
+            if case.reason == "fresh"
+            or (case.reason == MissReason.UNREAD and case.live_reason != "overloaded")
+        ]
         for case in unread:
             case.reason, case.want = None, case.want._replace(here_only=False)
         await self._read(snapshot, unread, turn)

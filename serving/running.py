@@ -13,6 +13,7 @@ from serving.answering import Answering
 from serving.chronicle import Chronicle
 from serving.clock import RedisClock
 from serving.config import ServingConfig
+from serving.cores import step_back
 from serving.dashboard.board import Dashboard
 from serving.figures import Figures
 from serving.follower import Follower
@@ -53,7 +54,9 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             cores=answering.cores,
         )
 
-    aside = ThreadPoolExecutor(1, thread_name_prefix="larder-next")
+    aside = ThreadPoolExecutor(
+        1, "larder-next", initializer=step_back, initargs=(config.live_nice,)
+    )
     clock = RedisClock()
     sketch = Sketch(remote, ladder.recent, lambda: shelf.live, clock)
     hottest = sketch.hottest if config.sketch_s else None

@@ -14,11 +14,12 @@ from cache.sketch import COLD
 from serving.admission import Admission
 from serving.clock import RedisClock
 from serving.config import ServingConfig
+from serving.cores import LAST, step_back
 from serving.live import MicroBatcher
 from serving.metrics import Metrics
 from serving.quality.inputs import open_inputs
 from serving.quality.results import Results
-from serving.quality.sampler import Sampler, last_in_line
+from serving.quality.sampler import Sampler
 from serving.quality.told import Told
 from serving.quality.usage import Usage
 from serving.quality.watch import Watch
@@ -52,7 +53,9 @@ class Quality:
         self._results = Results()
         self._usage = Usage(remote, watch.reads, metrics, recent.names, live)
         self._told = Told(remote, name, self._results, self._usage, live, clock, config.quality_s)
-        self._executor = ThreadPoolExecutor(1, "larder-quality", initializer=last_in_line)
+        self._executor = ThreadPoolExecutor(
+            1, "larder-quality", initializer=step_back, initargs=(LAST,)
+        )
         self._sampler = Sampler(
             watch.picks,
             self._results,

@@ -1,11 +1,7 @@
 """Computes picked answers once more, one after the other, in a thread that everything else comes before."""
 
 import asyncio
-import contextlib
 import logging
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -30,13 +26,6 @@ class Judged(NamedTuple):
 
     outcome: Sample | Skipped
     cpu_s: float
-
-
-def last_in_line() -> None:
-    """Gives the thread that calls it the lowest priority, and with it those that it starts."""
-    if sys.platform == "linux":  # elsewhere a thread has none of its own
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 class Sampler:

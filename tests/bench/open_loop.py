@@ -164,7 +164,9 @@ class _Drive:
                 else:
                     self._send(self._idle.pop(), at)
             rest_s = began + due[up_to] - time.monotonic() if up_to < count else 0.05
-            for number, _ in self._poll.poll(min(max(rest_s, 0.0), 0.05)):
+            # `poll` rounds up to milliseconds: what is due in between would come in clumps.
+            ready, _, _ = select.select([self._poll], [], [], min(max(rest_s, 0.0), 0.05))
+            for number, _ in self._poll.poll(0) if ready else ():
                 if self._receive(self._lines[number], began):
                     last = time.monotonic()
         self._given_up += len(waiting)

@@ -1,13 +1,15 @@
 """Which cores the model's threads stay on."""
 
 import os
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from cache.errors import ConfigError
 from serving.config import ServingConfig
-from serving.cores import check_cores, parse_cores, pin_thread
+from serving.cores import check_cores, parse_cores, pin_thread, place_thread
 
 needs_pinning = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="threads cannot be pinned here"
@@ -40,3 +42,22 @@ def test_a_worker_stays_on_its_cores_and_nobody_else_does() -> None:
     with ThreadPoolExecutor(1, initializer=pin_thread, initargs=((core,),)) as pool:
         assert pool.submit(os.sched_getaffinity, 0).result() == {core}
     assert os.sched_getaffinity(0) == ours
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
+@pytest.mark.parametrize("nice", [0, 10, 19])
+def test_a_worker_lets_others_go_first_and_nobody_else_does(nice: int) -> None:
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def own() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    with ThreadPoolExecutor(1, initializer=place_thread, initargs=((), nice)) as pool:
+        assert pool.submit(own).result() == (nice or ours)
+    assert own() == ours
+
+
+@pytest.mark.parametrize("nice", [-1, 20])
+def test_any_other_place_in_line_is_refused(nice: int) -> None:
+    with pytest.raises(ConfigError, match="live_nice"):
+        ServingConfig(live_nice=nice)
