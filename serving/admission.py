@@ -15,7 +15,7 @@ STAGES: tuple[Stage, ...] = ("live", "queue", "late", "full")
 is gone before its turn; one beyond `requests_max`.
 """
 
-REFUSE_TARGET = 1.5
+REFUSE_TARGET = 2.5
 """Times the target of the loop: what a turn takes when leaving live out was not enough; still less than L2 may take."""
 
 MODEL_TARGET = 1 / 3

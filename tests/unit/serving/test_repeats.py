@@ -82,9 +82,11 @@ class Service:
 
     def __init__(self, world: World, *, spares_reads: bool = True) -> None:
         self.world = world
+        self.admits = True
         self.inferences = Inferences(
-            world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, spares_reads=spares_reads
-        )
+            world, world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0,
+            admit=lambda: self.admits, spares_reads=spares_reads,
+        )  # fmt: skip
         self.repeats = self.inferences.repeats
         self.ladder = Ladder(
             world.tiers, self.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock
@@ -171,6 +173,17 @@ async def test_what_is_stored_answers_when_the_model_cannot(service: Service) ->
     assert stored["source"] == "l2" and stored.get("reason") is None
     assert (nothing["source"], nothing["reason"]) == ("default", "not_in_generation")
     assert nothing["live"] == "busy"
+
+
+async def test_under_overload_nothing_is_looked_for_that_is_hardly_ever_there(
+    service: Service,
+) -> None:
+    service.admits = False
+
+    (answer,) = await service(stranger())
+
+    assert (answer["source"], answer["reason"]) == ("default", "not_in_generation")
+    assert answer["live"] == "overloaded" and not service.world.remote.calls
 
 
 async def test_probes_find_what_others_have_answered_and_end_it(service: Service) -> None:
