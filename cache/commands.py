@@ -194,12 +194,12 @@ class Packer:
         return 2 * len(parts)
 
     def _write(self, pieces: list[bytes], write: OverlayWrite) -> None:
-        hash_hex, payload = write.hash_hex, write.payload
-        of = write.generation, write.table, len(hash_hex), len(payload)
+        named, payload = write.hash_hex.encode(), write.payload
+        of = write.generation, write.table, len(named), len(payload)
         before, after = self._writes.get(of) or self._begin_writes(*of)
         life_ms = b"%d" % max(1, round(write.ttl_s * 1000))
         tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(life_ms), life_ms)
-        pieces += before, hash_hex.encode(), after, payload, tail
+        pieces += before, named, after, payload, tail
         if write.mark is not None:
             pieces.append(pack_mark(write.mark))
 

@@ -22,6 +22,8 @@ READY_BYTES = 416
 
 _FILLED = 32
 """Records that may be too many for a moment."""
+_TIMES = 64
+"""How many times that a tier holds, at least."""
 
 
 class LocalKey(NamedTuple):
@@ -138,8 +140,10 @@ class LocalTier:
     ) -> None:
         """`put` of records of one size that the night computed; room is made for some of them at a time."""
         entries, size_bytes = self._entries, len(records[0]) + OVERHEAD_BYTES if records else 0
-        for start in range(0, len(keys), _FILLED):
-            some = slice(start, start + _FILLED)
+        # A table grows for those who come at once: in a small tier that would push out more than they need.
+        at_once = max(1, min(_FILLED, self._max_bytes // (_TIMES * max(1, size_bytes))))
+        for start in range(0, len(keys), at_once):
+            some = slice(start, start + at_once)
             for key, entry in zip(keys[some], map(Entry, records[some], prints[some]), strict=True):
                 if (before := entries.get(key)) is not None:
                     self._bytes -= size_of(before)

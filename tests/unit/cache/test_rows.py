@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cache.columns import Rows, Wants
@@ -78,6 +78,7 @@ async def turns(count: int = 5) -> None:
     st.sampled_from([0, 3, 100]),
     st.sampled_from([None, DIGEST_A]),
 )
+@example([("ask", [0, 3]), ("ask", [1, 2, 4, 0]), ("ask", [1, 2, 3, 4, 5, 6])], 3, None)
 def test_whatever_happened_rows_and_single_reads_agree(
     script: list[tuple[str, list[int]]], entries_max: int, digest: bytes | None
 ) -> None:
