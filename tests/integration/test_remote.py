@@ -629,9 +629,9 @@ async def test_a_user_and_password_in_the_url_are_used_and_a_wrong_one_is_no_ans
 @pytest.fixture
 def tls(tmp_path: Path, own_redis: Server) -> tuple[int, Path]:
     """A port of the server that speaks TLS, and the certificate to trust."""
-    port = int(own_redis.url.split(":")[2].split("/")[0])
     settings = self_signed(tmp_path)
-    settings["tls-port"] = str(port + 1 if port < 65_000 else port - 1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        settings["tls-port"] = str(free.getsockname()[1])
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
         try:
             for name, value in settings.items():
