@@ -20,7 +20,7 @@ from tests.integration.nights import build_night, environment, histories
 from tests.integration.program import started
 from tests.integration.serving_app import eventually
 
-CALLERS, ROUNDS, ENTITIES = 64, 4, 25
+CALLERS, ROUNDS, ENTITIES = 64, 4, 100
 CROWDS_MAX = 9
 SHED = re.compile(r'larder_shed_total{stage="live"} (\d+)')
 
