@@ -23,7 +23,7 @@ READY_BYTES = 416
 _FILLED = 32
 """Records that may be too many for a moment."""
 _TIMES = 64
-"""How many times that a tier holds, at least."""
+"""A tier holds at least so many times what is filled in at once."""
 
 
 class LocalKey(NamedTuple):

@@ -223,7 +223,7 @@ async def test_a_probe_that_fails_tells_nothing_and_harms_nobody(service: Servic
     assert service.repeats._inputs == inputs and service.world.remote.calls
 
 
-async def test_strangers_of_many_processes_are_found_by_leases_and_joins() -> None:
+async def test_who_joins_an_inference_under_way_counts_as_a_repeat() -> None:
     service = Service(World())
     same = entity("stranger", history=ids("i1"))
     for number in range(WINDOW):
