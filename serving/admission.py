@@ -15,8 +15,11 @@ STAGES: tuple[Stage, ...] = ("live", "queue", "late", "full")
 is gone before its turn; one beyond `requests_max`.
 """
 
-REFUSE_TARGET = 2.5
-"""Times the target of the loop: what a turn takes when leaving live out was not enough; still less than L2 may take."""
+LEFT_OUT = 0.05
+"""The share of live at which leaving it out has been tried: what stands even then is more than all can be given."""
+
+URGENT = 5
+"""Times the target of the loop: a turn that leaves no time for trying."""
 
 MODEL_TARGET = 1 / 3
 """Of the time that an input has for live, the part that it may spend in a standing queue of the model."""
@@ -28,7 +31,7 @@ class Admission:
     def __init__(self, *, target_s: float, interval_s: float, requests_max: int) -> None:
         self.loop = Valve(target_s, interval_s)
         self.model = Valve(MODEL_TARGET, interval_s)
-        self.costly = Valve(target_s * REFUSE_TARGET, interval_s)
+        self.costly = Valve(target_s, interval_s)
         self.requests_max = requests_max
         self.under_way = 0
         self.shed: Counter[Stage] = Counter(dict.fromkeys(STAGES, 0))
@@ -79,5 +82,7 @@ class Admission:
     def observe(self, turn_s: float, model_wait: float, now: float) -> None:
         """One look at both queues: seconds of a turn, and the part of its time that the model's oldest has waited."""
         self.loop.observe(turn_s, now)
-        self.costly.observe(turn_s, now)
+        target = self.costly.target
+        stands = self.loop.share <= LEFT_OUT or turn_s > URGENT * target
+        self.costly.observe(turn_s if stands else min(turn_s, target), now)
         self.model.observe(model_wait, now)

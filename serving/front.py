@@ -11,6 +11,9 @@ from serving.http import refused
 from serving.problem import Problem
 from serving.why.watch import Below, Watch
 
+ADMITTED = "larder.admitted"
+"""In the scope of a request that `refusal` let go on."""
+
 _LIMITED = ("/v1/lookup", "/v1/score", "/v1/explain")
 
 
@@ -81,6 +84,14 @@ class Front(FastAPI):
             hot.refused(status)
         return answer
 
+    def refusal(self) -> Messages | None:
+        """What a request with a body is told before anybody looks at it, counted; None if it may go on."""
+        hot = self.hot
+        if hot is None or hot.admission.admit_costly():
+            return None
+        hot.refused(503)
+        return _OVERLOADED
+
     async def _below(
         self, hot: Hot, behind: Below, scope: Scope, receive: Receive, send: Send
     ) -> None:
@@ -118,7 +129,7 @@ class Front(FastAPI):
             if hot.is_late(scope, body):
                 return _OVERLOADED, receive
         answer = await hot.get(scope) if method == "GET" else None
-        if answer is None and not admission.admit_costly():
+        if answer is None and ADMITTED not in scope and not admission.admit_costly():
             return _OVERLOADED, receive
         if method == "POST":
             return await hot.post(scope, receive)

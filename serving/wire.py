@@ -1,67 +1,44 @@
-"""Lookups of one id are answered from where they arrive: what is ready without a task, what is stored without a parser.
+"""Lookups of one table are answered from where they arrive: what is ready without a task, what is stored without a
+parser, what brings a body without uvicorn's cycle.
 
 A keep-alive client sends the same headers with every request. Once it has, and they ask for nothing special, the next
 request of that connection is nothing but a request line to look up. Everything else goes to uvicorn as it came.
+
+What one request touches lies together, in slots: with thousands of connections each of them is out of the processor's
+caches when its turn comes, and every object of its own costs more than the lookup.
 """
 
+import asyncio
 import functools
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from serving.front import Front
+from serving.blocks import BLOCK_BYTES_MAX, Allowed, Blocks, Headers, without_length
+from serving.cycle import Cycle
+from serving.front import ADMITTED, Front
 from serving.hot import Hot, Message, Messages
 from serving.media import JSON_TYPE
 from serving.plan import PREFIX
 
-_HEADERS_BYTES_MAX = 8_192
-_BODILESS = frozenset({b"content-length", b"transfer-encoding", b"expect", b"upgrade"})
 _STATUS = b"HTTP/1.1 200 OK\r\n"
 _TYPE = b"\r\ncontent-type: " + JSON_TYPE.encode() + b"\r\n\r\n"
-Headers = list[tuple[bytes, bytes]]
+_TARGET = re.compile(rb'[!"$-~]+')
+"""Path and query in visible ASCII: everything else the parser cuts, or refuses."""
+
+_FAILED: tuple[Message, bytes] = (
+    {"status": 500, "headers": [
+        (b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"21"), (b"connection", b"close"),
+    ]},
+    b"Internal Server Error",
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
-
-
-class _Headers:
-    """What a parser tells of one request."""
-
-    def __init__(self) -> None:
-        self.parser = httptools.HttpRequestParser(self)
-        self.found: Headers = []
-        self.keeps_alive = False
-        self.messages = 0
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One of them."""
-        self.found.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        """The end of its headers: behind that the parser thinks of the next request."""
-        self.keeps_alive = self.parser.should_keep_alive()
-
-    def on_message_complete(self) -> None:
-        """Its end, body included."""
-        self.messages += 1
-
-
-def plain(block: bytes) -> Headers | None:
-    """The headers of a GET (all behind its first line, line break included), names in lower case.
-
-    None unless this is all of one request without a body that leaves its connection open.
-    """
-    told = _Headers()
-    try:
-        told.parser.feed_data(b"GET / HTTP/1.1" + block)
-    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-        return None
-    if told.messages != 1 or not block.endswith(b"\r\n\r\n") or not told.keeps_alive:
-        return None
-    return None if any(name in _BODILESS for name, _ in told.found) else told.found
 
 
 class Heads:
@@ -82,19 +59,33 @@ class Heads:
         return self._found
 
 
+class Shared:
+    """What all connections of a server have in common."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self.blocks = Blocks(front)
+        self.heads = Heads()
+
+
 class Wire(HttpToolsProtocol):
     """One connection. While a lookup of it is under way what arrives behind that has to wait."""
 
-    def __init__(self, front: Front, heads: Heads, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._front, self._heads = front, heads
-        self._is_between = True
+    __slots__ = (
+        "_block", "_cycle", "_is_ending", "_is_full", "_is_waited_for", "_later", "_open", "_shared", "_was_asked",
+        # Uvicorn's own: those that every request looks at.
+        "server_state", "timeout_keep_alive_task", "transport",
+    )  # fmt: skip
+
+    def __init__(self, shared: Shared, *given: Any, **named: Any) -> None:
+        self._shared = shared
+        self._open = 0  # of uvicorn's requests: one for each that is not read, one for each that is not answered
         self._block = b""
-        self._sent: Headers | None = None
-        self._is_known = self._is_plain = self._is_unwatched = False
-        self._was_asked = self._is_ending = False
+        self._was_asked = self._is_ending = self._is_full = False
         self._is_waited_for = False
-        self._later = bytearray()
+        self._later = b""
+        self._cycle: Cycle | None = None
+        super().__init__(*given, **named)
 
     def data_received(self, data: bytes) -> None:
         """What is one whole request for something stored is answered past uvicorn."""
@@ -102,18 +93,39 @@ class Wire(HttpToolsProtocol):
             self._later += data
             if len(self._later) > HIGH_WATER_LIMIT:
                 self.flow.pause_reading()
-        elif not self._is_between or data[:4] != b"GET " or not self._is_taken(data):
+        elif self._open or not self._is_taken(data):
             super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See uvicorn."""
+        if self._cycle is not None:
+            self._cycle.lose()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         """See uvicorn."""
-        self._is_between = False
+        self._open += 2
         super().on_message_begin()
 
     def on_message_complete(self) -> None:
         """See uvicorn."""
-        self._is_between = True
+        self._open -= 1
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        self._open -= 1
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """See uvicorn."""
+        self._is_full = True
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """See uvicorn."""
+        self._is_full = False
+        super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
         """See uvicorn. Answers from here do not wind the clock up again: that would cost as much as they do."""
@@ -130,60 +142,75 @@ class Wire(HttpToolsProtocol):
             super().shutdown()
 
     def _is_taken(self, data: bytes) -> bool:
+        hot = self._shared.front.wire
+        if hot is None:
+            return False
+        is_get = data[:4] == b"GET "
+        if not is_get and data[:16] != b"POST " + PREFIX:
+            return False
         end = data.find(b"\r\n")
-        block = data[end:]
-        if block != self._block:
-            self._block, self._is_known = block[:_HEADERS_BYTES_MAX], False
+        if is_get:
+            block = data[end:]
+        else:
+            stop = data.find(b"\r\n\r\n", end) + 4
+            block, digits = without_length(data[end:stop])
+            if not digits or len(data) - stop != int(digits):
+                return False
+        if (allowed := self._shared.blocks.of(hot, block) or self._seen(hot, block)) is None:
             return False
-        hot, cycle = self._front.wire, self.cycle
-        if hot is None or (cycle is not None and not cycle.response_complete):
+        if data[end - 9 : end] != b" HTTP/1.1" or self._is_full or self.transport.is_closing():
             return False
-        if not self._is_known:
-            self._judge(hot)
-        if not self._is_plain or data[end - 9 : end] != b" HTTP/1.1":
+        head = self._shared.heads.of(self.server_state.default_headers)
+        if head is None:
             return False
-        if self.flow.write_paused or self.transport.is_closing():
-            return False
-        if (head := self._heads.of(self.server_state.default_headers)) is None:
-            return False
+        if not is_get:
+            return self._is_run(data[5 : end - 9], allowed.with_length(digits), data[stop:])
         target = data[4 : end - 9]
         if (body := hot.answer(target)) is None:
-            return self._is_looked_up(hot, target, data)
+            return self._is_looked_up(hot, target, allowed, data)
         self.transport.write(b"".join((head, b"%d" % len(body), _TYPE, body)))
         self._done()
         return True
 
-    def _judge(self, hot: Hot) -> None:
-        """Whether headers like these allow answers from here, and lookups that nobody watches."""
-        self._is_known, self._sent, watch = True, plain(self._block), self._front.watch
-        self._is_plain = self._sent is not None and hot.takes(self._sent)
-        self._is_unwatched = watch is None or watch.leaves({"headers": self._sent or ()})
+    def _seen(self, hot: Hot, block: bytes) -> Allowed | None:
+        """What headers allow that are not known, or not allowed, once they have come twice in a row."""
+        if block != self._block:
+            self._block = block[:BLOCK_BYTES_MAX]
+            return None
+        return self._shared.blocks.judged(hot, block)
 
-    def _is_looked_up(self, hot: Hot, target: bytes, data: bytes) -> bool:
-        if not (self._is_unwatched and target.startswith(PREFIX) and target.isascii()):
+    def _is_looked_up(self, hot: Hot, target: bytes, allowed: Allowed, data: bytes) -> bool:
+        if not (allowed.is_unwatched and target.startswith(PREFIX) and _TARGET.fullmatch(target)):
             return False
         path, _, query = target.partition(b"?")
-        if b"#" in target:
-            return False
-        scope = {"method": "GET", "raw_path": path, "query_string": query, "headers": self._sent}
+        scope = {
+            "method": "GET", "raw_path": path, "query_string": query, "headers": allowed.headers
+        }  # fmt: skip
         self._is_waited_for = True
         if not self._is_joined(hot, scope, data):
-            tasks = self.server_state.tasks
-            task = self.loop.create_task(self._look_up(hot, scope, data))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            self._begin(self._look_up(hot, scope, data))
         return True
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
+        self.server_state.tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.server_state.tasks.discard(task)
+        if task.cancelled():
+            self.transport.close()
 
     def _is_joined(self, hot: Hot, scope: dict[str, Any], data: bytes) -> bool:
         try:
-            return self._front.joins(hot, scope, functools.partial(self._answered, data))
+            return self._shared.front.joins(hot, scope, functools.partial(self._answered, data))
         except Exception:  # as below
             log.exception("a lookup failed")
             return False
 
     async def _look_up(self, hot: Hot, scope: dict[str, Any], data: bytes) -> None:
         try:
-            answer = await self._front.stored(hot, scope)
+            answer = await self._shared.front.stored(hot, scope)
         except Exception:  # whoever comes next says what is wrong
             log.exception("a lookup failed")
             answer = None
@@ -200,17 +227,61 @@ class Wire(HttpToolsProtocol):
                 super().shutdown()
         else:
             self._send(*answer)
-        later, self._later = bytes(self._later), bytearray()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        later, self._later = self._later, b""
         self.flow.resume_reading()
         if later and not self.transport.is_closing():
             self.data_received(later)
 
+    def _is_run(self, target: bytes, headers: Headers, body: bytes) -> bool:
+        path, _, query = target.partition(b"?")
+        if b"%" in path or not _TARGET.fullmatch(target):
+            return False
+        front = self._shared.front
+        if (refusal := front.refusal()) is not None:
+            self._respond(refusal[0], refusal[1]["body"])
+            return True
+        scope = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": "1.1",
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": self.root_path,
+            "headers": headers,
+            "state": self.app_state.copy(),
+            "method": "POST",
+            "path": self.root_path + path.decode(),
+            "raw_path": self.root_path.encode() + path,
+            "query_string": query,
+            ADMITTED: True,
+        }
+        self._is_waited_for, self._cycle = True, Cycle(body)
+        self._begin(self._run(scope, self._cycle))
+        return True
+
+    async def _run(self, scope: Scope, cycle: Cycle) -> None:
+        try:
+            await self._shared.front(scope, cycle.receive, cycle.send)
+        except Exception:
+            log.exception("a request failed")
+        self._is_waited_for, self._cycle = False, None
+        if not self.transport.is_closing():
+            self._respond(*(cycle.answer() or _FAILED))
+            self._go_on()
+
     def _send(self, start: Message, end: Message) -> None:
-        head, body = self._heads.of(self.server_state.default_headers), end["body"]
+        head, body = self._shared.heads.of(self.server_state.default_headers), end["body"]
         if head is not None and start["status"] == 200 and not self._is_ending:
             self.transport.write(b"".join((head, b"%d" % len(body), _TYPE, body)))
             self._done()
-            return
+        else:
+            self._respond(start, body)
+
+    def _respond(self, start: Message, body: bytes) -> None:
         headers = [*self.server_state.default_headers, *start["headers"]]
         closes = any(name == b"connection" for name, _ in headers)
         if self._is_ending and not closes:
@@ -236,4 +307,4 @@ class Wire(HttpToolsProtocol):
 
 def protocol(front: Front) -> Callable[..., Wire]:
     """What uvicorn makes a connection of."""
-    return functools.partial(Wire, front, Heads())
+    return functools.partial(Wire, Shared(front))

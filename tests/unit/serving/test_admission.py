@@ -17,7 +17,7 @@ from starlette.types import Message, Scope
 
 from cache.predictor import LiveInput
 from serving.admission import Admission
-from serving.front import Front
+from serving.front import ADMITTED, Front
 from serving.holding import Holding
 from serving.infer import Inferences
 from serving.ladder import Ladder
@@ -129,7 +129,7 @@ class Process:
     The costs are those measured of the service, processor time on one core.
     """
 
-    HIT_S, LIVE_S, DEFAULT_S, REFUSED_S, DEADLINE_S = 35e-6, 600e-6, 450e-6, 40e-6, 0.3
+    HIT_S, LIVE_S, DEFAULT_S, REFUSED_S, DEADLINE_S = 15e-6, 400e-6, 160e-6, 20e-6, 0.3
     MOST = 1 / (0.95 * HIT_S + 0.05 * LIVE_S)
 
     def __init__(self, gate: Admission, load: float, seconds: float, calm_s: float) -> None:
@@ -190,6 +190,16 @@ def test_where_leaving_live_out_is_enough_hardly_anybody_is_refused() -> None:
     assert not process.is_live[process.is_new].all()
     assert process.is_refused[process.is_new].mean() < 0.03
     assert process.took.max() < Process.DEADLINE_S
+
+
+def test_a_process_asked_for_twice_as_much_answers_whoever_costs_little() -> None:
+    process = Process(admission(), load=2.1, seconds=3.0, calm_s=3.0)
+
+    during = process.due < 3.0
+    assert process.is_good[during].mean() >= 0.9
+    assert process.is_refused[during & process.is_new].mean() >= 0.5
+    later = process.due > 3.8
+    assert process.is_good[later].all() and process.is_live[later & process.is_new].all()
 
 
 def test_a_process_that_is_nearly_full_leaves_nothing_out() -> None:
@@ -399,6 +409,34 @@ def test_never_more_than_the_limit_are_under_way_and_each_is_answered_once(
         assert refused == gate.shed["full"]
 
     asyncio.run(play())
+
+
+def test_a_request_with_a_body_is_judged_once_where_it_arrives() -> None:
+    gate, told = admission(), list[int]()
+    app = Front()
+    assert app.refusal() is None  # nothing to answer from: the routes say so
+    app.hot = SimpleNamespace(admission=gate, refused=told.append)  # type: ignore[assignment]
+    assert app.refusal() is None and gate.shed["queue"] == 0
+    gate.costly.share = 0.0
+
+    refused = app.refusal()
+
+    assert refused is not None and refused[0]["status"] == 503 and told == [503]
+    assert (b"retry-after", b"1") in refused[0]["headers"] and gate.shed["queue"] == 1
+
+
+async def test_who_was_admitted_where_it_arrived_is_not_judged_again() -> None:
+    gate, open_ = admission(), asyncio.Event()
+    app = front(gate, open_, [])
+    open_.set()
+    gate.costly.share = 0.0
+    admitted_, new = Request("/v1/lookup/slow"), Request("/v1/lookup/slow")
+    admitted_.scope[ADMITTED] = True
+
+    for each in (admitted_, new):
+        await app(each.scope, each.receive, each.send)
+
+    assert (admitted_.statuses, new.statuses) == ([200], [503])
 
 
 async def test_who_is_refused_is_told_when_to_come_again_and_health_is_never_refused() -> None:

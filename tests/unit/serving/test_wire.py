@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from serving.wire import Heads, Wire, plain
+from serving.blocks import plain, without_length
+from serving.front import ADMITTED
+from serving.wire import Shared, Wire
 
 READY = {b"/ready": b'{"a":1}', b"/ready?k=2": b"{}", b"/long": b"x" * 70_000}
 STORED = {
@@ -52,6 +54,19 @@ class Front:
         self.watch: Any = None
         self.asked: list[bytes] = []
         self.joined: list[bytes] = []
+        self.run: list[bytes] = []
+        self.is_overloaded = False
+        self.app: Any = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """What uvicorn's cycle calls."""
+        if ADMITTED in scope:
+            self.run.append(scope["raw_path"])
+        await self.app(scope, receive, send)
+
+    def refusal(self) -> Any:
+        """As where the queue stands."""
+        return messages(503, [(b"retry-after", b"1")], b"later") if self.is_overloaded else None
 
     def joins(self, _hot: Any, scope: Any, tell: Any) -> bool:
         """As if Redis was asked for several at once."""
@@ -133,20 +148,28 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
             if not message.get("more_body"):
                 break
         body = scope["method"].encode() + target + sent
-    for message in messages(200, [], body):
-        await send(message)
+    if target == b"/v1/lookup/fails":
+        raise RuntimeError("a defect")
+    start, end = messages(200, [], body)
+    await send(start)
+    if target == b"/v1/lookup/pieces":
+        await send({**end, "body": body[:3], "more_body": True})
+        await turns()
+        end["body"] = body[3:]
+    await send(end)
 
 
 class Connection:
     """One, of either protocol."""
 
     def __init__(self, front: Front | None) -> None:
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        served: Any = app if front is None else front
+        config = uvicorn.Config(served, log_config=None, access_log=False, lifespan="off")
         self.state, self.transport = ServerState(), Transport()
         self.state.default_headers = list(HEADERS)
         given: tuple[Any, ...] = (config, self.state, {}, asyncio.get_running_loop())
         self.protocol = (
-            HttpToolsProtocol(*given) if front is None else Wire(front, Heads(), *given)  # type: ignore[arg-type]
+            HttpToolsProtocol(*given) if front is None else Wire(Shared(front), *given)  # type: ignore[arg-type]
         )
         self.protocol.connection_made(self.transport)
 
@@ -188,9 +211,28 @@ def get(target: bytes = b"/ready", block: bytes = KEPT, version: bytes = b"1.1")
     return b"GET " + target + b" HTTP/" + version + block
 
 
+def post(target: bytes = b"/v1/lookup/t", body: bytes = b"{}", block: bytes = KEPT) -> bytes:
+    """The bytes of a request with a body, whose length stands before its other headers."""
+    length = b"\r\nContent-Length: %d" % len(body)
+    return b"POST " + target + b" HTTP/1.1" + length + block + body
+
+
+POSTED = st.builds(
+    post,
+    st.sampled_from([
+        b"/v1/lookup/t", b"/v1/lookup/t", b"/v1/lookup/t?a=b", b"/v1/lookup/%20", b"/v1/lookup/t#x", b"/v1/lookup/",
+        b"/v1/lookup/t ", b"/v1/lookup/fails", b"/v1/lookup/pieces",
+    ]),
+    st.sampled_from([b"{}", b"", b"x" * 300, b"\r\n\r\n", get(b"/ready")]),
+    st.sampled_from([
+        KEPT, KEPT, KEPT, b"\r\n\r\n", b"\r\nX-Not: 1\r\n\r\n", b"\r\nConnection: close\r\n\r\n",
+        b"\r\nContent-Length: 2\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n", b"\r\nbroken\r\n\r\n",
+        b"0\r\nA: b\r\n\r\n", b"\r\n more\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n",
+    ]),
+)  # fmt: skip
 TARGETS = st.sampled_from([
     *READY, *STORED, *WITH_OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/a#x", b"/other", b"http://a/ready",
-    b"/ready#x", b"/ready ", b"",
+    b"/ready#x", b"/ready ", b"", b"/v1/lookup/t/a ", b"/v1/lookup/t/a\t", b"/v1/lookup/t/\x7f", b"/v1/lookup/t/\x01",
 ])  # fmt: skip
 BLOCKS = st.sampled_from([
     KEPT, KEPT, KEPT, b"\r\n\r\n", b"\r\nX-Not: 1\r\n\r\n", b"\r\nConnection: close\r\n\r\n",
@@ -210,6 +252,8 @@ def streams(draw: st.DrawFn) -> list[bytes]:
                 st.builds(get, TARGETS, BLOCKS, st.sampled_from([b"1.1", b"1.1", b"1.1", b"1.0"])),
                 st.just(get()),
                 st.just(b"POST /other HTTP/1.1\r\nContent-Length: 2\r\n\r\nhi"),
+                POSTED,
+                st.just(post()),
                 st.just(b"HEAD /ready HTTP/1.1" + KEPT),
             )
         )
@@ -244,6 +288,7 @@ def test_the_second_request_with_the_same_headers_is_answered_from_here() -> Non
 
 @pytest.mark.parametrize("block", [
     b"\r\nHost: a\r\n\r\n", b"\r\nHost: a\r\nConnection: keep-alive\r\n\r\n", b"\r\n\r\n",
+    b"\r\nContent-Length: 0\r\n\r\n",
 ])  # fmt: skip
 def test_headers_of_a_request_that_is_all_there(block: bytes) -> None:
     assert plain(block) is not None
@@ -251,7 +296,8 @@ def test_headers_of_a_request_that_is_all_there(block: bytes) -> None:
 
 @pytest.mark.parametrize("block", [
     b"", b"\r\n", b"\r\nHost: a\r\n", b"\r\nHost: a\r\n\r\nGET", b"\r\nno colon\r\n\r\n",
-    b"\r\nConnection: close\r\n\r\n", b"\r\nContent-Length: 0\r\n\r\n",
+    b"\r\nConnection: close\r\n\r\n", b"\r\nContent-Length: 1\r\n\r\n",
+    b"\r\nContent-Length: 0\r\nContent-Length: 0\r\n\r\n", b"\r\nContent-Length: +0\r\n\r\n",
     b"\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n",
     b"\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
     KEPT + b"GET / HTTP/1.1\r\n\r\n",
@@ -432,6 +478,93 @@ def test_what_waits_behind_a_lookup_is_bounded(target: bytes) -> None:
         return [*found, connection.protocol.flow.read_paused]
 
     assert asyncio.run(run()) == [False, True, False]
+
+
+def test_the_second_lookup_with_a_body_and_the_same_headers_is_run_from_here() -> None:
+    bodies = [b"{}", b"{ }", b"x" * 500, b""]
+    front, chunks = Front(), [post(body=each) for each in bodies]
+    assert sent(chunks, front) == sent(chunks, None)
+    assert front.run == [b"/v1/lookup/t"] * 3
+
+
+def test_an_application_is_told_of_a_body_as_by_uvicorn() -> None:
+    scopes: list[dict[str, Any]] = []
+
+    async def keeping(scope: Any, receive: Any, send: Any) -> None:
+        scopes.append({name: each for name, each in scope.items() if name != ADMITTED})
+        await app(scope, receive, send)
+
+    front = Front()
+    front.app = keeping
+    sent([post(b"/v1/lookup/t?k=3", b"1"), post(b"/v1/lookup/t?k=3", b"12")], front)
+    sent([post(b"/v1/lookup/t?k=3", b"12", b"\r\nExpect: nothing" + KEPT)], front)
+
+    by_uvicorn, from_here, without = scopes
+    assert by_uvicorn["headers"][0] == (b"content-length", b"1")
+    assert from_here["headers"][0] == (b"content-length", b"2")
+    assert {**from_here, "headers": by_uvicorn["headers"]} == by_uvicorn
+    assert without.keys() == by_uvicorn.keys()
+
+
+def test_what_is_refused_is_told_so_without_a_task() -> None:
+    async def run() -> tuple[bytes, list[bytes], int]:
+        front = Front()
+        connection = Connection(front)
+        for _ in range(2):
+            await connection.take(post())
+        connection.transport.written.clear()
+        front.is_overloaded = True
+        connection.protocol.data_received(post())
+        assert not connection.state.tasks
+        connection.protocol.data_received(get())
+        return bytes(connection.transport.written), front.run, connection.state.total_requests
+
+    found, run_, count = asyncio.run(run())
+    assert found.startswith(b"HTTP/1.1 503") and b"retry-after: 1\r\n" in found
+    assert found.split(b"\r\n\r\n", 1)[1].startswith(b"later")
+    assert run_ == [b"/v1/lookup/t"] and count == 3
+
+
+@pytest.mark.parametrize("end", ["cancelled", "lost"])
+def test_a_lookup_with_a_body_that_is_cut_off_leaves_nothing_behind(end: str) -> None:
+    async def run() -> tuple[list[str], bool, int]:
+        told: list[str] = []
+
+        async def waiting(_scope: Any, receive: Any, _send: Any) -> None:
+            told.append((await receive())["type"])
+            told.append((await receive())["type"])
+
+        front = Front()
+        connection = Connection(front)
+        await connection.take(post())
+        front.app = waiting
+        await connection.take(post())
+        if end == "cancelled":
+            for task in list(connection.state.tasks):
+                task.cancel()
+        else:
+            connection.transport.close()
+            connection.protocol.connection_lost(None)
+        for _ in range(8):
+            await asyncio.sleep(0)
+        return told, connection.transport.is_closed, len(connection.state.tasks)
+
+    told = ["http.request"] + ["http.disconnect"] * (end == "lost")
+    assert asyncio.run(run()) == (told, True, 0)
+
+
+@pytest.mark.parametrize(("block", "known", "digits"), [
+    (b"\r\nContent-Length: 12\r\n\r\n", b"\r\nContent-Length: 0\r\n\r\n", b"12"),
+    (b"\r\nA: b\r\ncontent-length: 7\r\nC: d\r\n\r\n", b"\r\nA: b\r\ncontent-length: 0\r\nC: d\r\n\r\n", b"7"),
+    (KEPT, KEPT, b""),
+    (b"\r\nContent-Length: 1234567890\r\n\r\n",) * 2 + (b"",),
+    (b"\r\nContent-Length:1\r\n\r\n",) * 2 + (b"",),
+    (b"\r\nX-Content-Length: 1\r\n\r\n",) * 2 + (b"",),
+])  # fmt: skip
+def test_headers_are_known_whatever_length_they_tell(
+    block: bytes, known: bytes, digits: bytes
+) -> None:
+    assert without_length(block) == (known, digits)
 
 
 def test_what_fails_at_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
