@@ -5,7 +5,7 @@ import contextlib
 import math
 import time
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class MicroBatcher:
         self._observe = observe
         self._timer = timer
         self._lanes: dict[tuple[int, str], deque[Place]] = {}
-        self._costs: dict[str, Cost] = {}
+        self._costs: defaultdict[str, Cost] = defaultdict(Cost)
         self._pump_due = False
         self.queued = 0
         self.queued_bytes = 0
@@ -119,7 +119,7 @@ class MicroBatcher:
         while self._idle and self._lanes:
             lane = next(iter(self._lanes))
             waiting = self._lanes.pop(lane)
-            batch = self._take(waiting, self._costs.setdefault(lane[1], Cost()))
+            batch = self._take(waiting, self._costs[lane[1]])
             if waiting:
                 self._lanes[lane] = waiting  # behind the other lanes
             if batch:
@@ -152,37 +152,47 @@ class MicroBatcher:
         loop = asyncio.get_running_loop()
         started = self._timer()
 
-        def run() -> tuple[list[Outcome], float]:
-            return self._compute([job for job, _ in batch]), self._timer()
-
-        def tell(running: "Future[tuple[list[Outcome], float]]") -> None:
+        def run() -> None:
+            error: Exception | None = None
+            outcomes: Sequence[Outcome] = ()
+            try:
+                outcomes = self._compute([job for job, _ in batch])
+            except Exception as failed:
+                error = _without_frames(failed)
             # One hop back: a future of the loop's own in between would cost a lone request two turns more.
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the loop is closed, and with it every caller gone
-                loop.call_soon_threadsafe(self._finish, batch, started, running)
+            tell(outcomes, error, self._timer())
+
+        def tell(outcomes: Sequence[Outcome], error: Exception | None, ended: float) -> None:
+            # Where the loop is closed every caller is gone.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._finish, batch, started, outcomes, error, ended)
+
+        def done(running: "Future[None]") -> None:
+            if running.cancelled() or running.exception() is not None:
+                tell((), LiveUnavailable("failed"), started)
 
         try:
-            self._executor.submit(run).add_done_callback(tell)
+            self._executor.submit(run).add_done_callback(done)
         except RuntimeError:  # shut down
             self._idle += 1
             _resolve(batch, [LiveUnavailable("failed")] * len(batch))
 
     def _finish(
-        self, batch: list[Place], started: float, running: "Future[tuple[list[Outcome], float]]"
+        self,
+        batch: list[Place],
+        started: float,
+        outcomes: Sequence[Outcome],
+        error: Exception | None,
+        ended: float,
     ) -> None:
         self._idle += 1
-        outcomes: Sequence[Outcome] = [LiveUnavailable("failed")] * len(batch)
-        if not running.cancelled():
-            error = running.exception()
-            if error is None:
-                outcomes, ended = running.result()
-                self._observe(len(batch), ended - started)
-                self._costs[batch[0][0].table].add(len(batch), ended - started)
-            elif isinstance(error, Exception):
-                outcomes = [error] * len(batch)
-        # The next batch first: the model works while answers are handed out.
-        self._pump()
+        if error is not None:
+            outcomes = [error] * len(batch)
+        else:
+            self._observe(len(batch), ended - started)
+            self._costs[batch[0][0].table].add(len(batch), ended - started)
+        if self._lanes:  # the next batch first: the model works while answers are handed out
+            self._pump()
         _resolve(batch, outcomes)
 
 

@@ -96,7 +96,7 @@ def over_http(
         for server in servers.values():
             drive(server, strangers.requests(STRANGERS_BEFORE, 1), STRANGERS_BEFORE, IN_FLIGHT[1])
         for entities, size in ((1, prefix), (100, f"{prefix}batch_")):
-            count = (800 if options.quick else 8_000) // entities
+            count = (800 if options.quick else 4_000) // entities
             busy: dict[str, list[float]] = {name: [] for name in servers}
 
             def run(
@@ -144,7 +144,7 @@ def in_process(report: Report, case: Case, strangers: Strangers, options: Option
             runner.run(_answer(each, strangers.bodies(STRANGERS_BEFORE, 1), IN_FLIGHT[1]))
         settle()
         for entities, size in ((1, ""), (100, "batch_")):
-            count = (800 if options.quick else 8_000) // entities
+            count = (800 if options.quick else 4_000) // entities
 
             def run(name: str, entities: int = entities, count: int = count) -> Callable[[], float]:
                 def once() -> float:

@@ -26,6 +26,7 @@ import uvloop
 
 from cache.blocklist import Blocklist
 from cache.predictor import LiveInput
+from serving.collecting import settle
 from serving.config import Precision, ServingConfig
 from serving.live import Computed, Job, MicroBatcher, compute
 from serving.snapshot import Snapshot
@@ -166,6 +167,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
     snapshots = {each: open_snapshot(config, each) for each in ("int8", "fp32")}
     count = 768 if options.quick else 8_192
     jobs = {name: make_jobs(each, case, count) for name, each in snapshots.items()}
+    settle()
     rates = {
         size: count / min(offline(jobs["int8"], size)()[0] for _ in range(3)) for size in SIZES
     }
