@@ -44,7 +44,10 @@ class Cycle:
         self._is_lost.set()
 
     def answer(self) -> tuple[Message, bytes] | None:
-        """How it starts, and its body; None if the application left it unfinished."""
+        """How it starts, its length told, and its body; None if the application left it unfinished."""
         if self._start is None or not self._is_whole:
             return None
-        return self._start, b"".join(self._pieces)
+        body, headers = b"".join(self._pieces), self._start["headers"]
+        if not any(name == b"content-length" for name, _ in headers):
+            headers = [*headers, (b"content-length", b"%d" % len(body))]
+        return {**self._start, "headers": headers}, body

@@ -3,9 +3,6 @@ parser, what brings a body without uvicorn's cycle.
 
 A keep-alive client sends the same headers with every request. Once it has, and they ask for nothing special, the next
 request of that connection is nothing but a request line to look up. Everything else goes to uvicorn as it came.
-
-What one request touches lies together, in slots: with thousands of connections each of them is out of the processor's
-caches when its turn comes, and every object of its own costs more than the lookup.
 """
 
 import asyncio
@@ -17,16 +14,16 @@ from typing import Any
 
 from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from serving.blocks import BLOCK_BYTES_MAX, Allowed, Blocks, Headers, without_length
+from serving.connection import Connection
 from serving.cycle import Cycle
 from serving.front import ADMITTED, Front
+from serving.heads import Heads
 from serving.hot import Hot, Message, Messages
 from serving.media import JSON_TYPE
 from serving.plan import PREFIX
 
-_STATUS = b"HTTP/1.1 200 OK\r\n"
 _TYPE = b"\r\ncontent-type: " + JSON_TYPE.encode() + b"\r\n\r\n"
 _TARGET = re.compile(rb'[!"$-~]+')
 """Path and query in visible ASCII: everything else the parser cuts, or refuses."""
@@ -41,24 +38,6 @@ _FAILED: tuple[Message, bytes] = (
 log = logging.getLogger(__name__)
 
 
-class Heads:
-    """What stands before the length of every answer; told anew when uvicorn's own headers change, once per second."""
-
-    def __init__(self) -> None:
-        self._of: Headers | None = None
-        self._count = 0
-        self._found: bytes | None = None
-
-    def of(self, headers: Headers) -> bytes | None:
-        """Status line and headers; None while they close connections, which is uvicorn's to do."""
-        if headers is not self._of or len(headers) != self._count:
-            self._of, self._count = headers, len(headers)
-            lines = b"".join(b"%b: %b\r\n" % each for each in headers)
-            closes = any(name == b"connection" for name, _ in headers)
-            self._found = None if closes else _STATUS + lines + b"content-length: "
-        return self._found
-
-
 class Shared:
     """What all connections of a server have in common."""
 
@@ -68,21 +47,14 @@ class Shared:
         self.heads = Heads()
 
 
-class Wire(HttpToolsProtocol):
+class Wire(Connection):
     """One connection. While a lookup of it is under way what arrives behind that has to wait."""
 
-    __slots__ = (
-        "_block", "_cycle", "_is_ending", "_is_full", "_is_waited_for", "_later", "_open", "_shared", "_was_asked",
-        # Uvicorn's own: those that every request looks at.
-        "server_state", "timeout_keep_alive_task", "transport",
-    )  # fmt: skip
+    __slots__ = ("_block", "_cycle", "_later", "_shared")
 
     def __init__(self, shared: Shared, *given: Any, **named: Any) -> None:
         self._shared = shared
-        self._open = 0  # of uvicorn's requests: one for each that is not read, one for each that is not answered
         self._block = b""
-        self._was_asked = self._is_ending = self._is_full = False
-        self._is_waited_for = False
         self._later = b""
         self._cycle: Cycle | None = None
         super().__init__(*given, **named)
@@ -101,45 +73,6 @@ class Wire(HttpToolsProtocol):
         if self._cycle is not None:
             self._cycle.lose()
         super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        """See uvicorn."""
-        self._open += 2
-        super().on_message_begin()
-
-    def on_message_complete(self) -> None:
-        """See uvicorn."""
-        self._open -= 1
-        super().on_message_complete()
-
-    def on_response_complete(self) -> None:
-        """See uvicorn."""
-        self._open -= 1
-        super().on_response_complete()
-
-    def pause_writing(self) -> None:
-        """See uvicorn."""
-        self._is_full = True
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        """See uvicorn."""
-        self._is_full = False
-        super().resume_writing()
-
-    def timeout_keep_alive_handler(self) -> None:
-        """See uvicorn. Answers from here do not wind the clock up again: that would cost as much as they do."""
-        if self._was_asked or self._is_waited_for:
-            self._wait()
-        else:
-            super().timeout_keep_alive_handler()
-
-    def shutdown(self) -> None:
-        """See uvicorn."""
-        if self._is_waited_for:
-            self._is_ending = True
-        else:
-            super().shutdown()
 
     def _is_taken(self, data: bytes) -> bool:
         hot = self._shared.front.wire
@@ -280,29 +213,6 @@ class Wire(HttpToolsProtocol):
             self._done()
         else:
             self._respond(start, body)
-
-    def _respond(self, start: Message, body: bytes) -> None:
-        headers = [*self.server_state.default_headers, *start["headers"]]
-        closes = any(name == b"connection" for name, _ in headers)
-        if self._is_ending and not closes:
-            headers.append((b"connection", b"close"))
-        lines = [b"%b: %b\r\n" % each for each in headers]
-        self.transport.write(b"".join((STATUS_LINE[start["status"]], *lines, b"\r\n", body)))
-        self._done()
-        if closes or self._is_ending:
-            self.transport.close()
-
-    def _done(self) -> None:
-        self.server_state.total_requests += 1
-        if self.timeout_keep_alive_task is None:
-            self._wait()
-        self._was_asked = True
-
-    def _wait(self) -> None:
-        self._was_asked = False
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
 
 
 def protocol(front: Front) -> Callable[..., Wire]:

@@ -1,0 +1,49 @@
+"""What an application sends is told once it is whole, with its length; what it hears ends with its caller."""
+
+import asyncio
+
+from serving.cycle import Cycle
+
+START = {"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]}
+
+
+async def test_an_answer_in_pieces_is_told_whole_with_its_length() -> None:
+    cycle = Cycle(b"")
+    await cycle.send(START)
+    await cycle.send({"type": "http.response.body", "body": b"one", "more_body": True})
+    unfinished = cycle.answer()
+    await cycle.send({"type": "http.response.body", "body": b"two"})
+
+    assert unfinished is None
+    found = cycle.answer()
+    assert found is not None and found[1] == b"onetwo"
+    assert found[0]["headers"] == [(b"a", b"b"), (b"content-length", b"6")]
+    assert START["headers"] == [(b"a", b"b")]
+
+
+async def test_a_length_that_was_told_is_not_told_twice() -> None:
+    cycle = Cycle(b"")
+    length = (b"content-length", b"0")
+    await cycle.send({**START, "headers": [length]})
+    await cycle.send({"type": "http.response.body"})
+
+    found = cycle.answer()
+    assert found is not None and found[0]["headers"] == [length]
+
+
+def test_what_was_never_begun_is_no_answer() -> None:
+    assert Cycle(b"").answer() is None
+
+
+async def test_the_body_comes_once_and_then_the_end_of_the_caller_whenever_it_comes() -> None:
+    for is_early in (True, False):
+        cycle = Cycle(b"sent")
+        first = await cycle.receive()
+        if is_early:
+            cycle.lose()
+        waiting = asyncio.ensure_future(cycle.receive())
+        await asyncio.sleep(0)
+        assert waiting.done() == is_early
+        cycle.lose()
+        assert first == {"type": "http.request", "body": b"sent", "more_body": False}
+        assert await waiting == {"type": "http.disconnect"}
