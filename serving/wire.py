@@ -15,7 +15,7 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
-from serving.blocks import BLOCK_BYTES_MAX, Allowed, Blocks, Headers, without_length
+from serving.blocks import BLOCK_BYTES_MAX, Allowed, Blocks, without_length
 from serving.connection import Connection
 from serving.cycle import Cycle
 from serving.front import ADMITTED, Front
@@ -97,7 +97,7 @@ class Wire(Connection):
         if head is None:
             return False
         if not is_get:
-            return self._is_run(data[5 : end - 9], allowed.with_length(digits), data[stop:])
+            return self._is_run(data[5 : end - 9], allowed, digits, data[stop:])
         target = data[4 : end - 9]
         if (body := hot.answer(target)) is None:
             return self._is_looked_up(hot, target, allowed, data)
@@ -168,15 +168,15 @@ class Wire(Connection):
         if later and not self.transport.is_closing():
             self.data_received(later)
 
-    def _is_run(self, target: bytes, headers: Headers, body: bytes) -> bool:
+    def _is_run(self, target: bytes, allowed: Allowed, digits: bytes, body: bytes) -> bool:
         path, _, query = target.partition(b"?")
         if b"%" in path or not _TARGET.fullmatch(target):
             return False
-        front = self._shared.front
-        if (refusal := front.refusal()) is not None:
+        is_judged = allowed.is_unwatched  # who is watched is told of a refusal by whoever watches
+        if is_judged and (refusal := self._shared.front.refusal()) is not None:
             self._respond(refusal[0], refusal[1]["body"])
             return True
-        scope = {
+        scope: Scope = {
             "type": "http",
             "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
             "http_version": "1.1",
@@ -184,14 +184,15 @@ class Wire(Connection):
             "client": self.client,
             "scheme": self.scheme,
             "root_path": self.root_path,
-            "headers": headers,
+            "headers": allowed.with_length(digits),
             "state": self.app_state.copy(),
             "method": "POST",
             "path": self.root_path + path.decode(),
             "raw_path": self.root_path.encode() + path,
             "query_string": query,
-            ADMITTED: True,
         }
+        if is_judged:
+            scope[ADMITTED] = True
         self._is_waited_for, self._cycle = True, Cycle(body)
         self._begin(self._run(scope, self._cycle))
         return True

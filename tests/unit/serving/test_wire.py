@@ -525,6 +525,14 @@ def test_what_is_refused_is_told_so_without_a_task() -> None:
     assert run_ == [b"/v1/lookup/t"] and count == 3
 
 
+def test_a_watched_request_with_a_body_is_judged_by_the_application() -> None:
+    front, chunks = Front(), [post(), post()]
+    front.watch = SimpleNamespace(leaves=lambda _scope: False)
+    front.is_overloaded = True
+    assert sent(chunks, front) == sent(chunks, None)
+    assert not front.run
+
+
 @pytest.mark.parametrize("end", ["cancelled", "lost"])
 def test_a_lookup_with_a_body_that_is_cut_off_leaves_nothing_behind(end: str) -> None:
     async def run() -> tuple[list[str], bool, int]:
