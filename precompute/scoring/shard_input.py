@@ -162,12 +162,21 @@ def _by_time(users: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.i
 
 
 def _latest_of_each(users: NDArray[np.int64], ordinals: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which rows are the last occurrence of their (user, item) pair."""
+    """Which rows are the last occurrence of their (user, item) pair.
+
+    Values alone are sorted several times faster than an order is found: that is for the rows whose pair comes again.
+    """
     pairs = users * (int(ordinals.max(initial=0)) + 1) + ordinals
-    by_pair = np.argsort(pairs, kind="stable")
-    placed = pairs[by_pair]
-    last = np.ones(len(placed), np.bool_)
-    last[:-1] = placed[1:] != placed[:-1]
-    keep = np.zeros(len(placed), np.bool_)
-    keep[by_pair[last]] = True
+    placed = np.sort(pairs)
+    repeated = placed[1:][placed[1:] == placed[:-1]]
+    keep = np.ones(len(pairs), np.bool_)
+    if len(repeated):
+        rows = np.arange(len(pairs))
+        if len(repeated) < len(pairs) // 8:
+            at = np.minimum(np.searchsorted(repeated, pairs), len(repeated) - 1)
+            rows = np.flatnonzero(repeated[at] == pairs)
+        order = rows[np.argsort(pairs[rows], kind="stable")]
+        last = np.ones(len(order), np.bool_)
+        last[:-1] = pairs[order[1:]] != pairs[order[:-1]]
+        keep[order] = last
     return keep
