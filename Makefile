@@ -59,7 +59,7 @@ format: env  ## apply the formatter and the safe fixes
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
 
 bench: env  ## the quick benches, each with its JSON line
-	@for name in advisor all_miss bulk_load gpu http_floor l2 live load mixed night observe peers plan policies read_path \
+	@for name in advisor all_miss bulk_load gpu http_floor l1 l2 live load mixed night observe peers plan policies read_path \
 	  scaling stampede topk; do \
 	  $(BIN)/python -m tests.bench.$$name --json --quick || exit 1; done
 

@@ -1,0 +1,148 @@
+"""A hit in memory, in one thread, beside the cache that Python programs take for it.
+
+The baseline is `cachetools.LRUCache`, bounded by bytes as well (`getsizeof`), with the same keys, records and order of
+requests (Zipf 1.0 over all keys), read by `[]`. Rates are of one call each, keys made before.
+
+- `record_vs_cachetools`: hits/s of `LocalTier.get`, over it.
+- `ready_vs_cachetools`: of `LocalTier.ready`, which the hot route asks first, by the bytes of the request.
+- `churn_vs_cachetools`: of `get`, and `put` where it found nothing, with room for a tenth of the keys.
+
+Figures: nanoseconds of single calls by percentiles, those of reading the clock taken off, and what L1 said it held at
+most under churn, of its bound. On the first core.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from cachetools import LRUCache
+
+from cache.local import Entry, LocalKey, LocalTier, Ready
+from tests.bench.harness import Options, Report, alternate, parse
+from tests.bench.place import pin
+
+RECORD_BYTES = 616
+KEYS, KEYS_QUICK = 200_000, 50_000
+CALLS, CALLS_QUICK = 1_000_000, 200_000
+TIMED = 50_000
+ROOM = 10
+"""Of the keys, one in so many finds room under churn."""
+
+Key = TypeVar("Key")
+
+
+class Bench:
+    """The same keys, records and requests for all."""
+
+    def __init__(self, options: Options) -> None:
+        count = KEYS_QUICK if options.quick else KEYS
+        rng = np.random.default_rng(0)
+        weights = 1 / np.arange(1, count + 1)
+        drawn = rng.choice(
+            count, CALLS_QUICK if options.quick else CALLS, p=weights / weights.sum()
+        )
+        hashes = rng.integers(1 << 62, size=count).tolist()
+        self.names = [LocalKey("20261123T000000Z-0", "user_topk", each) for each in hashes]
+        self.requests = [b"/v1/lookup/user_topk/user-%d?k=20" % each for each in range(count)]
+        self.records = [random.Random(each).randbytes(RECORD_BYTES) for each in range(count)]
+        self.asked = [self.names[each] for each in drawn.tolist()]
+        self.asked_ready = [self.requests[each] for each in drawn.tolist()]
+        self.entry_of = dict(
+            zip(self.names, (Entry(each, 1) for each in self.records), strict=True)
+        )
+
+    def full(self) -> tuple[LocalTier, "LRUCache[LocalKey, Entry]"]:
+        """Both with all records, L1 with ready answers as well."""
+        local, other = LocalTier(1 << 40), lru(1 << 40)
+        for name, entry in self.entry_of.items():
+            local.put(name, entry)
+            other[name] = entry
+        for request, record in zip(self.requests, self.records, strict=True):
+            local.keep(Ready(1, record, b"}", 0, ("user_topk", b"u"), request))
+        return local, other
+
+    def churned(self) -> tuple[LocalTier, "LRUCache[LocalKey, Entry]"]:
+        """Both with room for a part."""
+        room = len(self.names) // ROOM * (RECORD_BYTES + 400)
+        return LocalTier(room), lru(room)
+
+
+def lru(room: int) -> "LRUCache[LocalKey, Entry]":
+    """The baseline."""
+    return LRUCache(room, getsizeof=lambda entry: len(entry.record) + 400)
+
+
+def rate(get: Callable[[Key], object], keys: Sequence[Key]) -> float:
+    """Calls per second."""
+    began = time.perf_counter()
+    for key in keys:
+        get(key)
+    return len(keys) / (time.perf_counter() - began)
+
+
+def singly(get: Callable[[Key], object], keys: Sequence[Key]) -> str:
+    """p50 / p99 / p99.9 in nanoseconds."""
+    clock, took, empty = time.perf_counter_ns, [], []
+    for key in keys[:TIMED]:
+        began = clock()
+        get(key)
+        took.append(clock() - began)
+        began = clock()
+        empty.append(clock() - began)
+    found = np.percentile(took, (50, 99, 99.9)) - np.median(empty)
+    return " / ".join(f"{max(0.0, each):.0f}" for each in found)
+
+
+def measure(report: Report, options: Options) -> None:
+    """All rows."""
+    bench = Bench(options)
+    local, other = bench.full()
+    base = partial(rate, other.__getitem__, bench.asked)
+    hits = {
+        "record_vs_cachetools": partial(rate, local.get, bench.asked),
+        "ready_vs_cachetools": partial(rate, local.ready, bench.asked_ready),
+    }
+    report.ratios |= alternate(base, hits, rounds=options.rounds)
+    report.figures["cachetools: ns, p50 / p99 / p99.9"] = singly(other.__getitem__, bench.asked)
+    report.figures["record: ns, p50 / p99 / p99.9"] = singly(local.get, bench.asked)
+    report.figures["ready: ns, p50 / p99 / p99.9"] = singly(local.ready, bench.asked_ready)
+
+    small, base_small = bench.churned()
+    most = 0
+
+    def through_local(name: LocalKey) -> None:
+        nonlocal most
+        if small.get(name) is None:
+            small.put(name, bench.entry_of[name])
+            most = max(most, small.size_bytes)
+
+    def through_other(name: LocalKey) -> None:
+        if base_small.get(name) is None:
+            base_small[name] = bench.entry_of[name]
+
+    report.ratios["churn_vs_cachetools"] = alternate(
+        partial(rate, through_other, bench.asked),
+        {"": partial(rate, through_local, bench.asked)},
+        rounds=options.rounds,
+    )[""]
+    report.figures["under churn: L1 held at most, of its bound"] = round(most / small.max_bytes, 4)
+    report.figures["under churn: records held, L1 / cachetools"] = (
+        f"{len(small):,} / {len(base_small):,}"
+    )
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parse(__doc__ or "")
+    report = Report("l1", ("cachetools",))
+    pin(0, 0)
+    report.figures["placement"] = "core 0"
+    measure(report, options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()
