@@ -1,6 +1,8 @@
 """Pages back into Redis: what is missing or damaged is streamed from the artefact store, the rest is left alone."""
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,23 +146,24 @@ def _repair_part(
     client, generation = control.client, manifest.generation
     _fetch(store, generation, part.pages.sums)
     root = store.local(generation_path(generation))
-    bad = [
-        page
-        for page, _ in bad_pages(
-            client, keys, manifest, root, part,
-            chunk_bytes=chunk_bytes, progress=progress, governor=governor,
-        )
-    ]  # fmt: skip
-    if bad:
-        _fetch(store, generation, part.pages.file)
-        with (
-            (root / part.pages.file.path).open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
-        ):
-            for page in bad:
-                start = page * part.table.page_bytes
-                sound = pages[start : start + part.size_of(page)]
-                _mend(client, part.key(keys, generation, page), sound, governor)
+    with _needing_files(store, manifest, part):
+        bad = [
+            page
+            for page, _ in bad_pages(
+                client, keys, manifest, root, part,
+                chunk_bytes=chunk_bytes, progress=progress, governor=governor,
+            )
+        ]  # fmt: skip
+        if bad:
+            _fetch(store, generation, part.pages.file)
+            with (
+                (root / part.pages.file.path).open("rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
+            ):
+                for page in bad:
+                    start = page * part.table.page_bytes
+                    sound = pages[start : start + part.size_of(page)]
+                    _mend(client, part.key(keys, generation, page), sound, governor)
     if not is_marked(client, keys, manifest, part):
         client.hset(keys.loaded(generation), part.name, part.mark.decode())
     return [part.key(keys, generation, page) for page in bad]
@@ -194,24 +197,38 @@ def _stream(
     _fetch(store, generation, part.pages.file)
     root, client = store.local(generation_path(generation)), control.client
     client.hdel(keys.loaded(generation), part.name, part.progress)
-    load_part(
-        client, keys, manifest, root, part,
-        chunk_bytes=chunk_bytes, progress=progress, governor=governor,
-    )  # fmt: skip
-    verify_part(client, keys, manifest, root, part, chunk_bytes=chunk_bytes, governor=governor)
+    with _needing_files(store, manifest, part):
+        load_part(
+            client, keys, manifest, root, part,
+            chunk_bytes=chunk_bytes, progress=progress, governor=governor,
+        )  # fmt: skip
+        verify_part(client, keys, manifest, root, part, chunk_bytes=chunk_bytes, governor=governor)
+
+
+@contextmanager
+def _needing_files(store: ArtefactStore, manifest: Manifest, part: Part) -> Iterator[None]:
+    """Whoever retires a generation removes its files, also while another program reads them."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise _gone(store, manifest.generation, part.pages.file) from error
+
+
+def _gone(store: ArtefactStore, generation: str, artefact: Artefact) -> Conflict:
+    return Conflict(
+        f"{artefact.path} of {generation} is gone from {store.url}, so its pages cannot be loaded",
+        generation=generation,
+    )
 
 
 def _fetch(store: ArtefactStore, generation: str, artefact: Artefact) -> Path:
-    gone = (
-        f"{artefact.path} of {generation} is gone from {store.url}, so its pages cannot be loaded"
-    )
     try:
         path = store.fetch(generation_path(generation, artefact.path))
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise Conflict(gone, generation=generation) from error
+            raise _gone(store, generation, artefact) from error
         raise
     if not path.is_file():
-        raise Conflict(gone, generation=generation)
+        raise _gone(store, generation, artefact)
     check(store.local(generation_path(generation)), artefact)
     return path

@@ -1,6 +1,7 @@
 """Pages in pieces, read back and mended, and the watch over readers, on a real Redis."""
 
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,12 +9,12 @@ import pytest
 import redis
 
 from cache.artefacts import ArtefactStore, generation_path
-from cache.errors import CorruptArtefact
+from cache.errors import Conflict, CorruptArtefact
 from cache.keys import Keyspace
 from cache.manifest import Manifest
 from cache.releases import Pointer
 from precompute.bulk.governor import Governor, open_governor
-from precompute.bulk.load import load_part, page_keys, parts_of, unlink_pages, verify_part
+from precompute.bulk.load import Part, load_part, page_keys, parts_of, unlink_pages, verify_part
 from precompute.bulk.priority import GiveWay
 from precompute.bulk.readback import lengths
 from precompute.bulk.reload import load_missing, repair
@@ -236,3 +237,24 @@ def test_giving_way_ends_where_it_began():
     gives = way(True)
 
     assert way(True) == gives and way(False) is False and way(False) is False
+
+
+@pytest.mark.parametrize("how", ["repaired", "streamed"])
+def test_files_that_are_retired_while_they_are_read_are_a_conflict(
+    world: World, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    manifest, root = loaded(world, None)
+    part = parts_of(manifest)[0]
+    if how == "streamed":
+        world.client.delete(part.key(world.keys, A, 0))
+    read_sums = Part.read_sums
+
+    def retired(self: Part, folder: Path) -> object:
+        shutil.rmtree(root)
+        return read_sums(self, folder)
+
+    monkeypatch.setattr(Part, "read_sums", retired)
+    act = load_missing if how == "streamed" else repair
+    with pytest.raises(Conflict, match=r"is gone from .* so its pages cannot be loaded") as caught:
+        act(world.control, world.keys, world.store, A)
+    assert caught.value.details == {"generation": A}
