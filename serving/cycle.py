@@ -1,10 +1,8 @@
 """One request whose body is here, as an application receives it, and the answer as it sends it. Nothing streams."""
 
 import asyncio
-from collections.abc import MutableMapping
-from typing import Any
 
-Message = MutableMapping[str, Any]
+from starlette.types import Message
 
 
 class Cycle:

@@ -211,7 +211,9 @@ def _needing_files(store: ArtefactStore, manifest: Manifest, part: Part) -> Iter
     try:
         yield
     except FileNotFoundError as error:
-        raise _gone(store, manifest.generation, part.pages.file) from error
+        is_sums = str(error.filename).endswith(part.pages.sums.path)
+        missing = part.pages.sums if is_sums else part.pages.file
+        raise _gone(store, manifest.generation, missing) from error
 
 
 def _gone(store: ArtefactStore, generation: str, artefact: Artefact) -> Conflict:
