@@ -83,6 +83,27 @@ def write_atomically(path: Path, data: bytes) -> None:
         sync_folder(path.parent)
 
 
+def take_file(source: Path, path: Path) -> None:
+    """The same bytes under another name, as `write_atomically` would leave them.
+
+    `source` must never be written to again: where the file system can, both names are one file.
+    """
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        try:
+            try:
+                beside.hardlink_to(source)
+            except OSError:
+                shutil.copyfile(source, beside)
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames within a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -10,7 +10,7 @@ from datetime import datetime
 
 import orjson
 
-from cache.artefacts import generation_path, write_atomically
+from cache.artefacts import generation_path, take_file, write_atomically
 from cache.errors import (
     BundleError,
     ConfigError,
@@ -39,6 +39,7 @@ from precompute.scoring.shard import (
     configured_tables,
     layout_of,
 )
+from precompute.scoring.shard_files import KINDS
 from precompute.sources import pin, source_files
 
 BUNDLE_COPIES = 3
@@ -72,7 +73,7 @@ def begin(
 
 @contextmanager
 def _copied_bundle(config: NightConfig) -> Iterator[Bundle]:
-    """A private copy of the bundle: everything of the night comes from it, whatever is trained meanwhile."""
+    """A private copy of the bundle, whole: everything of the night comes from it, whatever is trained meanwhile."""
     source = config.path(config.bundle)
     # Hidden, so that nothing that lists the store sees it.
     beside = config.store().local(f".bundle.{secrets.token_hex(4)}.part")
@@ -85,7 +86,8 @@ def _copied_bundle(config: NightConfig) -> Iterator[Bundle]:
                 )
             try:
                 shutil.copytree(source, beside)
-                copy = Bundle.open(beside)
+                copy = Bundle.read(beside)
+                copy.verify()
             except (OSError, BundleError) as error:
                 # Replaced while it was copied, perhaps: then another copy is whole.
                 shutil.rmtree(beside, ignore_errors=True)
@@ -159,6 +161,12 @@ def _prepare(
     })  # fmt: skip
     with ThreadPoolExecutor(1, "bundle") as beside:
         pinning = beside.submit(_pin_bundle, build, bundle)
+
+        def told(rows: int) -> None:
+            if pinning.done():
+                pinning.result()  # what is wrong with a model is told now, not after hours of reading
+            progress("read interactions", rows, 0)
+
         laid = catalogue.write_catalogue(config, bundle, build.root, erased=erased.items)
         items = catalogue.open_items(build.root, laid)
         seen = partition(
@@ -167,7 +175,7 @@ def _prepare(
             build.root / "work/partition",
             before=parse_time(cut) if cut else None,
             feature_columns=columns,
-            progress=lambda rows: progress("read interactions", rows, 0),
+            progress=told,
             late=holdout.add,
             erased=erased,
         )
@@ -191,7 +199,7 @@ def _prepare(
         catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX, "defaults.json",
         *(f"models/{model.name}.fp32.onnx" for model in bundle.models),
         *(catalogue.directory_file("item", shard) for shard in range(config.shards)),
-        *(f"work/partition/{shard:04d}.{kind}" for shard in range(config.shards) for kind in ("rows", "features")),
+        *(f"work/partition/{shard:04d}.{kind}" for shard in range(config.shards) for kind in KINDS),
         *([item_columns] if item_columns else []),
         holdout.write(build.root),
         *(f"bundle/{name}" for name in pinned),
@@ -206,14 +214,18 @@ def _prepare(
 
 
 def _pin_bundle(build: Build, bundle: Bundle) -> list[str]:
-    """The copied bundle becomes part of the generation, its models also by their own names; its files, sorted."""
+    """The copied bundle, once tried, becomes part of the generation, its models also by their own names.
+
+    Returns its files, sorted; raises BundleError for a model that is not what the bundle says.
+    """
+    bundle.try_models()
     for model in bundle.models:
-        write_atomically(build.path(f"models/{model.name}.fp32.onnx"), model.path.read_bytes())
+        take_file(model.path, build.path(f"models/{model.name}.fp32.onnx"))
     names = sorted(
         path.relative_to(bundle.path).as_posix()
         for path in bundle.path.rglob("*")
         if path.is_file()
     )
     for name in names:
-        write_atomically(build.path(f"bundle/{name}"), (bundle.path / name).read_bytes())
+        take_file(bundle.path / name, build.path(f"bundle/{name}"))
     return names

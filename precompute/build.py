@@ -10,12 +10,13 @@ from typing import Any, Self
 import orjson
 
 from cache.artefacts import ArtefactStore, describe, generation_path
-from cache.errors import StoreError, UnknownGeneration
+from cache.errors import BundleError, StoreError, UnknownGeneration
 from cache.manifest import Artefact, Manifest, Model
 from precompute import catalogue
 from precompute.config import NightConfig
 from precompute.erasures.erasure import Erased, all_erasures
-from precompute.models.bundle import Bundle
+from precompute.models.bundle import Bundle, BundleModel, demand_sha256
+from precompute.scoring.shard_files import KINDS
 from precompute.scoring.tables import write_json
 
 Step = dict[str, Any]
@@ -111,8 +112,19 @@ def open_bundle(build: Build) -> Bundle:
     begun = build.need("begin")
     for name in begun["bundle_files"]:
         build.fetch(f"bundle/{name}")
-    # Whose models `begin` tried; each is the size of the catalogue.
-    return Bundle.open(build.root / "bundle", try_models=False)
+    bundle = Bundle.read(build.root / "bundle")
+    if bundle.digest != begun["bundle_digest"]:
+        raise BundleError(
+            f"the bundle of {build.generation} has digest {bundle.digest}, `begin` pinned {begun['bundle_digest']}"
+        )
+    return bundle
+
+
+def fetch_model(build: Build, model: BundleModel) -> Path:
+    """A model's own ONNX file; raises BundleError when it is not the one that `begin` tried."""
+    path = build.fetch(f"models/{model.name}.fp32.onnx")
+    demand_sha256(path, model.sha256)
+    return path
 
 
 def erased_from(build: Build) -> Erased:
@@ -152,5 +164,5 @@ def fetch_items(build: Build) -> None:
 
 def fetch_partition(build: Build, shard: int) -> None:
     """A shard's partition of the sources."""
-    for kind in ("rows", "features"):
+    for kind in KINDS:
         build.fetch(f"work/partition/{shard:04d}.{kind}")

@@ -92,7 +92,7 @@ def _listed(config: NightConfig) -> list[bytes] | None:
         return None
     path = config.path(config.sources.item_features)
     batches = read_features(path, config.sources.item_column, ())
-    return [canonical_id(text) for ids, _ in batches for text in ids.to_pylist()]
+    return [canonical_id(text) for ids, _ in batches for text in ids.texts().to_pylist()]
 
 
 def directory_file(entity: str, shard: int) -> str:
@@ -145,7 +145,7 @@ def write_item_features(
         )
     path = config.path(config.sources.item_features)
     batches = list(read_features(path, config.sources.item_column, columns))
-    ids = [canonical_id(text) for batch, _ in batches for text in batch.to_pylist()]
+    ids = [canonical_id(text) for batch, _ in batches for text in batch.texts().to_pylist()]
     ordinals = items.ordinals_of(ids)
     rows = np.full(items.count, -1, np.int64)
     rows[ordinals[ordinals >= 0]] = np.flatnonzero(ordinals >= 0)

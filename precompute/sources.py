@@ -10,35 +10,42 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
-from cache.keys import ID_BYTES_MAX
+from precompute.columns import (
+    MICROSECONDS,
+    Ids,
+    are_positive,
+    check_lengths,
+    demand_columns,
+    microseconds,
+    read_ids,
+)
 from precompute.config import Sources
 
 BATCH_ROWS = 1 << 19
-MICROSECONDS = 1_000_000
-YEAR_2200_S = 7_258_118_400
-YEAR_1_S = -62_135_596_800
 
 _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException)
-_PER_SECOND = {"s": 1, "ms": 1_000, "us": MICROSECONDS, "ns": 1_000_000_000}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
-    """One batch: `users` and `items` are Arrow strings, `times` int64 microseconds since 1970 (0 = not given)."""
+    """One batch: who, with what, and `times` int64 microseconds since 1970 (0 = not given)."""
 
-    users: Any
-    items: Any
+    users: Ids
+    items: Ids
     times: NDArray[np.int64]
+
+    def only(self, rows: NDArray[np.bool_]) -> Self:
+        """Some of the rows."""
+        return type(self)(self.users.only(rows), self.items.only(rows), self.times[rows])
 
 
 def source_files(patterns: Sequence[str], base: Path) -> list[Path]:
@@ -98,26 +105,21 @@ def read_interactions(
         with _reading(path):
             for batch in batches:
                 if cut is not None and (newer := batch.times >= cut).any():
-                    late(_only(batch, newer))
-                    yield _only(batch, ~newer)
+                    late(batch.only(newer))
+                    yield batch.only(~newer)
                 else:
                     yield batch
 
 
-def _only(batch: Interactions, rows: NDArray[np.bool_]) -> Interactions:
-    keep = pa.array(rows)
-    return Interactions(batch.users.filter(keep), batch.items.filter(keep), batch.times[rows])
-
-
 def read_features(
     path: Path, id_column: str, columns: Sequence[str]
-) -> Iterator[tuple[Any, dict[str, Any]]]:
+) -> Iterator[tuple[Ids, dict[str, Any]]]:
     """Batches (ids, {column: Arrow array}) of a Parquet feature table; a missing column is named."""
     with _reading(path), pa.parquet.ParquetFile(path) as file:
-        _demand_columns(file.schema_arrow.names, (id_column, *columns), path)
+        demand_columns(file.schema_arrow.names, (id_column, *columns), path)
         for batch in file.iter_batches(BATCH_ROWS, columns=[id_column, *columns]):
             yield (
-                _ids(batch.column(id_column), path, id_column),
+                read_ids(batch.column(id_column), path, id_column),
                 {name: batch.column(name) for name in columns},
             )
 
@@ -126,7 +128,7 @@ def feature_schema(path: Path, columns: Sequence[str] = ()) -> Any:
     """Arrow schema of a Parquet feature table; a missing column is named."""
     with _reading(path):
         found = pa.parquet.read_schema(path)
-    _demand_columns(found.names, columns, path)
+    demand_columns(found.names, columns, path)
     return found
 
 
@@ -148,14 +150,6 @@ def _reading(path: Path) -> Iterator[None]:
             case _:
                 remedy = "is it whole, and of the format that its name or sources.format says?"
         raise SourceError(f"cannot read {path}: {error} ({remedy})", path=str(path)) from error
-
-
-def _demand_columns(known: Sequence[str], wanted: Sequence[str], path: Path) -> None:
-    for name in wanted:
-        if name not in known:
-            raise SourceError(
-                f"{path} has no column {name!r}; it has {', '.join(known)}", column=name
-            )
 
 
 def _format(path: Path, sources: Sources) -> str:
@@ -200,9 +194,9 @@ def _read_lines(path: Path) -> Iterator[Interactions]:
 
 
 def _pairs(users: list[str], items: list[str], path: Path) -> Interactions:
-    columns = pa.array(users, pa.string()), pa.array(items, pa.string())
+    columns = Ids.of(pa.array(users, pa.string())), Ids.of(pa.array(items, pa.string()))
     for name, ids in zip(("user", "item"), columns, strict=True):
-        _check_lengths(ids, path, name)
+        check_lengths(ids, path, name)
     return Interactions(*columns, np.zeros(len(users), np.int64))
 
 
@@ -215,10 +209,10 @@ def _csv_batches(path: Path, sources: Sources) -> Iterator[Any]:
 
 
 def _parquet_batches(path: Path, sources: Sources) -> Iterator[Any]:
-    with pa.parquet.ParquetFile(path) as file:
-        known = file.schema_arrow.names
-        names = [sources.user_column, sources.item_column]
-        _demand_columns(known, names, path)
+    known = pa.parquet.read_schema(path).names
+    names = [sources.user_column, sources.item_column]
+    demand_columns(known, names, path)
+    with pa.parquet.ParquetFile(path, read_dictionary=names) as file:
         optional = (sources.timestamp_column, sources.weight_column)
         names += [name for name in optional if name in known]
         yield from file.iter_batches(BATCH_ROWS, columns=names)
@@ -226,105 +220,14 @@ def _parquet_batches(path: Path, sources: Sources) -> Iterator[Any]:
 
 def _columns(batch: Any, path: Path, sources: Sources) -> Interactions:
     names = batch.schema.names
-    _demand_columns(names, (sources.user_column, sources.item_column), path)
+    demand_columns(names, (sources.user_column, sources.item_column), path)
     if sources.weight_column in names:
-        batch = batch.filter(_positive(batch.column(sources.weight_column), path, sources))
+        batch = batch.filter(are_positive(batch.column(sources.weight_column), path, sources))
     times = np.zeros(len(batch), np.int64)
     if (name := sources.timestamp_column) in names:
-        times = _microseconds(batch.column(name), path, name)
+        times = microseconds(batch.column(name), path, name)
     return Interactions(
-        _ids(batch.column(sources.user_column), path, sources.user_column),
-        _ids(batch.column(sources.item_column), path, sources.item_column),
+        read_ids(batch.column(sources.user_column), path, sources.user_column),
+        read_ids(batch.column(sources.item_column), path, sources.item_column),
         times,
     )
-
-
-def _positive(weights: Any, path: Path, sources: Sources) -> Any:
-    """Which rows have a weight above 0; a missing one is not."""
-    kind, name = weights.type, sources.weight_column
-    if pa.types.is_null(kind):
-        weights = weights.cast(pa.float64())
-    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
-        raise SourceError(
-            f"{path}: column {name!r} is {kind}; weights are numbers. If it is no weight, name another column in "
-            "sources.weight_column",
-            column=name,
-        )
-    return pc.fill_null(pc.greater(weights, 0), False)
-
-
-def _ids(column: Any, path: Path, name: str) -> Any:
-    if column.null_count:
-        raise SourceError(
-            f"{path}: column {name!r} holds {column.null_count} missing ids", column=name
-        )
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        column = column.dictionary_decode()
-        kind = column.type
-    if not (
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)
-    ):
-        raise SourceError(
-            f"{path}: column {name!r} is {kind}; ids are strings or integers", column=name
-        )
-    try:
-        column.validate(full=True)
-        ids = column.cast(pa.string())
-    except pa.ArrowInvalid as error:
-        raise SourceError(
-            f"{path}: column {name!r}: {error}; ids are UTF-8", column=name
-        ) from error
-    _check_lengths(ids, path, name)
-    return ids
-
-
-def _check_lengths(ids: Any, path: Path, name: str) -> None:
-    lengths = pc.min_max(pc.binary_length(ids)).as_py()
-    if len(ids) and not 1 <= lengths["min"] <= lengths["max"] <= ID_BYTES_MAX:
-        raise SourceError(
-            f"{path}: {name} ids have {lengths['min']} to {lengths['max']} bytes; 1 to {ID_BYTES_MAX} are allowed"
-        )
-
-
-def _microseconds(times: Any, path: Path, name: str) -> NDArray[np.int64]:
-    """int64 microseconds since 1970; raises SourceError for what cannot be a moment in seconds or a time."""
-    where = f"{path}: column {name!r}"
-    if times.null_count:
-        raise SourceError(
-            f"{where}: {times.null_count} interactions have no timestamp, others do; fill them in, or name "
-            "another column in sources.timestamp_column",
-            column=name,
-        )
-    if not len(times):
-        return np.zeros(0, np.int64)
-    kind = times.type
-    if pa.types.is_date(kind):
-        times = times.cast(pa.timestamp("ms"))
-        kind = times.type
-    if pa.types.is_timestamp(kind):
-        per_second = _PER_SECOND[kind.unit]
-        raw = np.asarray(times.cast(pa.int64()))
-        low, high = int(raw.min()), int(raw.max())
-        if not YEAR_1_S * per_second <= low <= high < YEAR_2200_S * per_second:
-            raise SourceError(f"{where} holds times beyond the years 1 to 2200", column=name)
-        # Digits below a microsecond are dropped: they could only break ties within one.
-        return raw // (per_second // MICROSECONDS) if per_second > MICROSECONDS else raw * (
-            MICROSECONDS // per_second
-        )  # fmt: skip
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise SourceError(
-            f"{where}: timestamps are {kind}; expected a time (in CSV: ISO 8601), or seconds since 1970",
-            column=name,
-        )
-    seconds = np.asarray(times)
-    wrong = ~((seconds >= 0) & (seconds < YEAR_2200_S))
-    if wrong.any():
-        raise SourceError(
-            f"{where} holds {seconds[wrong][0]}; numbers are seconds since 1970, from 0 to the year 2200. "
-            "Divide milliseconds by 1,000 and microseconds by 1,000,000, or store a timestamp type",
-            column=name,
-        )
-    if pa.types.is_integer(kind):
-        return np.asarray(seconds, np.int64) * MICROSECONDS
-    return np.asarray(np.asarray(seconds, np.float64) * MICROSECONDS, np.int64)

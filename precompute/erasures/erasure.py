@@ -10,14 +10,17 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from cache.artefacts import ArtefactStore
 from cache.errors import Conflict, CorruptArtefact, InvalidInput
 from cache.keys import canonical_id
 from cache.manifest import EntityKind
+from precompute.columns import Ids
 from precompute.sources import Interactions
 
 WRITE_TRIES = 16
@@ -95,23 +98,19 @@ class Erased:
         users, items = self._texts
         if not len(users) and not len(items):
             return batch
-        keep = pc.invert(pc.or_(_is_in(batch.users, users), _is_in(batch.items, items)))
-        return Interactions(
-            batch.users.filter(keep),
-            batch.items.filter(keep),
-            batch.times[keep.to_numpy(zero_copy_only=False)],
-        )
+        return batch.only(_keeps(batch.users, users) & _keeps(batch.items, items))
 
-    def keeps_users(self, ids: Any) -> Any:
-        """Arrow booleans: which of an Arrow array of user ids stay."""
-        return pc.invert(_is_in(ids, self._texts[0]))
+    def keeps_users(self, ids: Ids) -> NDArray[np.bool_]:
+        """Which rows of a column of user ids stay."""
+        return _keeps(ids, self._texts[0])
 
 
 NOBODY = Erased()
 
 
-def _is_in(ids: Any, erased: Any) -> Any:
-    return pc.is_in(ids.cast(pa.string()), value_set=erased)
+def _keeps(ids: Ids, erased: Any) -> NDArray[np.bool_]:
+    kept = np.asarray(pc.invert(pc.is_in(ids.names, value_set=erased)))
+    return np.asarray(kept[ids.codes], np.bool_)
 
 
 def all_erasures(store: ArtefactStore) -> list[Erasure]:

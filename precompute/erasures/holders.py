@@ -20,7 +20,7 @@ from precompute.erasures.erasure import Erasure
 from precompute.gates import holdout
 from precompute.releases.control import Row
 from precompute.releases.states import UNFINISHED
-from precompute.scoring.shard_files import shard_of
+from precompute.scoring.shard_files import NAMING, shard_of
 
 Fetch = Callable[[str], Path]
 """A finished file of the generation on this host; raises StoreError when there is none."""
@@ -112,10 +112,10 @@ def _looked_up(
 
 
 def _in_partition(erasures: Sequence[Erasure], shard: int, fetch: Fetch) -> set[int]:
-    """A user without usable input has no record, but its rows lie in the partition."""
+    """A user without usable input has no record, but lies in the partition."""
     ids = pa.array([each.entity for each in erasures], pa.string())
     found = set()
-    for name in ("rows", "features"):
+    for name in NAMING:
         with pa.memory_map(str(fetch(f"work/partition/{shard:04d}.{name}"))) as source:
             users = pa.ipc.open_stream(source).read_all().column("user")
             is_in = pc.is_in(ids, value_set=pc.unique(users)).to_pylist()

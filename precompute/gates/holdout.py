@@ -6,8 +6,6 @@ from typing import Any, Final
 
 import numpy as np
 import orjson
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from cache.artefacts import write_atomically
 from cache.keys import fingerprints
@@ -29,14 +27,12 @@ class Holdout:
 
     def add(self, late: Interactions) -> None:
         """Take in a batch of interactions at or after the cut."""
-        coded = pc.dictionary_encode(late.users)
-        names: list[str] = coded.dictionary.to_pylist()
-        marks = fingerprints([name.encode() for name in names]).tolist()
+        names: list[str] = late.users.names.to_pylist()
+        marks = fingerprints(late.users.raws()).tolist()
         chosen = np.array([mark < self._below for mark in marks], np.bool_)
-        codes = np.asarray(coded.indices)
-        rows = np.flatnonzero(chosen[codes])
+        rows = chosen[late.users.codes]
         for code, item in zip(
-            codes[rows].tolist(), late.items.take(pa.array(rows)).to_pylist(), strict=True
+            late.users.codes[rows].tolist(), late.items.only(rows).texts().to_pylist(), strict=True
         ):
             self._marks[names[code]] = marks[code]
             found = self._items.setdefault(names[code], {})

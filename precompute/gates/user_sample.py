@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from cache.directory import Directory
 from cache.keys import hash_ids
 from cache.manifest import EntitySet
+from precompute.columns import raws_of
+from precompute.scoring.shard_files import HASH, NAMING, read_stream, shard_paths
 from precompute.scoring.shard_input import ShardInput
 
 SHARDS_MAX: Final = 16
@@ -49,19 +51,30 @@ def sampled_shards(entities: EntitySet) -> list[int]:
 
 def read_ids(folder: Path, shard: int) -> list[bytes]:
     """Every distinct user that a shard's partition names."""
-    columns = [
-        _read(folder / f"{shard:04d}.{kind}").column("user") for kind in ("rows", "features")
-    ]
-    chunks = [chunk for column in columns for chunk in column.chunks]
-    return [text.encode() for text in pc.unique(pa.chunked_array(chunks, pa.string())).to_pylist()]
+    return raws_of(_users(folder, shard).column("user"))
 
 
 def seen_by(folder: Path, shard: int, users: Sequence[str]) -> set[tuple[str, int]]:
     """(user, ordinal) of all that these users chose before the cut."""
-    rows = _read(folder / f"{shard:04d}.rows")
-    found = rows.filter(pc.is_in(rows.column("user"), value_set=pa.array(users, pa.string())))
-    pairs = zip(found.column("user").to_pylist(), found.column("ordinal").to_pylist(), strict=True)
-    return set(pairs)
+    named = _users(folder, shard)
+    named = named.filter(pc.is_in(named.column("user"), value_set=pa.array(users, pa.string())))
+    user_of = dict(
+        zip(named.column(HASH).to_pylist(), named.column("user").to_pylist(), strict=True)
+    )
+    rows = read_stream(folder / f"{shard:04d}.rows")
+    found = rows.filter(pc.is_in(rows.column(HASH), value_set=named.column(HASH)))
+    pairs = zip(found.column(HASH).to_pylist(), found.column("ordinal").to_pylist(), strict=True)
+    return {(user_of[user], ordinal) for user, ordinal in pairs}
+
+
+def _users(folder: Path, shard: int) -> Any:
+    """Every distinct user that a shard's partition names, with the hash."""
+    named = [read_stream(path) for path in shard_paths(folder, shard, NAMING)]
+    return (
+        pa.concat_tables([each.select(["user", HASH]) for each in named])
+        .group_by(["user", HASH], use_threads=False)
+        .aggregate([])
+    )
 
 
 def sample_users(
@@ -91,19 +104,15 @@ def sample_users(
 def _shard(
     folder: Path, shard: int, directory: Directory, per_stratum: int, history_limit: int
 ) -> UserSample:
-    rows, features = (_read(folder / f"{shard:04d}.{kind}") for kind in ("rows", "features"))
-    texts = pc.unique(
-        pa.chunked_array(
-            [*rows.column("user").chunks, *features.column("user").chunks], pa.string()
-        )
-    )
-    grouped = rows.group_by("user").aggregate([("time", "min"), ("time", "max"), ("time", "count")])
-    place = pc.index_in(texts, grouped.column("user").combine_chunks())
+    rows, features = (read_stream(folder / f"{shard:04d}.{kind}") for kind in ("rows", "features"))
+    users = _users(folder, shard).combine_chunks()
+    grouped = rows.group_by(HASH).aggregate([("time", "min"), ("time", "max"), ("time", "count")])
+    place = pc.index_in(users.column(HASH), grouped.column(HASH)).combine_chunks()
     counts, first, last = (
         np.asarray(pc.fill_null(grouped.column(f"time_{what}").combine_chunks().take(place), 0))
         for what in ("count", "min", "max")
     )
-    raws = [text.encode() for text in texts.to_pylist()]
+    raws = raws_of(users.column("user"))
     hashes = hash_ids(raws, directory.seed)
     positions = directory.find_many(hashes)
     known = np.flatnonzero(positions >= 0)
@@ -117,7 +126,7 @@ def _shard(
     }
     chosen = {name: known[order[:per_stratum]] for name, order in orders.items()}
     picked = np.unique(np.concatenate(list(chosen.values())))
-    users, chose = _inputs(rows, features, texts, picked, raws, hashes, history_limit)
+    users, chose = _inputs(rows, features, users, picked, hashes, history_limit)
     strata = {name: np.searchsorted(picked, np.sort(each)) for name, each in chosen.items()}
     return UserSample(users, positions[picked], chose, strata, len(raws), len(known))
 
@@ -125,9 +134,8 @@ def _shard(
 def _inputs(
     rows: Any,
     features: Any,
-    texts: Any,
+    users: Any,
     picked: NDArray[np.int64],
-    raws: list[bytes],
     hashes: NDArray[np.uint64],
     history_limit: int,
 ) -> tuple[ShardInput, NDArray[np.int64]]:
@@ -135,9 +143,10 @@ def _inputs(
 
     And when each of them last chose an item that was new to them: a repeat changes no list.
     """
-    wanted = texts.take(pa.array(picked))
-    found = rows.filter(pc.is_in(rows.column("user"), value_set=wanted))
-    whose = np.asarray(pc.index_in(found.column("user").combine_chunks(), wanted))
+    users = users.take(pa.array(picked)).combine_chunks()
+    wanted = users.column(HASH).combine_chunks()
+    found = rows.filter(pc.is_in(rows.column(HASH), value_set=wanted))
+    whose = np.asarray(pc.index_in(found.column(HASH), wanted))
     ordinals = np.asarray(found.column("ordinal"))
     times = np.asarray(found.column("time"))
     order = np.argsort(times, kind="stable")
@@ -154,16 +163,15 @@ def _inputs(
             chose[user] = time
         seen[user][ordinal] = None
     kept = [list(each)[-history_limit:] for each in seen]
-    by_user = features.column("user").combine_chunks()
-    at = pc.index_in(wanted, by_user)
+    at = pc.index_in(wanted, features.column(HASH))
     inputs = ShardInput(
-        ids=[raws[row] for row in picked.tolist()],
+        ids=raws_of(users.column("user")),
         hashes=hashes[picked],
         indptr=np.cumsum([0, *(len(each) for each in kept)]),
         ordinals=np.array([ordinal for each in kept for ordinal in each], np.int64),
         features={
             name: features.column(name).combine_chunks().take(at)
-            for name in features.column_names[1:]
+            for name in features.column_names[2:]
         },
     )
     return inputs, chose
@@ -181,8 +189,3 @@ def _joined(parts: list[ShardInput]) -> ShardInput:
             for name in parts[0].features
         },
     )
-
-
-def _read(path: Path) -> Any:
-    with pa.memory_map(str(path)) as source:
-        return pa.ipc.open_stream(source).read_all()

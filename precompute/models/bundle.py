@@ -29,7 +29,8 @@ ITEMS_FILE = "items.parquet"
 class BundleModel:
     """One ONNX file of a bundle with what it takes and gives; `labels` only for a value model.
 
-    `program` is the same model as a `torch.export` program, if the bundle carries one.
+    `program` is the same model as a `torch.export` program, if the bundle carries one. Checksums are those that
+    `bundle.json` lists: `demand_sha256` before a file is opened.
     """
 
     name: str
@@ -39,11 +40,12 @@ class BundleModel:
     spec: TowerSpec
     labels: tuple[str, ...] = ()
     program: Path | None = None
+    program_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """A verified bundle; row r of `item_ids` is the item that the model calls r."""
+    """A bundle; row r of `item_ids` is the item that the model calls r."""
 
     path: Path
     name: str
@@ -58,11 +60,16 @@ class Bundle:
     training: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: Path, *, try_models: bool = True) -> Self:
-        """Checksums first, then the towers; raises BundleError naming both sides of any mismatch.
+    def open(cls, path: Path) -> Self:
+        """Checksums first, then the models; raises BundleError naming both sides of any mismatch."""
+        bundle = cls.read(path)
+        bundle.verify()
+        bundle.try_models()
+        return bundle
 
-        Models whose checksums somebody else has verified need not be tried again.
-        """
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What the bundle says of itself, and its items; the models' files are not read."""
         try:
             raw = (path / FILE).read_bytes()
             data = orjson.loads(raw)
@@ -82,8 +89,7 @@ class Bundle:
                     for name, each in sorted(data.get("values", {}).items())
                 ),
             ]
-            with ThreadPoolExecutor() as pool:  # each is the size of the catalogue, and read whole
-                user, item, *others = pool.map(lambda each: _model(path, *each), listed)
+            user, item, *others = (_model(path, *each) for each in listed)
             item_ids = _read_items(path, data["items"])
             name, version = str(data["name"]), str(data["version"])
         except (KeyError, TypeError, AttributeError) as error:
@@ -96,17 +102,23 @@ class Bundle:
                     f"{tower.name} gives {tower.spec.output_dims} dimensions, {FILE} says {dims}",
                     dims=dims,
                 )
-        if try_models:
-            with ThreadPoolExecutor() as pool:
-                for _ in pool.map(
-                    lambda each: _check_model(each, len(item_ids)), (user, item, *others)
-                ):
-                    pass
         digest = hashlib.sha256(raw).hexdigest()
         return cls(
             path, name, version, digest, dims, metric, item_ids,
             user, item, {each.name: each for each in others}, data.get("training", {}),
         )  # fmt: skip
+
+    def verify(self) -> None:
+        """Raises BundleError for a file of a model that is not the one that was put in."""
+        with ThreadPoolExecutor() as pool:  # each is the size of the catalogue, and read whole
+            for _ in pool.map(_verify_model, self.models):
+                pass
+
+    def try_models(self) -> None:
+        """Opens each model once; raises BundleError where it is not what the bundle says."""
+        with ThreadPoolExecutor() as pool:
+            for _ in pool.map(lambda each: _check_model(each, len(self.item_ids)), self.models):
+                pass
 
     @property
     def models(self) -> tuple[BundleModel, ...]:
@@ -188,18 +200,25 @@ def _write_model(path: Path, name: str, model: ModelFile) -> dict[str, Any]:
     return written
 
 
-def _verified(path: Path, data: Mapping[str, Any]) -> Path:
+def demand_sha256(path: Path, wanted: str) -> None:
+    """Raises BundleError for a file of a bundle that holds anything else."""
+    if (found := sha256_unchanged(path)) != wanted:
+        raise BundleError(f"{path.name} has SHA-256 {found}, {FILE} says {wanted}", path=path.name)
+
+
+def _verify_model(model: BundleModel) -> None:
+    demand_sha256(model.path, model.sha256)
+    if model.program is not None:
+        demand_sha256(model.program, model.program_sha256)
+
+
+def _file(path: Path, data: Mapping[str, Any]) -> Path:
     folder = path.resolve()
     file = (folder / str(data["path"])).resolve()
     if not file.is_relative_to(folder):
         raise BundleError(f"{FILE} names {data['path']}, which lies outside the bundle")
     if not file.is_file():
         raise BundleError(f"{FILE} names {data['path']}, which is missing", path=str(data["path"]))
-    if (found := sha256_unchanged(file)) != data["sha256"]:
-        raise BundleError(
-            f"{data['path']} has SHA-256 {found}, {FILE} says {data['sha256']}",
-            path=str(data["path"]),
-        )
     return file
 
 
@@ -215,9 +234,12 @@ def _model(
             f"{name} gives {spec.output_dims} numbers, {FILE} has {len(labels)} labels for them",
             model=name,
         )
-    program = _verified(path, data["program"]) if data.get("program") else None
-    digest = str(data["sha256"])
-    return BundleModel(name, _verified(path, data), digest, entity, spec, labels, program)
+    program = data.get("program")
+    return BundleModel(
+        name, _file(path, data), str(data["sha256"]), entity, spec, labels,
+        _file(path, program) if program else None,
+        str(program["sha256"]) if program else "",
+    )  # fmt: skip
 
 
 def _check_model(model: BundleModel, items: int) -> None:
@@ -232,7 +254,9 @@ def _check_model(model: BundleModel, items: int) -> None:
 
 
 def _read_items(path: Path, data: Mapping[str, Any]) -> tuple[bytes, ...]:
-    table = pq.read_table(_verified(path, data))
+    file = _file(path, data)
+    demand_sha256(file, str(data["sha256"]))
+    table = pq.read_table(file)
     if table.column_names != ["id"] or not (
         pa.types.is_string(table.schema.field("id").type)
         or pa.types.is_large_string(table.schema.field("id").type)

@@ -17,6 +17,7 @@ from precompute.build import (
     Progress,
     Step,
     fetch_items,
+    fetch_model,
     fetch_partition,
     model_entry,
     open_bundle,
@@ -55,10 +56,8 @@ def build_index(
     })  # fmt: skip
     # Recall is measured with real users where the index serves users.
     tower = bundle.user_tower
-    made.fetch(f"models/{tower.name}.fp32.onnx")
-    queries = sample_user_vectors(
-        bundle, made.root / "models", items, _sample(made, begun, items, tower)
-    )
+    fetch_model(made, tower)
+    queries = sample_user_vectors(bundle, made.root / "models", items, _sample(made, items, tower))
     indexes = {}
     for number, metric in enumerate(metrics):
         name = f"index/{metric}.faiss"
@@ -87,16 +86,17 @@ def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progres
         return done
     begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
     fetch_items(made)
-    for name in (catalogue.VECTORS, *(f"models/{model.name}.fp32.onnx" for model in bundle.models)):
-        made.fetch(name)
+    made.fetch(catalogue.VECTORS)
+    for model in bundle.models:
+        fetch_model(made, model)
     items = catalogue.open_items(made.root, begun, dims=bundle.dims)
-    users, parts = _probed(made, begun, items, bundle.user_tower)
+    users, parts = _probed(made, items, bundle.user_tower)
     made.finish(write_probe(made.root, parts))
     models = quantize_models(
         bundle,
         made.root / "models",
         items,
-        lambda model: users if model is bundle.user_tower else _sample(made, begun, items, model),
+        lambda model: users if model is bundle.user_tower else _sample(made, items, model),
         item_features={
             model.name: read_item_features(made, model.spec)
             for model in bundle.models
@@ -119,32 +119,29 @@ def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progres
     return report
 
 
-def _shard(made: Build, begun: Step, shard: int) -> ShardInput:
+def _shard(made: Build, shard: int) -> ShardInput:
     fetch_partition(made, shard)
     return read_shard(
         made.root / "work/partition",
         shard,
-        begun["user_seed"],
         history_limit=made.config.history_limit,
     )
 
 
-def _sample(made: Build, begun: Step, items: ItemTable, model: BundleModel) -> ShardInput:
+def _sample(made: Build, items: ItemTable, model: BundleModel) -> ShardInput:
     """Real inputs of the first hash shard (so: entities at random) that holds any which the model can use."""
     for shard in range(made.config.shards):
-        found = _shard(made, begun, shard)
+        found = _shard(made, shard)
         if len(usable_inputs(items, found, {model.name: model.spec})[0]):
             return found
     raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
 
 
-def _probed(
-    made: Build, begun: Step, items: ItemTable, model: BundleModel
-) -> tuple[ShardInput, list[Any]]:
+def _probed(made: Build, items: ItemTable, model: BundleModel) -> tuple[ShardInput, list[Any]]:
     """What `_sample` finds, and the parts of the probe: shard after shard, until it is full."""
     sample, parts, count = None, [], 0
     for shard in range(made.config.shards):
-        found = _shard(made, begun, shard)
+        found = _shard(made, shard)
         rows = usable_inputs(items, found, {model.name: model.spec})[0][: USERS_MAX - count]
         if len(rows):
             sample, count = sample or found, count + len(rows)

@@ -34,8 +34,8 @@ def train_reference(
     erased = Erased.of(all_erasures(config.store()))
     read = read_interactions(config.sources, Path(config.base), before=before)
     for batch in map(erased.leave_out, read):
-        users.append(batch.users)
-        items.append(batch.items)
+        users.append(batch.users.texts())
+        items.append(batch.items.texts())
         rows += len(batch.times)
         progress("read interactions", rows, 0)
     if not rows:
@@ -141,7 +141,7 @@ def _categories(config: NightConfig, item_ids: list[str]) -> list[str] | None:
     for ids, columns in read_features(path, sources.item_column, (sources.category_column,)):
         known |= dict(
             zip(
-                ids.to_pylist(),
+                ids.texts().to_pylist(),
                 columns[sources.category_column].cast(pa.string()).to_pylist(),
                 strict=True,
             )

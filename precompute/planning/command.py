@@ -156,7 +156,7 @@ def _counts(path: Path, config: NightConfig) -> NDArray[np.int64]:
     """How often each id of a log occurs."""
     try:
         if path.suffix in (".parquet", ".pq"):
-            parts = [ids for ids, _ in read_features(path, config.sources.user_column, ())]
+            parts = [ids.texts() for ids, _ in read_features(path, config.sources.user_column, ())]
         else:
             named = pa.csv.ReadOptions(column_names=["user"])
             text = pa.csv.ConvertOptions(column_types={"user": pa.string()})

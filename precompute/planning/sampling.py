@@ -13,7 +13,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
+from cache.keys import hash_ids
 from precompute.build import Progress, quiet
+from precompute.columns import Ids
 from precompute.config import NightConfig, Sources
 from precompute.scoring.shard_input import hashes_of
 from precompute.sources import Interactions, read_features, read_interactions
@@ -114,27 +116,20 @@ def draw(
     """
     found, interactions = Distinct(), 0
     for batch in _read(config, before):
-        found.add(_hashes(pc.unique(batch.users)))
+        found.add(hash_ids(batch.users.raws(), SEED))
         interactions += len(batch.times)
         progress("count users", interactions, 0)
     for ids, _ in _features(config, columns):
-        found.add(_hashes(pc.unique(ids)))
+        found.add(hash_ids(ids.raws(), SEED))
     if not found.count:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     wanted = min(len(found.smallest), max(USERS_MIN, round(share * found.count)))
     limit = found.smallest[wanted - 1]
     rows: list[Any] = []
     for batch in _read(config, before):
-        kept = pa.array(_hashes(batch.users) <= limit)
-        columns_of = (batch.users.filter(kept), batch.items.filter(kept))
+        kept = batch.only(hashes_of(batch.users, SEED) <= limit)
         rows.append(
-            pa.table(
-                {
-                    "user": columns_of[0],
-                    "item": columns_of[1],
-                    "time": batch.times[np.asarray(kept)],
-                }
-            )
+            pa.table({"user": kept.users.texts(), "item": kept.items.texts(), "time": kept.times})
         )
         progress("draw the sample", sum(map(len, rows)), 0)
     return _sample(
@@ -163,7 +158,7 @@ def _read(config: NightConfig, before: datetime | None) -> Iterator[Interactions
 
 def _features(
     config: NightConfig, columns: Sequence[str]
-) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
     if columns:
         if not config.sources.user_features:
             raise SourceError(
@@ -178,10 +173,6 @@ def _features(
 def _kept_features(config: NightConfig, columns: Sequence[str], limit: np.uint64) -> Any:
     parts = []
     for ids, values in _features(config, columns):
-        kept = pa.array(_hashes(ids) <= limit)
-        parts.append(pa.table({"user": ids, **values}).filter(kept))
+        kept = pa.array(hashes_of(ids, SEED) <= limit)
+        parts.append(pa.table({"user": ids.texts(), **values}).filter(kept))
     return pa.concat_tables(parts) if parts else None
-
-
-def _hashes(ids: Any) -> NDArray[np.uint64]:
-    return hashes_of(ids, SEED)

@@ -10,19 +10,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
-from cache.items import ItemTable, Ordinals
+from cache.items import ItemTable
 from cache.keys import hash_ids
 from precompute.config import NightConfig
 from precompute.erasures.erasure import NOBODY, Erased
-from precompute.scoring.shard_files import ShardFiles, shard_of
+from precompute.scoring.shard_files import HASH, NAMING, ShardFiles, shard_of
 from precompute.scoring.shard_input import (
     COUNTED_ROWS,
-    HASH,
     Hasher,
     count_distinct,
     hashes_of,
@@ -35,8 +33,8 @@ from precompute.sources import Interactions, feature_schema, read_features, read
 COUNTED_AT_ONCE = 2
 """Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
 
-_USER = (("user", pa.string()), (HASH, pa.uint64()))
-_ROWS = pa.schema([*_USER, ("ordinal", pa.int64()), ("time", pa.int64())])
+_IDS = pa.schema([("user", pa.string()), (HASH, pa.uint64())])
+_ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
 
 
 def sort_unique(
@@ -73,7 +71,7 @@ def partition(
     hasher: Hasher = hash_ids,
     erased: Erased = NOBODY,
 ) -> Partitioned:
-    """Write `<shard>.rows` (and `<shard>.features`) Arrow files into `folder`, trying seeds until no id collides.
+    """Write each shard's Arrow files (KINDS) into `folder`, trying seeds until no id collides.
 
     What is erased is in none of them, nor in what `late` is told.
     """
@@ -93,7 +91,7 @@ def partition(
 def _count_users(folder: Path, shard: int, shards: int) -> int | None:
     """The entities of a shard, None when two share a hash."""
     with scratch_folder(folder) as scratch:
-        slices = slice_shard(folder, shard, shards, scratch, rows=COUNTED_ROWS)
+        slices = slice_shard(folder, shard, shards, scratch, rows=COUNTED_ROWS, kinds=NAMING)
         users, hashes = (sum(each) for each in zip(*count_distinct(slices), strict=True))
     return users if users == hashes else None
 
@@ -111,8 +109,12 @@ def _write(
     erased: Erased,
 ) -> tuple[int, int, NDArray[np.int64]]:
     popularity = np.zeros(items.count, np.int64)
-    rows = unknown = 0
-    with _files(folder, "rows", config.shards, _ROWS) as files, Stages() as stages:
+    count = unknown = 0
+    with (
+        _files(folder, "rows", config.shards, _ROWS) as rows,
+        _files(folder, "ids", config.shards, _IDS) as ids,
+        Stages() as stages,
+    ):
         read = read_interactions(
             config.sources,
             Path(config.base),
@@ -120,25 +122,33 @@ def _write(
             late=lambda batch: late(erased.leave_out(batch)),
         )
 
-        def placed(batch: Interactions) -> tuple[Interactions, NDArray[np.uint64]]:
-            return batch, hashes_of(batch.users, seed, hasher)
+        def placed(batch: Interactions) -> _Placed:
+            hashes = hasher(batch.users.raws(), seed)
+            ordinals = items.ordinals_of(batch.items.raws()).astype(np.int32)
+            return _Placed(batch, hashes, ordinals[batch.items.codes])
 
-        def named(
-            found: tuple[Interactions, NDArray[np.uint64]],
-        ) -> tuple[Interactions, NDArray[np.uint64], Ordinals]:
-            return *found, ordinals_of(items, found[0].items)
-
-        placing = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, read))))
-        for batch, hashes, ordinals in stages.ahead(map(named, placing)):
-            table = pa.table([batch.users, hashes, ordinals, batch.times], schema=_ROWS)
-            files.write(table, shard_of(hashes, config.shards))
-            known = ordinals[ordinals >= 0]
+        for each in stages.ahead(map(placed, stages.ahead(map(erased.leave_out, read)))):
+            shards = shard_of(each.hashes, config.shards).astype(np.uint16)
+            codes = each.batch.users.codes
+            ids.write(pa.table([each.batch.users.names, each.hashes], schema=_IDS), shards)
+            columns = [each.hashes[codes], each.ordinals, each.batch.times]
+            rows.write(pa.table(columns, schema=_ROWS), shards[codes])
+            known = each.ordinals[each.ordinals >= 0]
             popularity += np.bincount(known, minlength=items.count)
-            rows += len(ordinals)
-            unknown += len(ordinals) - len(known)
-            progress(rows)
+            count += len(codes)
+            unknown += len(codes) - len(known)
+            progress(count)
     _write_features(config, folder, seed, feature_columns, hasher, erased)
-    return rows, unknown, popularity
+    return count, unknown, popularity
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Placed:
+    """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each row."""
+
+    batch: Interactions
+    hashes: NDArray[np.uint64]
+    ordinals: NDArray[np.int32]
 
 
 def _write_features(
@@ -149,7 +159,7 @@ def _write_features(
     hasher: Hasher,
     erased: Erased,
 ) -> None:
-    schema: Any = pa.schema(_USER)
+    schema: Any = _IDS
     batches: Any = ()
     if columns:
         if not config.sources.user_features:
@@ -159,23 +169,16 @@ def _write_features(
             )
         path = config.path(config.sources.user_features)
         kinds = feature_schema(path, columns)
-        schema = pa.schema([*_USER, *((name, kinds.field(name).type) for name in columns)])
+        schema = pa.schema([*_IDS, *((name, kinds.field(name).type) for name in columns)])
         batches = read_features(path, config.sources.user_column, columns)
     with _files(folder, "features", config.shards, schema) as files:
         for ids, values in batches:
             hashes = hashes_of(ids, seed, hasher)
-            table = pa.table([ids, hashes, *values.values()], schema=schema)
+            table = pa.table([ids.texts(), hashes, *values.values()], schema=schema)
             if erased.users:
                 kept = erased.keeps_users(ids)
-                table, hashes = table.filter(kept), hashes[np.asarray(kept)]
+                table, hashes = table.filter(pa.array(kept)), hashes[kept]
             files.write(table, shard_of(hashes, config.shards))
-
-
-def ordinals_of(items: ItemTable, ids: Any) -> Ordinals:
-    """int64[n] ordinals of an Arrow string column, -1 = unknown; each distinct id is looked up once."""
-    coded = pc.dictionary_encode(ids)
-    found = items.ordinals_of(coded.dictionary.cast(pa.binary()).to_pylist())
-    return Ordinals(found[np.asarray(coded.indices)])
 
 
 def _files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFiles:

@@ -16,7 +16,7 @@ from cache.manifest import Producer
 from cache.ranking import Metric
 from cache.records import Layout, encode_topk, encode_values, encode_vectors
 from cache.tower import Histories, TowerSpec
-from precompute.build import Build, Progress, cut_of
+from precompute.build import Build, Progress, cut_of, open_bundle
 from precompute.catalogue import (
     ITEM_FEATURES,
     VECTORS,
@@ -24,12 +24,12 @@ from precompute.catalogue import (
     open_items,
 )
 from precompute.config import NightConfig, TableConfig
-from precompute.models.bundle import Bundle
+from precompute.models.bundle import Bundle, BundleModel
 from precompute.models.inputs import bind
 from precompute.scoring.device.choice import OFF, device_of
 from precompute.scoring.tables import PageFile, sums_path
 from precompute.scoring.topk import AnyScorer, Scorer
-from precompute.scoring.towers import open_tower
+from precompute.scoring.towers import AnyTower, open_tower
 
 CHUNK = 16_384
 """Entities scored at once: enough for the matrix product, bounded in memory."""
@@ -112,7 +112,7 @@ def read_item_features(build: Build, spec: TowerSpec) -> dict[str, NDArray[Any]]
 
 
 class Place:
-    """Where some shards of one build are compared with its items: a device of torch, or (None) the processor.
+    """Where some shards of one build are encoded and compared: a device of torch, or (None) the processor.
 
     Who asks for a scorer and uses it holds `turn`: several at once would only share what computes.
     """
@@ -121,6 +121,15 @@ class Place:
         self.device = device
         self.turn = threading.Lock()
         self._made: dict[Metric, AnyScorer] = {}
+        self._towers: dict[str, AnyTower] = {}
+        self._opening = threading.Lock()
+
+    def tower(self, build: Build, model: BundleModel) -> AnyTower:
+        """A model of the one build, opened when first wanted; whoever asks may run it at once."""
+        with self._opening:
+            if model.name not in self._towers:
+                self._towers[model.name] = open_tower(build, model, self.device)
+            return self._towers[model.name]
 
     def of(self, items: ItemTable, metric: Metric) -> AnyScorer:
         """The items, ready to be compared: made when first wanted; `items` are always those of the one build."""
@@ -138,11 +147,20 @@ class Place:
 
 
 class Scorers:
-    """The places of one process: several GPUs take the shards in turn."""
+    """What the shards of one build share in one process: its bundle, and the places; several GPUs take turns."""
 
     def __init__(self, device: str = OFF) -> None:
         self._device = device
         self._places: dict[str | None, Place] = {}
+        self._bundle: Bundle | None = None
+        self._opening = threading.Lock()
+
+    def bundle(self, build: Build) -> Bundle:
+        """The bundle of the one build, opened when first wanted."""
+        with self._opening:
+            if self._bundle is None:
+                self._bundle = open_bundle(build)
+            return self._bundle
 
     def at(self, shard: int) -> Place:
         """The place of one shard, always the same."""
@@ -178,7 +196,7 @@ def score_items(
         for name, table in tables.items()
         if table.kind == "value"
     }
-    towers = {name: open_tower(build, model, place.device) for name, model in models.items()}
+    towers = {name: place.tower(build, model) for name, model in models.items()}
     features = {name: read_item_features(build, model.spec) for name, model in models.items()}
     for name, table in tables.items():
         layout, file = layout_of(bundle, table), f"tables/{name}/{shard:04d}.pages"

@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 
 from cache.artefacts import sync_folder
 
-KINDS = ("rows", "features")
+KINDS = ("rows", "ids", "features")
+"""What users did, each of them once for every batch of the sources, and what is known of them; all with a HASH."""
+
+NAMING = KINDS[1:]
+"""Those that say which users there are."""
+
+HASH = "xxh3(user)"
+"""The column that says whose a row is: the user's hash under the partition's seed."""
 
 
 def first_hash(shard: int, shards: int) -> int:
@@ -27,9 +34,9 @@ def shard_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.int64]:
     return np.asarray(firsts.searchsorted(hashes, "right") - 1, np.int64)
 
 
-def shard_paths(folder: Path, shard: int) -> list[Path]:
-    """A shard's files, in the order of KINDS."""
-    return [folder / f"{shard:04d}.{kind}" for kind in KINDS]
+def shard_paths(folder: Path, shard: int, kinds: Sequence[str] = KINDS) -> list[Path]:
+    """A shard's files of these kinds, in their order."""
+    return [folder / f"{shard:04d}.{kind}" for kind in kinds]
 
 
 def read_stream(path: Path) -> Any:
@@ -63,9 +70,9 @@ class ShardFiles:
             self._writers.append(self._stack.enter_context(pa.ipc.new_stream(sink, self._schema)))
         return self
 
-    def write(self, table: Any, shards: NDArray[np.int64]) -> None:
+    def write(self, table: Any, shards: NDArray[np.integer]) -> None:
         """Each row of `table` into the file whose number `shards` gives it; rows of one file keep their order."""
-        shards = shards.astype(np.uint16)  # for which numpy has a radix sort
+        shards = shards.astype(np.uint16, copy=False)  # for which numpy has a radix sort
         order = np.argsort(shards, kind="stable")
         sorted_rows = table.take(pa.array(order))
         bounds = np.searchsorted(shards[order], np.arange(len(self._paths) + 1, dtype=np.uint16))

@@ -83,7 +83,8 @@ def score_shard(
     if report is None:
         began_at = time.time()
         fetch_items(made)
-        bundle, scorers = open_bundle(made), scorers or Scorers(config.device)
+        scorers = scorers or Scorers(config.device)
+        bundle = scorers.bundle(made)
         users = score_users(made, bundle, shard, scorers, progress)
         items = score_items(made, bundle, shard, scorers, progress)
         described = [*users["tables"].values(), *items["tables"].values()]

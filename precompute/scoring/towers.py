@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from cache.errors import BundleError
 from cache.tower import Histories, Inputs, Tower, TowerSpec, rows_of
-from precompute.build import Build
-from precompute.models.bundle import BundleModel
+from precompute.build import Build, fetch_model
+from precompute.models.bundle import BundleModel, demand_sha256
 
 AGREEMENT = 1e-4
 """How far a program may be from its ONNX file, relative to the largest number of the row."""
@@ -37,11 +37,12 @@ class Running(Protocol):
 
 def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower:
     """A model of the build, on the device of torch that is named or (None) the processor."""
-    path, threads = build.fetch(f"models/{model.name}.fp32.onnx"), build.config.threads
+    path, threads = fetch_model(build, model), build.config.threads
     gpu = int(device.partition(":")[2]) if device and device.startswith("cuda:") else None
     tower = Tower.open(path, model.spec, threads=threads, gpu=gpu)
     if device is None or model.program is None:
         return tower
+    demand_sha256(model.program, model.program_sha256)
     from precompute.models.program import Program
 
     names = [each.name for each in model.spec.inputs]

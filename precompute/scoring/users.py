@@ -33,7 +33,8 @@ from precompute.scoring.shard import (
 from precompute.scoring.shard_input import ShardInput, read_shard, scratch_folder, slice_shard
 from precompute.scoring.stages import Stages
 from precompute.scoring.tables import GrowingFile, PageFile
-from precompute.scoring.towers import AnyTower, open_tower
+from precompute.scoring.topk import AnyScorer
+from precompute.scoring.towers import AnyTower
 
 CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""
@@ -67,12 +68,10 @@ class ShardWork:
 
     build: Build
     number: int
-    seed: int
     items: ItemTable
     tables: Mapping[str, TableConfig]
     layouts: Mapping[str, Layout]
     models: Mapping[str, BundleModel]
-    towers: Mapping[str, AnyTower]
     bundle: Bundle
     place: Place
     seconds: dict[str, float]
@@ -93,12 +92,10 @@ class ShardWork:
         return cls(
             build=build,
             number=number,
-            seed=begun["user_seed"],
             items=open_items(build.root, begun, dims=bundle.dims),
             tables=tables,
             layouts={name: layout_of(bundle, table) for name, table in tables.items()},
             models=models,
-            towers={name: open_tower(build, model, place.device) for name, model in models.items()},
             bundle=bundle,
             place=place,
             seconds=dict.fromkeys(("read", "tower", "topk", "write"), 0.0),
@@ -128,9 +125,7 @@ class ShardWork:
             slices = slice_shard(folder, self.number, config.shards, scratch)
         for number in slices.numbers:
             with self.busy("read"):
-                found = read_shard(
-                    slices.folder, number, self.seed, history_limit=config.history_limit
-                )
+                found = read_shard(slices.folder, number, history_limit=config.history_limit)
             yield found, slices.numbers.stop - number - 1
 
     def read(self, scratch: Path) -> Iterator[Chunk]:
@@ -160,27 +155,46 @@ class ShardWork:
                 )
             before += count
 
+    def encoded(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Through the towers, which are opened while the first chunk is read."""
+        self._towers()
+        yield from map(self.encode, chunks)
+
     def encode(self, chunk: Chunk) -> Chunk:
         """Through the towers; what they were given is not needed after."""
         chunk.marks = fingerprints(chunk.ids)
         with self.busy("tower"):
-            for name, tower in self.towers.items():
+            for name, tower in self._towers().items():
                 features = chunk.features.get(name, {})
                 inputs = bind(tower.spec, histories=chunk.histories, features=features)
                 chunk.outputs[name] = tower.run(inputs)
         chunk.ids, chunk.features = [], {}
         return chunk
 
+    def _towers(self) -> dict[str, AnyTower]:
+        return {name: self.place.tower(self.build, model) for name, model in self.models.items()}
+
+    def scored(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """With the lists of each table of lists; the items are made ready while the first chunk is read."""
+        with self.place.turn:
+            self._scorers()
+        yield from map(self.score, chunks)
+
     def score(self, chunk: Chunk) -> Chunk:
         """The lists of each table of lists."""
         threads = self.build.config.threads or None
         with self.place.turn, self.busy("topk"):
-            for name, table in self.tables.items():
-                if table.kind == "user_topk":
-                    scorer = self.place.of(self.items, metric_of(self.bundle, table))
-                    users = chunk.outputs["user_tower"]
-                    chunk.lists[name] = scorer.top(users, table.k, chunk.seen, threads=threads)
+            for name, scorer in self._scorers().items():
+                users, k = chunk.outputs["user_tower"], self.tables[name].k
+                chunk.lists[name] = scorer.top(users, k, chunk.seen, threads=threads)
         return chunk
+
+    def _scorers(self) -> dict[str, AnyScorer]:
+        return {
+            name: self.place.of(self.items, metric_of(self.bundle, table))
+            for name, table in self.tables.items()
+            if table.kind == "user_topk"
+        }
 
     def write(self, chunk: Chunk, files: Mapping[str, PageFile], directory: GrowingFile) -> None:
         """As records, in hash order."""
@@ -219,8 +233,8 @@ def score_users(
         }
         directory = stack.enter_context(GrowingFile(build.path(place)))
         stages = stack.enter_context(Stages())  # last, so stopped before anything they use is gone
-        encoded = stages.ahead(map(work.encode, stages.ahead(work.read(scratch))))
-        for chunk in stages.ahead(map(work.score, encoded)):
+        encoded = stages.ahead(work.encoded(stages.ahead(work.read(scratch))))
+        for chunk in stages.ahead(work.scored(encoded)):
             with work.busy("write"):
                 work.write(chunk, files, directory)
             progress(f"score shard {shard}", chunk.entities, chunk.total)

@@ -271,8 +271,8 @@ def test_calibration_takes_the_first_shard_with_usable_input(config):
     root = config.path("apart")
     items = catalogue.open_items(root, catalogue.write_catalogue(config, bundle, root))
     users = pq.read_table(config.path("users.parquet"))
-    seen = partition(config, items, root / "work/partition", before=None, feature_columns=["taste"])
-    last = read_shard(root / "work/partition", 7, seen.seed, history_limit=10)
+    partition(config, items, root / "work/partition", before=None, feature_columns=["taste"])
+    last = read_shard(root / "work/partition", 7, history_limit=10)
     keep = pa.array([each.encode() in last.ids for each in users["user"].to_pylist()])
     pq.write_table(users.filter(keep), config.path("users.parquet"))
 

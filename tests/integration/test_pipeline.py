@@ -7,18 +7,28 @@ import subprocess
 import sys
 import threading
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
+import orjson
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from cache.artefacts import ArtefactStore, open_generation, read_manifest, sha256_of
-from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused, SourceError, StoreError
+from cache.errors import (
+    BundleError,
+    ConfigError,
+    Conflict,
+    CorruptArtefact,
+    Refused,
+    SourceError,
+    StoreError,
+)
 from cache.items import ItemTable
 from cache.manifest import Manifest, Producer
 from cache.releases import all_releases
@@ -349,6 +359,33 @@ def test_a_bundle_torn_while_it_is_copied_is_copied_again(config, monkeypatch):
     monkeypatch.setattr(shutil, "copytree", torn_once)
     pipeline.begin(config, data_until=UNTIL, run_after=None)
     assert len(copies) == 2
+
+
+def test_a_model_that_does_not_open_ends_the_night_while_it_still_reads(config, monkeypatch):
+    path = config.path(config.bundle) / "user_tower.onnx"
+    path.write_bytes(b"no model")
+    data = orjson.loads((path.parent / "bundle.json").read_bytes())
+    data["user_tower"]["sha256"] = sha256_of(path)
+    (path.parent / "bundle.json").write_bytes(orjson.dumps(data))
+
+    def endless(*_given: object, progress: Callable[[int], None], **_named: object) -> None:
+        for rows in itertools.count():
+            progress(rows)
+
+    monkeypatch.setattr(beginning, "partition", endless)
+    with pytest.raises(BundleError, match=r"user_tower\.onnx is not a model"):
+        pipeline.begin(config, data_until=UNTIL, run_after=None)
+
+
+@pytest.mark.parametrize("file", ["models/user_tower.fp32.onnx", "bundle/bundle.json"])
+def test_a_model_that_changed_since_the_night_began_is_refused(config, file):
+    build = pipeline.begin(config, data_until=UNTIL, run_after=None)
+    pipeline.embed_items(config, build)
+    path = config.store().local(f"generations/{build['generation']}/{file}")
+    path.write_bytes(path.read_bytes() + b" ")
+
+    with pytest.raises(BundleError, match=r"SHA-256|begin. pinned"):
+        pipeline.score_shard(config, build, 0)
 
 
 def test_training_that_fails_at_the_swap_leaves_the_old_bundle(config, monkeypatch):

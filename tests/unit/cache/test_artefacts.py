@@ -2,10 +2,11 @@
 
 import uuid
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from cache.artefacts import ArtefactStore, check, describe, generation_path
+from cache.artefacts import ArtefactStore, check, describe, generation_path, take_file
 from cache.blocklist import Blocklist, change_blocklist, latest_blocklist
 from cache.errors import CorruptArtefact, StoreError, UnknownGeneration
 from cache.releases import (
@@ -136,6 +137,24 @@ def test_the_released_manifest_is_the_newest_published_or_verified_one(store):
     ]
     assert released_manifest(history, "a") == "two"
     assert released_manifest(history[:1], "a") == "one" and released_manifest([], "a") == ""
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_is_taken_under_another_name(tmp_path, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr(Path, "hardlink_to", no_links)
+    source, path = tmp_path / "a", tmp_path / "folder/b"
+    source.write_bytes(b"weights")
+    for _ in range(2):  # a repeat finds its own work
+        take_file(source, path)
+    source.unlink()
+
+    assert path.read_bytes() == b"weights"
+    assert [each.name for each in path.parent.iterdir()] == ["b"]
+
+
+def no_links(self, target):
+    raise PermissionError("this file system has no links")
 
 
 def test_p13_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):

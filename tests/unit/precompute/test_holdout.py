@@ -3,15 +3,14 @@
 import numpy as np
 import pyarrow as pa
 
+from precompute.columns import Ids
 from precompute.gates.holdout import ITEMS_MAX, Holdout, read_holdout
 from precompute.sources import Interactions
 
 
 def batch(users, items):
-    count = len(users)
-    return Interactions(
-        pa.array(users, pa.string()), pa.array(items, pa.string()), np.zeros(count, np.int64)
-    )
+    named, chosen = (Ids.of(pa.array(each, pa.string())) for each in (users, items))
+    return Interactions(named, chosen, np.zeros(len(users), np.int64))
 
 
 def test_many_users_are_cut_down_to_the_same_sample_in_any_order(tmp_path):

@@ -9,9 +9,11 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cache.directory import Directory
-from cache.errors import SourceError
+from cache.errors import CorruptArtefact, SourceError
 from cache.items import ItemTable
 from cache.keys import hash_ids
 from cache.records import Layout, encode_vectors
@@ -21,7 +23,13 @@ from precompute.config import NightConfig, Sources, parse_time
 from precompute.models.inputs import usable_inputs
 from precompute.scoring.partition import partition, sort_unique
 from precompute.scoring.shard_files import ShardFiles, first_hash, read_stream, shard_of
-from precompute.scoring.shard_input import ShardInput, count_distinct, read_shard, slice_shard
+from precompute.scoring.shard_input import (
+    ShardInput,
+    count_distinct,
+    places_of,
+    read_shard,
+    slice_shard,
+)
 from precompute.scoring.tables import PageFile
 from precompute.sources import read_interactions
 
@@ -61,7 +69,7 @@ def histories(config, tmp_path, **options):
     seen = partition(config, items, tmp_path / "work", before=None, **options)
     found = {}
     for shard in range(config.shards):
-        part = read_shard(tmp_path / "work", shard, seen.seed, history_limit=1000)
+        part = read_shard(tmp_path / "work", shard, history_limit=1000)
         assert (part.hashes[1:] > part.hashes[:-1]).all()
         for row, raw in enumerate(part.ids):
             ordinals = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
@@ -123,7 +131,10 @@ def test_ranges_tile_the_whole_hash(shards):
 def test_csv_ids_keep_their_zeros_and_weights_of_zero_are_no_interactions(tmp_path):
     (tmp_path / "a.csv").write_text("user,item,weight\n007,1,1\n007,2,0\n7,01,2.5\n")
     batch = next(iter(read_interactions(Sources(interactions=("a.csv",)), tmp_path)))
-    assert (batch.users.to_pylist(), batch.items.to_pylist()) == (["007", "7"], ["1", "01"])
+    assert (batch.users.texts().to_pylist(), batch.items.texts().to_pylist()) == (
+        ["007", "7"],
+        ["1", "01"],
+    )
 
 
 def test_the_line_format_is_read_packed_or_not(tmp_path):
@@ -131,14 +142,17 @@ def test_the_line_format_is_read_packed_or_not(tmp_path):
         with opener(tmp_path / name, "wt") as file:
             file.write("0 5 6\n\n1 007\n2\n")
         batch = next(iter(read_interactions(Sources(interactions=(name,)), tmp_path)))
-        assert batch.users.to_pylist() == ["0", "0", "1"]
-        assert batch.items.to_pylist() == ["5", "6", "007"]
+        assert batch.users.texts().to_pylist() == ["0", "0", "1"]
+        assert batch.items.texts().to_pylist() == ["5", "6", "007"]
 
 
 def test_integer_ids_become_decimal(tmp_path):
     pq.write_table(pa.table({"user": [1], "item": [2**40]}), tmp_path / "a.parquet")
     batch = next(iter(read_interactions(Sources(interactions=("a.parquet",)), tmp_path)))
-    assert (batch.users.to_pylist(), batch.items.to_pylist()) == (["1"], [str(2**40)])
+    assert (batch.users.texts().to_pylist(), batch.items.texts().to_pylist()) == (
+        ["1"],
+        [str(2**40)],
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,10 +178,10 @@ def test_a_pattern_without_a_file_is_an_error(tmp_path):
 
 
 def test_long_histories_keep_their_newest_items(config, tmp_path):
-    seen, whole = histories(config, tmp_path)
+    _seen, whole = histories(config, tmp_path)
     items = item_table(ITEMS)
     for shard in range(config.shards):
-        part = read_shard(tmp_path / "work", shard, seen.seed, history_limit=4)
+        part = read_shard(tmp_path / "work", shard, history_limit=4)
         for row, raw in enumerate(part.ids):
             ordinals = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
             assert items.ids_of(ordinals.astype(np.uint32)) == whole[raw.decode()][-4:]
@@ -178,15 +192,12 @@ def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
     pq.write_table(pa.table({"user": ["u4", "quiet"], "age": [4, 5]}), tmp_path / "users.parquet")
     config = replace(config, sources=replace(config.sources, user_features="users.parquet"))
     folder, scratch = tmp_path / "work", tmp_path / "scratch"
-    seen = partition(config, item_table(ITEMS), folder, before=None, feature_columns=["age"])
+    partition(config, item_table(ITEMS), folder, before=None, feature_columns=["age"])
     for shard in range(config.shards):
-        whole = read_shard(folder, shard, seen.seed, history_limit=9)
+        whole = read_shard(folder, shard, history_limit=9)
         slices = slice_shard(folder, shard, config.shards, scratch, rows=rows)
         assert len(slices.numbers) > 1 or not whole.ids
-        parts = [
-            read_shard(slices.folder, number, seen.seed, history_limit=9)
-            for number in slices.numbers
-        ]
+        parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.numbers]
         found = [(len(set(each.ids)), len(set(each.hashes.tolist()))) for each in parts]
         assert list(count_distinct(slices)) == found
         assert [each for part in parts for each in part.ids] == whole.ids
@@ -198,6 +209,31 @@ def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
         ages = [age for part in parts for age in part.features["age"].to_pylist()]
         assert ages == whole.features["age"].to_pylist()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@given(
+    st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=200, unique=True).map(sorted),
+    st.data(),
+)
+def test_every_hash_is_found_where_it_lies(hashes, data):
+    """Evenly spread or not: what is crowded or lone takes longer, no other place."""
+    sorted_hashes = np.array(hashes, np.uint64)
+    places = data.draw(st.lists(st.integers(0, len(hashes) - 1), max_size=50))
+    assert places_of(sorted_hashes, sorted_hashes[places]).tolist() == places
+
+    stranger = data.draw(st.integers(0, 2**64 - 1).filter(lambda each: each not in hashes))
+    with pytest.raises(CorruptArtefact, match="does not name"):
+        places_of(sorted_hashes, np.array([hashes[0], stranger], np.uint64))
+
+
+def test_rows_of_nobody_are_corrupt(config, tmp_path):
+    partition(replace(config, shards=1), item_table(ITEMS), tmp_path / "work", before=None)
+    ids = tmp_path / "work/0000.ids"
+    schema = read_stream(ids).schema
+    with ShardFiles([ids], schema):
+        pass
+    with pytest.raises(CorruptArtefact, match="does not name"):
+        read_shard(tmp_path / "work", 0, history_limit=4)
 
 
 def test_a_collision_within_a_slice_is_seen(config, tmp_path, monkeypatch):
@@ -220,12 +256,10 @@ def test_features_are_aligned_with_their_entities(config, tmp_path):
         tmp_path / "users.parquet",
     )
     config = replace(config, sources=replace(config.sources, user_features="users.parquet"))
-    seen = partition(
-        config, item_table(ITEMS), tmp_path / "work", before=None, feature_columns=["age"]
-    )
+    partition(config, item_table(ITEMS), tmp_path / "work", before=None, feature_columns=["age"])
     ages: dict[str, int | None] = {}
     for shard in range(config.shards):
-        part = read_shard(tmp_path / "work", shard, seen.seed, history_limit=10)
+        part = read_shard(tmp_path / "work", shard, history_limit=10)
         ages |= dict(
             zip([raw.decode() for raw in part.ids], part.features["age"].to_pylist(), strict=True)
         )

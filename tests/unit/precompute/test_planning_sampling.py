@@ -67,7 +67,10 @@ def rows_of(sources, base):
     found: dict[str, list[tuple[str, int]]] = {}
     for batch in read_interactions(sources, base):
         for row in zip(
-            batch.users.to_pylist(), batch.items.to_pylist(), batch.times.tolist(), strict=True
+            batch.users.texts().to_pylist(),
+            batch.items.texts().to_pylist(),
+            batch.times.tolist(),
+            strict=True,
         ):
             found.setdefault(row[0], []).append(row[1:])
     return found
@@ -111,7 +114,7 @@ def test_features_come_along_also_for_who_has_only_those(config, tmp_path):
     ages = [
         (user, age)
         for ids, columns in read_features(tmp_path / str(sources.user_features), "user", ["age"])
-        for user, age in zip(ids.to_pylist(), columns["age"].to_pylist(), strict=True)
+        for user, age in zip(ids.texts().to_pylist(), columns["age"].to_pylist(), strict=True)
     ]
     assert sample.users == USERS
     assert dict(ages[:USERS]) == {f"u-{each}": each for each in range(USERS)}

@@ -111,6 +111,18 @@ def test_k_out_of_range_is_refused(k):
         exact_topk(users, items, k)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 20_000), st.integers(1, 64))
+def test_slabs_are_all_rows_once_and_end_small(users, threads):
+    slabs = [range(each.start, each.stop) for each in topk._slabs(users, threads)]
+
+    assert [row for slab in slabs for row in slab] == list(range(users))
+    sizes = [len(slab) for slab in slabs]
+    assert sorted(sizes, reverse=True) == sizes and max(sizes, default=0) <= 1024
+    if users > 2048 * threads:
+        assert sizes[0] == 1024 and sizes[-1] <= 256
+
+
 def test_progress_counts_every_user_once():
     users, items, excluded = make(50, 300, 8)
     told: list[int] = []

@@ -9,6 +9,7 @@ from cache.directory import Directory
 from cache.keys import hash_ids
 from cache.manifest import Artefact, DirectoryPart, EntitySet
 from precompute.gates.user_sample import STRATA, read_ids, sample_users, seen_by
+from precompute.scoring.shard_files import HASH
 from precompute.scoring.shard_input import read_shard
 
 SEED = 4
@@ -17,9 +18,10 @@ SEED = 4
 def write(folder: Path, rows: list[tuple[str, int, int]]) -> tuple[Directory, EntitySet]:
     """One shard of a partition and the directory of all its users."""
     columns = list(zip(*rows, strict=True))
-    table = pa.table({"user": columns[0], "ordinal": columns[1], "time": columns[2]})
-    blank = pa.table({"user": pa.array([], pa.string())})
-    for kind, each in (("rows", table), ("features", blank)):
+    hashes = hash_ids([user.encode() for user in columns[0]], SEED)
+    done = pa.table({HASH: hashes, "ordinal": columns[1], "time": columns[2]})
+    ids = pa.table({"user": columns[0], HASH: hashes})
+    for kind, each in (("rows", done), ("ids", ids), ("features", ids.slice(0, 0))):
         sink = pa.OSFile(str(folder / f"0000.{kind}"), "wb")
         with sink, pa.ipc.new_stream(sink, each.schema) as writer:
             writer.write_table(each)
@@ -39,7 +41,7 @@ def clicks(count: int) -> list[tuple[str, int, int]]:
 def test_sampled_histories_are_those_that_the_night_scored(tmp_path: Path) -> None:
     directory, entities = write(tmp_path, clicks(900))
     for limit in (5, 1000):
-        night = read_shard(tmp_path, 0, SEED, history_limit=limit)
+        night = read_shard(tmp_path, 0, history_limit=limit)
         sample = sample_users(tmp_path, entities, directory, history_limit=limit)
         row_of = {raw: row for row, raw in enumerate(night.ids)}
         for row, raw in enumerate(sample.users.ids):

@@ -1,0 +1,105 @@
+"""Columns of ids: each id once, whoever has no row is not there, and what cannot be an id is named."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.errors import SourceError
+from precompute.columns import Ids, read_ids
+from precompute.config import Sources, parse_time
+from precompute.sources import read_interactions
+
+TEXTS = st.lists(st.text(min_size=1, max_size=3), max_size=30)
+
+
+def whole(ids: Ids) -> list[str]:
+    """The rows; the column holds nothing but what they need."""
+    assert ids.codes.dtype == np.int32 and pa.types.is_string(ids.names.type)
+    assert sorted(set(ids.codes.tolist())) == list(range(len(ids.names)))
+    assert ids.raws() == [name.encode() for name in ids.names.to_pylist()]
+    texts: list[str] = ids.texts().to_pylist()
+    return texts
+
+
+@given(TEXTS, st.sampled_from([pa.string(), pa.large_string()]), st.booleans(), st.data())
+def test_a_column_is_its_rows_however_it_is_encoded(
+    texts: list[str], kind: pa.DataType, encoded: bool, data: st.DataObject
+) -> None:
+    column = pa.array(texts, kind)
+    ids = Ids.of(column.dictionary_encode() if encoded else column)
+    assert whole(ids) == texts and len(ids) == len(texts)
+
+    kept = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts))), bool
+    )
+    some = ids.only(kept)
+    assert whole(some) == [text for text, is_kept in zip(texts, kept, strict=True) if is_kept]
+
+
+def test_a_name_without_a_row_is_not_there():
+    column = pa.DictionaryArray.from_arrays(
+        pa.array([2, 0, 2], pa.int8()), pa.array(["a", "x" * 300, "c", ""])
+    )
+    assert whole(read_ids(column, Path("a"), "user")) == ["c", "a", "c"]
+
+
+def test_numbers_in_a_dictionary_become_decimal():
+    assert whole(Ids.of(pa.array([7, -1, 7]).dictionary_encode())) == ["7", "-1", "7"]
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (pa.array([None, "a"]).dictionary_encode(), "1 missing ids"),
+        (
+            pa.DictionaryArray.from_arrays(pa.array([0, 1, 1]), pa.array(["a", None])),
+            "2 missing ids",
+        ),
+        (pa.array([b"a"]).dictionary_encode(), "is binary; ids are strings"),
+        (pa.array([1.5]).dictionary_encode(), "is double; ids are strings"),
+        (pa.array([b"\xff"]).view(pa.string()), "UTF-8"),
+        (pa.DictionaryArray.from_arrays(pa.array([0, 0]), pa.array([""])), "0 to 0 bytes"),
+        (
+            pa.DictionaryArray.from_arrays(pa.array([0, 5]), pa.array(["a"]), safe=False),
+            "out of bounds",
+        ),
+    ],
+)
+def test_what_cannot_be_an_id_is_refused_by_name(column, said):
+    with pytest.raises(SourceError, match=said) as refused:
+        read_ids(column, Path("clicks.parquet"), "who")
+    assert "clicks.parquet" in str(refused.value) and "who" in str(refused.value)
+
+
+@pytest.mark.parametrize("page_bytes", [64, 1 << 20])
+def test_who_acted_only_after_the_cut_or_with_no_weight_is_in_no_batch(tmp_path, page_bytes):
+    """One dictionary serves a whole file, or ends in the middle of it: neither brings anybody in."""
+    rows = 5_000
+    users = [f"u{row % 700}" for row in range(rows)] + ["late", "light"]
+    pq.write_table(
+        pa.table({
+            "user": users,
+            "item": [f"i{row % 90}" for row in range(rows)] + ["late-item", "light-item"],
+            "timestamp": [1] * rows + [2_000_000_000, 1],
+            "weight": [1] * (rows + 1) + [0],
+        }),
+        tmp_path / "a.parquet",
+        dictionary_pagesize_limit=page_bytes,
+    )  # fmt: skip
+    told = []
+    batches = list(
+        read_interactions(
+            Sources(interactions=("a.parquet",)), tmp_path,
+            before=parse_time("2026-01-01"), late=told.append,
+        )
+    )  # fmt: skip
+    assert [text for batch in batches for text in whole(batch.users)] == users[:rows]
+    assert not {"late-item", "light-item"} & {
+        name for batch in batches for name in batch.items.names.to_pylist()
+    }
+    assert [whole(each.users) + whole(each.items) for each in told] == [["late", "late-item"]]
