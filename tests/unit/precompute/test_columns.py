@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cache.errors import SourceError
 from precompute.columns import Ids, read_ids
 from precompute.config import Sources, parse_time
-from precompute.sources import read_interactions
+from precompute.sources import Interactions, read_interactions
 
 TEXTS = st.lists(st.text(min_size=1, max_size=3), max_size=30)
 
@@ -91,7 +91,7 @@ def test_who_acted_only_after_the_cut_or_with_no_weight_is_in_no_batch(tmp_path,
         tmp_path / "a.parquet",
         dictionary_pagesize_limit=page_bytes,
     )  # fmt: skip
-    told = []
+    told: list[Interactions] = []
     batches = list(
         read_interactions(
             Sources(interactions=("a.parquet",)), tmp_path,
