@@ -177,8 +177,8 @@ def _read(files: Sequence[Path]) -> Pairs:
     batches = list(read_interactions(sources, Path("/")))
     if not batches:
         raise SourceError(f"{files[0]} holds no interaction")
-    users = pa.chunked_array([each.users for each in batches]).combine_chunks()
-    items = pa.chunked_array([each.items for each in batches]).combine_chunks()
+    users = pa.chunked_array([each.users.texts() for each in batches]).combine_chunks()
+    items = pa.chunked_array([each.items.texts() for each in batches]).combine_chunks()
     pairs = Pairs(users, items, np.concatenate([each.times for each in batches]))
     return pairs.where(_first_of_each(pairs))
 
