@@ -67,7 +67,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
     """Write beside, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

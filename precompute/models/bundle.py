@@ -128,10 +128,8 @@ class Bundle:
     @property
     def vocabulary_digest(self) -> str:
         """SHA-256 over the item ids in the model's own order, each with its length."""
-        whole = hashlib.sha256()
-        for raw in self.item_ids:
-            whole.update(len(raw).to_bytes(2, "little") + raw)
-        return whole.hexdigest()
+        whole = b"".join([len(raw).to_bytes(2, "little") + raw for raw in self.item_ids])
+        return hashlib.sha256(whole).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,17 +63,19 @@ class Packed:
         for start in range(0, groups, TILE_GROUPS * _STEP_TILES):
             step = slice(start, min(start + TILE_GROUPS * _STEP_TILES, groups))
             part = order[step.start * LANES : step.stop * LANES]
-            some = np.zeros(((step.stop - step.start) * LANES, width))
-            some[: len(part), :dims] = compared[part]
-            some = (some / unit).reshape(-1, LANES, width)
-            steps = np.maximum(np.abs(some).max(axis=(1, 2)), _LEAST) / largest_code
-            scale[step] = steps
-            rounded = np.rint(some / scale[step][:, None, None].astype(np.float64))
-            rounded = np.clip(rounded, -largest_code, largest_code)
-            rest = some - rounded * scale[step][:, None, None]
-            residual[step] = _above(np.sqrt((rest**2).sum(axis=2)).max(axis=1))
-            longest[step] = _above(np.sqrt((some**2).sum(axis=2)).max(axis=1))
-            shifted = (rounded + (largest_code + 1)).astype(np.uint8)
+            flat = np.zeros(((step.stop - step.start) * LANES, width))
+            np.divide(compared[part], unit, out=flat[: len(part), :dims], dtype=np.float64)
+            some = flat.reshape(-1, LANES, width)
+            peaks = np.maximum(some.max(axis=(1, 2)), -some.min(axis=(1, 2)))
+            scale[step] = np.maximum(peaks, _LEAST) / largest_code
+            steps = scale[step].astype(np.float64)[:, None, None]
+            longest[step] = _above(_lengths(some))
+            rounded = np.rint(some / steps)
+            np.clip(rounded, -largest_code, largest_code, out=rounded)
+            some -= rounded * steps
+            residual[step] = _above(_lengths(some))
+            rounded += largest_code + 1
+            shifted = rounded.astype(np.uint8)
             codes[step] = shifted.reshape(-1, LANES, width // 4, 4).swapaxes(1, 2)
         ordinals = np.zeros(groups * LANES, np.uint32)
         ordinals[:items] = order
@@ -101,6 +103,12 @@ def _order(compared: NDArray[np.float32], sizes: NDArray[np.float64]) -> NDArray
     peaks = np.abs(compared).max(axis=1)[order]
     tiles = np.arange(len(order)) // TILE
     return order[np.lexsort((-peaks, tiles))]
+
+
+def _lengths(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of the longest of each group, [groups]."""
+    found: NDArray[np.float64] = np.sqrt(np.einsum("glw,glw->gl", vectors, vectors).max(axis=1))
+    return found
 
 
 def _above(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -56,7 +56,7 @@ def embed_items(
             rule="finite",
             value="non-finite",
         )
-    write_atomically(made.path(catalogue.VECTORS), vectors.astype("<f4", copy=False).tobytes())
+    write_atomically(made.path(catalogue.VECTORS), vectors.astype("<f4", copy=False).data)
     made.finish(catalogue.VECTORS)
     progress("embed items", items.count, items.count)
     report = {"items": items.count, "dims": bundle.dims, "seconds": time.perf_counter() - started}
