@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from cache.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 """Of the functions and their arguments: what was built from other sources is left alone."""
 
 Lent = Any
@@ -38,6 +38,9 @@ class Columns(Protocol):
 
     def hashes(self, ids: list[bytes], seed: int, /) -> bytearray | None:
         """64-bit xxh3 of each; None if one is longer than 128 bytes."""
+
+    def text_hashes(self, data: Lent, cuts: Lent, seed: int, /) -> bytearray | None:
+        """64-bit xxh3 of each text between int32 cuts; None unless these rise within `data`, or if one is too long."""
 
     def could_be(self, data: bytes, count: int, length: int, /) -> bool:
         """As `cache.frames.could_be`."""

@@ -31,6 +31,8 @@ from precompute.columns import (
 from precompute.config import Sources
 
 BATCH_ROWS = 1 << 19
+TEXT_BYTES = 4
+"""What a Parquet file spends on the length of each text that it does not have in a dictionary."""
 
 _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException)
 
@@ -209,13 +211,31 @@ def _csv_batches(path: Path, sources: Sources) -> Iterator[Any]:
 
 
 def _parquet_batches(path: Path, sources: Sources) -> Iterator[Any]:
-    known = pa.parquet.read_schema(path).names
+    found = pa.parquet.read_metadata(path)
+    known = found.schema.to_arrow_schema().names
     names = [sources.user_column, sources.item_column]
     demand_columns(known, names, path)
-    with pa.parquet.ParquetFile(path, read_dictionary=names) as file:
+    encoded = [name for name in names if name in _encoded(found)]
+    with pa.parquet.ParquetFile(path, metadata=found, read_dictionary=encoded) as file:
         optional = (sources.timestamp_column, sources.weight_column)
         names += [name for name in optional if name in known]
         yield from file.iter_batches(BATCH_ROWS, columns=names)
+
+
+def _encoded(found: Any) -> set[str]:
+    """Columns of a Parquet file that are numbers into a dictionary and can be taken as such.
+
+    Where the dictionary grew too large for its page, texts follow: to find those again in it costs more than to sort.
+    """
+    if not found.num_row_groups:
+        return set()
+    group = found.row_group(0)
+    columns = (group.column(number) for number in range(group.num_columns))
+    return {
+        each.path_in_schema
+        for each in columns
+        if each.total_uncompressed_size < TEXT_BYTES * each.num_values
+    }
 
 
 def _columns(batch: Any, path: Path, sources: Sources) -> Interactions:

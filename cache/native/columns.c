@@ -20,6 +20,7 @@ static PyType_Spec parts_spec = {"cache._columns.Parts", sizeof(parts_object), 0
 
 static PyMethodDef methods[] = {
     {"hashes", hashes, METH_VARARGS, "64-bit xxh3 of each id; None if one is too long."},
+    {"text_hashes", text_hashes, METH_VARARGS, "64-bit xxh3 of each text between int32 cuts; None if one is too long."},
     {"could_be", could_be, METH_VARARGS, "Whether these are, or begin, so many bulk strings of one length."},
     {"records_of", records_of, METH_VARARGS, "(a copy of records that lie a step apart, how many are sound)."},
     {"stream", stream, METH_VARARGS, "An Arrow stream of one record batch."},
@@ -41,7 +42,7 @@ static int add_types(PyObject *module) {
     PyObject *type = PyType_FromSpec(&parts_spec);
     int failed = !type || PyModule_AddObjectRef(module, "Parts", type);
     Py_XDECREF(type);
-    return failed ? -1 : PyModule_AddIntConstant(module, "VERSION", 1);
+    return failed ? -1 : PyModule_AddIntConstant(module, "VERSION", 2);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_types}, {0, NULL}};

@@ -105,4 +105,31 @@ static PyObject *hashes(PyObject *module, PyObject *args) {
     return found;
 }
 
+/* uint64 hash of each text between int32 cuts; None unless these rise within the data and no text is too long. */
+static PyObject *text_hashes(PyObject *module, PyObject *args) {
+    PyObject *sent, *sent_cuts, *found = NULL;
+    unsigned long long seed;
+    taken given = {0}, ends = {0};
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOK", &sent, &sent_cuts, &seed)) return NULL;
+    if (!take(sent, &given) || !take(sent_cuts, &ends)) goto end;
+    const unsigned char *data = given.view.buf;
+    const any_i32 *cuts = ends.view.buf;
+    Py_ssize_t count = ends.view.len / 4 - 1;
+    int is_sound = count >= 0 && cuts[0] >= 0 && cuts[count] <= given.view.len;
+    if (is_sound && !(found = PyByteArray_FromStringAndSize(NULL, count * 8))) goto end;
+    any_u64 *out = is_sound ? (any_u64 *)PyByteArray_AS_STRING(found) : NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; is_sound && i < count; i++) {
+        is_sound = cuts[i] <= cuts[i + 1] && cuts[i + 1] - cuts[i] <= LONGEST && cuts[i + 1] <= given.view.len;
+        if (is_sound) out[i] = hash_of(data + cuts[i], (size_t)(cuts[i + 1] - cuts[i]), seed);
+    }
+    Py_END_ALLOW_THREADS
+    if (!is_sound) Py_XSETREF(found, Py_NewRef(Py_None));
+end:
+    give(&given);
+    give(&ends);
+    return found;
+}
+
 #endif

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
-from cache.keys import hash_ids
 from precompute.build import Progress, quiet
 from precompute.columns import Ids
 from precompute.config import NightConfig, Sources
@@ -116,11 +115,11 @@ def draw(
     """
     found, interactions = Distinct(), 0
     for batch in _read(config, before):
-        found.add(hash_ids(batch.users.raws(), SEED))
+        found.add(batch.users.hashes(SEED))
         interactions += len(batch.times)
         progress("count users", interactions, 0)
     for ids, _ in _features(config, columns):
-        found.add(hash_ids(ids.raws(), SEED))
+        found.add(ids.hashes(SEED))
     if not found.count:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     wanted = min(len(found.smallest), max(USERS_MIN, round(share * found.count)))

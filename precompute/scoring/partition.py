@@ -24,6 +24,7 @@ from precompute.scoring.shard_input import (
     Hasher,
     count_distinct,
     hashes_of,
+    hashes_of_names,
     scratch_folder,
     slice_shard,
 )
@@ -123,7 +124,7 @@ def _write(
         )
 
         def placed(batch: Interactions) -> _Placed:
-            hashes = hasher(batch.users.raws(), seed)
+            hashes = hashes_of_names(batch.users, seed, hasher)
             ordinals = items.ordinals_of(batch.items.raws()).astype(np.int32)
             return _Placed(batch, hashes, ordinals[batch.items.codes])
 

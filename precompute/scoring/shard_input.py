@@ -100,7 +100,12 @@ def slice_shard(
 
 def hashes_of(ids: Ids, seed: int, hasher: Hasher = hash_ids) -> NDArray[np.uint64]:
     """uint64[rows]; each distinct id is hashed once."""
-    return hasher(ids.raws(), seed)[ids.codes]
+    return hashes_of_names(ids, seed, hasher)[ids.codes]
+
+
+def hashes_of_names(ids: Ids, seed: int, hasher: Hasher = hash_ids) -> NDArray[np.uint64]:
+    """uint64[names]."""
+    return ids.hashes(seed) if hasher is hash_ids else hasher(ids.raws(), seed)
 
 
 def count_distinct(slices: Slices) -> Iterator[tuple[int, int]]:

@@ -54,9 +54,21 @@ def interpreted() -> Iterator[None]:
 @example(ids=[b"x" * size for size in range(200)], seed=2**64 - 1)
 def test_ids_have_the_hashes_of_the_library(ids: list[bytes], seed: int) -> None:
     assert hash_ids(ids, seed).tolist() == [xxhash.xxh3_64_intdigest(each, seed) for each in ids]
+    data, cuts = b"".join(ids), np.cumsum([0, *map(len, ids)]).astype(np.int32)
+    texts = COLUMNS.text_hashes(data, cuts, seed)
+    if any(len(each) > 128 for each in ids):
+        assert texts is None
+    else:
+        assert texts is not None
+        assert np.frombuffer(texts, np.uint64).tolist() == hash_ids(ids, seed).tolist()
     with interpreted():
         assert are_ids(ids) == all(0 < len(each) <= 256 for each in ids)
     assert are_ids(ids) == all(0 < len(each) <= 256 for each in ids)
+
+
+@pytest.mark.parametrize("cuts", [[0, 3, 2], [-1, 2], [0, 4], [0, 9, 3], [], [2, 1, 3]])
+def test_cuts_that_do_not_fit_the_texts_are_not_followed(cuts: list[int]) -> None:
+    assert COLUMNS.text_hashes(b"abc", np.array(cuts, np.int32), 0) is None
 
 
 @settings(deadline=None)
