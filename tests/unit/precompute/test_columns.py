@@ -6,10 +6,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cache import compiled
 from cache.errors import SourceError
+from cache.keys import hash_ids
+from precompute import columns
 from precompute.columns import Ids, read_ids
 from precompute.config import Sources, parse_time
 from precompute.sources import Interactions, read_interactions
@@ -26,6 +29,14 @@ def whole(ids: Ids) -> list[str]:
     return texts
 
 
+@pytest.fixture(params=["compiled", "plain"], autouse=True)
+def engine(request, monkeypatch):
+    """Every test runs with what is installed, and as if it had not been built."""
+    if request.param == "plain":
+        monkeypatch.setattr(compiled, "columns", lambda: None)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS, st.sampled_from([pa.string(), pa.large_string()]), st.booleans(), st.data())
 def test_a_column_is_its_rows_however_it_is_encoded(
     texts: list[str], kind: pa.DataType, encoded: bool, data: st.DataObject
@@ -39,6 +50,28 @@ def test_a_column_is_its_rows_however_it_is_encoded(
     )
     some = ids.only(kept)
     assert whole(some) == [text for text, is_kept in zip(texts, kept, strict=True) if is_kept]
+    assert some.hashes(5).tolist() == hash_ids(some.raws(), 5).tolist()
+
+
+def test_texts_with_one_hash_stay_apart(monkeypatch):
+    """A second hash tells; one that nobody can tell apart by either is a chance of 2 to the -128."""
+    real = columns._hashes
+
+    def weak(texts, seed):
+        found = real(texts, seed)
+        return found if found is None or seed else np.zeros_like(found)
+
+    monkeypatch.setattr(columns, "_hashes", weak)
+    texts = ["a", "b", "a", "c"]
+    assert whole(Ids.of(pa.array(texts))) == texts
+    assert whole(Ids.of(pa.array(["a", "a"]))) == ["a", "a"]
+
+
+def test_long_texts_and_slices_are_told_apart_too():
+    texts = ["x" * 200, "y", "x" * 200, "x" * 199, "é"]
+    ids = Ids.of(pa.array(texts).slice(1))
+    assert whole(ids) == texts[1:]
+    assert ids.hashes(9).tolist() == hash_ids(ids.raws(), 9).tolist()
 
 
 def test_a_name_without_a_row_is_not_there():
