@@ -55,7 +55,7 @@ class Ids:
 
     def hashes(self, seed: int) -> NDArray[np.uint64]:
         """uint64[names], as `cache.keys.hash_ids` has them."""
-        found = _hashes(self.names, seed)
+        found = hashes_of_texts(self.names, seed)
         return hash_ids(self.raws(), seed) if found is None else found
 
     def only(self, rows: NDArray[np.bool_]) -> Self:
@@ -72,7 +72,7 @@ def _sorted(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
 
     Two ids with one hash would become one, so a second hash of each row has to agree with it: 128 bits in all.
     """
-    hashes, marks = (_hashes(texts, seed) for seed in (0, FINGERPRINT_SEED))
+    hashes, marks = (hashes_of_texts(texts, seed) for seed in (0, FINGERPRINT_SEED))
     if hashes is None or marks is None:
         return None
     order = np.argsort(hashes)
@@ -87,8 +87,8 @@ def _sorted(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
     return texts.take(pa.array(order[is_first])), codes
 
 
-def _hashes(texts: Any, seed: int) -> NDArray[np.uint64] | None:
-    """uint64[n] of an Arrow string array without nulls; None without what is compiled, and for what it cannot do."""
+def hashes_of_texts(texts: Any, seed: int) -> NDArray[np.uint64] | None:
+    """uint64[n] of an Arrow string array; None without what is compiled, or if a text is too long."""
     columns, (_, cuts, data) = compiled.columns(), texts.buffers()
     if columns is None or cuts is None or data is None:
         return None

@@ -28,32 +28,27 @@ from precompute.timed import timed
 def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
     """Stream all pages into Redis; parts that are there stay. Refused before Redis would run full."""
     made, started = Build.of(config, build), time.perf_counter()
-    loaded = done = 0
-    with (
-        open_releases(config) as releases,
-        open_governor(
-            config.governor, releases.control
-        ) as governor,  # it looks for readers meanwhile
-    ):
-        manifest = seal(made)
-        for artefact in manifest.pages():
-            made.fetch(artefact.path)
-        size_bytes = total_bytes(manifest)
+    manifest = seal(made)
+    for artefact in manifest.pages():
+        made.fetch(artefact.path)
+    size_bytes, loaded = total_bytes(manifest), 0
+    with timed(made, "load"), open_releases(config) as releases:
+        control, keys = releases.control, config.keyspace()
+        state = releases.state(made.generation)
+        if state not in (State.LIVE, State.SUPERSEDED):
+            demand("load", made.generation, state)
+            control.check_policy()
+            _demand_room(made, manifest, control)
+            if state is None:
+                releases.note(made.generation, State.BEGUN)
+        done = 0
 
         def advance(more: int) -> None:
             nonlocal done
             done += more
             progress("load pages", done, size_bytes)
 
-        with timed(made, "load"):
-            control, keys = releases.control, config.keyspace()
-            state = releases.state(made.generation)
-            if state not in (State.LIVE, State.SUPERSEDED):
-                demand("load", made.generation, state)
-                control.check_policy()
-                _demand_room(made, manifest, control)
-                if state is None:
-                    releases.note(made.generation, State.BEGUN)
+        with open_governor(config.governor, control) as governor:
             for part in parts_of(manifest):
                 if not load_part(
                     control.client, keys, manifest, made.root, part,
@@ -62,8 +57,8 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
                     advance(part.pages.file.size_bytes)
                 else:
                     loaded += part.pages.file.size_bytes
-            if state in (None, State.BEGUN):
-                note_loaded(releases, keys, made.generation)
+        if state in (None, State.BEGUN):
+            note_loaded(releases, keys, made.generation)
     seconds = time.perf_counter() - started
     if loaded and made.read_report("load") is None:
         made.report("load", {"seconds": seconds})

@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact
-from cache.keys import hash_ids
-from precompute.columns import Ids, raws_of
+from cache.keys import FINGERPRINT_SEED, hash_ids
+from precompute.columns import Ids, hashes_of_texts, raws_of
 from precompute.scoring.shard_files import (
     HASH,
     KINDS,
@@ -112,11 +112,23 @@ def count_distinct(slices: Slices) -> Iterator[tuple[int, int]]:
     """(ids, hashes) that differ in each slice of NAMING kinds: as many of both, unless two ids share a hash."""
     for number in slices.numbers:
         tables = [read_stream(path) for path in shard_paths(slices.folder, number, NAMING)]
-        users, hashes = (
-            pa.chunked_array([chunk for each in tables for chunk in each.column(name).chunks], kind)
-            for name, kind in (("user", pa.string()), (HASH, pa.uint64()))
-        )
-        yield len(pc.unique(users)), len(pc.unique(hashes))
+        hashes = np.concatenate([np.asarray(each.column(HASH)) for each in tables])
+        chunks = [chunk for each in tables for chunk in each.column("user").chunks]
+        marks = [hashes_of_texts(chunk, FINGERPRINT_SEED) for chunk in chunks if len(chunk)]
+        if any(each is None for each in marks):  # without what is compiled
+            named = pa.chunked_array(chunks, pa.string())
+            yield len(pc.unique(named)), len(_distinct(hashes)[0])
+        else:
+            yield _count_distinct(hashes, np.concatenate([np.empty(0, np.uint64), *marks]))
+
+
+def _count_distinct(hashes: NDArray[np.uint64], marks: NDArray[np.uint64]) -> tuple[int, int]:
+    """(pairs, hashes) that differ, and more pairs than there are where two have one hash; a sort takes less memory."""
+    order = np.argsort(hashes)
+    placed, marks = hashes[order], marks[order]
+    differ = placed[1:] != placed[:-1]
+    some = min(1, len(order))
+    return some + int((differ | (marks[1:] != marks[:-1])).sum()), some + int(differ.sum())
 
 
 def read_shard(folder: Path, shard: int, *, history_limit: int) -> ShardInput:

@@ -55,13 +55,13 @@ def test_a_column_is_its_rows_however_it_is_encoded(
 
 def test_texts_with_one_hash_stay_apart(monkeypatch):
     """A second hash tells; one that nobody can tell apart by either is a chance of 2 to the -128."""
-    real = columns._hashes
+    real = columns.hashes_of_texts
 
     def weak(texts, seed):
         found = real(texts, seed)
         return found if found is None or seed else np.zeros_like(found)
 
-    monkeypatch.setattr(columns, "_hashes", weak)
+    monkeypatch.setattr(columns, "hashes_of_texts", weak)
     texts = ["a", "b", "a", "c"]
     assert whole(Ids.of(pa.array(texts))) == texts
     assert whole(Ids.of(pa.array(["a", "a"]))) == ["a", "a"]
