@@ -83,25 +83,31 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
         sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes `path` when the block ends well: fsync, rename, fsync of the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
 def take_file(source: Path, path: Path) -> None:
     """The same bytes under another name, as `write_atomically` would leave them.
 
     `source` must never be written to again: where the file system can, both names are one file.
     """
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    with disk_errors(path), written_beside(path) as beside:
         try:
-            try:
-                beside.hardlink_to(source)
-            except OSError:
-                shutil.copyfile(source, beside)
-            with beside.open("rb") as file:
-                os.fsync(file.fileno())
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-        sync_folder(path.parent)
+            beside.hardlink_to(source)
+        except OSError:
+            shutil.copyfile(source, beside)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,8 +1,6 @@
 """Building the FAISS index of the live path: kind chosen by measurement, recall read back from the file."""
 
 import math
-import os
-import secrets
 import statistics
 import time
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ import faiss as faiss_module
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.artefacts import sync_folder
+from cache.artefacts import written_beside
 from cache.errors import ConfigError
 from cache.ranking import Metric, best, pack, unpack
 from cache.search import Searcher
@@ -181,16 +179,8 @@ def _widen(
 
 def _write(index: Any, path: Path, metric: Metric) -> Searcher:
     """Write beside, fsync, rename (a mapped index must never be overwritten), and map it back."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
+    with written_beside(path) as beside:
         faiss.write_index(index, str(beside))
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    sync_folder(path.parent)
     return Searcher.open(path, metric)
 
 

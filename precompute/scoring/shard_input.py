@@ -83,12 +83,9 @@ def slice_shard(
         return Slices(folder, range(shard, shard + 1))
     scratch.mkdir(parents=True, exist_ok=True)
     for kind in kinds:
-        targets = [
-            path for number in range(count) for path in shard_paths(scratch, number, (kind,))
-        ]
-        with pa.OSFile(
-            str(*shard_paths(folder, shard, (kind,)))
-        ) as source:  # a map would count as ours, once it is read
+        targets = [each for at in range(count) for each in shard_paths(scratch, at, (kind,))]
+        (path,) = shard_paths(folder, shard, (kind,))
+        with pa.OSFile(str(path)) as source:  # a map would count as ours, once it is read
             stream = pa.ipc.open_stream(source)
             with ShardFiles(targets, stream.schema, lasting=False) as files:
                 for batch in stream:
