@@ -19,7 +19,7 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm check format bench torch-env feast-env lock clean
+.PHONY: help env demo serve test storm installs check format bench torch-env feast-env lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,10 +43,13 @@ serve: env  ## the same, then keeps serving and prints what to try
 	@$(BIN)/python -m infra.demo --state $(STATE) --serve $(if $(DATA),--data "$(DATA)")
 
 test: env  ## the quick tests, with a real Redis and a real Airflow
-	@$(PYTEST) -m "not storm and not slow"
+	@$(PYTEST) -m "not storm and not slow and not installs"
 
 storm: env  ## the long counts, with a printed seed
 	@$(PYTEST) -m "storm or slow"
+
+installs: env  ## each lock and each extra in an environment of its own, its program run once
+	@$(PYTEST) -m installs
 
 check: env  ## lint, format, types, layers
 	@$(BIN)/ruff check -q .
@@ -59,9 +62,10 @@ format: env  ## apply the formatter and the safe fixes
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
 
 bench: env  ## the quick benches, each with its JSON line
-	@for name in advisor all_miss bulk_load gpu http_floor l1 l2 live load mixed night observe peers plan policies read_path \
-	  scaling stampede topk; do \
-	  $(BIN)/python -m tests.bench.$$name --json --quick || exit 1; done
+	@for name in advisor all_miss bulk_load flip gpu hostile http_floor l1 l2 live load mixed night observe peers plan policies \
+	  read_path scaling stampede topk; do \
+	  $(BIN)/python -m tests.bench.$$name --json --quick || failed="$$failed $$name"; done; \
+	  test -z "$$failed" || { echo "these failed, or left something out:$$failed"; exit 1; }
 
 # The newest build that pip finds; a machine without a GPU wants the one for its processor.
 torch-env: env  ## torch (extra `gpu`) in .venv: scoring on GPUs, and the tests of it

@@ -1,24 +1,32 @@
 """The artefact store: where the truth lies; a local folder or any fsspec URL."""
 
 import contextlib
-import errno
 import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
-
-import fsspec
 
 from cache.errors import CorruptArtefact, StoreError, UnknownGeneration
+from cache.host_copies import HostCopies
+from cache.local_files import disk_errors as disk_errors
+from cache.local_files import last_change as last_change
+from cache.local_files import links_needed, put_in_place
+from cache.local_files import sync_folder as sync_folder
+from cache.local_files import take_file as take_file
+from cache.local_files import write_atomically as write_atomically
+from cache.local_files import written_beside as written_beside
 from cache.manifest import GENERATION, Artefact, Manifest
+from cache.object_store import PROBE, ObjectStore
 
 _CHUNK_BYTES = 1 << 20
 
 COPY_IDLE_S = 3_600.0
 """A copy that changed more recently may belong to a generation that is being made on this host."""
+
+FETCH_TRIES = 3
+"""A sweep may take a folder away while a copy is on its way into it."""
 
 
 def sha256_of(path: Path) -> str:
@@ -51,146 +59,68 @@ def check(root: Path, artefact: Artefact) -> None:
         )
 
 
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """A full disk becomes a StoreError with its remedy; what was finished before stays finished."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:  # FAISS says it in the text of a RuntimeError
-        full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
-        if (why := next((each for each in full if each in str(error)), None)) is None:
-            raise
-        raise StoreError(
-            f"cannot write {path}: {why}; free space, retire generations or move `artifacts`, "
-            "then run the step again",
-            reason="disk_full",
-        ) from error
-
-
-def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Write beside, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-        try:
-            with beside.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-        sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` when the block ends well: fsync, rename, fsync of the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        yield beside
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def take_file(source: Path, path: Path) -> None:
-    """The same bytes under another name, as `write_atomically` would leave them.
-
-    `source` must never be written to again: where the file system can, both names are one file.
-    """
-    with disk_errors(path), written_beside(path) as beside:
-        try:
-            beside.hardlink_to(source)
-        except OSError:
-            shutil.copyfile(source, beside)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames within a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def last_change(path: Path) -> float:
-    """When anything in a file or folder last came or changed, Unix seconds; 0 when it is gone.
-
-    By the inode's own time: a copied file keeps the modification time of its original.
-    """
-    newest = 0.0
-    for each in (path, *path.rglob("*")) if path.is_dir() else (path,):
-        with contextlib.suppress(OSError):
-            newest = max(newest, each.lstat().st_ctime)
-    return newest
-
-
 class ArtefactStore:
     """Files under one root; paths are relative, with forward slashes.
 
-    `host_cache` is where files of a remote store are kept on this host; a local store needs none.
+    `host_cache` is where files of a remote store are kept on this host; a local store needs none. `is_ephemeral`: that
+    folder ends with the program, so its copies are not recorded.
     """
 
-    def __init__(self, url: str, host_cache: Path | None = None) -> None:
-        self.url = url.rstrip("/")
+    def __init__(
+        self, url: str, host_cache: Path | None = None, *, is_ephemeral: bool = False
+    ) -> None:
         is_local = "://" not in url or url.startswith("file://")
+        self._objects = None if is_local else ObjectStore(url.rstrip("/"))
+        self.url = url.rstrip("/") if self._objects is None else self._objects.shown
         self.folder: Path | None = (
             Path(url.removeprefix("file://")).absolute() if is_local else None
         )
         root = self.folder or host_cache
         if root is None:
-            raise StoreError(f"{url} is a remote store and needs a folder for this host's copies")
+            raise StoreError(
+                f"{self.url} is a remote store and needs a folder for this host's copies"
+            )
         self._root = root
-        self._fs: Any = None
-
-    def _remote(self, path: str) -> tuple[Any, str]:
-        if self._fs is None:
-            try:
-                self._fs = fsspec.url_to_fs(self.url)[0]
-            except (ImportError, ValueError, OSError) as error:
-                raise StoreError(f"cannot open the artefact store {self.url}: {error}") from error
-        return self._fs, f"{self.url}/{path}"
+        self.copies = (
+            None
+            if self._objects is None
+            else HostCopies(root, self._objects, is_ephemeral=is_ephemeral)
+        )
 
     def read(self, path: str) -> bytes | None:
         """A small file's bytes, or None when there is none."""
         try:
-            if self.folder is not None:
-                return (self.folder / path).read_bytes()
-            fs, url = self._remote(path)
-            data: bytes = fs.cat_file(url)
+            if self._objects is not None:
+                return self._objects.read(path)
+            return (self._root / path).read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise StoreError(f"cannot read {path} in {self.url}: {error}") from error
-        return data
+
+    def read_many(self, paths: Sequence[str]) -> dict[str, bytes]:
+        """Small files' bytes by path, without those that are not there; of a remote store many at once."""
+        if self._objects is not None:
+            return self._objects.read_many(paths)
+        found = {path: self.read(path) for path in paths}
+        return {path: data for path, data in found.items() if data is not None}
 
     def write(self, path: str, data: bytes) -> None:
         """Write a whole small file atomically."""
+        if self._objects is not None:
+            self._objects.write(path, data)
+            return
         try:
-            if self.folder is not None:
-                write_atomically(self.folder / path, data)
-            else:
-                fs, url = self._remote(path)
-                fs.pipe_file(url, data)
+            write_atomically(self._root / path, data)
         except OSError as error:
             raise StoreError(f"cannot write {path} in {self.url}: {error}") from error
 
     def write_once(self, path: str, data: bytes) -> bool:
         """Create a file that must not exist; False when it does. Whole or not at all."""
+        if self._objects is not None:
+            return self._objects.create(path, data)
+        target = self._root / path
         try:
-            if self.folder is None:
-                fs, url = self._remote(path)
-                if fs.exists(url):
-                    return False
-                fs.pipe_file(url, data, mode="create")
-                return True
-            target = self.folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
             try:
@@ -205,18 +135,22 @@ class ArtefactStore:
         except FileExistsError:
             return False
         except OSError as error:
-            raise StoreError(f"cannot write {path} in {self.url}: {error}") from error
+            raise StoreError(
+                f"cannot write {path} in {self.url}: {error}{links_needed(error)}"
+            ) from error
         return True
+
+    def demand_write_once(self) -> None:
+        """Raises StoreError where no record could be written once: asked before hours of work that end in one."""
+        self.write_once(PROBE, b"")
 
     def names(self, path: str) -> list[str]:
         """Names of the files and folders in a folder, sorted; hidden ones (unfinished writes) left out."""
         try:
-            if self.folder is not None:
-                found = [entry.name for entry in (self.folder / path).iterdir()]
+            if self._objects is not None:
+                found = self._objects.names(path)
             else:
-                fs, url = self._remote(path)
-                fs.invalidate_cache()
-                found = [name.rstrip("/").rsplit("/", 1)[-1] for name in fs.ls(url, detail=False)]
+                found = [entry.name for entry in (self._root / path).iterdir()]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -225,14 +159,15 @@ class ArtefactStore:
 
     def delete(self, path: str) -> None:
         """Remove a file or a whole folder; nothing to remove is fine."""
+        target = self._root / path
         try:
-            if self.folder is not None:
-                target = self.folder / path
-                shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+            if self._objects is not None:
+                if self.copies is not None and (generation := _generation_of(path)) == target.name:
+                    self.copies.drop(generation)
+                shutil.rmtree(target, ignore_errors=True)
+                self._objects.delete(path)
             else:
-                fs, url = self._remote(path)
-                shutil.rmtree(self._root / path, ignore_errors=True)
-                fs.rm(url, recursive=True)
+                shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -240,26 +175,13 @@ class ArtefactStore:
 
     def host_copies(self) -> list[str]:
         """Generations of a remote store of which this host keeps files; of a local store none are copies."""
-        folder = self._root / "generations"
-        if self.folder is not None or not folder.is_dir():
-            return []
-        return sorted(each.name for each in folder.iterdir() if GENERATION.fullmatch(each.name))
+        return [] if self.copies is None else self.copies.generations()
 
     def sweep_host_copies(self, in_use: Collection[str], *, before: float) -> list[str]:
-        """Remove this host's copies of generations that the store no longer has; the generations removed.
-
-        Never one `in_use`, nor one that changed since `before` (Unix seconds): it may be in the making here. A store
-        that shows no generation at all proves nothing and loses no copy.
-        """
-        copies = [each for each in self.host_copies() if each not in in_use]
-        stored = set(self.names("generations")) if copies else set()
-        gone = []
-        for generation in copies:
-            path = self._root / "generations" / generation
-            if stored and generation not in stored and last_change(path) < before:
-                shutil.rmtree(path, ignore_errors=True)
-                gone.append(generation)
-        return gone
+        """Remove this host's copies of generations that the store no longer has, see `HostCopies.sweep`."""
+        if self.copies is None:
+            return []
+        return self.copies.sweep(lambda: self.names("generations"), in_use, before=before)
 
     def sweep_unfinished(self, *, before: float) -> int:
         """Remove what killed writers left on this host (`.*.part`) before that time; how many there were."""
@@ -276,17 +198,19 @@ class ArtefactStore:
     def fetch(self, path: str) -> Path:
         """A local path of an existing file, downloaded if the store is remote and this host has no copy."""
         target = self.local(path)
-        if self.folder is None and not target.exists():
-            fs, url = self._remote(path)
+        for _ in range(FETCH_TRIES):
+            if self._objects is None or target.exists():
+                break
+            if self.copies is not None and (generation := _generation_of(path)):
+                self.copies.try_to_record(generation)
             target.parent.mkdir(parents=True, exist_ok=True)
             beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
             try:
-                fs.get_file(url, str(beside))
-                # What another worker brought meanwhile is mapped there: all map one file, or each holds its own.
-                with contextlib.suppress(FileExistsError):
-                    os.link(beside, target)
+                self._objects.get(path, beside)
+                put_in_place(beside, target)
             except FileNotFoundError as error:
-                raise StoreError(f"{path} is not in {self.url}") from error
+                if target.parent.is_dir():  # else swept while the copy was on its way
+                    raise StoreError(f"{path} is not in {self.url}") from error
             except OSError as error:
                 raise StoreError(f"cannot fetch {path} from {self.url}: {error}") from error
             finally:
@@ -295,12 +219,14 @@ class ArtefactStore:
 
     def put(self, path: str) -> None:
         """Publish a finished local file under the same path; a local store has it already."""
-        if self.folder is None:
-            fs, url = self._remote(path)
-            try:
-                fs.put_file(str(self.local(path)), url)
-            except OSError as error:
-                raise StoreError(f"cannot write {path} to {self.url}: {error}") from error
+        if self._objects is not None:
+            self._objects.put(self.local(path), path)
+
+
+def _generation_of(path: str) -> str | None:
+    folder, _, rest = path.partition("/")
+    name = rest.partition("/")[0]
+    return name if folder == "generations" and GENERATION.fullmatch(name) else None
 
 
 def generation_path(generation: str, path: str = "") -> str:
@@ -311,13 +237,19 @@ def generation_path(generation: str, path: str = "") -> str:
 
 
 def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
-    """The manifest of a finished generation; raises UnknownGeneration when there is none."""
+    """The manifest of a finished generation; UnknownGeneration when there is none, CorruptArtefact for another's."""
     raw = store.read(generation_path(generation, "manifest.json"))
     if raw is None:
         raise UnknownGeneration(
             f"generation {generation} has no manifest in {store.url}", generation=generation
         )
-    return Manifest.from_bytes(raw)
+    manifest = Manifest.from_bytes(raw)
+    if manifest.generation != generation:
+        raise CorruptArtefact(
+            f"the manifest of generation {generation} calls itself {manifest.generation!r}",
+            path=generation_path(generation, "manifest.json"),
+        )
+    return manifest
 
 
 def open_generation(store: ArtefactStore, generation: str) -> tuple[Manifest, Path]:

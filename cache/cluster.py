@@ -9,7 +9,7 @@ from redis.crc import key_slot
 from redis.exceptions import MovedError
 
 from cache.breaker import Breaker, State
-from cache.commands import Answer, Command, OverlayWrite, Read
+from cache.commands import Answer, Command, OverlayWrite, PageRead, Read
 from cache.errors import TierUnavailable
 from cache.keys import Keyspace
 from cache.lane import SECOND_LOOK_S, deadline_for
@@ -165,6 +165,10 @@ class ClusterTier:
         """See `RemoteTier.ask`."""
         return await self._home(lambda tier: tier.ask(*command))
 
+    async def page(self, read: PageRead) -> bytes | None:
+        """See `RemoteTier.page`; from the node that holds it."""
+        return await self._on(self._slots.of_one(read), lambda tier: tier.page(read))
+
     async def eviction_policy(self) -> str:
         """The first that may evict pages among the nodes that answer, else any; TierUnavailable when none answers."""
         await self.nodes.ready()
@@ -198,23 +202,27 @@ class ClusterTier:
                 yield message
 
     async def _home(self, ask: Callable[[RemoteTier], Awaitable[T]]) -> T:
-        """What the node of the control keys says; once more after a look at the map if they are elsewhere by now."""
+        """What the node of the control keys says."""
+        return await self._on(self._home_slot, ask)
+
+    async def _on(self, slot: int, ask: Callable[[RemoteTier], Awaitable[T]]) -> T:
+        """What the node of a slot says; once more after a look at the map if its keys are elsewhere by now."""
         await self.nodes.ready()
         try:
-            return await ask(self._home_tier())
+            return await ask(self._of_slot(slot))
         except TierUnavailable as error:
             if not isinstance(error.__cause__, MovedError):
                 self.nodes.refresh_soon()
                 raise
         await self.nodes.refresh()
-        return await ask(self._home_tier())
+        return await ask(self._of_slot(slot))
 
-    def _home_tier(self) -> RemoteTier:
-        tier = self.nodes.of_slot(self._home_slot)
+    def _of_slot(self, slot: int) -> RemoteTier:
+        tier = self.nodes.of_slot(slot)
         if tier is None:
             self.nodes.refresh_soon()
             raise TierUnavailable(
-                "no node of the Redis Cluster serves the control keys", reason="connection"
+                f"no node of the Redis Cluster serves slot {slot}", reason="connection"
             )
         return tier
 

@@ -252,7 +252,9 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answ
         elif type(command) is OverlayWrite and command.mark is not None:
             next(place)  # the mark's: without it the lease ends by itself
         elif type(command) in _LEASES and not isinstance(reply, hiredis.ReplyError):
-            answers.append(reply)
+            # None would mean that it was taken.
+            is_sound = reply is None or type(reply) is bytes
+            answers.append(reply if is_sound else refused(f"{type(reply)} for a lease"))
             continue
         elif type(command) is Asking:
             parts = 2 if isinstance(command.command, OverlayRead) else 1

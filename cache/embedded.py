@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 import time
@@ -12,6 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -46,7 +48,10 @@ class Server:
     @property
     def unix_url(self) -> str | None:
         """The same server over its unix socket."""
-        return None if self.socket is None else f"unix://{self.socket}?db=0"
+        if self.socket is None:
+            return None
+        user, at, _ = urlsplit(self.url).netloc.rpartition("@")
+        return f"unix://{user}{at}{self.socket}?db=0"
 
 
 def find_server(environ: Mapping[str, str] = os.environ) -> Path:
@@ -69,17 +74,20 @@ def find_server(environ: Mapping[str, str] = os.environ) -> Path:
 
 @contextmanager
 def redis_url(state: Path, configured: str | None) -> Iterator[str]:
-    """Yield `configured`, else the URL of a server that this state folder shares or that starts now."""
+    """Yield `configured`, else the URL of a server that this state folder shares or that starts now.
+
+    It holds a password: whoever may enter this machine may connect to its ports, but not read this folder's note.
+    """
     if configured:
         yield configured
         return
-    with server(state) as running:
+    with server(state, password=secrets.token_urlsafe(24)) as running:
         yield running.url
 
 
 @contextmanager
-def server(state: Path, *, binary: Path | None = None) -> Iterator[Server]:
-    """Join the server that runs for this state folder, else run one until the block ends."""
+def server(state: Path, *, binary: Path | None = None, password: str = "") -> Iterator[Server]:
+    """Join the server that runs for this state folder, else run one until the block ends, with this password."""
     state.mkdir(parents=True, exist_ok=True)
     process: Guarded | None = None
     # Two commands started together must not start two servers.
@@ -87,7 +95,7 @@ def server(state: Path, *, binary: Path | None = None) -> Iterator[Server]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         running = running_server(state)
         if running is None:
-            process, running = _start(binary or find_server(), state)
+            process, running = _start(binary or find_server(), state, password)
             _announce(state, running)
     try:
         yield running
@@ -114,9 +122,16 @@ def _read(state: Path) -> Server | None:
 
 
 def _announce(state: Path, running: Server) -> None:
-    beside = state / "redis.json.new"
-    beside.write_text(json.dumps(asdict(running)))
+    beside = _write_for_us(state / "redis.json.new", json.dumps(asdict(running)))
     beside.replace(state / "redis.json")
+
+
+def _write_for_us(path: Path, text: str) -> Path:
+    """A file that nobody else may read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    return path
 
 
 def _answers(known: Server) -> bool:
@@ -134,25 +149,30 @@ def _process_id(url: str) -> int | None:
             return None
 
 
-def _start(binary: Path, state: Path) -> tuple[Guarded, Server]:
+def _start(binary: Path, state: Path, password: str) -> tuple[Guarded, Server]:
     """Start `binary`; the port is free when chosen but may be taken before it is bound: try again."""
     for _ in range(5):
         port = _free_port()
         path = _socket_path(state)
-        url = f"redis://127.0.0.1:{port}/0"
-        process = Guarded(_command(binary, state, port, path), log=state / "redis.log")
+        url = f"redis://{password and f':{password}@'}127.0.0.1:{port}/0"
+        # Not among the arguments, which everybody on this machine may read.
+        settings = _write_for_us(state / "redis.conf", password and f"requirepass {password}\n")
+        process = Guarded(_command(binary, settings, port, path), log=state / "redis.log")
         try:
             if (pid := _wait_for(process, url)) is not None:
                 return process, Server(url, path, pid)
         except BaseException:
             process.stop()
             raise
+        finally:
+            settings.unlink(missing_ok=True)
         process.stop()
     raise ConfigError(f"{binary.name} does not start: {process.tail(5)}", binary=str(binary))
 
 
-def _command(binary: Path, state: Path, port: int, socket_path: str | None) -> list[str]:
-    command = [str(binary), "--port", str(port), "--dir", str(state.resolve())]
+def _command(binary: Path, settings: Path, port: int, socket_path: str | None) -> list[str]:
+    folder = str(settings.parent.resolve())
+    command = [str(binary), str(settings.resolve()), "--port", str(port), "--dir", folder]
     for name, value in SETTINGS.items():
         command += [f"--{name}", value]
     if socket_path is not None:

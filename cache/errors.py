@@ -1,16 +1,27 @@
 """Every error a caller of Larder may meet; each carries a stable code and the facts behind its message."""
 
+import re
 from typing import ClassVar
+
+_PASSWORD = re.compile(r"(://[^/\s:@'\"]*:)[^/\s@'\"]+@")
+
+
+def masked(text: str) -> str:
+    """The text with a mask in place of the password of any URL in it."""
+    return _PASSWORD.sub(r"\g<1>***@", text) if "://" in text else text
 
 
 class LarderError(Exception):
-    """Base of all of Larder's own errors; `details` holds the numbers and names behind the message."""
+    """Base of all of Larder's own errors; `details` holds the numbers and names behind the message.
+
+    No message has a password in it: stores are named by their URL, and messages go to probes, heartbeats and callers.
+    """
 
     code: ClassVar[str] = "larder_error"
 
     def __init__(self, message: str, **details: object) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = masked(message)
+        super().__init__(self.message)
         self.details = details
 
 
@@ -57,7 +68,7 @@ class UnfitValue(LarderError):
 
 
 class StoreError(LarderError):
-    """The artefact store cannot be read or written."""
+    """The artefact store, or a source or bundle beside it, cannot be read or written now; another try may do it."""
 
     code = "store_error"
 
@@ -66,6 +77,12 @@ class TierUnavailable(LarderError):
     """L2 did not answer; `details["reason"]` is timeout, connection or breaker_open."""
 
     code = "l2_unavailable"
+
+
+class NotJudged(LarderError):
+    """A gate could not be judged: what it needs did not answer, or not in time. Nothing is refused; judge again."""
+
+    code = "not_judged"
 
 
 class Refused(LarderError):

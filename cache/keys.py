@@ -116,8 +116,7 @@ def _encode_feature(name: str, value: FeatureValue) -> bytes:
         case str():
             return type_tags["str"] + _sized(value.encode())
         case tuple():
-            floats = b"".join(_finite(name, float(part)) for part in value)
-            return type_tags["vector"] + _sized(floats)
+            return type_tags["vector"] + _sized(_all_finite(name, value))
     raise InvalidInput(
         f"feature {name!r} has the unsupported type {type(value).__name__}", field=name
     )
@@ -127,6 +126,13 @@ def _finite(name: str, value: float) -> bytes:
     if not math.isfinite(value):
         raise InvalidInput(f"feature {name!r} is {value}, which is not a finite number", field=name)
     return struct.pack("<d", value + 0.0)  # -0.0 + 0.0 is 0.0
+
+
+def _all_finite(name: str, value: tuple[float, ...]) -> bytes:
+    numbers = [part + 0.0 for part in value]  # as above
+    if not all(map(math.isfinite, numbers)):
+        _finite(name, next(each for each in numbers if not math.isfinite(each)))
+    return struct.pack(f"<{len(numbers)}d", *numbers)
 
 
 def hash_hex(key: int | bytes) -> str:

@@ -4,7 +4,6 @@ import asyncio
 
 from redis.asyncio import ConnectionPool
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import RedisError
 
 from cache.errors import TierUnavailable
 from cache.wire import Batch, Wire
@@ -84,7 +83,10 @@ class Lane:
         try:
             await connection.connect()  # type: ignore[no-untyped-call]
             wire = Wire(connection, self._lost)
-        except (RedisError, OSError) as error:
+        except (
+            Exception
+        ) as error:  # RedisError, OSError, or whatever a strange greeting makes of redis-py
+            await connection.disconnect(nowait=True)
             self._refused_until = asyncio.get_running_loop().time() + _PAUSE_S
             self._fail_waiting(TierUnavailable(f"cannot connect: {error}", reason="connection"))
         except BaseException:

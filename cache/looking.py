@@ -1,24 +1,45 @@
 """What both tiers would say, for somebody who only looks: nothing is filled, moved or counted."""
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Protocol, cast
 
 from cache.commands import Answer, Overlay, PageRead
 from cache.errors import TierUnavailable
 from cache.keys import FORMAT
 from cache.local import LocalKey
 from cache.locating import reads_of
-from cache.outcomes import MISSED, Found, Missed, MissReason, Outcome, View, Want, unavailable
+from cache.outcomes import (
+    MISSED,
+    Found,
+    Missed,
+    MissReason,
+    Outcome,
+    View,
+    Want,
+    unavailable,
+    unsound,
+)
 from cache.records import peek_fingerprint, peek_format
 from cache.tiered import Remote, Tiered, judge, live_key, overlay_entry
 
+_PAGE_S = 3.0
+"""How long a whole page may take, which has megabytes where a record has hundreds of bytes."""
+
+
+class PagedRemote(Remote, Protocol):
+    """L2, of which somebody may look at whole pages."""
+
+    async def page(self, read: PageRead) -> bytes | None:
+        """A page, apart from what readers wait for; raises TierUnavailable."""
+
 
 class Looking:
-    """Reads of L2 are real ones: they count for the breaker, and fail as any read does."""
+    """Reads of records are real ones: they count for the breaker, and fail as any read does."""
 
     def __init__(
-        self, tiers: Tiered, remote: Remote, timer: Callable[[], float] = time.monotonic
+        self, tiers: Tiered, remote: PagedRemote, timer: Callable[[], float] = time.monotonic
     ) -> None:
         self._local = tiers.local
         self._negative = tiers.negative
@@ -57,15 +78,19 @@ class Looking:
         if not isinstance(answer, bytes):
             return MISSED[MissReason.PAGE_MISSING]
         if peek_format(answer) != FORMAT or peek_fingerprint(answer) != want.fingerprint:
-            return MISSED[MissReason.CORRUPT]
+            return MISSED[unsound(answer, want.fingerprint)]
         return Found(answer, "l2", False, None)
 
     async def page(self, read: PageRead) -> bytes | Missed:
         """A whole page, or why it cannot be had."""
-        answer = await self._remote.submit((read,), _only)
-        if isinstance(answer, TierUnavailable):
-            return unavailable(answer)
-        return answer if isinstance(answer, bytes) else MISSED[MissReason.PAGE_MISSING]
+        try:
+            async with asyncio.timeout(_PAGE_S):
+                found = await self._remote.page(read)
+        except TierUnavailable as error:
+            return unavailable(error)
+        except TimeoutError:
+            return MISSED[MissReason.L2_TIMEOUT]
+        return MISSED[MissReason.PAGE_MISSING] if found is None else found
 
 
 def _only(answers: Sequence[Answer]) -> Answer:

@@ -18,11 +18,25 @@ GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
 
 @dataclass(frozen=True, slots=True)
 class Artefact:
-    """One file of a generation: path relative to its root, with what it must measure."""
+    """One file of a generation: path relative to its root, with what it must measure.
+
+    Raises ValueError for a path that could lead out of that root: files are fetched, written and hashed by it.
+    """
 
     path: str
     size_bytes: int
     sha256: str
+
+    def __post_init__(self) -> None:
+        if not _stays_inside(self.path):
+            raise ValueError(f"{self.path!r} is no path below a generation")
+
+
+def _stays_inside(path: object) -> bool:
+    """Whether it names one file below a folder, on every system and object store."""
+    if not isinstance(path, str) or "\\" in path or "\0" in path:
+        return False
+    return not {"", ".", ".."} & set(path.split("/"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from cache.directory import Directory
 from cache.errors import TierUnavailable
 from cache.lease import Bid
 from cache.manifest import Table
+from cache.records import is_absent
 
 
 class MissReason(StrEnum):
@@ -39,6 +40,10 @@ OUTAGES = frozenset(
     }
 )
 """What the night has computed is out of reach for a while."""
+
+
+STANDS_IN = OUTAGES | {MissReason.NOT_IN_GENERATION}
+"""Where the night has a place for an entity, and a live answer kept beside it does for a while."""
 
 
 class Want(NamedTuple):
@@ -90,6 +95,12 @@ _UNAVAILABLE = {
 def unavailable(why: TierUnavailable) -> Missed:
     """What it means for a read that L2 could not answer."""
     return _UNAVAILABLE[str(why.details["reason"])]
+
+
+def unsound(record: bytes, fingerprint: int) -> MissReason:
+    """Why a record from a page is no answer: the night had none to give this entity, or it is not what it should be."""
+    absent = is_absent(record, fingerprint)
+    return MissReason.NOT_IN_GENERATION if absent else MissReason.CORRUPT
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,17 @@
 """The probe: what the night computed a sample of users from, so that answers can be computed once more.
 
-One file of a generation, named in the manifest's facts: an Arrow stream of the users with the lowest hashes (so: users
-at random), their histories as ordinals, oldest first, and one column per feature.
+One file of a generation, named in the manifest's facts: an uncompressed `.npz` of the users with the lowest hashes (so:
+users at random), their histories as ordinals, oldest first, and the features of each as JSON. Readers need only numpy.
 """
 
+import io
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
-import pyarrow as pa
+import orjson
 from numpy.typing import NDArray
 
 from cache.artefacts import write_atomically
@@ -18,12 +20,20 @@ from cache.items import ItemTable
 from cache.keys import FeatureValue
 from cache.preparing import LiveInput
 
-FILE: Final = "probe.arrow"
+FILE: Final = "probe.npz"
 FACT: Final = "probe"
 USERS_MAX: Final = 8_192
 """Some 2 MB at 50 items each; a generation of fewer users has them all in it."""
 
-_PREFIX = "feature:"
+
+class ProbePart(NamedTuple):
+    """Some users of the probe, ascending by hash."""
+
+    hashes: NDArray[np.uint64]
+    histories: Sequence[NDArray[np.int64]]
+    """Ordinals of each, oldest first."""
+    features: Sequence[bytes]
+    """A JSON object of each."""
 
 
 def probe_part(
@@ -32,49 +42,59 @@ def probe_part(
     ordinals: NDArray[np.int64],
     features: Mapping[str, Any],
     rows: NDArray[np.int64],
-) -> Any:
-    """An Arrow table of the entities at `rows`, ascending, of a shard in hash order."""
-    pieces = [ordinals[indptr[row] : indptr[row + 1]] for row in rows.tolist()]
-    ends = np.cumsum([0, *map(len, pieces)]).astype(np.int32)
-    flat = np.concatenate([*pieces, np.empty(0, np.int64)]).astype(np.uint32)
-    return pa.table({
-        "hash": pa.array(hashes[rows]),
-        "history": pa.ListArray.from_arrays(pa.array(ends), pa.array(flat)),
-        **{_PREFIX + name: column.take(pa.array(rows)) for name, column in features.items()},
-    })  # fmt: skip
+) -> ProbePart:
+    """The entities at `rows`, ascending, of a shard in hash order; features are Arrow columns."""
+    histories = [ordinals[indptr[row] : indptr[row + 1]] for row in rows.tolist()]
+    names, columns = list(features), [column.take(rows) for column in features.values()]
+    # Row by row: a wide feature of all of them would be millions of Python numbers at once.
+    texts = [
+        orjson.dumps(
+            {name: column[row].as_py() for name, column in zip(names, columns, strict=True)}
+        )
+        for row in range(len(rows))
+    ]
+    return ProbePart(hashes[rows], histories, texts)
 
 
-def write_probe(root: Path, parts: Sequence[Any]) -> str:
+def write_probe(root: Path, parts: Sequence[ProbePart]) -> str:
     """The parts in hash order, as one file; its path."""
-    table = pa.concat_tables(parts).combine_chunks()
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    write_atomically(root / FILE, sink.getvalue().to_pybytes())
+    ends, flat = _joined([each for part in parts for each in part.histories], np.uint32)
+    texts = [each for part in parts for each in part.features]
+    feature_ends, characters = _joined([np.frombuffer(each, np.uint8) for each in texts], np.uint8)
+    sink = io.BytesIO()
+    np.savez(
+        sink,
+        hashes=np.concatenate([part.hashes for part in parts]),
+        history_ends=ends,
+        histories=flat,
+        feature_ends=feature_ends,
+        features=characters,
+    )
+    write_atomically(root / FILE, sink.getvalue())
     return FILE
 
 
 def probe_bytes(users: int, history: float) -> int:
-    """About what the file takes: a hash, an offset and so many ordinals each."""
-    return round(min(users, USERS_MAX) * (8 + 4 + 4 * history))
+    """About what the file takes: a hash, two offsets, `{}` and so many ordinals each."""
+    return round(min(users, USERS_MAX) * (8 + 16 + 2 + 4 * history))
 
 
 class Probe:
-    """The inputs of some users of a generation, memory-mapped."""
+    """The inputs of some users of a generation."""
 
-    def __init__(self, table: Any, items: ItemTable) -> None:
-        self._table = table
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], items: ItemTable) -> None:
         self._items = items
-        self._hashes = np.asarray(table.column("hash").combine_chunks())
-        self._features = [name for name in table.column_names if name.startswith(_PREFIX)]
+        self._hashes = arrays["hashes"]
+        self._histories, self._history_ends = arrays["histories"], arrays["history_ends"]
+        self._features, self._feature_ends = arrays["features"], arrays["feature_ends"]
 
     @classmethod
     def open(cls, file: Path, items: ItemTable) -> Self:
         """Raises CorruptArtefact for what is no probe."""
         try:
-            with pa.memory_map(str(file)) as source:
-                return cls(pa.ipc.open_stream(source).read_all(), items)
-        except (pa.ArrowException, KeyError) as error:
+            with np.load(file, allow_pickle=False) as arrays:
+                return cls(dict(arrays), items)
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise CorruptArtefact(f"{file.name} cannot be read: {error}") from error
 
     def __len__(self) -> int:
@@ -86,11 +106,19 @@ class Probe:
         row = int(self._hashes.searchsorted(wanted))
         if row >= len(self._hashes) or self._hashes[row] != wanted:
             return None
-        history = self._table.column("history")[row].as_py()
-        features: dict[str, FeatureValue] = {}
-        for name in self._features:
-            value = self._table.column(name)[row].as_py()
-            features[name.removeprefix(_PREFIX)] = (
-                tuple(value) if isinstance(value, list) else value
-            )
+        history = self._histories[self._history_ends[row] : self._history_ends[row + 1]].tolist()
+        text = self._features[self._feature_ends[row] : self._feature_ends[row + 1]].tobytes()
+        features: dict[str, FeatureValue] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in orjson.loads(text).items()
+            if value is not None
+        }
         return LiveInput(tuple(map(self._items.raw_id, history)), features or None)
+
+
+def _joined(
+    pieces: Sequence[NDArray[Any]], dtype: type[np.generic]
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Where each piece begins and the last one ends, int64 [pieces + 1]; all of them one behind the other."""
+    ends = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+    return ends, np.concatenate([*pieces, np.empty(0, dtype)]).astype(dtype)

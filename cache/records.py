@@ -24,6 +24,9 @@ NO_ITEM = 0xFFFFFFFF
 """Marks an unused slot of a top-K record; never leaves the service."""
 
 FLAG_LIVE = 1
+ABSENT = 0xF0
+"""The flags of a record that answers nothing: of a format that no reader takes for an answer."""
+_ABSENT = bytes([ABSENT])
 DIGEST_BYTES = 16
 _TOP_EXPONENT = (
     15  # float16 holds up to 65504 < 2**16, so a record's largest number lies in [2**14, 2**15)
@@ -154,6 +157,38 @@ def encode_values(
     return records
 
 
+def absent(layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int) -> NDArray[Any]:
+    """Records[n] of entities that have one in another table of their directory, but no answer in this one."""
+    records = _blank(layout, fingerprints, scored_at, False)
+    records["flags"] = ABSENT
+    if layout.kind == "topk":
+        records["items"] = NO_ITEM
+    return records
+
+
+def is_absent(record: bytes | memoryview, fingerprint: int) -> bool:
+    """Whether this is the record of that entity and answers nothing."""
+    return record[14:15] == _ABSENT and peek_fingerprint(record) == fingerprint
+
+
+def unfit(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Which rows `encode_...` refuses with UnfitValue for this layout."""
+    finite = np.asarray(np.isfinite(numbers).all(axis=1))
+    bad: NDArray[np.bool_] = ~finite
+    if layout.precision == "f4":
+        return bad
+    kept = np.where(finite[:, None], numbers, 0)
+    largest = np.abs(kept).max(axis=1, initial=0)
+    if layout.precision == "i1":
+        bad |= (largest / np.float32(127) == 0) & kept.any(axis=1)
+        return bad
+    exponents = np.frexp(largest)[1] - _TOP_EXPONENT
+    beyond = (exponents < -128) | (exponents > 127)
+    halves = _halves(kept, np.where(beyond, 0, -exponents))
+    bad |= beyond | _lost(kept, halves, layout.kind != "vector").any(axis=1)
+    return bad
+
+
 def _blank(
     layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int, live: bool
 ) -> NDArray[Any]:
@@ -202,9 +237,7 @@ def _halves(numbers: NDArray[np.float32], powers: NDArray[np.int32]) -> NDArray[
 def _check_kept(
     numbers: NDArray[np.float32], halves: NDArray[np.float16], keep_small: bool
 ) -> None:
-    lost = (halves == 0) & (numbers != 0)
-    if not keep_small:
-        lost &= (halves == 0).all(axis=1)[:, None]
+    lost = _lost(numbers, halves, keep_small)
     if lost.any():
         row = int(np.flatnonzero(lost.any(axis=1))[0])
         raise UnfitValue(
@@ -212,6 +245,15 @@ def _check_kept(
             rule="underflow",
             row=row,
         )
+
+
+def _lost(
+    numbers: NDArray[np.float32], halves: NDArray[np.float16], keep_small: bool
+) -> NDArray[np.bool_]:
+    lost: NDArray[np.bool_] = (halves == 0) & (numbers != 0)
+    if not keep_small:
+        lost &= (halves == 0).all(axis=1)[:, None]
+    return lost
 
 
 class Record(NamedTuple):

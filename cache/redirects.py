@@ -1,12 +1,16 @@
 """What a node of Redis Cluster answers when a key is not its own, or not any more. Pure."""
 
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cache.errors import TierUnavailable
-from cache.topology import join_address
+from cache.topology import SLOTS, join_address
 
 if TYPE_CHECKING:
     from cache.commands import Command
+
+# An IPv6 address comes without brackets; a host that is empty or `?` does not say where.
+_WHERE = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (\[?[\w.:%-]+\]?):([0-9]{1,5})(?: |$)", re.ASCII)
 
 ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
@@ -33,13 +37,11 @@ def is_redirect(reply: Any) -> bool:
 
 
 def refused(reply: Any) -> TierUnavailable:
-    """An error reply as the reason why an answer is not known."""
+    """An error reply as the reason why an answer is not known, whatever it says: who waits has no other end."""
     message = f"Redis refused: {reply}"
-    if is_redirect(reply):
-        kind, slot, address, *_ = str(reply).split()
-        if slot.isdigit() and not address.startswith((":", "?")):  # else it does not say where
-            host, _, port = address.rpartition(":")  # an IPv6 address comes without brackets
-            if port.isdigit():
-                there = join_address(host.strip("[]"), int(port))
-                return Redirected(message, slot=int(slot), address=there, is_ask=kind == "ASK")
+    if found := _WHERE.match(str(reply)):
+        kind, slot, host, port = found.groups()
+        if int(slot) < SLOTS and 0 < int(port) < 1 << 16:
+            there = join_address(host.strip("[]"), int(port))
+            return Redirected(message, slot=int(slot), address=there, is_ask=kind == "ASK")
     return TierUnavailable(message, reason="connection")

@@ -4,12 +4,14 @@ import hashlib
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Self, get_args
+from typing import Literal, Self, cast, get_args
 
 import orjson
 
 from cache.artefacts import ArtefactStore
 from cache.errors import CorruptArtefact
+from cache.manifest import GENERATION
+from cache.packs import pack, read_files
 
 Action = Literal[
     "publish", "roll_back", "restore", "canary", "end_canary",
@@ -23,6 +25,12 @@ POINTED: frozenset[str] = MOVES | {"canary", "end_canary"}
 
 LIST_TRIES = 3
 """How often the folder of the records is listed when one of them seems to be missing."""
+
+LAST_MOMENT = 253_402_300_799
+"""The end of the year 9999 in Unix seconds: later times have no date."""
+
+EPOCHS = 2**53
+"""Whole numbers from here on are not exact in Lua, which compares epochs; nothing could follow the greatest."""
 
 # Whatever else somebody leaves in the folder (notes, an editor's copy) is no record.
 _INTENT = re.compile(r"(0|[1-9][0-9]*)\.json")
@@ -78,6 +86,8 @@ class Release:
                 raise TypeError("epoch and number are integers, generation is a string")
             if record.action not in get_args(Action):
                 raise TypeError(f"no action is called {record.action!r}")
+            if not _is_number(record.at, LAST_MOMENT):
+                raise TypeError(f"{record.at!r} is no time in Unix seconds")
         except (orjson.JSONDecodeError, TypeError) as error:
             raise CorruptArtefact(f"not a release record: {error}") from error
         return record
@@ -119,11 +129,31 @@ class Pointer:
             pointer = cls(
                 **{**data, "canary": Canary(**data["canary"]) if data.get("canary") else None}
             )
-            if not isinstance(pointer.epoch, int) or not isinstance(pointer.generation, str):
-                raise TypeError("epoch is an integer, generation a string")
+            pointer._check()
         except (orjson.JSONDecodeError, TypeError, AttributeError) as error:
             raise CorruptArtefact(f"not a pointer: {error}") from error
         return pointer
+
+    def _check(self) -> None:
+        """Raises TypeError: who followed one with a time or a share that is none would fail at every look, for ever."""
+        canary = self.canary
+        named = [self.generation, *filter(None, (self.previous, canary and canary.generation))]
+        if not all(isinstance(each, str) and GENERATION.fullmatch(each) for each in named):
+            raise TypeError(f"{named} are not generation ids")
+        if type(self.epoch) is not int or not 0 <= self.epoch < EPOCHS:
+            raise TypeError(f"epoch is {self.epoch!r}, not a whole number below 2**53")
+        texts = [self.attempt, *([canary.event] if canary else [])]
+        if not all(isinstance(each, str) for each in texts):
+            raise TypeError(f"{texts} are not texts")
+        for at in (self.published_at, *([canary.since] if canary else [])):
+            if not _is_number(at, LAST_MOMENT):
+                raise TypeError(f"{at!r} is no time in Unix seconds")
+        if canary and not _is_number(canary.percent, 100):
+            raise TypeError(f"a canary of {canary.percent!r} percent")
+
+
+def _is_number(value: object, largest: float) -> bool:
+    return type(value) in (int, float) and 0 <= cast(float, value) <= largest
 
 
 def manifest_digest(raw: bytes) -> str:
@@ -145,17 +175,18 @@ def done_path(number: int) -> str:
 
 
 def all_releases(
-    store: ArtefactStore, known: MutableMapping[int, Release] | None = None
+    store: ArtefactStore, known: MutableMapping[int, Release] | None = None, *, packs: bool = False
 ) -> list[Release]:
     """Every record, oldest first. What is `known` by number is not read again: a record never changes.
 
+    `packs`: many that had to be read one by one are packed, for whoever comes next; readers of a store only read.
     Raises CorruptArtefact, naming the file, for one that is missing or cannot be read: without it nobody knows what is
     live.
     """
     known = {} if known is None else known
     missing = 0
     for _ in range(LIST_TRIES):
-        records = _listed(store, known)
+        records = _listed(store, known, packs=packs)
         if not (missing := _missing(records)):
             return records
         # A folder that grows while it is listed may show the newer of two files only.
@@ -166,20 +197,26 @@ def all_releases(
     )
 
 
-def _listed(store: ArtefactStore, known: MutableMapping[int, Release]) -> list[Release]:
+def _listed(
+    store: ArtefactStore, known: MutableMapping[int, Release], *, packs: bool
+) -> list[Release]:
     names = set(store.names("releases"))
     numbers = sorted(int(found[1]) for name in names if (found := _INTENT.fullmatch(name)))
+    files = {number: f"{number}.json" for number in numbers if number not in known}
+    raws, loose = read_files(store, "releases", names, list(files.values()))
     records: list[Release] = []
     for number in numbers:
         done = f"{number}.done" in names
         if (record := known.get(number)) is None:
-            raw = store.read(intent_path(number))
+            raw = raws.get(files[number])
             if raw is None:
                 continue
             epoch = records[-1].epoch if records else 0
             record = _read(store, number, raw, done=done, after=epoch)
         known[number] = record if record.done == done else replace(record, done=done)
         records.append(known[number])
+    if packs:
+        pack(store, "releases", {name: raws[name] for name in loose})
     return records
 
 

@@ -1,6 +1,7 @@
 """L2: records in Redis. The only async Redis code, and the only place where its errors are translated."""
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -13,7 +14,7 @@ from redis.exceptions import NoPermissionError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from cache.breaker import Breaker
-from cache.commands import Answer, Command, OverlayWrite, Packer, PageReads, Read, unpack
+from cache.commands import Answer, Command, OverlayWrite, Packer, PageRead, PageReads, Read, unpack
 from cache.errors import TierUnavailable
 from cache.frames import Frames
 from cache.keys import Keyspace
@@ -24,8 +25,13 @@ from cache.redirects import is_redirect
 from cache.sketch import COLD, MEMBERS_MAX, READ_AT_ONCE, REPORT, Name, Report, hottest
 from cache.wire import Batch, Replies
 
+log = logging.getLogger(__name__)
+
 PROTOCOL = 2
 """Set explicitly: redis-py's default has changed before. Reads need no push messages; subscribing works in both."""
+
+_CONTROL_MAX = 16
+"""Connections beside the wires: a dozen steps of the background may meet, and pages are read on them, too."""
 
 _LANDINGS = 1_024
 """Round trips remembered: what the slowest of the last seconds took is told with every heartbeat."""
@@ -82,7 +88,7 @@ class RemoteTier:
             protocol=PROTOCOL,
             socket_connect_timeout=config.connect_timeout_s,
             socket_timeout=config.control_timeout_s,
-            max_connections=8,
+            max_connections=_CONTROL_MAX,
         )
         self.lane = Lane(pool, config.deadline_s, config.wires_max)
         self._control: Redis = Redis(connection_pool=pool)
@@ -211,7 +217,7 @@ class RemoteTier:
                 )
             start += part.count
             self._in_flight -= part.count
-            part.land(unpack(part.commands, replies))
+            part.land(_unpacked(part.commands, replies))
 
     def _answer_all(self, parts: list[Part], why: TierUnavailable) -> None:
         for part in parts:
@@ -299,6 +305,13 @@ class RemoteTier:
         """One command on a key beside the pointer, at leisure; TierUnavailable when there is no reply."""
         return await self._ask(*command)
 
+    async def page(self, read: PageRead) -> bytes | None:
+        """A page or a part of it, None where there is none; at leisure, so on no wire that readers wait for."""
+        key = self.keyspace.page(read.generation, read.table, read.page)
+        last = read.offset + read.length - 1
+        found = cast(bytes, await self._ask("GETRANGE", key, read.offset, last))
+        return found if len(found) == read.length else None
+
     async def eviction_policy(self) -> str:
         """`maxmemory-policy` of the server; `allkeys-*` would evict published pages."""
         info = await self._ask("INFO", "memory")
@@ -339,6 +352,17 @@ class RemoteTier:
         await self.lane.aclose()
         await self._control.aclose()
         await self._pool.disconnect()
+
+
+def _unpacked(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answer]:
+    try:
+        return unpack(commands, replies)
+    except (
+        Exception
+    ) as error:  # one part's strange reply must not leave the others of its batch without an end
+        log.exception("a reply of Redis cannot be read")
+        strange = TierUnavailable(f"a reply that cannot be read: {error!r}", reason="connection")
+        return [strange] * len(commands)
 
 
 def _length_of(part: Part) -> int:

@@ -16,7 +16,7 @@ from cache.frames import Frames
 from cache.keys import FORMAT
 from cache.local import Entry, LocalTier
 from cache.locating import page_reads
-from cache.outcomes import MISSED, Counters, Missed, MissReason, Outcome, View, unavailable
+from cache.outcomes import MISSED, Counters, Missed, MissReason, Outcome, View, unavailable, unsound
 from cache.records import peek_fingerprint
 from cache.singleflight import SingleFlight
 
@@ -215,5 +215,6 @@ def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
     sound = (rows["fingerprint"] == wants.fingerprints) & (rows["flags"] >> 4 == FORMAT)
     if np.count_nonzero(sound) < len(sound):
         for place in np.flatnonzero(~sound).tolist():
-            missed.setdefault(place, MISSED[MissReason.CORRUPT])
+            record, mark = rows[place].tobytes(), wants.fingerprints.item(place)
+            missed.setdefault(place, MISSED[unsound(record, mark)])
     return Landed(rows, missed)

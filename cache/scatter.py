@@ -1,6 +1,7 @@
 """One caller's commands, spread over the nodes that hold their keys, and their answers put together again."""
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -16,6 +17,8 @@ from cache.part import Keep, Part
 from cache.redirects import Asking, Redirected
 from cache.remote import RemoteTier
 from cache.topology import PageSlots
+
+log = logging.getLogger(__name__)
 
 REDIRECTS_MAX: Final = 3
 """Times that a command is sent on: from a stale map to the old owner, from there to the new one, once more for luck."""
@@ -115,7 +118,9 @@ class Scatter:
         try:
             self._take(places, hop, answers)
         except Exception as error:  # whatever a node said: who waits has no other end
-            self.result.set_exception(error)
+            log.exception("what a node answered cannot be taken")
+            strange = TierUnavailable(f"a strange answer: {error!r}", reason="connection")
+            self._part.land([strange] * len(self._commands))
 
     def _take(self, places: Sequence[int], hop: int, answers: Sequence[Answer]) -> None:
         self._parts -= 1

@@ -1,5 +1,7 @@
 """When a generation should exist: the ticks of a cron in a time zone, as Airflow's `CronTriggerTimetable` has them."""
 
+import functools
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -30,6 +32,17 @@ _DAY = timedelta(days=1)
 _RANDOM = re.compile(r"(?:^|[\s,])[rR]")
 
 
+def read_settings(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The file that LARDER_CONFIG names, unchecked; empty where none is named."""
+    path = environ.get("LARDER_CONFIG")
+    if not path:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A cron of five fields in an IANA time zone; a generation may take `grace_s` to appear after its tick.
@@ -56,12 +69,7 @@ class Schedule:
     @classmethod
     def configured(cls, environ: Mapping[str, str]) -> "Schedule":
         """LARDER_SCHEDULE, LARDER_TIMEZONE and LARDER_SCHEDULE_GRACE_S, else the file that LARDER_CONFIG names."""
-        document: dict[str, Any] = {}
-        if path := environ.get("LARDER_CONFIG"):
-            try:
-                document = tomllib.loads(Path(path).read_text())
-            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-                raise ConfigError(f"cannot read {path}: {error}") from error
+        document = read_settings(environ)
         cron = environ.get("LARDER_SCHEDULE") or document.get("schedule", CRON)
         timezone = environ.get("LARDER_TIMEZONE") or document.get("timezone", TIMEZONE)
         grace_s = environ.get("LARDER_SCHEDULE_GRACE_S") or document.get(
@@ -77,6 +85,10 @@ class Schedule:
 
     def tick_before(self, at: float) -> float:
         """The last tick at or before `at`; both Unix seconds."""
+        # Ticks are whole seconds, and probes, which anybody may send, ask about the same few again and again.
+        return _tick_before(self, math.floor(at))
+
+    def _tick_before(self, at: int) -> float:
         moment = datetime.fromtimestamp(at, UTC)
         local = moment.astimezone(self._zone).replace(tzinfo=None)
         # Where clocks go back near `at`, later wall times may have come earlier: those are looked at as well.
@@ -153,6 +165,11 @@ class Schedule:
         if first > second:  # skipped; the later reading of it is the moment after the gap
             return [] if self._is_hourly else [first]
         return [first, second] if self._is_hourly else [second]
+
+
+@functools.lru_cache(maxsize=256)
+def _tick_before(schedule: Schedule, at: int) -> float:
+    return schedule._tick_before(at)
 
 
 def _zone(name: str) -> ZoneInfo:

@@ -17,7 +17,7 @@ from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.locating import reads_of
 from cache.outcomes import (
     MISSED,
-    OUTAGES,
+    STANDS_IN,
     Counters,
     Found,
     Missed,
@@ -26,6 +26,7 @@ from cache.outcomes import (
     View,
     Want,
     unavailable,
+    unsound,
 )
 from cache.records import FLAG_LIVE, pack_overlay, peek_fingerprint, peek_format, unpack_overlay
 from cache.rows import RowReads
@@ -260,10 +261,10 @@ class Tiered:
         return cast(list[Outcome], outcomes)
 
     def _judged(self, key: LocalKey, entry: Entry | Missed, want: Want) -> Outcome:
-        """What a read of L2 comes to; a live answer kept beside the page counts only while the page is out of reach."""
+        """What a read of L2 comes to; a live answer kept beside the page counts only while that gives none."""
         if isinstance(entry, Entry):
             return judge(entry, want, "l2")
-        if want.position < 0 or want.digest is None or entry.reason not in OUTAGES:
+        if want.position < 0 or want.digest is None or entry.reason not in STANDS_IN:
             return entry
         kept = self.local.get(live_key(key, want.digest))
         outcome = entry if kept is None else judge(kept, want, "l1")
@@ -325,7 +326,7 @@ class Tiered:
     def _keep(self, key: LocalKey, want: Want, answer: Answer, asked_at: float) -> Entry | Missed:
         if type(answer) is bytes:
             if answer[14] >> 4 != FORMAT or int.from_bytes(answer[:8], "little") != want[2]:
-                return MISSED[MissReason.CORRUPT]
+                return MISSED[unsound(answer, want[2])]
             entry = Entry(answer, want[2])
             self.local.put(key, entry)
             return entry

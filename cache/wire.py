@@ -107,7 +107,7 @@ class Wire(asyncio.Protocol):
                 self._batches.popleft().land(replies)
             if self._reader.has_data() and type(gets()) is not hiredis.PushNotification:
                 self.abort(TierUnavailable("a reply that nobody asked for", reason="connection"))
-        except hiredis.HiredisError as error:
+        except Exception as error:  # HiredisError; TypeError for a map whose key is a list
             self.abort(TierUnavailable(f"not the Redis protocol: {error}", reason="connection"))
 
     def _take_frames(self, data: bytes) -> bytes:

@@ -6,7 +6,9 @@ Redis ▶ verify ▶ publish ▶ warm ▶ retire. Readers see the change at `pub
 When it runs: at 03:00 UTC (`schedule` and `timezone` of LARDER_CONFIG, or LARDER_SCHEDULE and
 LARDER_TIMEZONE; the service reads the same and says when a generation is missing) and on every
 event of the asset `larder_bundle`. One run at a time. By hand: trigger it, with `data_until` (ISO 8601) to set the cut
-of the data; without it the cut is the one of the configuration, else the time the run was due.
+of the data; without it the cut is the one of the configuration, else the time the run was due: what happened from then
+on is left out, and a run that starts late changes nothing. `begin` refuses a cut in the future, or one older than what
+is live.
 
 What it needs: LARDER_CONFIG, LARDER_ARTIFACTS and REDIS_URL where tasks run, and a pool `gpu`:
     airflow pools set gpu 2 "scoring tasks"
@@ -15,11 +17,17 @@ CeleryExecutor, some worker must listen to the queue `gpu` (LARDER_SCORE_QUEUE n
 queues, and for KubernetesExecutor infra/kubernetes gives the pods of that queue a GPU.
 
 Reading a run: `begin` green and the rest skipped means that this generation is live already.
-`verify` red means that a gate refused it: the log names the rule, the value, the threshold and,
-where a person may judge otherwise, the command `override` that lets it pass once `verify` is
-cleared; readers still have the last generation, and a retry would find the same, so there is none.
+`verify` red with "is refused" means that a gate failed: the log names the rule, the value, the
+threshold and, where a person may judge otherwise, the command `override` that lets it pass once
+`verify` is cleared; a retry would find the same, so there is none. Red with "could not be judged"
+means that Redis, the store or a disk did not answer in any of its tries: nothing is refused, clear it
+once that is over. Readers still have the last generation either way.
 `publish` red with "verified against": another generation went live meanwhile; clear `verify`, then `publish` follows.
+A failed task is tried five times more, with growing pauses (10 s, doubled, up to 10 min), unless the same
+inputs would fail again; how often, and how long one try may take, is in the section [dag] of
+LARDER_CONFIG. `load` and `verify` go on where the last try was cut off.
 Any task may be cleared and run again: a generation's id comes from its inputs, so tasks find their own work.
+`begin` and `load` remove older generations that were never published; `python -m precompute pin` keeps one.
 
 To undo a publish: the DAG `roll_back`.
 """
@@ -44,8 +52,10 @@ from airflow.sdk import (
 
 from cache.errors import BundleError, ConfigError, Refused, SourceError
 from cache.schedule import Schedule
+from precompute.tasks import DagConfig
 
 NIGHTS = Schedule.configured(os.environ)
+TRIES = DagConfig.configured(os.environ)
 SCORE_QUEUE = os.environ.get("LARDER_SCORE_QUEUE") or "gpu"
 
 Build = dict[str, Any]  # {"generation", "url", "shards", "already_live"}: ids and addresses only
@@ -66,10 +76,8 @@ FINAL = RetryRule(
     max_active_runs=1,
     params={"data_until": Param(None, type=["null", "string"], format="date-time")},
     default_args={
-        "retries": 2,
-        "retry_delay": timedelta(seconds=float(os.environ.get("LARDER_RETRY_DELAY_S", "10"))),
+        **TRIES.defaults(),
         "retry_policy": ExceptionRetryPolicy(rules=[FINAL]),
-        "execution_timeout": timedelta(hours=1),
     },
     doc_md=__doc__,
     tags=["larder"],
@@ -107,7 +115,7 @@ def nightly_precompute() -> None:
         multiple_outputs=False,
         pool="gpu",
         queue=SCORE_QUEUE,
-        execution_timeout=timedelta(hours=3),
+        execution_timeout=timedelta(seconds=TRIES.score_timeout_s),
         map_index_template="shard {{ task.op_kwargs['shard'] }}",
     )
     def score_shard(build: Build, shard: int) -> dict[str, Any]:
@@ -141,7 +149,7 @@ def nightly_precompute() -> None:
 
         return pipeline.quantize(night_config(), build)
 
-    @task(multiple_outputs=False)
+    @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.load_timeout_s))
     def load(build: Build) -> dict[str, Any]:
         """Stream the pages into Redis, beside the live generation."""
         from precompute import pipeline
@@ -149,7 +157,7 @@ def nightly_precompute() -> None:
 
         return pipeline.load(night_config(), build)
 
-    @task(multiple_outputs=False)
+    @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.verify_timeout_s))
     def verify(build: Build) -> dict[str, Any]:
         """Put the generation through every gate; red means not published."""
         from precompute import pipeline
@@ -158,7 +166,7 @@ def nightly_precompute() -> None:
         attempt = get_current_context()["run_id"]
         return pipeline.verify(night_config(), build, attempt=attempt)
 
-    @task(multiple_outputs=False)
+    @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.load_timeout_s))
     def publish(verified: dict[str, Any]) -> dict[str, Any]:
         """Move the pointer; a retry recognises its own publish by the run id."""
         from precompute import pipeline

@@ -5,7 +5,8 @@ interactions out. Each success starts `nightly_precompute`. A team with a model 
 this DAG paused and lists `Asset("larder_bundle")` among the outlets of the task that writes its
 bundle.
 
-What it needs: LARDER_CONFIG, with the sources and the folder of the bundle. Training takes under a
+What it needs: LARDER_CONFIG, with the sources and the folder of the bundle. The bundle is also put
+into the artefact store, from where the night takes it on hosts that did not train it. Training takes under a
 minute for a million interactions and no GPU; the bundle is replaced as a whole or not at all.
 """
 

@@ -2,15 +2,20 @@
 
 import os
 import signal
+import sys
+
+from cache.extras import missing
 
 if __name__ == "__main__":
+    if line := missing("precompute", "precompute", "onnx", "pyarrow", "rich", "scipy"):
+        print(f"larder: {line}", file=sys.stderr)
+        sys.exit(2)
     # The libraries below take a second or two to load; until then an interrupt has nothing to undo.
     signal.signal(
         signal.SIGINT, lambda *_: (os.write(2, b"interrupted; nothing was begun\n"), os._exit(130))
     )
 
 import atexit
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType

@@ -70,6 +70,13 @@ def parser_of_commands() -> argparse.ArgumentParser:
         command.add_argument("--attempt", help="name of this attempt; a repeat is recognised by it")
         if name == "train":
             command.set_defaults(redis="none")
+    command = add(
+        "hand-over",
+        run_by.hand_over_bundle,
+        "put a bundle into the store for the nights of all hosts",
+    )
+    command.add_argument("folder", help="with bundle.json; relative to the configuration")
+    command.set_defaults(redis="none")
     command = add("score", run_by.score, "score all shards, or one", generation=True)
     command.add_argument("--shard", type=int)
     command.set_defaults(redis="none")
@@ -151,6 +158,11 @@ def parser_of_commands() -> argparse.ArgumentParser:
         "--forget", action="store_true", help="re-admit it to later nights and to answers"
     )
     command.add_argument("--reason", help="why it is re-admitted; kept in the record")
+    command.add_argument(
+        "--gone",
+        metavar="HOST",
+        help="a host, or a pattern of hosts, that will never run again: its copies hold no erasure up any more",
+    )
     command.set_defaults(redis="if running")
     command = add(
         "status",

@@ -1,7 +1,5 @@
 """A night's beginning: the generation named, its inputs pinned, its catalogue and partition laid out."""
 
-import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +10,15 @@ import orjson
 
 from cache.artefacts import generation_path, take_file, write_atomically
 from cache.errors import (
-    BundleError,
     ConfigError,
     Conflict,
+    Refused,
     SourceError,
+    StoreError,
 )
 from precompute import catalogue
 from precompute.build import (
+    CUT_FORMAT,
     Build,
     Progress,
     Step,
@@ -27,12 +27,16 @@ from precompute.build import (
 )
 from precompute.bulk.headroom import writes_files
 from precompute.config import NightConfig, parse_time
+from precompute.copies import record_copies, sweep_copies
+from precompute.erasures.copies import note_left_out
 from precompute.erasures.erasure import Erased, all_erasures
 from precompute.gates.holdout import Holdout
 from precompute.models.bundle import Bundle
-from precompute.models.training import heal
+from precompute.models.bundles import chosen_bundle
+from precompute.models.inputs import demand_feature_types
 from precompute.releases.adopt import demand_agreement
 from precompute.releases.registry import open_releases
+from precompute.releases.release_log import CUT_CHARS, ReleaseLog
 from precompute.releases.states import State, demand
 from precompute.scoring.partition import partition
 from precompute.scoring.shard import (
@@ -40,10 +44,13 @@ from precompute.scoring.shard import (
     layout_of,
 )
 from precompute.scoring.shard_files import KINDS
-from precompute.sources import pin, source_files
+from precompute.source_files import all_files, pin
+from precompute.sweeping import sweep
+from precompute.unusable import Unusable, merged
 
-BUNDLE_COPIES = 3
 ERASURE_LOOKS = 10
+CLOCKS_DIFFER_S = 300.0
+"""How far the clock of whoever chose a cut may be ahead of Redis'."""
 
 
 @writes_files
@@ -52,11 +59,16 @@ def begin(
     *,
     data_until: str | None,
     run_after: str | None,
+    named: str | None = None,
     progress: Progress = quiet,
 ) -> Step:
-    """Name the generation, pin its inputs, lay out the catalogue and partition the sources by hash range."""
+    """Name the generation, pin its inputs, lay out the catalogue and partition the sources by hash range.
+
+    The cut is `data_until`, else the configuration's, else `run_after`: what happened from then on is left out, what
+    has no time stays. Without any of these the generation is `named` after a time and nothing is cut.
+    """
     data_until = data_until or config.data_until
-    moment = data_until or run_after
+    moment = data_until or run_after or named
     if moment is None:
         raise ConfigError("a night needs a cut: give data_until, or the scheduler's run_after")
     cut = parse_time(moment)
@@ -66,46 +78,40 @@ def begin(
             "--config or LARDER_CONFIG"
         )
     with open_releases(config) as releases:  # before hours of work that could not be published
+        sweep_copies(releases.store)
+        releases.store.demand_write_once()
         demand_agreement(releases)
-    with _copied_bundle(config) as bundle:
-        return _begin(config, bundle, cut, until=moment if data_until else None, progress=progress)
+        _demand_publishable(releases, cut, is_chosen=data_until is not None)
+    until = data_until or run_after
+    with chosen_bundle(config) as bundle:
+        demand_feature_types(config, bundle)
+        return _begin(config, bundle, cut, until=until, progress=progress)
 
 
-@contextmanager
-def _copied_bundle(config: NightConfig) -> Iterator[Bundle]:
-    """A private copy of the bundle, whole: everything of the night comes from it, whatever is trained meanwhile."""
-    source = config.path(config.bundle)
-    # Hidden, so that nothing that lists the store sees it.
-    beside = config.store().local(f".bundle.{secrets.token_hex(4)}.part")
-    try:
-        for left in reversed(range(BUNDLE_COPIES)):
-            heal(source)
-            if not source.exists() and not left:
-                raise ConfigError(
-                    f"there is no bundle at {source}: set `bundle`, or run `train` first"
-                )
-            try:
-                shutil.copytree(source, beside)
-                copy = Bundle.read(beside)
-                copy.verify()
-            except (OSError, BundleError) as error:
-                # Replaced while it was copied, perhaps: then another copy is whole.
-                shutil.rmtree(beside, ignore_errors=True)
-                if left:
-                    continue
-                if isinstance(error, BundleError):
-                    raise
-                raise BundleError(f"cannot copy the bundle at {source}: {error}") from error
-            yield copy
-            return
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+def _demand_publishable(releases: ReleaseLog, cut: datetime, *, is_chosen: bool) -> None:
+    """Raises ConfigError for a cut that no publish would accept, or that would keep all nights after it from theirs.
+
+    A scheduler's time is never far ahead, and if its clock is wrong its nights are better than none.
+    """
+    ahead_s = cut.timestamp() - releases.clock()
+    if is_chosen and ahead_s > CLOCKS_DIFFER_S:
+        raise ConfigError(
+            f"data_until {cut.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: until then no night could be "
+            "published after this one; give a time that has passed",
+            field="data_until",
+        )
+    live = releases.ledger().live
+    if live is not None and f"{cut:{CUT_FORMAT}}" < live[:CUT_CHARS]:
+        raise ConfigError(
+            f"data_until {cut.isoformat()} is older than {live}, which is live, so it could not be published: give a "
+            "newer one, or go back with `python -m precompute roll-back`",
+            field="data_until",
+            live=live,
+        )
 
 
 def _pin_inputs(config: NightConfig) -> tuple[str, list[dict[str, object]]]:
-    sources = config.sources
-    features = [each for each in (sources.user_features, sources.item_features) if each]
-    return pin(source_files([*sources.interactions, *features], config.path(".")))
+    return pin(all_files(config))
 
 
 def _begin(
@@ -130,12 +136,15 @@ def _begin(
             demand("begin", generation, state)
             if state is None:
                 releases.note(generation, State.BEGUN)
+            sweep(config, releases, attempt=generation, making=generation)
         # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
         if Erased.of(all_erasures(store)) == erased:
             break
     else:
         raise Conflict("erasures were written each time they were looked at; run `begin` again")
     if build.read_report("begin") is None:
+        note_left_out(store, generation, erased.numbers)
+        record_copies(store, generation)
         _prepare(build, bundle, cut=until, erased=erased, sources_digest=sources_digest, facts={
             "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
             "erased": list(erased.numbers),
@@ -154,12 +163,11 @@ def _prepare(
     progress: Progress,
 ) -> None:
     config, started, holdout = build.config, time.perf_counter(), Holdout()
-    columns = sorted({
-        str(each.column)
-        for model in bundle.models if model.entity == "user"
-        for each in model.spec.features
-    })  # fmt: skip
-    with ThreadPoolExecutor(1, "bundle") as beside:
+    inputs = [
+        each for model in bundle.models if model.entity == "user" for each in model.spec.features
+    ]
+    unusable = Unusable(erased.users | erased.items)
+    with _unchanged_sources(build, sources_digest), ThreadPoolExecutor(1, "bundle") as beside:
         pinning = beside.submit(_pin_bundle, build, bundle)
 
         def told(rows: int) -> None:
@@ -167,24 +175,25 @@ def _prepare(
                 pinning.result()  # what is wrong with a model is told now, not after hours of reading
             progress("read interactions", rows, 0)
 
-        laid = catalogue.write_catalogue(config, bundle, build.root, erased=erased.items)
+        laid = catalogue.write_catalogue(
+            config, bundle, build.root, erased=erased.items, unusable=unusable
+        )
         items = catalogue.open_items(build.root, laid)
         seen = partition(
             config,
             items,
             build.root / "work/partition",
             before=parse_time(cut) if cut else None,
-            feature_columns=columns,
+            feature_inputs=inputs,
             progress=told,
             late=holdout.add,
+            restart=holdout.restart,
             erased=erased,
         )
-        item_columns = catalogue.write_item_features(config, bundle, items, build.root)
-        pinned = pinning.result()
-    if _pin_inputs(config)[0] != sources_digest:
-        raise SourceError(
-            f"the source files changed while {build.generation} read them; run the night again"
+        item_columns = catalogue.write_item_features(
+            config, bundle, items, build.root, unusable=unusable
         )
+        pinned = pinning.result()
     if not seen.users:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     defaults = {}
@@ -209,8 +218,30 @@ def _prepare(
         **facts, **laid,
         "bundle_files": pinned,
         "user_seed": seen.seed, "users": seen.users, "interactions": seen.interactions,
-        "unknown_items": seen.unknown_items, "seconds": time.perf_counter() - started,
+        "unknown_items": seen.unknown_items,
+        "unusable": merged([unusable.to_json(), seen.unusable.to_json()]),
+        "seconds": time.perf_counter() - started,
     })  # fmt: skip
+
+
+@contextmanager
+def _unchanged_sources(build: Build, digest: str) -> Iterator[None]:
+    """Raises StoreError if the sources became others meanwhile, whatever their reader made of it."""
+    broken: SourceError | Refused | None = None
+    try:
+        yield
+    except (SourceError, Refused) as error:  # what is being written over reads like damage
+        broken = error
+    try:
+        is_same = _pin_inputs(build.config)[0] == digest
+    except (SourceError, OSError):
+        is_same = False
+    if not is_same:
+        raise StoreError(
+            f"the source files changed while {build.generation} read them; run the night again"
+        ) from broken
+    if broken is not None:
+        raise broken
 
 
 def _pin_bundle(build: Build, bundle: Bundle) -> list[str]:
@@ -218,9 +249,10 @@ def _pin_bundle(build: Build, bundle: Bundle) -> list[str]:
 
     Returns its files, sorted; raises BundleError for a model that is not what the bundle says.
     """
-    bundle.try_models()
     for model in bundle.models:
         take_file(model.path, build.path(f"models/{model.name}.fp32.onnx"))
+    # From where all other steps open them: a model that needs files beside it fails here, not there.
+    bundle.try_models(lambda model: build.path(f"models/{model.name}.fp32.onnx"))
     names = sorted(
         path.relative_to(bundle.path).as_posix()
         for path in bundle.path.rglob("*")

@@ -22,6 +22,9 @@ from precompute.scoring.tables import write_json
 Step = dict[str, Any]
 """What a step hands on: small and JSON-able."""
 
+CUT_FORMAT = "%Y%m%dT%H%M%SZ"
+"""How a generation id begins: with its cut, in UTC, so older data sorts first."""
+
 Progress = Callable[[str, int, int], None]
 """(what, done, total): called often, from one thread; drawing is the caller's business."""
 
@@ -36,12 +39,12 @@ def generation_id(
     """`data_until` in UTC and a digest of everything that decides the result: a retry finds its own work."""
     whole = hashlib.sha256(config.semantic())
     whole.update(f"|{bundle_digest}|{inputs_digest}".encode())
-    return f"{cut.astimezone(UTC):%Y%m%dT%H%M%SZ}-{whole.hexdigest()[:12]}"
+    return f"{cut.astimezone(UTC):{CUT_FORMAT}}-{whole.hexdigest()[:12]}"
 
 
 def cut_of(generation: str) -> int:
     """`data_until` of a generation id, Unix seconds."""
-    return int(datetime.strptime(generation[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC).timestamp())
+    return int(datetime.strptime(generation[:16], CUT_FORMAT).replace(tzinfo=UTC).timestamp())
 
 
 @dataclass(frozen=True, slots=True)

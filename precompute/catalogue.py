@@ -1,25 +1,31 @@
 """The catalogue: which items a generation knows, in ordinal order, and their vectors."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.artefacts import write_atomically
 from cache.directory import Directory, map_file
 from cache.errors import SourceError
 from cache.items import ItemTable
-from cache.keys import canonical_id, hash_ids
+from cache.keys import hash_ids
 from cache.tower import InputSpec, TowerSpec
+from precompute.columns import raws_of, text_hashes
 from precompute.config import NightConfig
+from precompute.features import read_values
 from precompute.models.bundle import Bundle
 from precompute.scoring.partition import sort_unique
 from precompute.scoring.shard_files import first_hash
 from precompute.scoring.shard_input import Hasher
+from precompute.source_files import source_file
 from precompute.sources import read_features
+from precompute.unusable import AGAIN, CASES, NO_VALUE, Case, Unusable
+from precompute.vocabulary import AT_ONCE, repeats_in
 
 IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (
     "items/ids.bin",
@@ -28,6 +34,10 @@ IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (
     "items/vectors.f32",
     "work/item_features.arrow",
 )
+
+ITEM_TOWER = "item_tower"
+ITEM_ROWS = "item_features"
+"""What reports call the rows of the feature table of items."""
 
 
 def needs_index(bundle: Bundle) -> bool:
@@ -47,52 +57,121 @@ def write_catalogue(
     *,
     hasher: Hasher = hash_ids,
     erased: Collection[bytes] = (),
+    unusable: Unusable | None = None,
 ) -> dict[str, Any]:
     """Write ids, offsets, model indices and the item directory; returns seed, counts and what was left out.
 
     The items are those of the feature table if there is one, else the bundle's. An item that the models cannot
     answer for (not in their vocabulary, where they want an index) is left out and counted; an erased one is just not
-    there.
+    there. A row without an id, with one that came before, or whose features the item tower cannot use is left out and
+    noted in `unusable`.
     """
-    vocabulary = {raw: index for index, raw in enumerate(bundle.item_ids)}
-    listed = _listed(config) or list(bundle.item_ids)
-    if len(set(listed)) != len(listed):
-        raise SourceError(f"{config.sources.item_features} lists an item twice")
-    listed = [raw for raw in listed if raw not in erased]
-    usable = [raw for raw in listed if raw in vocabulary] if needs_index(bundle) else listed
-    if not usable:
+    vocabulary = bundle.vocabulary
+    listed = _listed(config, bundle, Unusable() if unusable is None else unusable)
+    if listed is None or not len(listed):
+        listed = vocabulary.texts
+    gone = pa.array(sorted(raw.decode() for raw in erased), pa.string())
+    listed = listed.filter(pc.invert(pc.is_in(listed, value_set=gone)))
+    usable, places = listed, vocabulary.places(listed)
+    if needs_index(bundle):
+        usable, places = listed.filter(pa.array(places >= 0)), places[places >= 0]
+    if not len(usable):
         raise SourceError(f"the model knows none of the {len(listed)} items of the catalogue")
-    seed = 0
-    while (order := sort_unique(usable, seed, hasher)) is None:
+    seed, hash_all = 0, text_hashes if hasher is hash_ids else _hashed_by(hasher)
+    while (order := sort_unique(hashes := hash_all(usable, seed))) is None:
         seed += 1
-    ids = [usable[place] for place in order.tolist()]
-    hashes = hasher(ids, seed)
-    offsets = np.concatenate([[0], np.cumsum([len(raw) for raw in ids])]).astype("<u8")
-    write_atomically(root / IDS, b"".join(ids))
-    write_atomically(root / OFFSETS, offsets.tobytes())
-    model_index = np.array([vocabulary.get(raw, -1) for raw in ids], "<i8")
-    write_atomically(root / MODEL_INDEX, model_index.tobytes())
+    hashes = hashes[order]
+    _write_ids(root, usable, order)
+    write_atomically(root / MODEL_INDEX, places[order].astype("<i8").tobytes())
     firsts = np.array(
         [first_hash(shard, config.shards) for shard in range(config.shards)], np.uint64
     )
-    bounds = [*hashes.searchsorted(firsts).tolist(), len(ids)]
+    bounds = [*hashes.searchsorted(firsts).tolist(), len(hashes)]
     for shard in range(config.shards):
         part = hashes[bounds[shard] : bounds[shard + 1]]
         write_atomically(root / directory_file("item", shard), part.astype("<u8").tobytes())
     return {
         "item_seed": seed,
-        "items": len(ids),
+        "items": len(hashes),
         "items_without_vector": len(listed) - len(usable),
         "bounds": bounds,
     }
 
 
-def _listed(config: NightConfig) -> list[bytes] | None:
+def _listed(config: NightConfig, bundle: Bundle, unusable: Unusable) -> Any:
+    """Items of the feature table that the item tower can use, each once: its first row counts."""
     if not config.sources.item_features:
         return None
-    path = config.path(config.sources.item_features)
-    batches = read_features(path, config.sources.item_column, ())
-    return [canonical_id(text) for ids, _ in batches for text in ids.texts().to_pylist()]
+    path = source_file(config.sources.item_features, config.path("."))
+    specs = [
+        each for model in bundle.models if model.name == ITEM_TOWER for each in model.spec.features
+    ]
+    columns = sorted({str(each.column) for each in specs})
+    chunks, usable = [], [np.empty(0, np.bool_)]
+    for ids, values in read_features(
+        path, config.sources.item_column, columns, source=ITEM_ROWS, unusable=unusable
+    ):
+        chunks.append(ids.texts())
+        usable.append(_note_values(chunks[-1], values, specs, path.name, unusable))
+    listed, kept = pa.chunked_array(chunks, pa.string()), np.concatenate(usable)
+    if len(again := repeats_in(listed)):
+        cases = ({"item": listed[row].as_py(), "file": path.name} for row in again[:CASES].tolist())
+        unusable.note(ITEM_ROWS, AGAIN, len(again), cases)
+        kept[again] = False
+    return listed.filter(pa.array(kept))
+
+
+def _note_values(
+    texts: Any,
+    values: Mapping[str, Any],
+    specs: Sequence[InputSpec],
+    file: str,
+    unusable: Unusable,
+) -> NDArray[np.bool_]:
+    """Which rows have every value; those that say nothing are noted, those that are missing too: an item needs them."""
+    usable = np.ones(len(texts), np.bool_)
+
+    def case(row: int) -> Case:
+        return {"item": texts[row].as_py(), "file": file}
+
+    for spec in specs:
+        found = read_values(values[str(spec.column)], spec)
+        bad = {f"{spec.column}: {NO_VALUE}": found.missing, **found.bad}
+        unusable.note_rows(ITEM_ROWS, {why: rows & usable for why, rows in bad.items()}, case)
+        usable &= found.usable
+    return usable
+
+
+def _hashed_by(hasher: Hasher) -> Callable[[Any, int], NDArray[np.uint64]]:
+    return lambda texts, seed: hasher(raws_of(texts), seed)
+
+
+def _write_ids(root: Path, texts: Any, order: NDArray[np.int64]) -> None:
+    """The ids in this order, and where each begins and the last one ends."""
+    large = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in texts.chunks])
+    _, cuts, data = large.take(pa.array(order)).buffers()
+    offsets = np.frombuffer(cuts, np.int64)[: len(order) + 1]
+    write_atomically(root / IDS, memoryview(data)[: offsets[-1]])
+    write_atomically(root / OFFSETS, offsets.astype("<u8").tobytes())
+
+
+def item_texts(items: ItemTable) -> Any:
+    """The ids of all items in ordinal order, as chunks of Arrow strings over the mapped file."""
+    ids, offsets = items.lent
+    chunks = []
+    for start in range(0, items.count, AT_ONCE):
+        cuts = offsets[start : start + AT_ONCE + 1]
+        data = ids[int(cuts[0]) : int(cuts[-1])]
+        ends = (cuts - cuts[0]).astype(np.int32)
+        buffers = pa.py_buffer(ends), pa.py_buffer(data)
+        chunks.append(pa.StringArray.from_buffers(len(ends) - 1, *buffers))
+    return pa.chunked_array(chunks, pa.string())
+
+
+def ordinals_of_texts(items: ItemTable, texts: Any) -> NDArray[np.int64]:
+    """int64[n]: `ItemTable.ordinals_of` of chunked Arrow strings, some of them at a time."""
+    found = [np.asarray(items.ordinals_of(raws_of(chunk))) for chunk in texts.chunks]
+    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 def directory_file(entity: str, shard: int) -> str:
@@ -126,11 +205,16 @@ def open_items(root: Path, begun: Mapping[str, Any], *, dims: int = 0) -> ItemTa
 
 
 def write_item_features(
-    config: NightConfig, bundle: Bundle, items: ItemTable, root: Path
+    config: NightConfig,
+    bundle: Bundle,
+    items: ItemTable,
+    root: Path,
+    *,
+    unusable: Unusable | None = None,
 ) -> str | None:
     """Pin the feature columns that models of items want, a row per ordinal; the file, None when none is wanted.
 
-    Raises SourceError naming an item without a row or a value.
+    Values that a value model cannot use are noted: the item has no record of it.
     """
     columns = sorted({
         str(each.column)
@@ -139,27 +223,26 @@ def write_item_features(
     })  # fmt: skip
     if not columns:
         return None
-    if not config.sources.item_features:
-        raise SourceError(
-            f"the model wants the item feature {columns[0]!r}, but sources.item_features is not set"
-        )
-    path = config.path(config.sources.item_features)
+    path = source_file(str(config.sources.item_features), config.path("."))
     batches = list(read_features(path, config.sources.item_column, columns))
-    ids = [canonical_id(text) for batch, _ in batches for text in batch.texts().to_pylist()]
-    ordinals = items.ordinals_of(ids)
+    ordinals = np.concatenate([items.ordinals_of(raws_of(ids.texts())) for ids, _ in batches])
+    known = np.flatnonzero(ordinals >= 0)[::-1]  # of an item that comes twice, its first row
     rows = np.full(items.count, -1, np.int64)
-    rows[ordinals[ordinals >= 0]] = np.flatnonzero(ordinals >= 0)
-    if (rows < 0).any():
-        lacking = items.id_of(int((rows < 0).argmax()))
-        raise SourceError(f"{path} has no row for item {lacking!r}", item=lacking)
+    rows[ordinals[known]] = known
+    places = pa.array(rows, mask=rows < 0)
     placed = {
-        name: pa.concat_arrays([batch[name] for _, batch in batches]).take(pa.array(rows))
+        name: pa.concat_arrays([batch[name] for _, batch in batches]).take(places)
         for name in columns
     }
-    for name, column in placed.items():
-        if column.null_count:
-            lacking = items.id_of(int(np.asarray(column.is_null()).argmax()))
-            raise SourceError(f"{path}: item {lacking!r} has no {name!r}", item=lacking)
+    for spec in {
+        each
+        for model in bundle.values.values()
+        if model.entity == "item"
+        for each in model.spec.features
+    }:
+        _note_unusable(
+            items, placed[str(spec.column)], spec, Unusable() if unusable is None else unusable
+        )
     table = pa.table(placed)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -168,52 +251,31 @@ def write_item_features(
     return ITEM_FEATURES
 
 
-def item_features(file: Path, spec: TowerSpec) -> dict[str, NDArray[Any]]:
-    """Feature inputs of all items in ordinal order, by the tower's input names, as `write_item_features` left them."""
+def _note_unusable(items: ItemTable, column: Any, spec: InputSpec, unusable: Unusable) -> None:
+    values, source = read_values(column, spec), f"{ITEM_ROWS}.{spec.column}"
+    unusable.looked_at(source, len(column))
+    if values.bad:
+        unusable.note_rows(source, values.bad, lambda row: {"item": items.id_of(row)})
+
+
+def item_features(
+    file: Path, spec: TowerSpec, count: int
+) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
+    """Feature inputs of all `count` items in ordinal order, by the tower's input names, and which items have them all.
+
+    As `write_item_features` left them; numbers of an item that lacks one mean nothing.
+    """
+    usable = np.ones(count, np.bool_)
+    if not spec.features:
+        return {}, usable
     with pa.memory_map(str(file)) as source:
         table = pa.ipc.open_stream(source).read_all()
-    return {
-        each.name: to_numpy(table.column(str(each.column)).combine_chunks(), each)
-        for each in spec.features
-    }
-
-
-def to_numpy(column: Any, spec: InputSpec) -> NDArray[Any]:
-    """An Arrow column as the array that an input wants; raises SourceError naming both sides."""
-    kind = column.type
-    fits = {
-        "string": pa.types.is_string(kind) or pa.types.is_large_string(kind),
-        "float32": pa.types.is_floating(kind) or pa.types.is_integer(kind),
-        "int32": pa.types.is_integer(kind),
-        "int64": pa.types.is_integer(kind),
-    }
-    if spec.width is not None:
-        rows = column.to_pylist()
-        if any(not isinstance(row, list) or len(row) != spec.width or None in row for row in rows):
-            raise SourceError(
-                f"column {spec.column!r} is {kind}, the model's input {spec.name!r} wants width {spec.width}"
-            )
-        values: NDArray[Any] = np.array(rows, spec.dtype)
-        if spec.dtype != "string" and not np.isfinite(values).all():
-            raise SourceError(f"column {spec.column!r} holds a non-finite number")
-        return values
-    if not fits[spec.dtype]:
-        raise SourceError(
-            f"column {spec.column!r} is {kind}, the model's input {spec.name!r} wants {spec.dtype}"
-        )
-    if column.null_count:
-        raise SourceError(f"column {spec.column!r} holds {column.null_count} missing values")
-    if spec.dtype == "string":
-        return np.array(column.to_pylist(), object)
-    given = np.asarray(column)
-    numbers: NDArray[Any] = given.astype(spec.dtype)
-    if spec.dtype != "float32" and (numbers != given).any():
-        raise SourceError(
-            f"column {spec.column!r} holds numbers too large for {spec.dtype}, which the model wants"
-        )
-    if not np.isfinite(numbers).all():
-        raise SourceError(f"column {spec.column!r} holds a non-finite number")
-    return numbers
+    found = {}
+    for each in spec.features:
+        values = read_values(table.column(str(each.column)).combine_chunks(), each)
+        found[each.name] = values.numbers
+        usable &= values.usable
+    return found, usable
 
 
 def popular(

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from cache.errors import ConfigError
 
+_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 
 
@@ -62,6 +63,13 @@ def allowed_values(hint: Any) -> str:
         float: "a finite number",
     }
     return words.get(hint, "a section of settings")
+
+
+def truth(name: str, text: str) -> bool:
+    """An environment variable that is a yes or a no."""
+    if text.lower() not in _TRUE | _FALSE:
+        raise ConfigError(f"{name} is true or false, not {text!r}", field=name)
+    return text.lower() in _TRUE
 
 
 def check_name(what: str, value: str) -> None:

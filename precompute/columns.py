@@ -1,8 +1,7 @@
-"""Columns of the sources as the night knows them: ids, weights and times, of whatever Arrow types they come in."""
+"""Columns of the sources as the night knows them: ids, of whatever Arrow types they come in."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -13,13 +12,20 @@ from numpy.typing import NDArray
 from cache import compiled
 from cache.errors import SourceError
 from cache.keys import FINGERPRINT_SEED, ID_BYTES_MAX, hash_ids
-from precompute.config import Sources
+from precompute import unusable
+from precompute.source_files import SourceFile
 
-MICROSECONDS = 1_000_000
-YEAR_2200_S = 7_258_118_400
-YEAR_1_S = -62_135_596_800
+Bad = dict[str, NDArray[np.bool_]]
+"""Reason -> the rows that cannot be used for it; no reason without a row."""
 
-_PER_SECOND = {"s": 1, "ms": 1_000, "us": MICROSECONDS, "ns": 1_000_000_000}
+# Of Unicode 15, table 3-7; RE2 takes binary as bytes.
+_UTF_8 = (
+    r"^(?:[\x00-\x7F]|[\xC2-\xDF][\x80-\xBF]|\xE0[\xA0-\xBF][\x80-\xBF]|[\xE1-\xEC\xEE\xEF][\x80-\xBF]{2}"
+    r"|\xED[\x80-\x9F][\x80-\xBF]|\xF0[\x90-\xBF][\x80-\xBF]{2}|[\xF1-\xF3][\x80-\xBF]{3}"
+    r"|\xF4[\x80-\x8F][\x80-\xBF]{2})*$"
+)
+
+_HASHED_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +61,7 @@ class Ids:
 
     def hashes(self, seed: int) -> NDArray[np.uint64]:
         """uint64[names], as `cache.keys.hash_ids` has them."""
-        found = hashes_of_texts(self.names, seed)
-        return hash_ids(self.raws(), seed) if found is None else found
+        return text_hashes(self.names, seed)
 
     def only(self, rows: NDArray[np.bool_]) -> Self:
         """Some of the rows."""
@@ -97,6 +102,18 @@ def hashes_of_texts(texts: Any, seed: int) -> NDArray[np.uint64] | None:
     return None if found is None else np.frombuffer(found, np.uint64)
 
 
+def text_hashes(texts: Any, seed: int) -> NDArray[np.uint64]:
+    """uint64[n] of Arrow strings, in one piece or in chunks, as `cache.keys.hash_ids` has them."""
+    chunks = texts.chunks if isinstance(texts, pa.ChunkedArray) else [texts]
+    found = [np.empty(0, np.uint64)]
+    for chunk in chunks:
+        for start in range(0, len(chunk), _HASHED_AT_ONCE):
+            part = chunk.slice(start, _HASHED_AT_ONCE)
+            hashes = hashes_of_texts(part, seed)
+            found.append(hash_ids(raws_of(part), seed) if hashes is None else hashes)
+    return np.concatenate(found)
+
+
 def raws_of(texts: Any) -> list[bytes]:
     """Arrow strings as records know them."""
     raws: list[bytes] = texts.cast(pa.binary()).to_pylist()
@@ -113,7 +130,7 @@ def _used(names: Any, codes: NDArray[np.int32]) -> tuple[Any, NDArray[np.int32]]
     return names.filter(pa.array(used)), places[codes]
 
 
-def demand_columns(known: Sequence[str], wanted: Sequence[str], path: Path) -> None:
+def demand_columns(known: Sequence[str], wanted: Sequence[str], path: SourceFile) -> None:
     """Raises SourceError naming the first that is not there."""
     for name in wanted:
         if name not in known:
@@ -122,94 +139,74 @@ def demand_columns(known: Sequence[str], wanted: Sequence[str], path: Path) -> N
             )
 
 
-def read_ids(column: Any, path: Path, name: str) -> Ids:
-    """The ids of a column; raises SourceError for what cannot be one."""
+def read_ids(column: Any, path: SourceFile, name: str) -> tuple[Ids, Bad]:
+    """The ids of a column, and which rows have none that can be used (their ids mean nothing).
+
+    Raises SourceError for a column of a type that holds no ids.
+    """
     kind = column.type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-        if column.dictionary.null_count:
-            column = column.dictionary_decode()
-    if column.null_count:
+    is_coded = pa.types.is_dictionary(kind)
+    kind = kind.value_type if is_coded else kind
+    if not (pa.types.is_null(kind) or pa.types.is_integer(kind) or is_text(kind)):
         raise SourceError(
-            f"{path}: column {name!r} holds {column.null_count} missing ids", column=name
-        )
-    if not (
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)
-    ):
-        raise SourceError(
-            f"{path}: column {name!r} is {kind}; ids are strings or integers", column=name
-        )
-    try:
-        ids = Ids.of(column)
-    except pa.ArrowInvalid as error:
-        raise SourceError(
-            f"{path}: column {name!r}: {error}; ids are UTF-8", column=name
-        ) from error
-    check_lengths(ids, path, name)
-    return ids
-
-
-def check_lengths(ids: Ids, path: Path, name: str) -> None:
-    """Raises SourceError unless all have a length that an id may have."""
-    lengths = pc.min_max(pc.binary_length(ids.names)).as_py()
-    if len(ids) and not 1 <= lengths["min"] <= lengths["max"] <= ID_BYTES_MAX:
-        raise SourceError(
-            f"{path}: {name} ids have {lengths['min']} to {lengths['max']} bytes; 1 to {ID_BYTES_MAX} are allowed"
-        )
-
-
-def are_positive(weights: Any, path: Path, sources: Sources) -> Any:
-    """Which rows have a weight above 0; a missing one is not."""
-    kind, name = weights.type, sources.weight_column
-    if pa.types.is_null(kind):
-        weights = weights.cast(pa.float64())
-    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
-        raise SourceError(
-            f"{path}: column {name!r} is {kind}; weights are numbers. If it is no weight, name another column in "
-            "sources.weight_column",
+            f"{path}: column {name!r} is {kind}; ids are strings or integers{_remedy(kind)}",
             column=name,
         )
-    return pc.fill_null(pc.greater(weights, 0), False)
+    nulls = column.null_count + (column.dictionary.null_count if is_coded else 0)
+    if not nulls:
+        try:
+            ids = Ids.of(column)
+        except pa.ArrowInvalid:
+            pass
+        else:
+            lengths = pc.min_max(pc.binary_length(ids.names)).as_py()
+            if not len(ids) or 1 <= lengths["min"] <= lengths["max"] <= ID_BYTES_MAX:
+                return ids, {}
+    return _ids_one_by_one(column, path, name)
 
 
-def microseconds(times: Any, path: Path, name: str) -> NDArray[np.int64]:
-    """int64 microseconds since 1970; raises SourceError for what cannot be a moment in seconds or a time."""
-    where = f"{path}: column {name!r}"
-    if times.null_count:
-        raise SourceError(
-            f"{where}: {times.null_count} interactions have no timestamp, others do; fill them in, or name "
-            "another column in sources.timestamp_column",
-            column=name,
-        )
-    if not len(times):
-        return np.zeros(0, np.int64)
-    kind = times.type
-    if pa.types.is_date(kind):
-        times = times.cast(pa.timestamp("ms"))
-        kind = times.type
-    if pa.types.is_timestamp(kind):
-        per_second = _PER_SECOND[kind.unit]
-        raw = np.asarray(times.cast(pa.int64()))
-        low, high = int(raw.min()), int(raw.max())
-        if not YEAR_1_S * per_second <= low <= high < YEAR_2200_S * per_second:
-            raise SourceError(f"{where} holds times beyond the years 1 to 2200", column=name)
-        # Digits below a microsecond are dropped: they could only break ties within one.
-        return raw // (per_second // MICROSECONDS) if per_second > MICROSECONDS else raw * (
-            MICROSECONDS // per_second
-        )  # fmt: skip
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise SourceError(
-            f"{where}: timestamps are {kind}; expected a time (in CSV: ISO 8601), or seconds since 1970",
-            column=name,
-        )
-    seconds = np.asarray(times)
-    wrong = ~((seconds >= 0) & (seconds < YEAR_2200_S))
-    if wrong.any():
-        raise SourceError(
-            f"{where} holds {seconds[wrong][0]}; numbers are seconds since 1970, from 0 to the year 2200. "
-            "Divide milliseconds by 1,000 and microseconds by 1,000,000, or store a timestamp type",
-            column=name,
-        )
-    if pa.types.is_integer(kind):
-        return np.asarray(seconds, np.int64) * MICROSECONDS
-    return np.asarray(np.asarray(seconds, np.float64) * MICROSECONDS, np.int64)
+def _ids_one_by_one(column: Any, path: SourceFile, name: str) -> tuple[Ids, Bad]:
+    if pa.types.is_dictionary(column.type):
+        codes = pc.min_max(column.indices).as_py()
+        if len(column) and not 0 <= (codes["min"] or 0) <= (codes["max"] or 0) < max(
+            1, len(column.dictionary)
+        ):
+            raise SourceError(
+                f"{path}: column {name!r} has codes out of bounds of its dictionary: copy the file again"
+            )
+        column = column.dictionary_decode()
+    if not is_text(column.type):
+        column = column.cast(pa.string())
+    raw = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
+    lengths = pc.fill_null(pc.binary_length(raw), 1)
+    bad = {
+        f"{name}: {unusable.NO_ID}": as_rows(raw.is_null()),
+        f"{name}: {unusable.LENGTH}": as_rows(
+            pc.or_(pc.less(lengths, 1), pc.greater(lengths, ID_BYTES_MAX))
+        ),
+        f"{name}: {unusable.NOT_UTF_8}": ~is_utf_8(raw),
+    }
+    usable = ~np.logical_or.reduce(list(bad.values()))
+    texts = pc.if_else(pa.array(usable), raw, pa.scalar(b"-", raw.type)).cast(pa.string())
+    return Ids.of(texts), {reason: rows for reason, rows in bad.items() if rows.any()}
+
+
+def is_utf_8(raw: Any) -> NDArray[np.bool_]:
+    """Which rows of an Arrow binary array are UTF-8; a missing one is."""
+    return as_rows(pc.fill_null(pc.match_substring_regex(raw, _UTF_8), True))
+
+
+def is_text(kind: Any) -> bool:
+    """Whether an Arrow type holds strings."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _remedy(kind: Any) -> str:
+    if pa.types.is_floating(kind):
+        return " (pandas makes floats of integers where one is missing: write the column as Int64)"
+    return " (write the column as strings)" if pa.types.is_binary(kind) else ""
+
+
+def as_rows(mask: Any) -> NDArray[np.bool_]:
+    """An Arrow mask without nulls."""
+    return np.asarray(mask, np.bool_)

@@ -19,12 +19,14 @@ from precompute.checks import demand_reason
 from precompute.config import NightConfig
 from precompute.display import NOT_WELL, Found, Told, err
 from precompute.erasures.erasure import demand_unerased
+from precompute.models.bundle import Bundle
+from precompute.models.bundles import chosen_at, hand_over
 from precompute.models.training import train_reference
 from precompute.night import run_night
 from precompute.releases.adopt import adopt
 from precompute.releases.control import Control, connect
 from precompute.releases.release import Releases
-from precompute.sources import source_files
+from precompute.source_files import all_files, changed_at
 from precompute.standing import shown
 from precompute.status import look, report
 
@@ -36,22 +38,19 @@ def new_attempt() -> str:
     return f"shell-{uuid.uuid4().hex[:12]}"
 
 
-def _standing_cut(config: NightConfig, data_until: str | None) -> str:
-    """The cut of a night that names none: when its inputs last changed, so that a repeat finds its own work."""
-    bundle = config.path(config.bundle) / "bundle.json"
-    sources = config.sources
-    if data_until or config.data_until or not sources.interactions or not bundle.is_file():
-        return datetime.now(UTC).isoformat(timespec="seconds")  # not the cut, or an error soon
-    features = [each for each in (sources.user_features, sources.item_features) if each]
-    files = [*source_files([*sources.interactions, *features], config.path(".")), bundle]
-    newest = max(path.stat().st_mtime for path in files)
+def _standing_name(config: NightConfig, data_until: str | None) -> str:
+    """What a night without a cut is named after: when its inputs last changed, so that a repeat finds its own work."""
+    bundle_at = chosen_at(config)
+    if data_until or config.data_until or not config.sources.interactions or bundle_at is None:
+        return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
+    newest = max(bundle_at, *map(changed_at, all_files(config)))
     return datetime.fromtimestamp(int(newest), UTC).isoformat()
 
 
 def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
     """The whole night; one row per step."""
     lines = run_night(
-        config, data_until=arguments.data_until, run_after=_standing_cut(config, arguments.data_until),
+        config, data_until=arguments.data_until, named=_standing_name(config, arguments.data_until),
         attempt=arguments.attempt or new_attempt(), progress=progress,
     )  # fmt: skip
     table = Table("step", "what", "seconds", "rate", "size")
@@ -69,11 +68,22 @@ def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     return train_reference(config, data_until=arguments.data_until, progress=progress)
 
 
+def hand_over_bundle(
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    """A bundle put into the store, which all nights use from now on."""
+    bundle = Bundle.open(config.path(arguments.folder))
+    progress("hand over", 0, 1)
+    hand_over(config.store(), bundle)
+    progress("hand over", 1, 1)
+    return {"bundle": bundle.name, "version": bundle.version, "digest": bundle.digest}
+
+
 def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """A generation named, its inputs pinned."""
     return pipeline.begin(
-        config, data_until=arguments.data_until, run_after=_standing_cut(config, arguments.data_until),
-        progress=progress,
+        config, data_until=arguments.data_until, run_after=None,
+        named=_standing_name(config, arguments.data_until), progress=progress,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from precompute.checks import (
     check_name,
     check_range,
     check_types,
+    truth,
 )
 from precompute.scoring.device.choice import AUTO, WANTED
 from precompute.sections import (
@@ -33,8 +34,10 @@ from precompute.sections import (
     Sources,
     TableConfig,
 )
+from precompute.tasks import DagConfig
 
 __all__ = [
+    "DagConfig",
     "FlipConfig",
     "GateThresholds",
     "GovernorConfig",
@@ -58,6 +61,7 @@ _SECTIONS: Mapping[str, type[Any]] = {
     "canary": CanaryConfig,
     "governor": GovernorConfig,
     "reference": ReferenceConfig,
+    "dag": DagConfig,
 }
 
 
@@ -78,6 +82,7 @@ class NightConfig:
     namespace: str = "default"
     artifacts: str = ".larder/artifacts"
     state: str = ".larder"
+    ephemeral_state: bool = False
     redis_url: str | None = None
     bundle: str = ".larder/bundle"
     data_until: str | None = None
@@ -89,7 +94,7 @@ class NightConfig:
     load_chunk_bytes: int = 1024 * KIB
     index: Literal["auto", "flat", "ivf", "hnsw"] = "auto"
     history_limit: int = 100_000
-    keep: int = 2
+    keep: int = 1
     threads: int = 0
     device: str = AUTO
     redis_timeout_s: float = 30.0
@@ -104,6 +109,7 @@ class NightConfig:
     canary: CanaryConfig = field(default_factory=CanaryConfig)
     governor: GovernorConfig = field(default_factory=GovernorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    dag: DagConfig = field(default_factory=DagConfig)
     base: str = "."
 
     def __post_init__(self) -> None:
@@ -154,7 +160,9 @@ class NightConfig:
         """This namespace's part of the artefact store; a remote one keeps this host's copies under the state folder."""
         url = self.artifacts if "://" in self.artifacts else str(self.path(self.artifacts))
         cached = self.path(self.state) / "host-cache" / self.namespace
-        return ArtefactStore(f"{url.rstrip('/')}/{self.namespace}", cached)
+        return ArtefactStore(
+            f"{url.rstrip('/')}/{self.namespace}", cached, is_ephemeral=self.ephemeral_state
+        )
 
     def keyspace(self) -> Keyspace:
         """Redis keys of this namespace."""
@@ -240,6 +248,8 @@ def night_config(
         for name, value in from_environment.items()
         if value
     }
+    if ephemeral := environment.get("LARDER_EPHEMERAL_STATE"):
+        chosen["ephemeral_state"] = truth("LARDER_EPHEMERAL_STATE", ephemeral)
     chosen |= {name: value for name, value in overrides.items() if value is not None}
     return replace(config, **chosen)
 

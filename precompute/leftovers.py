@@ -4,7 +4,9 @@ from collections.abc import Collection
 
 from cache.artefacts import COPY_IDLE_S
 from precompute.config import NightConfig
-from precompute.models.training import heal, sweep_training
+from precompute.erasures.copies import sweep_notes
+from precompute.models.bundle_swap import heal, sweep_training
+from precompute.models.bundles import sweep_bundles
 from precompute.releases.release_log import ReleaseLog
 from precompute.releases.states import UNFINISHED
 
@@ -22,8 +24,11 @@ def sweep_leftovers(
     wanted = {each for each, row in view.rows.items() if row.state in UNFINISHED}
     wanted |= {*in_use, *held, *filter(None, (view.ledger.live, view.ledger.previous))}
     heal(bundle)
+    swept = len(store.sweep_host_copies(wanted, before=now - COPY_IDLE_S))
+    sweep_notes(store, wanted)
     return (
-        len(store.sweep_host_copies(wanted, before=now - COPY_IDLE_S))
+        swept
         + store.sweep_unfinished(before=now - UNFINISHED_S)
+        + sweep_bundles(store)
         + sweep_training(bundle, before=now - UNFINISHED_S)
     )

@@ -17,14 +17,17 @@ from precompute.bulk.governor import open_governor
 from precompute.bulk.headroom import demand_redis, held_bytes
 from precompute.bulk.load import load_part, loaded_pages, parts_of, total_bytes
 from precompute.config import NightConfig
+from precompute.copies import on_this_host
 from precompute.releases.control import Control
 from precompute.releases.registry import open_releases
 from precompute.releases.states import State, demand
 from precompute.releases.sweep import note_loaded
 from precompute.sealing import seal
+from precompute.sweeping import sweep
 from precompute.timed import timed
 
 
+@on_this_host
 def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
     """Stream all pages into Redis; parts that are there stay. Refused before Redis would run full."""
     made, started = Build.of(config, build), time.perf_counter()
@@ -38,6 +41,7 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
         if state not in (State.LIVE, State.SUPERSEDED):
             demand("load", made.generation, state)
             control.check_policy()
+            sweep(config, releases, attempt=made.generation, making=made.generation)
             _demand_room(made, manifest, control)
             if state is None:
                 releases.note(made.generation, State.BEGUN)

@@ -26,7 +26,8 @@ def run_night(
     config: NightConfig,
     *,
     data_until: str | None,
-    run_after: str | None,
+    run_after: str | None = None,
+    named: str | None = None,
     attempt: str,
     progress: Progress = quiet,
 ) -> list[Line]:
@@ -56,7 +57,7 @@ def run_night(
     build = step(
         "begin",
         lambda: pipeline.begin(
-            config, data_until=data_until, run_after=run_after, progress=progress
+            config, data_until=data_until, run_after=run_after, named=named, progress=progress
         ),
         lambda found: found["generation"] + (" is live already" if found["already_live"] else ""),
     )

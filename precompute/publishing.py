@@ -6,7 +6,7 @@ from typing import Any
 
 from cache.artefacts import fetch_checked
 from cache.directory import Directory
-from cache.errors import Conflict, CorruptArtefact, LarderError
+from cache.errors import CorruptArtefact, LarderError
 from cache.manifest import (
     Manifest,
     Table,
@@ -21,6 +21,7 @@ from precompute.build import (
 from precompute.bulk.governor import open_governor
 from precompute.checks import demand_reason
 from precompute.config import NightConfig
+from precompute.copies import on_this_host
 from precompute.erasures.erasing import settle
 from precompute.leftovers import sweep_leftovers
 from precompute.releases.control import Control, Replica, connect, translated
@@ -29,14 +30,15 @@ from precompute.releases.replication import confirm, run_ids
 from precompute.releases.restore import forgotten
 from precompute.releases.restore import restore as restore_redis
 from precompute.releases.staging import Stage, staged
-from precompute.releases.sweep import drop_old_rows, sweepable
-from precompute.releases.sweep import retire as retire_generation
+from precompute.releases.sweep import drop_old_rows
 from precompute.sealing import seal
+from precompute.sweeping import sweep
 from precompute.timed import timed
 
 WARM_POLL_S = 0.1
 
 
+@on_this_host
 def publish(
     config: NightConfig, verified: Mapping[str, Any], *, attempt: str, progress: Progress = quiet
 ) -> Step:
@@ -149,34 +151,13 @@ def retire(config: NightConfig, *, attempt: str = "shell", progress: Progress = 
     Then erasures whose last holder went are done.
     """
     with open_releases(config) as releases:
-        found = sweepable(
-            releases,
-            keep=config.keep,
-            grace_s=config.superseded_grace_s,
-            abandon_after_s=config.abandon_after_s,
-        )
-        removed, spared = 0, []
-        with open_governor(config.governor, releases.control) as governor:
-            for number, generation in enumerate(found):
-                try:
-                    removed += retire_generation(
-                        releases,
-                        config.keyspace(),
-                        generation,
-                        attempt=attempt,
-                        grace_s=config.superseded_grace_s,
-                        abandon_after_s=config.abandon_after_s,
-                        governor=governor,
-                    )
-                except Conflict:  # pinned, held or live again since it was looked at: another time
-                    spared.append(generation)
-                progress("retire", number + 1, len(found))
+        swept = sweep(config, releases, attempt=attempt, progress=progress)
         releases.control.forget_dead_replicas()
         rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s)
         leftovers = sweep_leftovers(config, releases)
         pending = sum(each.word == "pending" for each in settle(config, releases))
     return {
-        "retired": [each for each in found if each not in spared], "spared": spared, "keys": removed,
+        "retired": list(swept.retired), "spared": list(swept.spared), "keys": swept.keys,
         "rows": rows, "leftovers": leftovers, "erasures_pending": pending,
     }  # fmt: skip
 

@@ -37,6 +37,7 @@ from precompute.scoring.shard import (
 )
 from precompute.scoring.shard_files import first_hash
 from precompute.scoring.tables import records_per_page
+from precompute.unusable import merged
 
 
 def seal(made: Build) -> Manifest:
@@ -96,6 +97,9 @@ def seal(made: Build) -> Manifest:
             "interactions_with_unknown_items": begun["unknown_items"],
             "items_without_vector": begun["items_without_vector"],
             "inputs": begun["inputs"],
+            "unusable": merged([begun.get("unusable", {}), *(
+                report[kind].get("unusable", {}) for report in reports for kind in ("users", "items")
+            )]),
             "vocabulary_digest": bundle.vocabulary_digest,
             FACT: models.get("probe"),  # none where an earlier version had taken that step
         },

@@ -52,20 +52,24 @@ class TableConfig:
 class GateThresholds:
     """What a generation must reach before it may be published; shares are 0 to 1.
 
-    Of itself: `coverage_of_source` users with a record, `short_lists` and `empty_lists` at most, `index_recall` of
-    the worst stratum, `int8_overlap` of lists and labels and `int8_cosine` of vectors with fp32, `skew_overlap`,
-    `skew_cosine` of the live path with the records, `exact` records of a sample equal to a recomputation in float64,
-    `top_items` slots held by the top 1 % of items and `single_item` by one at most, `distinct_lists` at least.
+    Of itself: `unusable_rows` left out of the worst source or table at most (one always may be, unless it is 0),
+    `coverage_of_source` users with an answer, `short_lists` and `empty_lists` at most, `index_recall` of the worst
+    stratum, `int8_overlap` of lists and labels and `int8_cosine` of vectors with fp32, `skew_overlap`, `skew_cosine`
+    of the live path with the records, `exact` records of a sample equal to a recomputation in float64, `top_items`
+    slots held by the top 1 % of items and `single_item` by one at most, `distinct_lists` at least.
 
     Against the live generation: `coverage_of_live`, `items_of_live` (counts); `score_psi` at most and
     `list_jaccard` at least, each with its own `..._retrained` for a changed bundle; `top_items_of_live` and
     `distinct_lists_of_live` (ratios); `stale_lists` unchanged lists of users with new interactions at most;
     `heldout_of_live` recall of interactions newer than the cut (ratio), beside the absolute `heldout_recall`.
 
-    Of its surroundings: `redis_headroom` of Redis' memory used at most; `disk_headroom` and `memory_headroom`, how
-    many times what readers map must be free on this host. One gate may take `timeout_s`, all `total_timeout_s`.
+    Of its surroundings: `redis_headroom` of Redis' memory used at most; `disk_headroom` and `memory_headroom`, how many
+    times what readers map must be free on the host of every live replica. One gate may take `timeout_s`, all
+    `total_timeout_s`, beyond what reading the generation's bytes takes at the governor's `floor_mib_s` (once for one,
+    three times for all).
     """
 
+    unusable_rows: float = 0.001
     coverage_of_source: float = 0.95
     coverage_of_live: float = 0.8
     items_of_live: float = 0.8

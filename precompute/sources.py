@@ -1,14 +1,13 @@
 """Reading what the night is computed from: interactions and feature tables, in bounded batches."""
 
-import glob
+import errno
 import gzip
-import hashlib
-import io
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -18,23 +17,23 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from cache.errors import SourceError
-from precompute.columns import (
-    MICROSECONDS,
-    Ids,
-    are_positive,
-    check_lengths,
-    demand_columns,
-    microseconds,
-    read_ids,
-)
+from cache.errors import SourceError, StoreError
+from precompute.columns import Bad, Ids, demand_columns, is_text, read_ids
 from precompute.config import Sources
+from precompute.moments import MICROSECONDS, are_positive, microseconds
+from precompute.source_files import SourceFile, readable, source_files
+from precompute.unusable import COLUMNS, Case, Unusable, shown
 
+INTERACTIONS = "interactions"
+"""What reports call them."""
 BATCH_ROWS = 1 << 19
+BATCH_BYTES = 128 << 20
+READ_BYTES = 1 << 20
 TEXT_BYTES = 4
 """What a Parquet file spends on the length of each text that it does not have in a dictionary."""
 
 _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException)
+_LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,96 +49,134 @@ class Interactions:
         return type(self)(self.users.only(rows), self.items.only(rows), self.times[rows])
 
 
-def source_files(patterns: Sequence[str], base: Path) -> list[Path]:
-    """The files that the patterns name, sorted; raises SourceError for a pattern without a file.
-
-    In folders and behind wildcards, names that start with `_` or `.` are other programs' notes, not data.
-    """
-    found: list[Path] = []
-    for pattern in patterns:
-        full = base / pattern
-        if full.is_file():
-            found.append(full)
-            continue
-        names = full.iterdir() if full.is_dir() else map(Path, glob.glob(str(full), recursive=True))  # noqa: PTH207
-        paths = sorted(path for path in names if path.is_file() and path.name[0] not in "_.")
-        if not paths:
-            raise SourceError(f"no source file matches {full}", pattern=str(full))
-        found += paths
-    return found
-
-
-def pin(files: Sequence[Path]) -> tuple[str, list[dict[str, object]]]:
-    """Digest over contents of all input files, and the list of them for the manifest."""
-    whole = hashlib.sha256()
-    listed: list[dict[str, object]] = []
-    for path in files:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        whole.update(bytes.fromhex(digest))
-        listed.append({"name": path.name, "size_bytes": path.stat().st_size, "sha256": digest})
-    return whole.hexdigest(), listed
-
-
 def read_interactions(
     sources: Sources,
     base: Path,
     *,
     before: datetime | None = None,
     late: Callable[[Interactions], None] = lambda _late: None,
+    unusable: Unusable | None = None,
 ) -> Iterator[Interactions]:
     """Batches of all interaction files; with `before`, only what is strictly older (rows without a time stay).
 
-    `late` is handed what is not. Rows of weight 0 or less are not interactions and are left out. Raises SourceError
-    naming file and column.
+    `late` is handed what is not. Rows of weight 0 or less are not interactions and are left out; so are, noted in
+    `unusable`, rows that say nothing. Raises SourceError naming file and column, or where no row can be used.
     """
     cut = None if before is None else int(before.timestamp() * MICROSECONDS)
-    for path in source_files(sources.interactions, base):
-        match _format(path, sources):
-            case "lines":
-                batches: Iterator[Interactions] = _read_lines(path)
-            case "csv":
-                batches = (_columns(batch, path, sources) for batch in _csv_batches(path, sources))
-            case _:
-                batches = (
-                    _columns(batch, path, sources) for batch in _parquet_batches(path, sources)
-                )
+    unusable = Unusable() if unusable is None else unusable
+    paths = source_files(sources.interactions, base)
+    for path in paths:
         with _reading(path):
-            for batch in batches:
+            for columns in _batches(path, sources, unusable):
+                batch = _usable(columns, path, sources, unusable)
                 if cut is not None and (newer := batch.times >= cut).any():
                     late(batch.only(newer))
                     yield batch.only(~newer)
                 else:
                     yield batch
+    unusable.demand_some(INTERACTIONS, ", ".join(path.name for path in paths[:3]))
+
+
+def _batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator[Any]:
+    match _format(path, sources):
+        case "lines":
+            return _read_lines(path, sources)
+        case "csv":
+            return _csv_batches(path, sources, unusable)
+    return _parquet_batches(path, sources)
+
+
+def _usable(batch: Any, path: SourceFile, sources: Sources, unusable: Unusable) -> Interactions:
+    """Ids and times of a batch of rows, less those that cannot be used, which are noted."""
+    names = batch.schema.names
+    users, items, weight = sources.user_column, sources.item_column, sources.weight_column
+    demand_columns(names, (users, items), path)
+    bad: Bad = {}
+    unusable.looked_at(INTERACTIONS, len(batch))
+    if weight in names:
+        positive, bad = are_positive(batch.column(weight), path, sources)
+        kept = positive | np.logical_or.reduce(list(bad.values())) if bad else positive
+        if not kept.all():
+            batch, bad = (
+                batch.filter(pa.array(kept)),
+                {why: rows[kept] for why, rows in bad.items()},
+            )
+    times, no_time = np.zeros(len(batch), np.int64), Bad()
+    if (name := sources.timestamp_column) in names:
+        times, no_time = microseconds(batch.column(name), path, name)
+    user_ids, bad_users = read_ids(batch.column(users), path, users)
+    item_ids, bad_items = read_ids(batch.column(items), path, items)
+    found = Interactions(user_ids, item_ids, times)
+    if not (bad := {**bad_users, **bad_items, **no_time, **bad}):
+        return found
+
+    def case(row: int) -> Case:
+        ids = (shown(_value(batch.column(each), row)) for each in (users, items))
+        return {**dict(zip(("user", "item"), ids, strict=True)), "file": path.name}
+
+    return found.only(~unusable.note_rows(INTERACTIONS, bad, case))
+
+
+def _value(column: Any, row: int) -> Any:
+    """One value as Python's own: bytes of a text, which may not be UTF-8."""
+    value = column[row : row + 1]
+    if pa.types.is_dictionary(value.type):
+        value = value.dictionary_decode()
+    return (value.cast(pa.large_binary()) if is_text(value.type) else value)[0].as_py()
 
 
 def read_features(
-    path: Path, id_column: str, columns: Sequence[str]
+    path: SourceFile,
+    id_column: str,
+    columns: Sequence[str],
+    *,
+    source: str = "features",
+    unusable: Unusable | None = None,
 ) -> Iterator[tuple[Ids, dict[str, Any]]]:
-    """Batches (ids, {column: Arrow array}) of a Parquet feature table; a missing column is named."""
-    with _reading(path), pa.parquet.ParquetFile(path) as file:
+    """Batches (ids, {column: Arrow array}) of a Parquet feature table; a missing column is named.
+
+    Rows without an id that can be used are left out, and noted in `unusable` under `source`.
+    """
+    unusable = Unusable() if unusable is None else unusable
+    # Without a buffer a whole row group of a column is read at once.
+    opened = partial(pa.parquet.ParquetFile, buffer_size=READ_BYTES)
+    with _reading(path), readable(path) as raw, opened(raw) as file:
         demand_columns(file.schema_arrow.names, (id_column, *columns), path)
-        for batch in file.iter_batches(BATCH_ROWS, columns=[id_column, *columns]):
-            yield (
-                read_ids(batch.column(id_column), path, id_column),
-                {name: batch.column(name) for name in columns},
-            )
+        for batch in file.iter_batches(_rows_at_once(file.metadata), columns=[id_column, *columns]):
+            unusable.looked_at(source, len(batch))
+            given = batch.column(id_column)
+            ids, bad = read_ids(given, path, id_column)
+            if bad:
+                case = lambda row, given=given: {"id": shown(_value(given, row)), "file": path.name}  # noqa: E731
+                kept = ~unusable.note_rows(source, bad, case)
+                ids, batch = ids.only(kept), batch.filter(pa.array(kept))
+            yield ids, {name: batch.column(name) for name in columns}
+    unusable.demand_some(source, path.name)
 
 
-def feature_schema(path: Path, columns: Sequence[str] = ()) -> Any:
+def _rows_at_once(metadata: Any) -> int:
+    """Rows of a batch: fewer where they are wide, so that a batch takes BATCH_BYTES at most, whatever the features."""
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    row_bytes: int = sum(each.total_byte_size for each in groups) // max(1, metadata.num_rows)
+    return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
+
+
+def feature_schema(path: SourceFile, columns: Sequence[str] = ()) -> Any:
     """Arrow schema of a Parquet feature table; a missing column is named."""
-    with _reading(path):
-        found = pa.parquet.read_schema(path)
+    with _reading(path), readable(path) as raw:
+        found = pa.parquet.read_schema(raw)
     demand_columns(found.names, columns, path)
     return found
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: SourceFile) -> Iterator[None]:
     """The one translator of what readers of files raise."""
     try:
         yield
     except _UNREADABLE as error:
+        if _may_pass(error):
+            raise StoreError(f"cannot read {path} now: {error}; run the step again") from error
         match error:
             case UnicodeDecodeError():
                 remedy = "it is not UTF-8; convert it, e.g. with iconv -t utf-8"
@@ -154,7 +191,14 @@ def _reading(path: Path) -> Iterator[None]:
         raise SourceError(f"cannot read {path}: {error} ({remedy})", path=str(path)) from error
 
 
-def _format(path: Path, sources: Sources) -> str:
+def _may_pass(error: Exception) -> bool:
+    """Whether a disk or a network failed (EIO, a stale NFS handle), not the file; Arrow's own errors have no number."""
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in _LASTING
+
+
+def _format(path: SourceFile, sources: Sources) -> str:
     if sources.format != "auto":
         return sources.format
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
@@ -171,17 +215,23 @@ def _format(path: Path, sources: Sources) -> str:
 
 
 @contextmanager
-def _text(path: Path) -> Iterator[IO[str]]:
+def _opened(path: SourceFile) -> Iterator[IO[bytes]]:
     with path.open("rb") as raw:
         plain: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-        yield io.TextIOWrapper(plain, encoding="utf-8")
+        yield plain
 
 
-def _read_lines(path: Path) -> Iterator[Interactions]:
+def _read_lines(path: SourceFile, sources: Sources) -> Iterator[Any]:
     """`user item item ...` per line, separated by single spaces."""
-    users: list[str] = []
-    items: list[str] = []
-    with _text(path) as lines:
+    users: list[bytes] = []
+    items: list[bytes] = []
+
+    def batch() -> Any:
+        # Not looked at here: a line that is not UTF-8 costs its own rows.
+        columns = (pa.array(each, pa.binary()).view(pa.string()) for each in (users, items))
+        return pa.record_batch(list(columns), [sources.user_column, sources.item_column])
+
+    with _opened(path) as lines:
         for line in lines:
             if not (words := line.split()):
                 continue
@@ -189,34 +239,55 @@ def _read_lines(path: Path) -> Iterator[Interactions]:
             users += [user] * len(rest)
             items += rest
             if len(users) >= BATCH_ROWS:
-                yield _pairs(users, items, path)
+                yield batch()
                 users, items = [], []
     if users:
-        yield _pairs(users, items, path)
+        yield batch()
 
 
-def _pairs(users: list[str], items: list[str], path: Path) -> Interactions:
-    columns = Ids.of(pa.array(users, pa.string())), Ids.of(pa.array(items, pa.string()))
-    for name, ids in zip(("user", "item"), columns, strict=True):
-        check_lengths(ids, path, name)
-    return Interactions(*columns, np.zeros(len(users), np.int64))
+def _csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator[Any]:
+    def left_out(row: Any) -> str:
+        unusable.looked_at(INTERACTIONS, 1)
+        unusable.note(INTERACTIONS, COLUMNS, 1, [{"file": path.name, "line": str(row.number)}])
+        return "skip"
+
+    names = [sources.user_column, sources.item_column]
+    skipping = pa.csv.ParseOptions(invalid_row_handler=lambda _: "skip")
+    with readable(path) as raw, pa.csv.open_csv(raw, parse_options=skipping) as reader:
+        known = reader.schema.names
+    demand_columns(known, names, path)
+    names += [each for each in (sources.timestamp_column, sources.weight_column) if each in known]
+    # Left alone, the reader infers types: "007" would become 7, and one odd time would end the file.
+    options = pa.csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.binary()),
+        include_columns=names,
+        strings_can_be_null=False,
+    )
+    with (
+        readable(path) as raw,
+        pa.csv.open_csv(
+            raw,
+            read_options=pa.csv.ReadOptions(use_threads=False),  # else rows have no numbers
+            parse_options=pa.csv.ParseOptions(invalid_row_handler=left_out),
+            convert_options=options,
+        ) as reader,
+    ):
+        for batch in reader:
+            columns = [batch.column(name).view(pa.string()) for name in names]
+            yield pa.record_batch(columns, names)
 
 
-def _csv_batches(path: Path, sources: Sources) -> Iterator[Any]:
-    # Left alone, the reader infers types: "007" would become 7.
-    strings = {sources.user_column: pa.string(), sources.item_column: pa.string()}
-    options = pa.csv.ConvertOptions(column_types=strings, strings_can_be_null=False)
-    with pa.csv.open_csv(path, convert_options=options) as reader:
-        yield from reader
-
-
-def _parquet_batches(path: Path, sources: Sources) -> Iterator[Any]:
-    found = pa.parquet.read_metadata(path)
+def _parquet_batches(path: SourceFile, sources: Sources) -> Iterator[Any]:
+    with readable(path) as raw:
+        found = pa.parquet.read_metadata(raw)
     known = found.schema.to_arrow_schema().names
     names = [sources.user_column, sources.item_column]
     demand_columns(known, names, path)
     encoded = [name for name in names if name in _encoded(found)]
-    with pa.parquet.ParquetFile(path, metadata=found, read_dictionary=encoded) as file:
+    with (
+        readable(path) as raw,
+        pa.parquet.ParquetFile(raw, metadata=found, read_dictionary=encoded) as file,
+    ):
         optional = (sources.timestamp_column, sources.weight_column)
         names += [name for name in optional if name in known]
         yield from file.iter_batches(BATCH_ROWS, columns=names)
@@ -236,18 +307,3 @@ def _encoded(found: Any) -> set[str]:
         for each in columns
         if each.total_uncompressed_size < TEXT_BYTES * each.num_values
     }
-
-
-def _columns(batch: Any, path: Path, sources: Sources) -> Interactions:
-    names = batch.schema.names
-    demand_columns(names, (sources.user_column, sources.item_column), path)
-    if sources.weight_column in names:
-        batch = batch.filter(are_positive(batch.column(sources.weight_column), path, sources))
-    times = np.zeros(len(batch), np.int64)
-    if (name := sources.timestamp_column) in names:
-        times = microseconds(batch.column(name), path, name)
-    return Interactions(
-        read_ids(batch.column(sources.user_column), path, sources.user_column),
-        read_ids(batch.column(sources.item_column), path, sources.item_column),
-        times,
-    )

@@ -1,13 +1,13 @@
 """Verifying a generation: its files and its gates, then refused or fit to be published."""
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from cache.artefacts import fetch_checked, generation_path
-from cache.errors import CorruptArtefact, LarderError, Refused
+from cache.errors import Conflict, CorruptArtefact, LarderError, NotJudged, Refused
 from cache.items import ItemTable
 from cache.manifest import Manifest
 from precompute import catalogue
@@ -15,18 +15,33 @@ from precompute.build import Build, Progress, Step, erased_from, fetch_partition
 from precompute.bulk.load import total_bytes
 from precompute.bulk.reload import damaged
 from precompute.config import NightConfig
+from precompute.copies import on_this_host
 from precompute.gates import holdout
 from precompute.gates.candidate import Candidate
-from precompute.gates.judge import GATES, INTEGRITY, LIVE_FILES, overridden, run_gates, run_within
+from precompute.gates.files import files
+from precompute.gates.judge import (
+    GATES,
+    INTEGRITY,
+    LIVE_FILES,
+    is_unanswered,
+    overridden,
+    run_gates,
+    run_within,
+)
+from precompute.gates.limits import TimeLimits
 from precompute.gates.user_sample import sampled_shards
 from precompute.gates.verdict import Verdict
+from precompute.loading import load
+from precompute.releases.adopt import demand_agreement
 from precompute.releases.registry import open_releases
 from precompute.releases.release import Releases
 from precompute.releases.replication import run_ids
 from precompute.releases.states import State, demand
+from precompute.releases.sweep import take_back
 from precompute.sealing import seal
 
 
+@on_this_host
 def verify(
     config: NightConfig,
     build: Mapping[str, Any],
@@ -34,7 +49,10 @@ def verify(
     attempt: str = "shell",
     progress: Progress = quiet,
 ) -> Step:
-    """Run every gate; a failed one refuses the generation for good reason, written down."""
+    """Run every gate; a failed one refuses the generation for good reason, written down.
+
+    Raises NotJudged, and leaves the generation as it is, where a gate could not ask what it needs.
+    """
     made, started = Build.of(config, build), time.perf_counter()
     manifest = seal(made)
     with open_releases(config) as releases:
@@ -42,13 +60,17 @@ def verify(
         state = releases.state(made.generation, ledger)
         if state in (State.LIVE, State.SUPERSEDED):
             return _published(made, releases, state)
+        demand_agreement(releases)
+        if state in (None, State.BEGUN):  # Redis lost what `load` did, and perhaps was restored
+            load(config, build)
+            state = releases.state(made.generation)
         demand("verify", made.generation, state)
         # Before any page is read back: a node that starts while the gates run counts as changed.
         nodes = run_ids(releases.control.client)
         found = _judged(made, manifest, releases, ledger.live, progress)
         verdicts = overridden(found, ledger.overrides.get(made.generation, {}))
         # It may have gone live, or have been retired, while the gates ran: its manifest is then as released.
-        demand("verify", made.generation, releases.state(made.generation))
+        _demand_still(made, releases)
         manifest = replace(
             manifest,
             gates=tuple(each.to_json() for each in verdicts),
@@ -73,6 +95,15 @@ def verify(
         made.report("verified", {"run_ids": nodes, "baseline": ledger.live})
         releases.mark_verified(made.generation, attempt=attempt)
     return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
+
+
+def _demand_still(made: Build, releases: Releases) -> None:
+    """Raises Conflict if it can no longer be verified; of what is retired by now a gate may have loaded pages."""
+    try:
+        demand("verify", made.generation, releases.state(made.generation))
+    except Conflict:
+        take_back(releases, releases.control.keys, made.generation)
+        raise
 
 
 def _published(made: Build, releases: Releases, state: State) -> Step:
@@ -106,9 +137,12 @@ def _judged(
     made: Build, manifest: Manifest, releases: Releases, live: str | None, progress: Progress
 ) -> Sequence[Verdict]:
     """Files first: what is not as the manifest states can be opened by no other gate."""
-    started, thresholds = time.monotonic(), made.config.gates
-    limit_s = min(thresholds.timeout_s, thresholds.total_timeout_s)
-    verdicts = [run_within("files", lambda: _files(made, manifest), limit_s)]
+    started = time.monotonic()
+    artefacts = [*manifest.artefacts(), *manifest.pages()]
+    size_bytes = sum(each.size_bytes for each in artefacts)
+    limits = TimeLimits.of(made.config.gates, made.config.governor, size_bytes)
+    limit_s = min(limits.gate_s, limits.total_s)
+    verdicts = [run_within("files", lambda: files(made.store, made.generation, artefacts), limit_s)]
     if not verdicts[0].passed:
         return verdicts
     opened: list[Candidate] = []
@@ -123,10 +157,15 @@ def _judged(
     verdicts.append(run_within("opens", opens, limit_s))
     if not opened:
         return verdicts
-    left_s = thresholds.total_timeout_s - (time.monotonic() - started)
-    for number, each in enumerate(run_gates(opened[0], total_timeout_s=left_s), 1):
-        verdicts.append(each)
-        progress("verify", number, len(GATES))
+    limits = replace(limits, total_s=limits.total_s - (time.monotonic() - started))
+    try:
+        for number, each in enumerate(run_gates(opened[0], limits=limits), 1):
+            verdicts.append(each)
+            progress("verify", number, len(GATES))
+    except NotJudged:
+        # What is wrong stays wrong, whatever did not answer: gates behind it may have choked on just that.
+        if all(each.passed for each in verdicts if each.rule in INTEGRITY):
+            raise
     return verdicts
 
 
@@ -136,38 +175,47 @@ def _candidate(
     """The candidate, and whether a live generation there should be cannot be compared with."""
     # What is missing of the night's own notes is missed by the gates that look at it.
     for shard in sampled_shards(manifest.entity_sets["user"]):
-        with suppress(LarderError):
+        with _if_there():
             fetch_partition(made, shard)
     for name in (holdout.FILE, catalogue.ITEM_FEATURES):
-        with suppress(LarderError):
+        with _if_there():
             made.fetch(name)
-    with suppress(LarderError):
+    with _if_there():
         for name in made.need("begin")["bundle_files"]:
             made.fetch(f"bundle/{name}")
     before = None if live is None else _read_manifest(made, live)
     live_root = None
     if before is not None:
-        with suppress(LarderError):
-            files = before.items
+        with _if_there():
+            items = before.items
             parts = [part.file for each in before.entity_sets.values() for part in each.parts]
-            for artefact in (files.ids, files.offsets, files.model_index, files.vectors, *parts):
+            for artefact in (items.ids, items.offsets, items.model_index, items.vectors, *parts):
                 fetch_checked(made.store, before.generation, artefact)
             live_root = made.store.local(generation_path(before.generation))
     candidate = Candidate(
         manifest, made.root, ItemTable.open(made.root, manifest), releases.control, before,
         made.config.gates, made.config.history_limit, live_root, pages_bytes,
         erased_from(made), made.config.governor,
-        unreadable=live if before is None else None,
+        unreadable=live if before is None else None, keep=made.config.keep,
     )  # fmt: skip
     return candidate, live is not None and before is None
 
 
 def _read_manifest(made: Build, generation: str) -> Manifest | None:
-    try:
+    with _if_there():
         raw = made.store.read(generation_path(generation, "manifest.json"))
         return None if raw is None else Manifest.from_bytes(raw)
-    except LarderError:
-        return None
+    return None
+
+
+@contextmanager
+def _if_there() -> Iterator[None]:
+    """Goes on without what is missing or damaged; a store that does not answer is raised, it proves nothing."""
+    try:
+        yield
+    except LarderError as error:
+        if is_unanswered(error):
+            raise
 
 
 def _pages_bytes(made: Build, releases: Releases) -> int:
@@ -178,11 +226,3 @@ def _pages_bytes(made: Build, releases: Releases) -> int:
         if row.state is not State.RETIRED
     ]
     return sum(total_bytes(each) for each in known if each is not None)
-
-
-def _files(made: Build, manifest: Manifest) -> Verdict:
-    """Every file of the generation against its checksum; raises CorruptArtefact naming the first that differs."""
-    files = [*manifest.artefacts(), *manifest.pages()]
-    for artefact in files:
-        fetch_checked(made.store, made.generation, artefact)
-    return Verdict("files", True, len(files), len(files), "files whose checksum matched")

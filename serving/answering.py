@@ -48,6 +48,7 @@ class Answering:
     def of(cls, config: ServingConfig, name: str) -> "Answering":
         """All parts, `name` for a replica; nothing is connected yet."""
         metrics = Metrics()
+        metrics.namespace_info.labels(config.namespace).set(1)
         cores = parse_cores(config.live_cores)
         check_cores(cores)
         remote = open_tier(

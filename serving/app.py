@@ -48,6 +48,7 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
         description="Precomputed predictions, each marked with where it came from.",
         lifespan=lifespan,
         redirect_slashes=False,
+        bodies_bytes=config.bodies_bytes,
     )
 
     async def refuse(_request: Request, error: Exception) -> Response:

@@ -64,9 +64,11 @@ class Flat:
         places = range(first, first + 4 * count, 4)
         return [Flat(self._raw, at + self._read(_U32, at)) for at in places]
 
-    def pairs(self, slot: int) -> list[tuple[int, int]]:
+    def pairs(self, slot: int, most: int) -> list[tuple[int, int]]:
         """A vector of structs of two int64."""
         first, count = self.vector(slot, 16)
+        if count > most:
+            raise Malformed(f"{count} where at most {most} are read")
         numbers = struct.unpack_from(f"<{2 * count}q", self._raw, first)
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 

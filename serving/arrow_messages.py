@@ -13,6 +13,8 @@ KEPT_MAX = 4_096
 
 _FIELDS_MAX = 64
 _DEPTH_MAX = 2
+_PARTS_MAX = 512
+"""Nodes of a record batch, and buffers: what so many columns may have."""
 _METADATA_MAX = 64
 
 
@@ -100,7 +102,7 @@ def _layout(metadata: bytes) -> Layout:
     header = root(metadata).table(2)
     if header.has(3):
         raise Unsupported("the stream is compressed: send it without compression")
-    return Layout(header.number(0, "<q"), header.pairs(1), header.pairs(2))
+    return Layout(header.number(0, "<q"), header.pairs(1, _PARTS_MAX), header.pairs(2, _PARTS_MAX))
 
 
 def _field(flat: Flat, depth: int) -> Field:

@@ -31,6 +31,9 @@ _NUMBERS: dict[str, np.dtype[Any]] = {
     "f8": np.dtype("<f8"),
 }
 
+BATCHES_MAX = 64
+"""What is read of each costs as much as dozens of rows, and one without rows costs its sender nothing."""
+
 Cutter = Callable[[memoryview, memoryview], list[bytes] | None]
 
 
@@ -45,17 +48,28 @@ class Frame:
 
 
 def read(
-    raw: bytes, rows_max: int, *, as_bytes: bool = False, cutter: Cutter | None = None
+    raw: bytes,
+    rows_max: int,
+    *,
+    as_bytes: bool = False,
+    cutter: Cutter | None = None,
+    check: Callable[[tuple[Field, ...]], None] = lambda _fields: None,
 ) -> Frame:
     """The columns: utf8 as str (or its bytes), lists as tuples or read-only float32 arrays, None for null.
 
-    `cutter` cuts bytes at int32 places, or gives None for what it leaves to others.
+    `cutter` cuts bytes at int32 places, or gives None for what it leaves to others. `check` raises for columns that are
+    not wanted before any of their rows is read.
     """
     first = first_message(raw)
     metadata, fields = schema(first) if len(first) <= KEPT_MAX else schema.__wrapped__(first)
+    check(fields)
     columns: dict[str, list[Any]] = {each.name: [] for each in fields}
     rows = 0
-    for message, body in messages(memoryview(raw)[len(first) :]):
+    for place, (message, body) in enumerate(messages(memoryview(raw)[len(first) :])):
+        if place == BATCHES_MAX:
+            raise Unsupported(
+                f"the stream has more than {BATCHES_MAX} record batches: send larger ones"
+            )
         if message.kind != arrow.RECORD_BATCH:
             raise Unsupported("only record batches are read: send no dictionaries")
         described = layout(message)

@@ -17,6 +17,12 @@ class Limits:
     deadline_ms: float
     deadline_max_ms: float
     max_ids: int = 50_000
+    max_numbers: int = 100_000
+
+    @property
+    def max_values(self) -> int:
+        """Values of any kind in a JSON body that may be one: of what is not counted by the others there are few."""
+        return self.max_ids + 2 * self.max_numbers + 8 * self.max_batch + 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,9 @@ class Pace:
 
     async def step(self, entity: Entity) -> None:
         """Counts one more entity, a long input as several."""
-        self._done += 1 + (len(entity.history or ()) + len(entity.features or ())) // 16
+        features = (entity.features or {}).values()
+        numbers = sum([len(each) if type(each) is tuple else 1 for each in features])
+        self._done += 1 + (len(entity.history or ()) + numbers) // 16
         if self._done >= _TURN:
             self._done = 0
             await asyncio.sleep(0)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from cache.artefacts import ArtefactStore, read_manifest
 from cache.errors import LarderError
 from cache.releases import POINTED, Release, all_releases
+from serving.reading import InThread
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +18,11 @@ UNKNOWN = "unknown"
 class Chronicle:
     """Read now and then, aside from the event loop; what cannot be read leaves what is known."""
 
-    def __init__(self, store: ArtefactStore) -> None:
+    def __init__(self, store: ArtefactStore, in_thread: InThread = asyncio.to_thread) -> None:
         self.last: dict[str, float] = {}
         self.refused: frozenset[str] = frozenset()
         self._store = store
+        self._in_thread = in_thread
         self._known: dict[int, Release] = {}
         self._judged: tuple[int, frozenset[str]] = 0, frozenset()
         self._trouble: str | None = None
@@ -28,7 +30,7 @@ class Chronicle:
     async def look(self) -> None:
         """One look at the records."""
         try:
-            self.last, self.refused = await asyncio.to_thread(self._read)
+            self.last, self.refused = await self._in_thread(self._read)
             trouble = None
         except (LarderError, OSError, ValueError) as error:
             trouble = str(error)

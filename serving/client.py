@@ -11,7 +11,12 @@ import ssl
 from collections.abc import Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
-import httpx
+try:
+    import httpx
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "serving.client needs httpx, not installed here: pip install 'larder[client]'", name="httpx"
+    ) from None
 
 from serving import client_ask
 from serving.client_answer import (

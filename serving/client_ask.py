@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import orjson
 
 from serving.arrow_schema import MEDIA_TYPE
@@ -142,19 +143,33 @@ def feedback(event: str, generation: str | None, canary_key: Id | None, count: i
     return _post("/v1/feedback", body, is_repeatable=False)
 
 
-def split(entities: Asked, options: Options, max_batch: int, max_ids: int) -> Iterator[Asked]:
-    """Consecutive pieces of at most `max_batch` entities, and `max_ids` ids in histories and `exclude` together."""
+def split(
+    entities: Asked, options: Options, max_batch: int, max_ids: int, max_numbers: int = 100_000
+) -> Iterator[Asked]:
+    """Consecutive pieces of at most `max_batch` entities, `max_ids` ids in histories and `exclude` together, and
+    `max_numbers` values of features.
+    """
     if isinstance(entities, str):
         raise TypeError(f"a list of entities is wanted, not the text {entities!r}")
-    begin, ids = 0, len(options.exclude or ())
+    excluded = len(options.exclude or ())
+    begin, ids, numbers = 0, excluded, 0
     for place, each in enumerate(entities):
         more = len(each.history or ()) if isinstance(each, Entity) else 0
-        if place > begin and (place - begin == max_batch or ids + more > max_ids):
+        further = _numbers(each) if isinstance(each, Entity) else 0
+        is_full = ids + more > max_ids or numbers + further > max_numbers
+        if place > begin and (place - begin == max_batch or is_full):
             yield entities[begin:place]
-            begin, ids = place, len(options.exclude or ())
+            begin, ids, numbers = place, excluded, 0
         ids += more
+        numbers += further
     if begin < len(entities):
         yield entities[begin:]
+
+
+def _numbers(entity: Entity) -> int:
+    values = (entity.features or {}).values()
+    sizes = [len(each) if isinstance(each, list | tuple) else np.size(each) for each in values]
+    return sum([max(1, size) for size in sizes])
 
 
 def _texts(options: Options) -> dict[str, str]:

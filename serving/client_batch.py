@@ -28,7 +28,7 @@ async def lookup_batch(
 
     `binary` counts where one table is asked.
     """
-    parts = list(split(entities, options, policy.max_batch, policy.max_ids))
+    parts = list(split(entities, options, policy.max_batch, policy.max_ids, policy.max_numbers))
     turn = asyncio.Semaphore(policy.at_once)
 
     async def ask(part: Asked, options: Options) -> list[Answer]:

@@ -21,6 +21,7 @@ _ABOVE_0 = (
     "attempts",
     "max_batch",
     "max_ids",
+    "max_numbers",
     "at_once",
 )
 _RETRIES_SAVED = 10.0
@@ -52,6 +53,8 @@ class Policy:
     """Entities per request, as the service has it; longer batches become several requests."""
     max_ids: int = 50_000
     """Ids in the histories and `exclude` of one request, as the service has it."""
+    max_numbers: int = 100_000
+    """Values in the features of one request, as the service has it."""
     at_once: int = 4
     """Requests that one long batch has under way."""
 

@@ -10,6 +10,8 @@ from cache.artefacts import ArtefactStore
 from cache.errors import ConfigError
 from cache.schedule import CRON, GRACE_S, TIMEZONE, Schedule
 from serving.ask import Limits
+from serving.bodies import BYTES_MAX
+from serving.bounds import Bounds
 from serving.cores import parse_cores
 from serving.settings import from_toml, typed
 from serving.why.logs import Form
@@ -33,6 +35,7 @@ class ServingConfig:
     workers: int = 1
 
     state: Path = Path(".larder")
+    ephemeral_state: bool = False
     artifacts: str = ".larder/artifacts"
     redis_url: str = ""
     namespace: str = "default"
@@ -94,10 +97,20 @@ class ServingConfig:
 
     body_bytes: int = 8 << 20
     body_timeout_s: float = 10.0
+    bodies_bytes: int = BYTES_MAX
+    head_bytes: int = Bounds.head_bytes
+    head_fields: int = Bounds.head_fields
+    head_timeout_s: float = Bounds.head_timeout_s
+    idle_timeout_s: float = Bounds.idle_timeout_s
+    write_timeout_s: float = Bounds.write_timeout_s
+    pipeline_max: int = Bounds.pipeline_max
+    connections_max: int = Bounds.connections_max
+    connections_new_max: int = Bounds.connections_new_max
     max_batch: int = 1_000
     max_history: int = 10_000
     max_exclude: int = 10_000
     max_ids: int = 50_000
+    max_numbers: int = 100_000
 
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):
@@ -125,6 +138,11 @@ class ServingConfig:
         for name, (most, none) in _UP_TO.items():
             if not 0 <= (value := getattr(self, name)) <= most:
                 raise ConfigError(f"{name} is 0 ({none}) to {most}, not {value}", field=name)
+        if self.bodies_bytes < self.body_bytes:
+            raise ConfigError(
+                f"bodies_bytes must have room for one body of body_bytes ({self.body_bytes}), not {self.bodies_bytes}",
+                field="bodies_bytes",
+            )
         parse_cores(self.live_cores)
         self.nights()
 
@@ -152,7 +170,8 @@ class ServingConfig:
     def store(self) -> ArtefactStore:
         """This namespace's part of the artefact store; a remote one keeps this host's copies under the state folder."""
         cached = self.state / "host-cache" / self.namespace
-        return ArtefactStore(f"{self.artifacts.rstrip('/')}/{self.namespace}", cached)
+        url = f"{self.artifacts.rstrip('/')}/{self.namespace}"
+        return ArtefactStore(url, cached, is_ephemeral=self.ephemeral_state)
 
     def nights(self) -> Schedule:
         """When generations should exist."""
@@ -167,7 +186,13 @@ class ServingConfig:
             self.deadline_ms,
             self.deadline_max_ms,
             self.max_ids,
+            self.max_numbers,
         )
+
+    def bounds(self, connections_max: int) -> Bounds:
+        """What one peer may cost, with room for so many connections."""
+        shared = {each.name: getattr(self, each.name) for each in fields(Bounds)}
+        return Bounds(**shared | {"connections_max": connections_max})
 
     @property
     def sampled_keys(self) -> int:
@@ -218,7 +243,10 @@ _POSITIVE = (
     "live_workers", "live_threads", "live_batch", "live_queue", "live_queue_bytes",
     "queue_target_ms", "queue_interval_ms", "requests_max",
     "poll_s", "blocklist_poll_s", "heartbeat_s", "figures_s", "drain_s", "load_bound_s", "body_bytes", "body_timeout_s",
-    "max_batch", "max_history", "max_exclude", "max_ids", "log_slow_ms", "log_lines_per_s", "quality_cpu_share",
+    "head_bytes", "head_fields", "head_timeout_s", "idle_timeout_s", "write_timeout_s", "pipeline_max",
+    "connections_max", "connections_new_max",
+    "max_batch", "max_history", "max_exclude", "max_ids", "max_numbers",
+    "log_slow_ms", "log_lines_per_s", "quality_cpu_share",
 )  # fmt: skip
 
 _UP_TO = {

@@ -8,6 +8,7 @@ import orjson
 from cache.errors import InvalidId
 from cache.keys import FeatureValue, canonical_id
 from serving.problem import Problem, unprocessable
+from serving.weight import has_more_values
 
 _FEATURES_MAX = 256
 _FEATURE_WIDTH_MAX = 8_192
@@ -16,8 +17,15 @@ _EXACT_MAX = 2**53
 """Whole numbers beyond it are not all different as doubles, which is how a list of numbers is told from another."""
 
 
-def read_json(body: bytes) -> object:
-    """Raises Problem for what is not JSON."""
+def read_json(body: bytes, values_max: int) -> object:
+    """Raises Problem for what is not JSON, or holds more than any request may: nothing is made of that."""
+    if has_more_values(body, values_max):
+        raise unprocessable(
+            "too_many_values",
+            f"the body holds more than {values_max} lists, objects, texts and numbers: send several requests",
+            "body",
+            limit=values_max,
+        )
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:

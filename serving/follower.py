@@ -4,11 +4,11 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from cache.artefacts import ArtefactStore
-from cache.errors import CorruptArtefact, LarderError, TierUnavailable
+from cache.errors import CorruptArtefact, LarderError, TierUnavailable, masked
 from cache.releases import Pointer
 from serving.clock import RedisClock
 from serving.health import About, Concerns, Health
@@ -17,6 +17,7 @@ from serving.mending import Mending
 from serving.metrics import Metrics
 from serving.published import newest_pointer
 from serving.pursuit import Pursuit
+from serving.reading import InThread
 from serving.shelf import Shelf
 from serving.snapshot import Snapshot
 from serving.staged import Staged
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 10.0
 """Between tries to load what could not be loaded: each reads and checks every file."""
+
+T = TypeVar("T")
 
 
 class Redis(Protocol):
@@ -46,7 +49,9 @@ class Follower:
         metrics: Metrics,
         *,
         load_bound_s: float = 60.0,
+        poll_s: float = 1.0,
         clock: Callable[[], float] | None = None,
+        in_thread: InThread = asyncio.to_thread,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_draining = False
@@ -56,6 +61,8 @@ class Follower:
         self._store = store
         self._redis = redis
         self._metrics = metrics
+        self._poll_s, self._load_bound_s = poll_s, load_bound_s
+        self._in_thread = in_thread
         self._timer = timer
         self.concerns = Concerns("pointer", "starting")
         self._retry_s, self._retry_at = min(_RETRY_S, load_bound_s / 3), 0.0
@@ -99,7 +106,9 @@ class Follower:
             overdue = "no version of the blocklist could be read"
         degraded = None if held is None else held.live.degraded
         ready = held is not None and overdue is None
-        return Health(ready, self.stale, degraded, overdue or self.failed)
+        failed = overdue or self.failed
+        outside = self.pursuit.outside() if failed == self.failed else overdue
+        return Health(ready, self.stale, degraded, failed, outside)
 
     @property
     def failures(self) -> dict[str, str]:
@@ -121,7 +130,7 @@ class Follower:
         async with self._looking:
             await self._look()
             self._stage()
-            await self._mending.mend(self.pursuit.followed)
+            self._mending.mend(self.pursuit.followed)
 
     async def _look(self) -> None:
         try:
@@ -157,14 +166,16 @@ class Follower:
         self.staged.want(wanted)
 
     async def settled(self) -> None:
-        """Returns once the previous generation and the next are here, or cannot be."""
+        """Returns once the previous generation, the next and what is being mended are here, or cannot be."""
         await self.staged.settled()
+        await self._mending.settled()
         if self._fetching is not None:
             await asyncio.wait({self._fetching})
 
     async def aclose(self) -> None:
         """Stops loading."""
-        pending = {each for each in (self.staged.drop(), self._fetching) if each is not None}
+        tasks = self.staged.drop(), self._mending.drop(), self._fetching
+        pending = {each for each in tasks if each is not None}
         for each in pending:
             each.cancel()
         if pending:
@@ -174,7 +185,7 @@ class Follower:
         if self.pursuit.followed is not None or (self.failed and self._timer() < self._retry_at):
             return
         try:
-            newest = await asyncio.to_thread(newest_pointer, self._store)
+            newest = await self._in_thread(newest_pointer, self._store)
         except (LarderError, OSError, ValueError):
             log.exception("the release records cannot be read")
             return
@@ -185,22 +196,18 @@ class Follower:
         self.pursuit.saw(pointer)
         if self._fetching is not None:
             self._fetching.cancel()
-        live = self.shelf.held(pointer.generation)
-        if live is None:
-            try:
-                live = await self._load(pointer)
-            except Exception as error:  # whatever is wrong with it, the old one goes on
-                log.exception("generation %s cannot be loaded", pointer.generation)
-                self.pursuit.failed = f"generation {pointer.generation} cannot be loaded: {error}"
-                self._retry_at = self._timer() + self._retry_s
-                self._mark("load_failed")
-                await self._fall_back(pointer)
-                return
-            if (newer := await self._overtaken(pointer)) is not None:
-                # Rolled back, or published over, while it was loading: not one answer may come from it.
-                await self._follow(newer)
-                return
-        self.shelf.take(live, pointer)
+        try:
+            live = await self._brought(pointer)
+            if not isinstance(live, Pointer):
+                self.shelf.take(live, pointer)
+        except Exception as error:  # whatever is wrong with it, the old one goes on
+            log.exception("generation %s cannot be loaded", pointer.generation)
+            await self._give_up(pointer, str(error))
+            return
+        if isinstance(live, Pointer):
+            # Rolled back, or published over, while it was loading: not one answer may come from it.
+            await self._follow(live)
+            return
         self.pursuit.took(pointer)
         self._mending.begin()
         if trusted:
@@ -209,9 +216,38 @@ class Follower:
         if pointer.previous is not None and self.holding and self.holding.previous is None:
             self._fetching = asyncio.create_task(self._fetch(pointer, pointer.previous))
 
+    async def _give_up(self, pointer: Pointer, why: str) -> None:
+        why = masked(why)
+        self.pursuit.failed = f"generation {pointer.generation} cannot be loaded: {why}"
+        self._retry_at = self._timer() + self._retry_s
+        self._mark("load_failed")
+        await self._unless_overtaken(pointer, self._fall_back(pointer))
+
+    async def _unless_overtaken(
+        self, pointer: Pointer, work: Coroutine[Any, Any, T]
+    ) -> T | Pointer:
+        """What `work` comes to, or the newer pointer that was found meanwhile: a roll-back waits for no slow store."""
+        task = asyncio.create_task(work)
+        try:
+            while True:
+                done, _ = await asyncio.wait({task}, timeout=self._poll_s)
+                if (newer := await self._overtaken(pointer)) is not None:
+                    return newer
+                if done:
+                    return await task
+        finally:
+            if not task.cancel():  # else its thread goes on to its end, for nothing
+                task.exception()
+
+    async def _brought(self, pointer: Pointer) -> Snapshot | Pointer:
+        if (held := self.shelf.held(pointer.generation)) is not None:
+            return held
+        return await self._unless_overtaken(pointer, self._load(pointer))
+
     async def _load(self, pointer: Pointer) -> Snapshot:
         if self.staged.is_loading(pointer.generation):
-            await self.staged.settled()
+            # Not for ever: its one thread may hang, or stand behind one that does.
+            await self.staged.settled(self._load_bound_s)
             if (staged := self.shelf.held(pointer.generation)) is not None:
                 return staged
         self.staged.drop()  # never more than previous, live and one more

@@ -4,8 +4,10 @@ import functools
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from serving.admission import Admission
+from serving.bodies import BYTES_MAX, Bodies
 from serving.hot import Hot, Messages, Tell
 from serving.http import refused
 from serving.problem import Problem
@@ -27,11 +29,33 @@ def _refusal(problem: Problem) -> Messages:
 _OVERLOADED = _refusal(Problem(503, "overloaded", "more is asked than can be answered in time"))
 
 
+class _Place:
+    """One of the requests below L1, until its response starts: a peer that does not read it would hold it for ever."""
+
+    __slots__ = ("_admission", "_is_held", "_send")
+
+    def __init__(self, admission: Admission, send: Send) -> None:
+        self._admission, self._send = admission, send
+        self._is_held = True
+
+    async def send(self, message: Message) -> None:
+        """Passes it on."""
+        self.leave()
+        await self._send(message)
+
+    def leave(self) -> None:
+        """Once."""
+        if self._is_held:
+            self._is_held = False
+            self._admission.leave()
+
+
 class Front(FastAPI):
     """Whatever the hot route does not take goes on to FastAPI as it came."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, bodies_bytes: int = BYTES_MAX, **settings: Any) -> None:
         super().__init__(**settings)
+        self.bodies = Bodies(bodies_bytes)
         self.hot: Hot | None = None
         self.wire: Hot | None = None  # the same, unless each request may be traced
         self.watch: Watch | None = None
@@ -46,11 +70,19 @@ class Front(FastAPI):
         if method == "GET" and (answer := hot.ready(scope)) is not None:
             await send(answer[0])
             await send(answer[1])
-            return
+        elif method == "GET":
+            await self._watched(hot, scope, receive, send)
+        else:
+            with self.bodies.of(receive) as counted:
+                await self._watched(hot, scope, counted, send)
+
+    async def _watched(self, hot: Hot, scope: Scope, receive: Receive, send: Send) -> None:
+        """Below the eyes of whoever watches requests."""
         watch, behind = self.watch, super().__call__
         if watch is None:
             await self._below(hot, behind, scope, receive, send)
-        elif method == "GET" and watch.leaves(scope):  # unless the hot route leaves it, too
+        elif scope["method"] == "GET" and watch.leaves(scope):
+            # Unless the hot route leaves it, too.
             await self._below(hot, functools.partial(watch, behind), scope, receive, send)
         else:
             await watch(functools.partial(self._below, hot, behind), scope, receive, send)
@@ -103,15 +135,16 @@ class Front(FastAPI):
         if not hot.admission.enter():
             answer = _OVERLOADED
         else:
+            place = _Place(hot.admission, send)
             try:
                 answer, receive = await self._judged(hot, scope, receive)
                 if answer is None:
-                    await behind(scope, receive, send)
+                    await behind(scope, receive, place.send)
                     return
             except Problem as problem:
                 answer = _refusal(problem)
             finally:
-                hot.admission.leave()
+                place.leave()
         if (status := answer[0]["status"]) != 200:
             hot.refused(status)
         await send(answer[0])
@@ -124,7 +157,7 @@ class Front(FastAPI):
         method, admission = scope["method"], hot.admission
         if admission.is_behind:
             body: bytes | None = b""
-            if method == "POST":
+            if method == "POST" and hot.takes(scope["headers"]):  # of a stranger nothing is read
                 body, receive = await hot.body(scope, receive)
             if hot.is_late(scope, body):
                 return _OVERLOADED, receive

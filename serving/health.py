@@ -8,12 +8,27 @@ About = Literal["blocklist", "eviction", "pointer"]
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Ready or not; the others say why it is less than it should be, or None."""
+    """Ready or not; the others say why it is less than it should be, or None.
+
+    `degraded` and `failed` repeat what errors say, which names files, hosts and checksums: for whoever has the token.
+    """
 
     ready: bool
     stale: str | None
     degraded: str | None
     failed: str | None
+    outside: str | None = None
+    """`failed` as anybody may hear it."""
+
+    def told_to_anybody(self) -> dict[str, bool | str | None]:
+        """All of it, without the details."""
+        degraded = None if self.degraded is None else "no_model"
+        return {
+            "ready": self.ready,
+            "stale": self.stale,
+            "degraded": degraded,
+            "failed": self.outside,
+        }
 
 
 class Concerns:

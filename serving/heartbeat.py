@@ -6,6 +6,7 @@ from typing import Any
 
 from serving.clock import RedisClock
 from serving.follower import Follower
+from serving.host import Host
 from serving.metrics import Metrics
 from serving.shelf import Swap
 
@@ -21,6 +22,7 @@ class Heartbeat:
     l2_p99_ms: Callable[[], float | None] = lambda: None
     canary: Callable[[], Mapping[str, Any] | None] = lambda: None
     overlay_ttl_s: float | None = None
+    host: Host | None = None
     _stamped: tuple[Swap, float] | None = None
 
     def payload(self) -> dict[str, Any]:
@@ -42,6 +44,7 @@ class Heartbeat:
             "l2_p99_ms": self.l2_p99_ms(),
             "canary": self.canary(),
             "overlay_ttl_s": self.overlay_ttl_s,
+            **({} if self.host is None else self.host.left),
         }
 
     def _swapped_at(self, swap: Swap | None) -> float | None:

@@ -185,11 +185,11 @@ class Hot:
 
     def _asked(self, scope: MutableMapping[str, Any]) -> Get | None:
         started = self._timer()
+        deadline_s, holding = self._headers.deadline_s(scope["headers"]), self._holding()
+        if deadline_s is None or holding is None:  # first: what a stranger asks leaves no trace
+            return None
         asked = plan.single(scope.get("raw_path") or b"")
         if asked is None or (options := self._queries.of(scope["query_string"])) is None:
-            return None
-        deadline_s, holding = self._headers.deadline_s(scope["headers"]), self._holding()
-        if deadline_s is None or holding is None:
             return None
         table = holding.live.manifest.tables.get(asked.table)
         if table is None or refuses(table, options.k):
@@ -229,7 +229,9 @@ class Hot:
         if body is None or self._holding() is not holding:
             return None, again
         try:
-            found = await self._posted.answer(body, form, table, deadline_s, holding, started)
+            found = await self._posted.answer(
+                scope, body, form, table, deadline_s, holding, started
+            )
         except Exception:  # as above
             log.exception("the hot route failed")
             return None, again

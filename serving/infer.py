@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from cache.lease import Mark
-from cache.outcomes import OUTAGES, MissReason
+from cache.outcomes import STANDS_IN, MissReason
 from cache.singleflight import Boarded, SingleFlight
 from cache.tiered import Found, View, Want
 from serving.case import Case, Pace
@@ -167,8 +167,8 @@ class Inferences:
                     case.want = Want(*want[:5], lead.bid(snapshot.view, want, want.digest))
 
     def _infer(self, job: Job, case: Case, mark: Mark | None = None) -> asyncio.Future[Computed]:
-        # An id of the night gets a live answer kept (beside, here only) while its page is out of reach.
-        unknown, outage = case.want.position < 0, case.reason in OUTAGES
+        # An id of the night gets a live answer kept (beside, here only) while its page is out of reach, or has none.
+        unknown, outage = case.want.position < 0, case.reason in STANDS_IN
 
         def keep(done: asyncio.Future[Computed]) -> None:
             if (unknown or outage) and not done.cancelled() and done.exception() is None:

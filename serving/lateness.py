@@ -4,9 +4,8 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from serving.admission import Admission
-from serving.arrow_request import sent
 from serving.ask import Limits
-from serving.fields import read_json
+from serving.content import peek
 from serving.media import forms
 from serving.options import body_deadline_s, query_options, text_options
 from serving.plan import Headers
@@ -42,6 +41,8 @@ class Lateness:
             return limits.deadline_ms / 1000
         if is_get:
             return query_options(scope["query_string"], limits).deadline_s
-        if forms(scope["headers"]).sent == "arrow":
-            return text_options(sent(body, limits).options, limits).deadline_s
-        return body_deadline_s(read_json(body), limits)
+        form = forms(scope["headers"]).sent
+        found = peek(scope, body, form, limits)
+        if form == "arrow":
+            return text_options(found.options, limits).deadline_s
+        return body_deadline_s(found, limits)

@@ -39,6 +39,11 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=True)
+        # Not called `namespace`: Prometheus gives its targets in Kubernetes a label of that name.
+        self.namespace_info = Gauge(
+            "larder_namespace_info", "1 for the namespace that is served", ["served_namespace"],
+            registry=registry,
+        )  # fmt: skip
         self.entities = Counter(
             "larder_entities", "Entities asked for", ["table"], registry=registry
         )

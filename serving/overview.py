@@ -25,6 +25,7 @@ def overview(holding: Holding, health: Health, canary: Canary | None) -> dict[st
         "ready": health.ready,
         "stale": health.stale,
         "degraded": health.degraded,
+        "failed": health.failed,
     }
 
 

@@ -1,4 +1,4 @@
-"""Reading what a caller asks, by hand, from a URL or JSON; whatever is wrong is refused with its field. Pure."""
+"""Reading what a caller asks, by hand, from a URL or from JSON; whatever is wrong is refused with its field. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from serving.ask import Ask, Entity, Limits, ScoreAsk
-from serving.fields import check_length, read_features, read_id, read_ids, read_json, read_object
+from serving.fields import check_length, read_features, read_id, read_ids, read_object
 from serving.options import body_options, query_options
 from serving.problem import Problem, unprocessable
 
@@ -33,9 +33,9 @@ def lookup_url(raw_path: bytes, prefix: bytes, query: bytes, limits: Limits) -> 
     return Ask((Entity(_text(table), id_, raw, "id"),), query_options(query, limits))
 
 
-def lookup_body(body: bytes, table: str | None, limits: Limits) -> Ask:
-    """The body of POST /v1/lookup/{table}, or of POST /v1/lookup when `table` is None."""
-    data = read_object(read_json(body), "body", _LOOKUP_FIELDS)
+def lookup_ask(content: object, table: str | None, limits: Limits) -> Ask:
+    """From the JSON of POST /v1/lookup/{table}, or of POST /v1/lookup when `table` is None."""
+    data = read_object(content, "body", _LOOKUP_FIELDS)
     sent = data.get("entities")
     if not isinstance(sent, list):
         raise unprocessable("invalid_field", "entities is a list", "entities")
@@ -47,9 +47,9 @@ def lookup_body(body: bytes, table: str | None, limits: Limits) -> Ask:
     return Ask(entities, body_options(data, limits))
 
 
-def score_body(body: bytes, limits: Limits) -> ScoreAsk:
-    """The body of POST /v1/score."""
-    data = read_object(read_json(body), "body", _SCORE_FIELDS)
+def score_ask(content: object, limits: Limits) -> ScoreAsk:
+    """From the JSON of POST /v1/score."""
+    data = read_object(content, "body", _SCORE_FIELDS)
     if "user" not in data:
         raise unprocessable("missing_field", "user is missing", "user")
     _check_total([data["user"]], data, limits)
@@ -59,9 +59,9 @@ def score_body(body: bytes, limits: Limits) -> ScoreAsk:
     return ScoreAsk(_entity(data["user"], "", "user", limits), items, body_options(data, limits))
 
 
-def feedback_body(body: bytes) -> tuple[str | None, bytes | None, str, int]:
-    """The body of POST /v1/feedback: generation or canary key, the other None; event; count."""
-    data = read_object(read_json(body), "body", _FEEDBACK_FIELDS)
+def feedback_of(content: object) -> tuple[str | None, bytes | None, str, int]:
+    """From the JSON of POST /v1/feedback: generation or canary key, the other None; event; count."""
+    data = read_object(content, "body", _FEEDBACK_FIELDS)
     generation, key = data.get("generation"), data.get("canary_key")
     if (generation is None) == (key is None):
         raise unprocessable(
@@ -109,8 +109,9 @@ def _entity(value: object, table: str | None, field: str, limits: Limits) -> Ent
 
 
 def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -> None:
-    """Before anything is read: many histories that are each within their limit are still too much in one request."""
-    lists = [each.get("history") for each in entities if isinstance(each, dict)]
+    """Before anything is read: many inputs that are each within their limits are still too much in one request."""
+    sent = [each for each in entities if isinstance(each, dict)]
+    lists = [each.get("history") for each in sent]
     lists.append(data.get("exclude"))
     total = sum(len(each) for each in lists if isinstance(each, list))
     if total > limits.max_ids:
@@ -120,6 +121,20 @@ def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -
             "body",
             limit=limits.max_ids,
         )
+    numbers = sum(_numbers(each.get("features")) for each in sent)
+    if numbers > limits.max_numbers:
+        raise unprocessable(
+            "too_many_numbers",
+            f"features hold {numbers} values in all, {limits.max_numbers} are allowed",
+            "body",
+            limit=limits.max_numbers,
+        )
+
+
+def _numbers(features: object) -> int:
+    """Each number of a list, and each feature that is none."""
+    values = features.values() if isinstance(features, dict) else ()
+    return sum([max(1, len(each)) if isinstance(each, list) else 1 for each in values])
 
 
 def _text(raw: bytes) -> str:

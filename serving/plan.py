@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
-import orjson
-
 from cache.keys import ID_BYTES_MAX, are_ids
 from serving.ask import Limits, Options
 from serving.options import query_options
@@ -17,6 +15,7 @@ from serving.why.watch import ASKED
 
 PREFIX = b"/v1/lookup/"
 _QUERIES_MAX = 1_024
+_QUERY_BYTES_MAX = 256
 _DEADLINE_DIGITS_MAX = 9
 _BATCH_FIELDS = frozenset({"entities", "k"})
 _WATCHED = frozenset({b"x-deadline-ms", b"x-larder-canary-key", b"authorization", ASKED})
@@ -38,7 +37,10 @@ class Batch(NamedTuple):
 
 
 class Queries:
-    """The options of a URL by its query, for those that do no more than choose `k` and a deadline."""
+    """The options of a URL by its query, for those that do no more than choose `k` and a deadline.
+
+    Short ones are remembered: what a caller repeats is short, and no number of others can fill the memory.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -46,6 +48,8 @@ class Queries:
 
     def of(self, query: bytes) -> Options | None:
         """The options, read as everywhere else, once per distinct query."""
+        if len(query) > _QUERY_BYTES_MAX:
+            return self._read(query)
         try:
             return self._known[query]
         except KeyError:
@@ -106,8 +110,8 @@ def single(path: bytes) -> Single | None:
         return None
     table, _, entity = path[len(PREFIX) :].partition(b"/")
     raw = unquote_to_bytes(entity) if b"%" in entity else entity
-    # A route's path has no line breaks; an encoded table is for those who decode it.
-    if not 0 < len(raw) <= ID_BYTES_MAX or b"\n" in raw or b"%" in table:
+    # An encoded table is for those who decode it.
+    if not 0 < len(raw) <= ID_BYTES_MAX or b"%" in table:
         return None
     try:
         return Single(table.decode("ascii"), raw.decode(), raw)
@@ -115,12 +119,8 @@ def single(path: bytes) -> Single | None:
         return None
 
 
-def batch(body: bytes, longest: int) -> Batch | None:
-    """Plain text ids, as most batches are, and perhaps `k`."""
-    try:
-        data: object = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return None
+def batch(data: object, longest: int) -> Batch | None:
+    """Plain text ids, as most batches are, and perhaps `k`, from the JSON of a body."""
     if not isinstance(data, dict) or not data.keys() <= _BATCH_FIELDS:
         return None
     ids, k = data.get("entities"), _k(data)

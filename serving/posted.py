@@ -9,9 +9,9 @@ from cache.manifest import Table
 from serving import arrow_request, plan
 from serving.ask import Ask, Options
 from serving.batch import Batches
+from serving.content import LARGE, Scope, beside, lookup_of, peek, refuse
 from serving.holding import Holding
 from serving.media import Form, Forms
-from serving.parse import lookup_body
 from serving.problem import Problem
 from serving.render import JSON
 from serving.resolved import Lookup
@@ -29,6 +29,7 @@ class Posted:
 
     async def answer(
         self,
+        scope: Scope,
         body: bytes,
         form: Forms,
         table: Table,
@@ -37,11 +38,11 @@ class Posted:
         started: float,
     ) -> bytes | None:
         """The body of the response, in the form that is wanted; `deadline_s` is what the headers allow."""
-        batch = self._batch(body, form.sent)
+        batch = self._batch(scope, body, form.sent)
         if batch is None:
             if form != _JSON_BOTH:
                 return None
-            return await self._from_ladder(body, table.name, deadline_s, holding, started)
+            return await self._from_ladder(scope, body, table.name, deadline_s, holding, started)
         if refuses(table, batch.k):
             return None
         options = Options(self._service.limits.deadline_ms / 1000, batch.k)
@@ -50,22 +51,35 @@ class Posted:
         answered = self.batches.stream if form.wanted == "arrow" else self.batches.answer
         return await answered(lookup)
 
-    def _batch(self, body: bytes, form: Form) -> plan.Batch | None:
+    def _batch(self, scope: Scope, body: bytes, form: Form) -> plan.Batch | None:
         limits = self._service.limits
-        if form == "arrow":
-            return arrow_request.batch(body, limits)
-        return plan.batch(body, limits.max_batch)
+        if len(body) > LARGE:  # ids alone hardly ever are
+            return None
+        try:
+            found = peek(scope, body, form, limits)
+        except Problem:
+            return None
+        return (
+            arrow_request.batch(found) if form == "arrow" else plan.batch(found, limits.max_batch)
+        )
 
     async def _from_ladder(
-        self, body: bytes, table: str, deadline_s: float, holding: Holding, started: float
+        self,
+        scope: Scope,
+        body: bytes,
+        table: str,
+        deadline_s: float,
+        holding: Holding,
+        started: float,
     ) -> bytes | None:
-        service = self._service
+        service, limits = self._service, self._service.limits
         try:
-            ask = lookup_body(body, table, service.limits)
+            ask = await beside(body, lambda: lookup_of(scope, body, "json", table, limits))
             service.metrics.stage("parse", service.timer() - started)
             ask = Ask(ask.entities, plan.tighter(ask.options, deadline_s))
             answers = await service.ladder.lookup(holding, ask, started)
-        except (Problem, InvalidInput):
+        except (Problem, InvalidInput) as error:
+            refuse(scope, error)
             return None
         return orjson.dumps({"answers": marked(service, answers)}, option=JSON)
 

@@ -40,3 +40,9 @@ class Pursuit:
         if not is_first and self._timer() - self._since < self._bound_s:
             return None
         return self.failed or f"generation {self.seen.generation} is still loading"
+
+    def outside(self) -> str | None:
+        """`failed` without what the error says."""
+        if self.failed is None or self.seen is None:
+            return None
+        return f"generation {self.seen.generation} cannot be loaded"

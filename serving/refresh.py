@@ -15,6 +15,7 @@ from cache.errors import LarderError, TierUnavailable
 from serving.blocking import newest_blocklist
 from serving.follower import Follower
 from serving.heartbeat import Heartbeat
+from serving.reading import InThread
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Refresher:
         blocklist_poll_s: float,
         heartbeat_s: float,
         also: Sequence[tuple[float, Step]] = (),
+        in_thread: InThread = asyncio.to_thread,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.follower = follower
@@ -67,6 +69,7 @@ class Refresher:
         self._store = store
         self._redis = redis
         self._heartbeat = heartbeat
+        self._in_thread = in_thread
         self._timer = timer
         self._poll_s = poll_s
         self._wake_pointer, self._wake_blocklist, self._wake_beat = (
@@ -123,7 +126,7 @@ class Refresher:
         follower, shelf = self.follower, self.follower.shelf
         current = shelf.blocklist.version if shelf.is_blocklist_known else -1
         try:
-            found, trouble = await asyncio.to_thread(newest_blocklist, self._store, current)
+            found, trouble = await self._in_thread(newest_blocklist, self._store, current)
         except (LarderError, OSError, ValueError) as error:
             found, trouble = None, str(error)
         if found is not None:
@@ -135,7 +138,7 @@ class Refresher:
     async def sweep_copies(self) -> None:
         """Removes this host's copies of what the store no longer has, never one that is held here."""
         held, before = self.follower.shelf.generations, time.time() - COPY_IDLE_S
-        await asyncio.to_thread(self._store.sweep_host_copies, held, before=before)
+        await self._in_thread(self._store.sweep_host_copies, held, before=before)
 
     async def beat(self) -> None:
         """One heartbeat: what is served, and what must not be retired."""

@@ -8,14 +8,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
+from starlette.convertors import PathConvertor, register_url_convertor
 
 from cache.tiered import Tiered
 from serving import openapi, schema
 from serving.admission import Admission
 from serving.answer import Answer
 from serving.arrow_answers import answers_stream
-from serving.arrow_request import lookup_arrow
 from serving.ask import Ask, Limits, Options
+from serving.content import beside, lookup_of, take
 from serving.dashboard.board import Dashboard
 from serving.dashboard.document import DASHBOARD
 from serving.dashboard.pages import page_routes
@@ -24,12 +25,12 @@ from serving.guard import Guard, Handler
 from serving.holding import Holding
 from serving.http import as_arrow, as_json, read_body
 from serving.ladder import Ladder
-from serving.media import JSON_TYPE, forms
+from serving.media import JSON_TYPE, Form, forms
 from serving.metrics import CONTENT_TYPE, Metrics
 from serving.nights import Nights
 from serving.options import with_headers
 from serving.overview import overview
-from serving.parse import feedback_body, lookup_body, lookup_url, score_body
+from serving.parse import feedback_of, lookup_url, score_ask
 from serving.problem import Problem
 from serving.quality.quality import Quality
 from serving.score import rank_candidates, vector_table
@@ -73,6 +74,12 @@ class Service:
         return held
 
 
+class _Rest(PathConvertor):
+    """The rest of a path, whatever it holds: Starlette's own ends at a line break, which an id may have."""
+
+    regex = r"[\s\S]*"
+
+
 class _Direct(APIRoute):
     """A documented route that hands over the request as it is: resolving dependencies would cost a third of a hit."""
 
@@ -84,6 +91,7 @@ class _Direct(APIRoute):
 
 def routes(service: Service) -> APIRouter:
     """All routes of the service."""
+    register_url_convertor("rest", _Rest())
     router = APIRouter(route_class=_Direct)
     guard = Guard(service.token, service.metrics, service.timer)
 
@@ -94,9 +102,7 @@ def routes(service: Service) -> APIRouter:
 
     async def lookup_table(request: Request, started: float) -> object:
         form = forms(request.scope["headers"])
-        body = await _body(service, request)
-        read = lookup_arrow if form.sent == "arrow" else lookup_body
-        ask = read(body, request.path_params["table"], service.limits)
+        ask = await _asked(service, request, form.sent, request.path_params["table"])
         answers, of = await _answers(service, request, ask, started)
         if form.wanted == "json":
             return {"answers": answers}
@@ -105,11 +111,11 @@ def routes(service: Service) -> APIRouter:
         return as_arrow(answers_stream(table, ids, dict(enumerate(answers))))
 
     async def lookup_tables(request: Request, started: float) -> object:
-        ask = lookup_body(await _body(service, request), None, service.limits)
+        ask = await _asked(service, request, "json", None)
         return {"answers": (await _answers(service, request, ask, started))[0]}
 
     async def score(request: Request, started: float) -> object:
-        ask = score_body(await _body(service, request), service.limits)
+        ask = score_ask(await _json(service, request), service.limits)
         ask = ask.with_options(_with_headers(service, request, ask.options))
         live = service.holding()
         user = ask.user.of_table(vector_table(live.live).name)
@@ -121,17 +127,20 @@ def routes(service: Service) -> APIRouter:
         return marked(service, [answer])[0]
 
     async def feedback(request: Request, _started: float) -> object:
-        told = feedback_body(await _body(service, request))
+        told = feedback_of(await _json(service, request))
         return {"arm": service.trial.feedback(service.holding(), *told)}
 
     async def explain_one(request: Request, _started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
         ask = lookup_url(raw_path, EXPLAIN_PREFIX, request.scope["query_string"], service.limits)
-        return await service.explainer.explain(service.holding(), ask)
+        return await explained(request, ask)
 
     async def explain_input(request: Request, _started: float) -> object:
-        table = request.path_params["table"]
-        ask = lookup_body(await _body(service, request), table, service.limits)
+        ask = await _asked(service, request, "json", request.path_params["table"])
+        return await explained(request, ask)
+
+    async def explained(request: Request, ask: Ask) -> object:
+        ask = Ask(ask.entities, _with_headers(service, request, ask.options))
         return await service.explainer.explain(service.holding(), ask)
 
     async def generations(_request: Request, _started: float) -> object:
@@ -148,12 +157,9 @@ def routes(service: Service) -> APIRouter:
     async def readyz(_request: Request) -> Response:
         health, held = service.follower.health, service.follower.holding
         body = {
-            "ready": health.ready,
+            **health.told_to_anybody(),
             "generation": None if held is None else held.live.generation,
             "epoch": None if held is None else held.live.epoch,
-            "stale": health.stale,
-            "degraded": health.degraded,
-            "failed": health.failed,
             "schedule": service.nights.body(),
         }
         return as_json(200 if health.ready else 503, body)
@@ -180,7 +186,7 @@ def routes(service: Service) -> APIRouter:
 
     described = functools.partial(openapi.described, has_token=bool(service.token))
     add(
-        "/v1/lookup/{table}/{entity:path}", "GET", lookup_one,
+        "/v1/lookup/{table}/{entity:rest}", "GET", lookup_one,
         described(schema.ANSWER, path=("table", "entity"), query=True),
     )  # fmt: skip
     add(
@@ -201,12 +207,12 @@ def routes(service: Service) -> APIRouter:
         described(schema.FEEDBACK, body=schema.FEEDBACK_BODY, has_options=False),
     )  # fmt: skip
     add(
-        "/v1/explain/{table}/{entity:path}", "GET", explain_one,
+        "/v1/explain/{table}/{entity:rest}", "GET", explain_one,
         described(schema.EXPLAINED, path=("table", "entity"), query=True),
     )  # fmt: skip
     add(
         "/v1/explain/{table}", "POST", explain_input,
-        described(schema.EXPLAINED, body=schema.lookup(service.limits), path=("table",)),
+        described(schema.EXPLAINED, body=schema.lookup(service.limits, 1), path=("table",)),
     )  # fmt: skip
     add("/v1/generations", "GET", generations, described(schema.GENERATIONS, has_options=False))
     # Not counted, as no probe is: who looks on is not what is looked at.
@@ -231,6 +237,16 @@ async def _answers(
     answers = await service.ladder.lookup(holding, ask, started)
     service.trial.count(part, answers)
     return marked(service, answers), holding.pinned(ask.options.generation).live
+
+
+async def _asked(service: Service, request: Request, form: Form, table: str | None) -> Ask:
+    body, limits = await _body(service, request), service.limits
+    return await beside(body, lambda: lookup_of(request.scope, body, form, table, limits))
+
+
+async def _json(service: Service, request: Request) -> object:
+    body, limits = await _body(service, request), service.limits
+    return await beside(body, lambda: take(request.scope, body, "json", limits))
 
 
 async def _body(service: Service, request: Request) -> bytes:

@@ -89,8 +89,7 @@ def texts_of(
     ends: Sequence[bytes],
 ) -> list[bytes]:
     """The JSON of each answer from a `plain` record; `ends` begin after the prediction."""
-    # One call for all ids; quotes inside a string are escaped, so the cuts are sound.
-    names = orjson.dumps(ids)[2:-2].split(b'","')
+    names = _names(ids)
     named = b'","table":%b' % orjson.dumps(table.name)
     if table.kind == "topk":
         found = _compiled(snapshot, table, names, named, rows, k, ends)
@@ -109,6 +108,15 @@ def texts_of(
     middle = repeat(named + field)
     parts = head, names, middle, lists, repeat(last), ends
     return [b"".join(each) for each in zip(*parts, strict=False)]
+
+
+def _names(ids: Sequence[str]) -> list[bytes]:
+    """The JSON of each, without its quotes."""
+    # One call for all. A quote inside a string is escaped, so only an id that ends in `",` looks like two.
+    dumped = orjson.dumps(ids)[2:-2]
+    if b'\\","' in dumped:
+        return [orjson.dumps(each)[1:-1] for each in ids]
+    return dumped.split(b'","')
 
 
 def _compiled(

@@ -15,13 +15,16 @@ from serving.clock import RedisClock
 from serving.config import ServingConfig
 from serving.cores import step_back
 from serving.dashboard.board import Dashboard
+from serving.exposition import Exposition
 from serving.figures import Figures
 from serving.follower import Follower
 from serving.gauges import Parts
 from serving.heartbeat import Heartbeat
+from serving.host import LOOK_S, Host
 from serving.nights import Nights
 from serving.peers import Peers
 from serving.quality.quality import Quality
+from serving.reading import StoreThreads
 from serving.refresh import Refresher
 from serving.room import Room
 from serving.routes import Service
@@ -57,20 +60,23 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     aside = ThreadPoolExecutor(
         1, "larder-next", initializer=step_back, initargs=(config.live_nice,)
     )
+    reading = StoreThreads()
     clock = RedisClock()
     sketch = Sketch(remote, ladder.recent, lambda: shelf.live, clock)
     hottest = sketch.hottest if config.sketch_s else None
     warming = Warming(tiers, ladder.recent.names, hottest, metrics.warmed)
     trial = Trial(lambda: shelf.canary, metrics)
-    shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside)
+    shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside, in_thread=reading)
     quality = Quality(
         config, answering.watch, metrics, answering.local, remote, shelf, ladder.recent,
         answering.batcher, answering.admission, clock, name,
     )  # fmt: skip
     follower = Follower(
-        store, remote, shelf, metrics, load_bound_s=config.load_bound_s, clock=clock
-    )
-    chronicle, room = Chronicle(store), Room(remote)
+        store, remote, shelf, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
+        clock=clock, in_thread=reading,
+    )  # fmt: skip
+    chronicle, room = Chronicle(store, reading), Room(remote)
+    host = Host(store.local(""), reading)
     advisor = Advisor(tiers, lambda: shelf.live, config.sampled_keys)
     steps = (config.sketch_s, sketch.report), (advisor.step_s, advisor.step)
     refresher = Refresher(
@@ -85,6 +91,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             remote.p99_ms,
             trial.report,
             overlay_ttl_s=config.overlay_ttl_s,
+            host=host,
         ),
         poll_s=config.poll_s,
         blocklist_poll_s=config.blocklist_poll_s,
@@ -93,8 +100,10 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
             *(each for each in steps if each[0]),
             (config.figures_s, chronicle.look),
             (config.figures_s, room.look),
+            (LOOK_S, host.look),
             *quality.steps(),
         ],
+        in_thread=reading,
     )
     nights = Nights(config.nights(), follower)
     metrics.registry.register(advisor)
@@ -109,7 +118,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         remote, store, remote.keyspace, name=name, is_on=config.observe and config.dashboard_s > 0,
         counted=parts.counted, about=lambda: parts.about(replica),
         bounds=metrics.answer_seconds.bounds, nights=nights, clock=clock,
-        advisor=advisor.told, quality=quality.told,
+        advisor=advisor.told, quality=quality.told, in_thread=reading,
     )  # fmt: skip
     if dashboard.is_on:
         refresher.also(config.dashboard_s, dashboard.tell)
@@ -125,11 +134,19 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         trial,
         tiers,
         remote.bound_s,
-        metrics.exposition if peers is None else peers.exposition,
+        Exposition(metrics.exposition if peers is None else peers.exposition),
         answering.admission,
         config.body_timeout_s,
         dashboard,
-        Explainer(follower, tiers, remote, answering.batcher, answering.admission, store),
+        Explainer(
+            follower,
+            tiers,
+            remote,
+            answering.batcher,
+            answering.admission,
+            store,
+            in_thread=reading,
+        ),
         quality,
         config.observe,
     )
@@ -149,6 +166,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         await quality.aclose()
         await answering.aclose()
         aside.shutdown(wait=False, cancel_futures=True)
+        reading.close()
 
 
 def replica_id() -> str:

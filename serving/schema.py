@@ -23,7 +23,10 @@ def _list(of: Json, **more: object) -> Json:
 
 ID: Json = {
     "description": "1 to 256 bytes of UTF-8; an integer becomes its decimal form",
-    "oneOf": [{"type": "string"}, {"type": "integer"}],
+    "oneOf": [
+        {"type": "string", "minLength": 1, "maxLength": 256},
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
+    ],
 }
 FEATURES: Json = {
     "type": "object",
@@ -66,15 +69,26 @@ def _options(limits: Limits) -> Json:
     return {**OPTIONS, "exclude": {**OPTIONS["exclude"], "maxItems": limits.max_exclude}}
 
 
-def lookup(limits: Limits) -> Json:
-    """The body of POST /v1/lookup/{table}."""
-    entity = {"oneOf": [ID, _closed(_input(limits))]}
-    return _closed({"entities": _entities(entity, limits), **_options(limits)}, ("entities",))
+def _asked(properties: Json, required: tuple[str, ...] = ()) -> Json:
+    """An object of an entity: with an id, or something to compute from."""
+    least = [
+        _object({"id": ID}, ("id",)),
+        _object({"history": {"type": "array", "minItems": 1}}, ("history",)),
+        _object({"features": {"type": "object", "minProperties": 1}}, ("features",)),
+    ]
+    return {**_closed(properties, required), "anyOf": least}
+
+
+def lookup(limits: Limits, most: int | None = None) -> Json:
+    """The body of POST /v1/lookup/{table}; `most` entities, if there is a limit of its own."""
+    entity = {"oneOf": [ID, _asked(_input(limits))]}
+    entities = _list(entity, minItems=1, maxItems=most or limits.max_batch)
+    return _closed({"entities": entities, **_options(limits)}, ("entities",))
 
 
 def lookup_many(limits: Limits) -> Json:
     """The body of POST /v1/lookup."""
-    entity = _closed({"table": {"type": "string"}, **_input(limits)}, ("table",))
+    entity = _asked({"table": {"type": "string"}, **_input(limits)}, ("table",))
     return _closed({"entities": _entities(entity, limits), **_options(limits)}, ("entities",))
 
 
@@ -82,7 +96,7 @@ def score(limits: Limits) -> Json:
     """The body of POST /v1/score."""
     return _closed(
         {
-            "user": {"oneOf": [ID, _closed(_input(limits))]},
+            "user": {"oneOf": [ID, _asked(_input(limits))]},
             "items": _entities(ID, limits),
             **{name: each for name, each in OPTIONS.items() if name != "exclude"},
         },
@@ -239,8 +253,7 @@ GENERATIONS: Json = _object(
             {name: {"type": "integer"} for name in ("version", "items", "entities")}
         ),
         "ready": {"type": "boolean"},
-        "stale": _TEXT,
-        "degraded": _TEXT,
+        **dict.fromkeys(("stale", "degraded", "failed"), _TEXT),
     },
     ("live", "previous", "next", "canary", "blocklist", "ready"),
 )
@@ -261,15 +274,21 @@ HEALTH: Json = _object(
     },
     ("ready", "schedule"),
 )
-FEEDBACK_BODY: Json = _closed(
-    {
-        "generation": {"type": "string", "description": "As the answer named it; or canary_key"},
-        "canary_key": {**ID, "description": "As the request had it; or generation"},
-        "event": {"type": "string", "pattern": "^[a-z][a-z0-9_]{0,31}$"},
-        "count": {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 1},
-    },
-    ("event",),
-)
+FEEDBACK_BODY: Json = {
+    "oneOf": [{"required": ["generation"]}, {"required": ["canary_key"]}],
+    **_closed(
+        {
+            "generation": {
+                "type": "string",
+                "description": "As the answer named it; or canary_key",
+            },
+            "canary_key": {**ID, "description": "As the request had it; or generation"},
+            "event": {"type": "string", "pattern": "^[a-z][a-z0-9_]{0,31}$"},
+            "count": {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 1},
+        },
+        ("event",),
+    ),
+}
 FEEDBACK: Json = _object(
     {
         "arm": {

@@ -1,6 +1,7 @@
 """The HTTP server of one process: starts the application, drains it, and stops."""
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -12,8 +13,11 @@ import uvicorn
 
 from serving.collecting import settle
 from serving.config import ServingConfig
+from serving.connections import Connections
+from serving.descriptors import make_room
 from serving.front import Front
-from serving.wire import protocol
+from serving.listening import Listening
+from serving.wire import Shared, protocol
 
 _BACKLOG = 2_048
 _LOOK_S = 0.05
@@ -21,16 +25,21 @@ _QUIET_LOOKS = 5
 _SWITCH_S = 0.0005
 """How long a thread that opens the next generation may keep the loop from going on; Python's own 5 ms is felt."""
 
+log = logging.getLogger(__name__)
+
 
 def make_server(
     app: Front, config: ServingConfig, log_level: str, announce: Callable[[], None]
 ) -> "Server":
     """A server for the application; `announce` is called once it answers."""
     sys.setswitchinterval(_SWITCH_S)
+    shared = Shared(app, config.bounds(make_room(config.connections_max)))
     settings = uvicorn.Config(
         app,
         loop="uvloop",
-        http=protocol(app),  # type: ignore[arg-type]  # called like the class that it makes
+        ws="none",  # nobody here speaks it, and a connection given to it would be out of bounds
+        timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # seconds, whole or not
+        http=protocol(shared),  # type: ignore[arg-type]  # called like the class that it makes
         lifespan="on",
         access_log=False,
         proxy_headers=False,  # nobody here asks who called
@@ -38,16 +47,24 @@ def make_server(
         log_level=log_level,
         backlog=_BACKLOG,
     )
-    return Server(settings, drain_s=config.drain_s, announce=announce)
+    return Server(settings, shared.connections, drain_s=config.drain_s, announce=announce)
 
 
 class Server(uvicorn.Server):
     """Tells when it serves, and stops when nobody asks any more."""
 
     def __init__(
-        self, config: uvicorn.Config, *, drain_s: float, announce: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        connections: Connections,
+        *,
+        drain_s: float,
+        announce: Callable[[], None],
     ) -> None:
         super().__init__(config)
+        self._connections = connections
+        self._listening = Listening(self)
+        self._looking: asyncio.Task[None] | None = None
         self._drain_s = drain_s
         self._announce = announce
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -59,8 +76,30 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
+            self._listening.keep(sockets or [])
+            self._looking = asyncio.create_task(self._look())
             settle()
             self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops as uvicorn does; connections are looked at until the last one has gone."""
+        self._listening.leave()
+        try:
+            await super().shutdown(sockets)
+        finally:
+            if self._looking is not None:
+                self._looking.cancel()
+
+    async def _look(self) -> None:
+        """Ends connections that stand still, and listens again where that ended."""
+        loop, connections = asyncio.get_running_loop(), self._connections
+        while True:
+            await asyncio.sleep(connections.every_s)
+            try:
+                await connections.look(self.server_state.connections, loop.time())  # type: ignore[arg-type]
+                await self._listening.look()
+            except Exception:  # the next look comes whatever this one met
+                log.exception("looking at the connections failed")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drains at the first signal, exits at once at the second."""
@@ -77,6 +116,7 @@ class Server(uvicorn.Server):
     def retire(self) -> None:
         """Leaves new connections to the others that listen on the same socket, and drains; on the event loop only."""
         if self._draining is None:
+            self._listening.leave()
             for each in self.servers:
                 each.close()
             self._start_draining(signal.SIGTERM)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_origin
 from cache.errors import ConfigError
 
 _SHARED = (
-    "namespace", "artifacts", "state", "redis_url", "schedule", "timezone", "schedule_grace_s",
+    "namespace", "artifacts", "state", "ephemeral_state", "redis_url", "schedule", "timezone", "schedule_grace_s",
 )  # fmt: skip
 _PLACES = ("state", "artifacts")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}

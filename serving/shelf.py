@@ -16,6 +16,7 @@ from cache.split import Split
 from serving.holding import Holding
 from serving.metrics import Metrics
 from serving.published import Open, open_published
+from serving.reading import InThread
 from serving.snapshot import Snapshot
 
 Warm = Callable[[Snapshot, Snapshot | None], Coroutine[Any, Any, None]]
@@ -42,6 +43,7 @@ class Shelf:
         *,
         warm: Warm | None = None,
         aside: Executor | None = None,
+        in_thread: InThread = asyncio.to_thread,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.holding: Holding | None = None
@@ -55,6 +57,7 @@ class Shelf:
         self._metrics = metrics
         self._warm = warm
         self._aside = aside
+        self._in_thread = in_thread
         self._timer = timer
         self._first: Snapshot | None = None
 
@@ -78,13 +81,11 @@ class Shelf:
 
     async def load(self, pointer: Pointer) -> Snapshot:
         """Opens a generation that should be live already; raises when it cannot be loaded."""
-        return await asyncio.to_thread(self._open, pointer, self.blocklist)
+        return await self._in_thread(self._open, pointer, self.blocklist)
 
     async def published(self, store: ArtefactStore, generation: str) -> Snapshot | None:
         """Opens a superseded generation as it was last released; None when that cannot be."""
-        return await asyncio.to_thread(
-            open_published, store, self._open, generation, self.blocklist
-        )
+        return await self._in_thread(open_published, store, self._open, generation, self.blocklist)
 
     async def open(self, generation: str) -> Snapshot:
         """Opens one that is staged, where it holds up no other; raises when it cannot be loaded."""
@@ -114,7 +115,8 @@ class Shelf:
 
     def take(self, live: Snapshot, pointer: Pointer) -> None:
         """Serves a snapshot as the pointer says; what was live stays if the pointer names it as previous."""
-        held, self._first, self.canary = self.holding, None, pointer.canary
+        held, released = self.holding, live.released_as(pointer.epoch, pointer.published_at)
+        self._first, self.canary = None, pointer.canary
         previous = next_ = None
         if held is not None:
             previous = held.find(pointer.previous)
@@ -125,7 +127,7 @@ class Shelf:
             )
         if held is not None and held.live.generation != live.generation:
             self.flipped(held.live.generation)
-        self.put(Holding(live.released_as(pointer.epoch, pointer.published_at), previous, next_))
+        self.put(Holding(released, previous, next_))
         if held is not None and held.live.generation != live.generation:
             self._metrics.flipped()
         self.changed()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from cache.errors import CorruptArtefact
+from cache.errors import CorruptArtefact, masked
 from cache.staging import Staging
 from serving.snapshot import Snapshot
 
@@ -91,10 +91,10 @@ class Staged:
         self._task, self.wanted, self.failed, self.is_ready = None, None, None, False
         return task
 
-    async def settled(self) -> None:
-        """Returns once nothing is loading."""
+    async def settled(self, within_s: float | None = None) -> None:
+        """Returns once nothing is loading, or when that takes too long."""
         if self._task is not None:
-            await asyncio.wait({self._task})
+            await asyncio.wait({self._task}, timeout=within_s)
 
     def is_loading(self, generation: str) -> bool:
         """Whether this very generation is on its way."""
@@ -115,7 +115,7 @@ class Staged:
             await self._holder.warm(snapshot)
         except Exception as error:  # whatever is wrong with it, the live one goes on
             log.exception("generation %s cannot be made ready", generation)
-            self._fail(generation, str(error) or type(error).__name__)
+            self._fail(generation, masked(str(error)) or type(error).__name__)
             return
         self.failed, self.is_ready = None, True
         self.warm_s = self._timer() - began

@@ -13,20 +13,22 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from starlette.types import Scope
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from serving.blocks import BLOCK_BYTES_MAX, Allowed, Blocks, without_length
+from serving.bounds import Bounds
 from serving.connection import Connection
+from serving.connections import Connections
 from serving.cycle import Cycle
 from serving.front import ADMITTED, Front
 from serving.heads import Heads
 from serving.hot import Hot, Message, Messages
+from serving.inbound import BEHIND
 from serving.media import JSON_TYPE
 from serving.plan import PREFIX
 
 _TYPE = b"\r\ncontent-type: " + JSON_TYPE.encode() + b"\r\n\r\n"
-_TARGET = re.compile(rb'[!"$-~]+')
-"""Path and query in visible ASCII: everything else the parser cuts, or refuses."""
+_TARGET = re.compile(rb'[!"$-~]{1,8192}')
+"""Path and query in visible ASCII: everything else the parser cuts, or refuses. Longer ones are uvicorn's to bound."""
 
 _FAILED: tuple[Message, bytes] = (
     {"status": 500, "headers": [
@@ -41,8 +43,9 @@ log = logging.getLogger(__name__)
 class Shared:
     """What all connections of a server have in common."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, bounds: Bounds | None = None) -> None:
         self.front = front
+        self.connections = Connections(bounds or Bounds())
         self.blocks = Blocks(front)
         self.heads = Heads()
 
@@ -57,13 +60,13 @@ class Wire(Connection):
         self._block = b""
         self._later = b""
         self._cycle: Cycle | None = None
-        super().__init__(*given, **named)
+        super().__init__(shared.connections, *given, **named)
 
     def data_received(self, data: bytes) -> None:
         """What is one whole request for something stored is answered past uvicorn."""
         if self._is_waited_for:
             self._later += data
-            if len(self._later) > HIGH_WATER_LIMIT:
+            if len(self._later) > BEHIND:
                 self.flow.pause_reading()
         elif self._open or not self._is_taken(data):
             super().data_received(data)
@@ -216,6 +219,6 @@ class Wire(Connection):
             self._respond(start, body)
 
 
-def protocol(front: Front) -> Callable[..., Wire]:
+def protocol(shared: Shared) -> Callable[..., Wire]:
     """What uvicorn makes a connection of."""
-    return functools.partial(Wire, Shared(front))
+    return functools.partial(Wire, shared)

@@ -50,7 +50,7 @@ LAST = f"20270101T000000Z-{'0' * 12}"
 PAGE = b"x" * 8
 GRACE_S = 60.0
 OVERLAY_TTL_S = 600.0
-NOWHERE = Artefact("", 0, "")
+NOWHERE = Artefact("none", 0, "")
 
 
 @dataclass(frozen=True, slots=True)

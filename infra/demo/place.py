@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cache.cores import usable_cores
 from cache.errors import ConfigError
 from infra.demo.alone import alone
 from infra.demo.dataset import Dataset
@@ -57,7 +58,7 @@ class Place:
             'state = "."',
             f'data_until = "{dataset.first_cut.isoformat()}"',
             f"shards = {SHARDS}",
-            f"threads = {max(1, (os.cpu_count() or 1) // SCORERS)}",
+            f"threads = {max(1, usable_cores() // SCORERS)}",
             "",
             "[sources]",
             'interactions = ["data/interactions"]',

@@ -72,7 +72,8 @@ def demand_redis(
             where = "" if name == "primary" else f" on {name}"
             raise Refused(
                 f"loading {generation} needs {more:,} bytes{where} beside {used:,} in use, more than "
-                f"{REDIS_USED_MAX:.0%} of Redis' maxmemory {limit:,}; raise it or retire generations",
+                f"{REDIS_USED_MAX:.0%} of Redis' maxmemory {limit:,}, after what nobody needs was swept: raise it, or "
+                "unpin generations and end a canary (`python -m precompute status` lists them)",
                 rule="redis_headroom",
                 value=used + more,
                 threshold=int(REDIS_USED_MAX * limit),

@@ -52,6 +52,7 @@ def load_part(
     noted = keys.loaded(manifest.generation)
     if client.hget(noted, part.name) == part.mark:
         return False
+    client.hdel(noted, part.read)
     entry = part.pages
     if not entry.count:
         client.hset(noted, part.name, part.mark.decode())

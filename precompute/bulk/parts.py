@@ -35,6 +35,11 @@ class Part:
         return f"{self.name}/pages"
 
     @property
+    def read(self) -> str:
+        """The field that says, while a generation is being verified, under which servers all of it was read back."""
+        return f"{self.name}/read"
+
+    @property
     def mark(self) -> bytes:
         """The value of its field once it is wholly loaded."""
         return self.pages.sums.sha256.encode()

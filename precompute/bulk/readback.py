@@ -1,6 +1,7 @@
 """Reading pages back from Redis: what is not as its checksum says is found, and can be repaired where readers look."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from cache.manifest import Manifest
 from cache.servers import by_server
 from precompute.bulk.governor import Governor
 from precompute.bulk.parts import Part
+from precompute.bulk.piece_reader import PageRead, piece_reader
 
 Progress = Callable[[int], None]
 AT_ONCE_MAX = 500
@@ -37,13 +39,16 @@ def verify_part(
 
     A bad page takes its part's `loaded` mark along, so that the next `load` sends the part again.
     """
-    for page, complaint in bad_pages(
+    found = bad_pages(
         client, keys, manifest, root, part,
         chunk_bytes=chunk_bytes, progress=progress, governor=governor,
-    ):  # fmt: skip
+    )  # fmt: skip
+    with closing(found):
+        bad = next(found, None)
+    if bad is not None:
         client.hdel(keys.loaded(manifest.generation), part.name, part.progress)
-        name = part.key(keys, manifest.generation, page)
-        raise BadPage(f"page {name} {complaint}; run load again", page=name)
+        name = part.key(keys, manifest.generation, bad[0])
+        raise BadPage(f"page {name} {bad[1]}; run load again", page=name)
     return part.pages.pages
 
 
@@ -57,60 +62,55 @@ def bad_pages(
     chunk_bytes: int = 1 << 20,
     progress: Progress = lambda _bytes: None,
     governor: Governor | None = None,
-) -> Iterator[tuple[int, str]]:
+) -> Generator[tuple[int, str]]:
     """(number within the part, complaint) of each page that is not as its checksum says."""
     sums = part.read_sums(root)
-    at_once = max(1, chunk_bytes // part.table.page_bytes)
-    page = 0
-    while page < part.pages.pages:
-        piece = None if governor is None else governor.piece_bytes
-        numbers = range(page, min(page + (at_once if piece is None else 1), part.pages.pages))
-        names = [part.key(keys, manifest.generation, each) for each in numbers]
-        if governor is not None and piece is not None:
-            found = [_read_in_pieces(client, names[0], part.size_of(page), piece, governor)]
-        else:
-            found = _read_whole(client, names, governor, part.table.page_bytes)
-        for each, (digest, size_bytes) in zip(numbers, found, strict=True):
+    pages = _read(client, keys, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
+    with closing(pages):
+        for page, digest, size_bytes in pages:
             if digest is None:
-                yield each, "is not in Redis"
-            elif digest != int(sums[each]):
-                yield each, "differs from its checksum"
+                yield page, "is not in Redis"
+            elif digest != int(sums[page]):
+                yield page, "differs from its checksum"
             progress(size_bytes)
-        page = numbers.stop
 
 
-def _read_whole(
-    client: "redis.Redis", names: list[str], governor: Governor | None, page_bytes: int
-) -> list[tuple[int | None, int]]:
-    if governor is not None:
-        governor.pace(len(names) * page_bytes)
-        governor.own_reads(len(names))
-    pipeline = client.pipeline(transaction=False)
-    for name in names:
-        pipeline.get(name)
-    values: list[Any] = pipeline.execute()
-    return [
-        (None, 0) if value is None else (xxhash.xxh3_64_intdigest(value), len(value))
-        for value in values
-    ]
+def _read(
+    client: "redis.Redis",
+    keys: Keyspace,
+    manifest: Manifest,
+    part: Part,
+    *,
+    chunk_bytes: int,
+    governor: Governor | None,
+) -> Generator[PageRead]:
+    """Every page of a part: in pieces while there are readers, some pages at once else."""
+    names = [part.key(keys, manifest.generation, page).encode() for page in range(part.pages.pages)]
+    at_once, page = max(1, chunk_bytes // part.table.page_bytes), 0
+    while page < len(names):
+        if governor is not None and governor.piece_bytes is not None:
+            with piece_reader(client, governor) as reader:
+                while page < len(names) and (piece := governor.piece_bytes) is not None:
+                    yield from reader.ask(page, names[page], part.size_of(page), piece)
+                    page += 1
+                yield from reader.rest()
+        else:
+            chunk = names[page : page + at_once]
+            if governor is not None:
+                governor.pace(len(chunk) * part.table.page_bytes)
+                governor.own_reads(len(chunk))
+            for number, value in enumerate(_values(client, chunk), page):
+                digest = None if value is None else xxhash.xxh3_64_intdigest(value)
+                yield PageRead(number, digest, len(value or b""))
+            page += len(chunk)
 
 
-def _read_in_pieces(
-    client: "redis.Redis", name: str, size_bytes: int, piece: int, governor: Governor
-) -> tuple[int | None, int]:
-    """Digest and length of a page; one that is longer or shorter than it should be has a digest of nothing."""
-    found_bytes: Any = client.strlen(name)
-    if not found_bytes:
-        return None, 0
-    digest = xxhash.xxh3_64()
-    if found_bytes != size_bytes:
-        return digest.intdigest(), found_bytes
-    for at in range(0, size_bytes, piece):
-        governor.pace(min(piece, size_bytes - at))
-        governor.own_reads(1)
-        value: Any = client.getrange(name, at, min(at + piece, size_bytes) - 1)
-        digest.update(value)
-    return digest.intdigest(), size_bytes
+def _values(client: "redis.Redis", names: list[bytes]) -> list[bytes | None]:
+    with client.pipeline(transaction=False) as pipeline:
+        for name in names:
+            pipeline.get(name)
+        found: list[bytes | None] = pipeline.execute()
+    return found
 
 
 def lengths(
@@ -120,11 +120,17 @@ def lengths(
     for first in range(0, part.pages.pages, AT_ONCE_MAX):
         numbers = range(first, min(first + AT_ONCE_MAX, part.pages.pages))
         names = [part.key(keys, manifest.generation, each).encode() for each in numbers]
-        found = dict.fromkeys(numbers, 0)
-        for server, places in by_server(client, names):
-            sizes = _strlens(client, server, [names[place] for place in places])
-            found.update(zip([numbers[place] for place in places], sizes, strict=True))
-        yield from found.items()
+        yield from zip(numbers, sizes(client, names), strict=True)
+
+
+def sizes(client: "redis.Redis", names: Sequence[bytes]) -> list[int]:
+    """Bytes of each of these values, 0 for one that is not there; one round trip to each server."""
+    found = [0] * len(names)
+    for server, places in by_server(client, names):
+        strlens = _strlens(client, server, [names[place] for place in places])
+        for place, size_bytes in zip(places, strlens, strict=True):
+            found[place] = size_bytes
+    return found
 
 
 def _strlens(client: "redis.Redis", server: "redis.Redis", names: list[bytes]) -> list[int]:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import redis
 
 from cache.artefacts import ArtefactStore, check, generation_path, read_manifest
@@ -14,11 +15,13 @@ from cache.keys import Keyspace
 from cache.manifest import Artefact, Manifest
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import Part, Progress, load_part, parts_of, total_bytes, verify_part
-from precompute.bulk.readback import bad_pages, lengths
+from precompute.bulk.readback import bad_pages, lengths, sizes
 from precompute.releases.control import Control
 
 CHUNK_BYTES = 1 << 20
 REPAIR_BYTES = 32 * 1024
+LOOKS = 500
+"""Pages that a roll back looks at before it moves."""
 
 
 def reload(
@@ -58,14 +61,19 @@ def load_missing(
     *,
     chunk_bytes: int = CHUNK_BYTES,
     governor: Governor | None = None,
+    is_urgent: bool = False,
 ) -> int:
     """Stream the parts of which the mark, a page or a page's length is missing; how many.
 
-    Reads no page, so it takes one short command per page; what is there was verified before.
+    Reads no page, so it takes one short command per page; what is there was verified before. Urgent, it takes
+    `LOOKS` of them however large the generation, and one per page only where one of these tells that pages are gone.
     """
     manifest, streamed = read_manifest(store, generation), 0
     marks: Any = control.client.hgetall(keys.loaded(generation))
+    is_sound = is_urgent and _is_sample_there(control.client, keys, manifest)
     for part in parts_of(manifest):
+        if is_sound and marks.get(part.name.encode()) == part.mark:
+            continue
         if _is_there(control.client, keys, manifest, part, marks):
             continue
         _fetch(store, generation, part.pages.sums)
@@ -89,6 +97,20 @@ def _is_there(
     return marks.get(part.name.encode()) == part.mark and all(
         found == part.size_of(page) for page, found in lengths(client, keys, manifest, part)
     )
+
+
+def _is_sample_there(client: "redis.Redis", keys: Keyspace, manifest: Manifest) -> bool:
+    """Whether pages spread evenly over the generation have their length: a lost node takes its share of them."""
+    parts = parts_of(manifest)
+    ends = np.cumsum([part.pages.pages for part in parts])
+    total = int(ends[-1]) if parts else 0
+    places = np.unique(np.linspace(0, max(0, total - 1), LOOKS).astype(np.int64))[:total]
+    looked = []
+    for place, number in zip(places, np.searchsorted(ends, places, "right"), strict=True):
+        part = parts[number]
+        looked.append((part, int(place - ends[number]) + part.pages.pages))
+    names = [part.key(keys, manifest.generation, page).encode() for part, page in looked]
+    return sizes(client, names) == [part.size_of(page) for part, page in looked]
 
 
 def repair(

@@ -14,7 +14,9 @@ from cache.keys import canonical_id
 from cache.manifest import EntityKind
 from precompute.build import Progress
 from precompute.config import NightConfig
+from precompute.copies import sweep_copies
 from precompute.display import Found, err
+from precompute.erasures.copies import declare_gone
 from precompute.erasures.erasing import (
     Standing,
     begin_erasing,
@@ -25,7 +27,7 @@ from precompute.erasures.erasing import (
     settle,
 )
 from precompute.erasures.erasure import Erasure
-from precompute.erasures.holders import holders
+from precompute.erasures.holders import Held, holders
 from precompute.releases.control import Control, connect
 from precompute.releases.release import Releases
 
@@ -33,8 +35,10 @@ from precompute.releases.release import Releases
 def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Found:
     """Erases, re-admits, or only shows; blocking never waits for Redis."""
     store, kind = config.store(), arguments.kind
-    if arguments.entity is None and not arguments.list:
+    if arguments.entity is None and not (arguments.list or arguments.gone):
         raise InvalidInput("name an entity, or pass --list to see all erasures", field="entity")
+    for copy in declare_gone(store, arguments.gone) if arguments.gone else ():
+        err.print(f"forgotten: copies of {copy.generation} on {copy.host}", markup=False)
     raw = None if arguments.entity is None else canonical_id(arguments.entity)
     erasure, is_new = None, False
     if raw is not None and arguments.forget:
@@ -52,6 +56,7 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
                     # Also of one that is done: a request under way when it was blocked may have left a record since.
                     dropped = drop_overlays(config, store, releases.control, [erasure])
                     drop_hot(config, store, releases.control, [erasure])
+                sweep_copies(store)
                 standings = settle(config, releases)
         except LarderError as error:
             err.print(f"Redis could not be asked: {error.message}", markup=False)
@@ -95,15 +100,24 @@ def _shown(standings: Sequence[Standing], dropped: int | None) -> list[Table | s
         erasure = each.erasure
         done = erasure.done_at and f"done {_time(erasure.done_at)}"
         word = f"forgotten: {erasure.reason}" if each.word == "forgotten" else done or each.word
-        rows = [(held.generation, when) for held, when in each.held] or [("", "")]
+        rows = [(_holder(held), when) for held, when in each.held] or [("", "")]
         table.add_row(_plain(erasure.entity), erasure.kind, _time(erasure.at), word, *rows[0])
         for row in rows[1:]:
             table.add_row("", "", "", "", *row)
     pending = sum(each.word == "pending" for each in standings)
     lines = [f"{pending} pending, {len(standings) - pending} done or forgotten"]
+    if any(held.is_copy for each in standings for held, _ in each.held):
+        lines.append(
+            "copies go with the next step, `retire` or service that runs on their host once they are an hour old; a "
+            "host that never runs again keeps an erasure pending until `erase --gone HOST` (or a pattern) says so"
+        )
     if dropped is not None:
         lines.append(f"{dropped} overlays dropped")
     return [table, *lines] if standings else ["no such erasure"]
+
+
+def _holder(held: Held) -> str:
+    return f"{held.generation} on {held.host}" if held.is_copy else held.generation
 
 
 def _plain(entity: str) -> str:

@@ -1,6 +1,7 @@
 """Erasing an entity: blocked at once, overlays dropped, left out from the next night on, done when nothing holds it."""
 
 import contextlib
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ from precompute.erasures.holders import Held, holders
 from precompute.releases.control import Control
 from precompute.releases.release_log import ReleaseLog, View, standing
 from precompute.releases.states import UNFINISHED, State
+from precompute.room import retained
 
 UNLINK_BATCH = 256
 SEEDS = (0, 1)
@@ -53,22 +55,30 @@ class Standing:
 def begin_erasing(
     store: ArtefactStore, raw: bytes, kind: EntityKind, *, at: float
 ) -> tuple[Erasure, bool]:
-    """Write the request down, then block; safe to repeat. The erasure, and whether it is new."""
-    known = find_erasure(all_erasures(store), raw, kind)
+    """Block, then write the request down; safe to repeat. The erasure, and whether it is new.
+
+    Blocked first, however many erasures have to be read to write one more.
+    """
     was_blocked = kind == "item" and raw in latest_blocklist(store).items
-    erasure = request(store, raw, kind, at=at, was_blocked=was_blocked)
+    _block(store, [(raw, kind)])
+    known = all_erasures(store)
+    erasure = request(store, raw, kind, at=at, was_blocked=was_blocked, known=known)
+    # Until it was written down, whoever unblocks was not stopped by it.
     block_erased(store, [erasure])
-    return erasure, known is None
+    return erasure, find_erasure(known, raw, kind) is None
 
 
 def block_erased(store: ArtefactStore, erasures: Iterable[Erasure]) -> None:
     """Whatever was unblocked meanwhile: these are blocked."""
-    ours = [each for each in erasures if each.is_in_force]
-    if ours:
+    _block(store, [(each.raw, each.kind) for each in erasures if each.is_in_force])
+
+
+def _block(store: ArtefactStore, entities: Sequence[tuple[bytes, EntityKind]]) -> None:
+    if entities:
         change_blocklist(
             store,
-            block_users=[each.raw for each in ours if each.kind == "user"],
-            block_items=[each.raw for each in ours if each.kind == "item"],
+            block_users=[raw for raw, kind in entities if kind == "user"],
+            block_items=[raw for raw, kind in entities if kind == "item"],
         )
 
 
@@ -161,15 +171,19 @@ def settle(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
         drop_hot(config, store, control, pending)
         # Rows before files: a night notes itself before it looks for erasures, and writes files after.
         held = holders(store, pending, control.rows())
-        for each in pending:
-            if not held[each.number]:
-                mark_done(store, each, at=releases.clock())
-    return look(config, releases)
+        erasures = [
+            each if held.get(each.number, True) else mark_done(store, each, at=releases.clock())
+            for each in erasures
+        ]
+    return look(config, releases, erasures)
 
 
-def look(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
-    """How every erasure stands, oldest first; changes nothing."""
-    erasures = all_erasures(releases.store)
+def look(
+    config: NightConfig, releases: ReleaseLog, erasures: Sequence[Erasure] | None = None
+) -> list[Standing]:
+    """How every erasure (or each of those just read) stands, oldest first; changes nothing."""
+    if erasures is None:
+        erasures = all_erasures(releases.store)
     pending = [each for each in erasures if each.is_pending]
     if not pending:
         return [Standing(each) for each in erasures]
@@ -192,7 +206,13 @@ def look_without_redis(store: ArtefactStore) -> list[Standing]:
     erasures = all_erasures(store)
     held = holders(store, [each for each in erasures if each.is_pending], {})
     return [
-        Standing(each, tuple((found, "") for found in held.get(each.number, ())))
+        Standing(
+            each,
+            tuple(
+                (found, _fate_of_copy(found, time.time()) if found.is_copy else "")
+                for found in held.get(each.number, ())
+            ),
+        )
         for each in erasures
     ]
 
@@ -201,21 +221,33 @@ def _fate(config: NightConfig, view: View, held: Held, now: float) -> str:
     """When what holds an entity may be swept."""
     generation, ledger = held.generation, view.ledger
     if held.is_copy:
-        return "this host's copy, swept an hour after its last change"
+        return _fate_of_copy(held, now)
     if ledger.is_pinned(generation, now):
         until = (ledger.pinned or {}).get(generation)
         when = "unpinned" if until is None else f"{datetime.fromtimestamp(until, UTC):%Y-%m-%d}"
         return f"pinned until {when}"
     state = standing(generation, ledger, view.rows.get(generation))
     if state is State.LIVE:
-        return f"live, swept once {config.keep} newer generations have followed the next one"
-    if state is State.SUPERSEDED:
         return (
-            f"superseded, swept once it is not among the newest {config.keep} and nobody holds it"
+            f"live, swept once {retained(config.keep)} newer generations have followed the next one"
         )
+    if state is State.SUPERSEDED:
+        return f"superseded, swept once it is not among the newest {retained(config.keep)} and nobody holds it"
     if state is None or state in UNFINISHED:
         hours = config.abandon_after_s / 3600
         return (
             f"{state or 'begun'}, swept if older than the live one and untouched for {hours:.0f} h"
         )
     return f"{state}, swept by the next retire that finds no replica holding it"
+
+
+def _fate_of_copy(held: Held, now: float) -> str:
+    hours = max(0.0, now - held.at) / 3600
+    age = (
+        ""
+        if not held.at
+        else f" for {hours / 24:.0f} days"
+        if hours > 48
+        else f" for {hours:.0f} h"
+    )
+    return f"copied there{age}, swept by the next step or service on that host"

@@ -5,7 +5,7 @@ the generations that still hold it, nor in the sources of later nights.
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -20,12 +20,15 @@ from cache.artefacts import ArtefactStore
 from cache.errors import Conflict, CorruptArtefact, InvalidInput
 from cache.keys import canonical_id
 from cache.manifest import EntityKind
+from cache.packs import pack, read_files
 from precompute.columns import Ids
 from precompute.sources import Interactions
 
 WRITE_TRIES = 16
+FOLDER = "erasures"
 
 _REQUEST = re.compile(r"([0-9]{12})\.json")
+_FILE = re.compile(r"[0-9]{12}\.(json|done|forgotten)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +118,19 @@ def _keeps(ids: Ids, erased: Any) -> NDArray[np.bool_]:
 
 def all_erasures(store: ArtefactStore) -> list[Erasure]:
     """Every request, oldest first; raises CorruptArtefact for one that cannot be read: nobody may slip through."""
-    names = set(store.names("erasures"))
+    listed = frozenset(store.names(FOLDER))
+    files, loose = read_files(
+        store, FOLDER, listed, [each for each in sorted(listed) if _FILE.fullmatch(each)]
+    )
     found = []
-    for number in sorted(int(each[1]) for name in names if (each := _REQUEST.fullmatch(name))):
-        erasure = _read(store, number)
-        if f"{number:012d}.done" in names:
-            erasure = replace(erasure, done_at=_mark(store, number, "done")["at"])
-        if f"{number:012d}.forgotten" in names:
-            mark = _mark(store, number, "forgotten")
+    for number in sorted(int(each[1]) for name in listed if (each := _REQUEST.fullmatch(name))):
+        erasure = _read(files, number)
+        if (mark := _mark(files, number, "done", listed)) is not None:
+            erasure = replace(erasure, done_at=mark["at"])
+        if (mark := _mark(files, number, "forgotten", listed)) is not None:
             erasure = replace(erasure, forgotten_at=mark["at"], reason=mark["reason"])
         found.append(erasure)
+    pack(store, FOLDER, {name: files[name] for name in loose})
     return found
 
 
@@ -135,11 +141,17 @@ def find_erasure(erasures: Iterable[Erasure], raw: bytes, kind: EntityKind) -> E
 
 
 def request(
-    store: ArtefactStore, raw: bytes, kind: EntityKind, *, at: float, was_blocked: bool = False
+    store: ArtefactStore,
+    raw: bytes,
+    kind: EntityKind,
+    *,
+    at: float,
+    was_blocked: bool = False,
+    known: Sequence[Erasure] | None = None,
 ) -> Erasure:
-    """Write a request down; one that is in force already is found, not doubled."""
+    """Write a request down; one that is in force already is found, not doubled. `known`: what was just read."""
     for _ in range(WRITE_TRIES):
-        erasures = all_erasures(store)
+        erasures = all_erasures(store) if known is None else known
         if (found := find_erasure(erasures, raw, kind)) is not None:
             return found
         number = max((each.number for each in erasures), default=0) + 1
@@ -148,12 +160,14 @@ def request(
         body = _json({name: getattr(asked, name) for name in fields})
         if store.write_once(_path(number, "json"), body):
             return asked
+        known = None
     raise Conflict(f"{WRITE_TRIES} other erasures were being written at the same time; try again")
 
 
-def mark_done(store: ArtefactStore, erasure: Erasure, *, at: float) -> None:
-    """No generation holds the entity any more."""
+def mark_done(store: ArtefactStore, erasure: Erasure, *, at: float) -> Erasure:
+    """No generation holds the entity any more; the erasure as it now stands."""
     store.write_once(_path(erasure.number, "done"), _json({"at": at}))
+    return replace(erasure, done_at=at)
 
 
 def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, at: float, reason: str) -> None:
@@ -175,8 +189,8 @@ def demand_unerased(store: ArtefactStore, items: Collection[bytes]) -> None:
         )
 
 
-def _read(store: ArtefactStore, number: int) -> Erasure:
-    data = _load(store, _path(number, "json"))
+def _read(files: Mapping[str, bytes], number: int) -> Erasure:
+    data = _load(files, _path(number, "json"))
     try:
         canonical_id(data["entity"])
         if data["number"] != number or data["kind"] not in ("user", "item"):
@@ -186,13 +200,17 @@ def _read(store: ArtefactStore, number: int) -> Erasure:
         raise CorruptArtefact(f"{_path(number, 'json')} is no erasure: {error}") from error
 
 
-def _mark(store: ArtefactStore, number: int, what: str) -> dict[str, Any]:
-    return {"at": 0.0, "reason": "", **_load(store, _path(number, what))}
+def _mark(
+    files: Mapping[str, bytes], number: int, what: str, listed: Collection[str]
+) -> dict[str, Any] | None:
+    path = _path(number, what)
+    is_there = path.removeprefix(f"{FOLDER}/") in listed
+    return {"at": 0.0, "reason": "", **_load(files, path)} if is_there else None
 
 
-def _load(store: ArtefactStore, path: str) -> dict[str, Any]:
+def _load(files: Mapping[str, bytes], path: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = orjson.loads(store.read(path) or b"")
+        found: dict[str, Any] = orjson.loads(files.get(path.removeprefix(f"{FOLDER}/"), b""))
     except orjson.JSONDecodeError as error:
         raise CorruptArtefact(f"{path} cannot be read: {error}") from error
     return found
@@ -203,4 +221,4 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _path(number: int, kind: str) -> str:
-    return f"erasures/{number:012d}.{kind}"
+    return f"{FOLDER}/{number:012d}.{kind}"

@@ -16,11 +16,13 @@ from cache.errors import CorruptArtefact, StoreError
 from cache.keys import hash_ids
 from cache.manifest import GENERATION, EntityKind, Manifest
 from precompute.catalogue import directory_file
+from precompute.erasures.copies import Copy, copies_on_hosts, left_out
 from precompute.erasures.erasure import Erasure
 from precompute.gates import holdout
 from precompute.releases.control import Row
 from precompute.releases.states import UNFINISHED
 from precompute.scoring.shard_files import NAMING, shard_of
+from precompute.unusable import ids_in
 
 Fetch = Callable[[str], Path]
 """A finished file of the generation on this host; raises StoreError when there is none."""
@@ -28,10 +30,16 @@ Fetch = Callable[[str], Path]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What holds an entity; `is_copy` marks files on this host of what the store no longer has."""
+    """What holds an entity; with a `host`, its copies of what the store no longer has, there since `at`."""
 
     generation: str
-    is_copy: bool = False
+    host: str = ""
+    at: float = 0.0
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether only a host has it."""
+        return bool(self.host)
 
 
 def holders(
@@ -43,15 +51,23 @@ def holders(
     """
     stored = [each for each in store.names("generations") if GENERATION.fullmatch(each)]
     begun = [each for each, row in rows.items() if row.state in UNFINISHED and each not in stored]
-    copies = sorted(set(store.host_copies()) - set(stored) - set(begun))
     found: dict[int, list[Held]] = {each.number: [] for each in erasures}
     for generation in sorted({*stored, *begun}):
         for number in _held_by(store, generation, erasures):
             found[number].append(Held(generation))
-    for generation in copies:
-        for number in found:
-            found[number].append(Held(generation, is_copy=True))
+    copies = _copies(store, but={*stored, *begun})
+    spared = {each: left_out(store, each) for each in {copy.generation for copy in copies}}
+    for copy in copies:
+        for number in found.keys() - spared[copy.generation]:
+            found[number].append(Held(copy.generation, copy.host, copy.at))
     return {number: tuple(each) for number, each in found.items()}
+
+
+def _copies(store: ArtefactStore, *, but: Collection[str]) -> list[Copy]:
+    """All that hosts recorded, and what lies here unrecorded."""
+    recorded = copies_on_hosts(store, but=but)
+    here = set(store.host_copies()) - {each.generation for each in recorded} - set(but)
+    return [*recorded, *(Copy(each, "this host", 0.0) for each in sorted(here))]
 
 
 def _held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure]) -> Collection[int]:
@@ -92,10 +108,12 @@ def _looked_up(
     manifest: Manifest | None,
     fetch: Fetch,
 ) -> set[int]:
-    """Numbers of those in the directory, in the partition or among the interactions beyond the cut."""
+    """Numbers of those in the directory, the partition, the reports or among the interactions beyond the cut."""
     seed, shards = begun[f"{kind}_seed"], len(begun["bounds"]) - 1
     hashes = hash_ids([each.raw for each in erasures], seed)
-    found = set()
+    told = ids_in(begun.get("unusable", {}))
+    told |= ids_in({} if manifest is None else manifest.facts.get("unusable", {}))
+    found = {each.number for each in erasures if each.entity in told}
     for shard in np.unique(shard_of(hashes, shards)).tolist():
         ours = np.flatnonzero(shard_of(hashes, shards) == shard)
         if kind == "item" or manifest is not None:

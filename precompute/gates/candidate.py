@@ -20,8 +20,8 @@ class Candidate:
 
     `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
     may hold, `erased` what this night left out because it had to, `governor` how reading pages back spares readers
-    (None: not at all), `unreadable` the live generation whose manifest cannot be read. `evidence` is gathered once for
-    all gates.
+    (None: not at all), `unreadable` the live generation whose manifest cannot be read, `keep` how many superseded ones
+    sweeps leave. `evidence` is gathered once for all gates.
     """
 
     manifest: Manifest
@@ -37,6 +37,7 @@ class Candidate:
     governor: GovernorConfig | None = None
     given: Evidence | None = field(default=None, repr=False)
     unreadable: str | None = None
+    keep: int = 1
 
     def __post_init__(self) -> None:
         if self.given is None:

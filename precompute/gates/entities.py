@@ -1,26 +1,44 @@
 """Gates on who has a record: ids neither lost, invented, doubled nor exchanged."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from cache.directory import Directory
-from cache.keys import fingerprints, hash_ids
+from cache.keys import FINGERPRINT_SEED, hash_ids
 from cache.manifest import Table
+from precompute.catalogue import item_texts
+from precompute.columns import text_hashes
 from precompute.gates.candidate import Candidate
-from precompute.gates.user_sample import read_ids, sampled_shards
+from precompute.gates.user_sample import names_of, sampled_shards
 from precompute.gates.verdict import Verdict, at_least, none_of
+from precompute.vocabulary import AT_ONCE
 
 
 def coverage_of_source(candidate: Candidate) -> Verdict:
-    """Users with a record, of all that the sources name: as counted by the night and in the partition's own files."""
-    manifest, users = candidate.manifest, candidate.evidence.users
-    counted = manifest.entity_sets["user"].count / max(1, manifest.facts["users_in_source"])
+    """Users with an answer in the worst table, of all that the sources name.
+
+    As counted by the night, and as the partition's own files name users with a record.
+    """
+    manifest, users, evidence = candidate.manifest, candidate.evidence.users, candidate.evidence
+    named = max(1, manifest.facts["users_in_source"])
+    count = manifest.entity_sets["user"].count
+    answers = {
+        name: count - scan.absent
+        for name, scan in evidence.scans.items()
+        if scan.table.entity == "user"
+    }
+    worst = min(answers, key=lambda name: answers[name], default="")
+    counted = answers.get(worst, count) / named
     measured = users.with_record / max(1, users.in_source)
     return at_least(
         "coverage_of_source",
         min(counted, measured),
         candidate.thresholds.coverage_of_source,
-        f"{manifest.entity_sets['user'].count:,} of {manifest.facts['users_in_source']:,} users",
+        f"{answers.get(worst, count):,} of {named:,} users{f' in {worst}' if worst else ''}",
     )
 
 
@@ -66,10 +84,13 @@ def directories_sorted(candidate: Candidate) -> Verdict:
     rule, wanted = "directories_sorted", "strictly ascending"
     for entities in candidate.manifest.entity_sets.values():
         directory = Directory.open(candidate.root, entities)
-        hashes = directory.hashes()
-        if len(hashes) != entities.count:
-            return Verdict(rule, False, len(hashes), entities.count, f"{entities.name}: count")
-        ascending = bool((hashes[1:] > hashes[:-1]).all())
+        if directory.count != entities.count:
+            return Verdict(rule, False, directory.count, entities.count, f"{entities.name}: count")
+        filled = [part for part in directory.parts if len(part)]
+        pairs = zip(filled[1:], filled, strict=False)
+        ascending = all(_ascends(part) for part in filled) and all(
+            later[0] > before[-1] for later, before in pairs
+        )
         starts_well = all(
             not len(part) or part[0] >= np.uint64(entry.first_hash)
             for part, entry in zip(directory.parts, entities.parts, strict=True)
@@ -79,19 +100,38 @@ def directories_sorted(candidate: Candidate) -> Verdict:
     return Verdict(rule, True, wanted, wanted)
 
 
+def _ascends(hashes: NDArray[np.uint64]) -> bool:
+    starts = range(0, len(hashes), AT_ONCE)
+    chunks = (hashes[start : start + AT_ONCE + 1] for start in starts)
+    return all(bool((chunk[1:] > chunk[:-1]).all()) for chunk in chunks)
+
+
 def known_ids(candidate: Candidate) -> Verdict:
     """Every hash of a directory is that of an id which the sources or the item table name."""
-    items, directories = candidate.items, candidate.evidence.directories
-    raws = [items.raw_id(ordinal) for ordinal in range(items.count)]
-    hashes = hash_ids(raws, directories["item"].seed)
+    directories = candidate.evidence.directories
+    hashes = text_hashes(item_texts(candidate.items), directories["item"].seed)
     wrong = int((hashes != directories["item"].hashes()).sum())
-    if wrong or len(set(raws)) != len(raws):
+    if wrong or not _ascends(hashes):
         return none_of("known_ids", max(1, wrong), "items whose id and place differ, or twice")
     entities, unknown = candidate.manifest.entity_sets["user"], 0
     for shard in sampled_shards(entities):
-        named = hash_ids(read_ids(candidate.root / "work/partition", shard), entities.seed)
-        unknown += int(np.isin(directories["user"].parts[shard], named, invert=True).sum())
+        part = directories["user"].parts[shard]
+        named = np.zeros(len(part), np.bool_)
+        for _, places in _named(candidate, shard):
+            named[places] = True
+        unknown += int((~named).sum())
     return none_of("known_ids", unknown, "users with a record whom the sources do not name")
+
+
+def _named(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+    """(Arrow strings, their places) of the users of a shard that the sources name and that have a record."""
+    entities = candidate.manifest.entity_sets["user"]
+    part = candidate.evidence.directories["user"].parts[shard]
+    for texts in names_of(candidate.root / "work/partition", shard) if len(part) else ():
+        hashes = text_hashes(texts, entities.seed)
+        places = np.minimum(part.searchsorted(hashes), len(part) - 1)
+        known = part[places] == hashes
+        yield texts.filter(pa.array(known)), places[known]
 
 
 def record_ids(candidate: Candidate) -> Verdict:
@@ -100,18 +140,27 @@ def record_ids(candidate: Candidate) -> Verdict:
     All items, and all users whose partition gates read.
     """
     wrong, noted = 0, ""
-    expected = {
-        "item": _item_fingerprints(candidate),
-        "user": _user_fingerprints(candidate),
-    }
-    for table in candidate.manifest.tables.values():
-        if (found := _misplaced(candidate, table, expected[table.entity])) and not noted:
-            noted = f"records of {table.name} that belong to another entity, or twice"
+    tables = list(candidate.manifest.tables.values())
+    faults = {table.name: _out_of_place(candidate, table) for table in tables}
+    whole = [table for table in tables if not faults[table.name]]
+    for table in whole:
+        faults[table.name] = candidate.evidence.scans[table.name].fingerprints.repeated()
+    for entity, start, expected in _expected(candidate):
+        for table in whole:
+            if table.entity == entity:
+                marks = candidate.evidence.scans[table.name].fingerprints.read(start, len(expected))
+                misplaced = (marks != expected) & (expected != 0)
+                faults[table.name] += int(np.count_nonzero(misplaced))
+    for name, found in faults.items():
+        noted = noted or (
+            f"records of {name} that belong to another entity, or twice" if found else ""
+        )
         wrong += found
     return none_of("record_ids", wrong, noted)
 
 
-def _misplaced(candidate: Candidate, table: Table, expected: NDArray[np.uint64]) -> int:
+def _out_of_place(candidate: Candidate, table: Table) -> int:
+    """How many records are too many or too few for the table's directory; at least 1 where its parts differ."""
     scan, directory = (
         candidate.evidence.scans[table.name],
         candidate.evidence.directories[table.entity],
@@ -119,24 +168,16 @@ def _misplaced(candidate: Candidate, table: Table, expected: NDArray[np.uint64])
     counts = [part.count for part in table.parts]
     if counts != [len(part) for part in directory.parts] or scan.records != directory.count:
         return int(max(1, abs(scan.records - directory.count)))
-    found = np.concatenate([*scan.fingerprints, np.empty(0, np.uint64)])
-    known = expected != 0
-    misplaced = int(np.count_nonzero((found != expected) & known))
-    return misplaced + len(found) - len(np.unique(found))
+    return 0
 
 
-def _item_fingerprints(candidate: Candidate) -> NDArray[np.uint64]:
-    items = candidate.items
-    return fingerprints([items.raw_id(ordinal) for ordinal in range(items.count)])
-
-
-def _user_fingerprints(candidate: Candidate) -> NDArray[np.uint64]:
-    """By position; 0 where nobody says whose the record is."""
-    directory = candidate.evidence.directories["user"]
-    entities, found = candidate.manifest.entity_sets["user"], np.zeros(directory.count, np.uint64)
-    for shard in sampled_shards(entities):
-        raws = read_ids(candidate.root / "work/partition", shard)
-        positions = directory.find_many(hash_ids(raws, entities.seed))
-        known = positions >= 0
-        found[positions[known]] = fingerprints(raws)[known]
-    return found
+def _expected(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint64]]]:
+    """(entity, first position, fingerprints from there on), a shard of users at a time; 0 where nobody says whose."""
+    yield "item", 0, text_hashes(item_texts(candidate.items), FINGERPRINT_SEED)
+    parts = candidate.evidence.directories["user"].parts
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    for shard in sampled_shards(candidate.manifest.entity_sets["user"]):
+        expected = np.zeros(len(parts[shard]), np.uint64)
+        for texts, places in _named(candidate, shard):
+            expected[places] = text_hashes(texts, FINGERPRINT_SEED)
+        yield "user", starts[shard], expected

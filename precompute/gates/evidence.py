@@ -15,10 +15,11 @@ from cache.items import ItemTable, Ordinals
 from cache.keys import hash_ids
 from cache.manifest import Manifest, Table
 from cache.tower import Histories, Inputs, Tower
-from precompute.catalogue import ITEM_FEATURES, item_features
+from precompute.catalogue import ITEM_FEATURES, item_features, item_texts, ordinals_of_texts
 from precompute.gates.scan import Scan, read_records, scan_table
 from precompute.gates.user_sample import UserSample, sample_users
 from precompute.models.bundle import Bundle, BundleModel
+from precompute.models.index import lengths_of
 from precompute.models.inputs import bind, usable_inputs
 
 ITEM_STRATUM = 64
@@ -107,8 +108,7 @@ class Evidence:
         """int64[live items]: the live generation's items as ordinals of this one; a negative one of its own if gone."""
         if self.live_items is None:
             return np.empty(0, np.int64)
-        raws = [self.live_items.raw_id(ordinal) for ordinal in range(self.live_items.count)]
-        found = np.asarray(self.items.ordinals_of(raws))
+        found = ordinals_of_texts(self.items, item_texts(self.live_items))
         return np.where(found >= 0, found, -1 - np.arange(len(found)))
 
     @cached_property
@@ -123,13 +123,12 @@ class Evidence:
     @cached_property
     def item_strata(self) -> Mapping[str, NDArray[np.int64]]:
         """Ordinals of items with the longest vectors (head), the shortest, new against the live one, and any."""
-        lengths = np.linalg.norm(self.items.vectors, axis=1)
+        lengths = lengths_of(self.items.vectors)
         order = np.argsort(-lengths, kind="stable")
         spread = np.unique(np.linspace(0, self.items.count - 1, 2 * ITEM_STRATUM).astype(np.int64))
         strata = {"head": order[:ITEM_STRATUM], "tail": order[-ITEM_STRATUM:], "spread": spread}
         if self.live_items is not None:
-            every = [self.items.raw_id(ordinal) for ordinal in range(self.items.count)]
-            new = np.flatnonzero(np.asarray(self.live_items.ordinals_of(every)) < 0)
+            new = np.flatnonzero(ordinals_of_texts(self.live_items, item_texts(self.items)) < 0)
             strata["new"] = new[:ITEM_STRATUM]
         return {name: rows for name, rows in strata.items() if len(rows)}
 
@@ -152,14 +151,21 @@ class Evidence:
 
     def item_inputs(self, model: BundleModel, rows: NDArray[np.int64]) -> Inputs:
         """Inputs of items for a model of items."""
-        features: Mapping[str, NDArray[Any]] = {}
-        if model.spec.features:
-            features = item_features(self.root / ITEM_FEATURES, model.spec)
+        features, _ = self._item_features(model)
         return bind(
             model.spec,
             features={name: value[rows] for name, value in features.items()},
             index=self.items.to_model(Ordinals(rows)),
         )
+
+    def item_rows_for(self, model: BundleModel) -> NDArray[np.int64]:
+        """Those of the sampled items that have what a model of items wants."""
+        return self.item_rows[self._item_features(model)[1][self.item_rows]]
+
+    def _item_features(
+        self, model: BundleModel
+    ) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
+        return item_features(self.root / ITEM_FEATURES, model.spec, self.items.count)
 
     def run(self, model: BundleModel, inputs: Inputs) -> NDArray[np.float32]:
         """A model's full-precision outputs, from the bundle's own file."""
@@ -169,7 +175,9 @@ class Evidence:
     def user_vectors(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """(vectors float32 [n, dims], their rows of the sample)."""
         inputs, rows = self.user_inputs(self.bundle.user_tower)
-        return self.run(self.bundle.user_tower, inputs), rows
+        vectors = self.run(self.bundle.user_tower, inputs)
+        finite = np.isfinite(vectors).all(axis=1)  # whose is not has no record
+        return vectors[finite], rows[finite]
 
     @cached_property
     def seen(self) -> Histories:

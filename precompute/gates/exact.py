@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.manifest import Table
-from cache.records import Layout
+from cache.records import ABSENT, Layout
 from cache.tower import Histories
 from precompute.gates.candidate import Candidate
 from precompute.gates.scan import numbers_of
@@ -60,7 +60,9 @@ def exact_numbers(candidate: Candidate) -> Verdict:
             continue
         model = models[str(table.producer.model)]
         expected, positions = _outputs(candidate, model)
-        stored = numbers_of(table.layout, evidence.records_of(table, positions))
+        records = evidence.records_of(table, positions)
+        there = records["flags"] != ABSENT  # how many are not, coverage judges
+        expected, stored = expected[there], numbers_of(table.layout, records[there])
         tolerance = OUTPUT_ROUNDING + STEP[table.layout.precision]
         shares[table.name] = _share(_rows_equal(expected, stored, tolerance))
     return _worst("exact_numbers", candidate, shares)
@@ -103,7 +105,7 @@ def _outputs(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArray[
     """(a model's outputs in full precision, the positions of the entities they are for)."""
     evidence = candidate.evidence
     if model.entity == "item":
-        positions = evidence.item_rows
+        positions = evidence.item_rows_for(model)
         return evidence.run(model, evidence.item_inputs(model, positions)).astype(
             np.float64
         ), positions
@@ -134,9 +136,11 @@ def _right_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
         vectors = candidate.items.vectors[positions]
         excluded = Histories.of([[row] for row in positions.tolist()])
     records = evidence.records_of(table, positions)
-    right = np.zeros(len(positions), np.bool_)
-    for start in range(0, len(positions), ROWS_AT_ONCE):
-        some = np.arange(start, min(start + ROWS_AT_ONCE, len(positions)))
+    there = np.flatnonzero(records["flags"] != ABSENT)
+    vectors, excluded, records = vectors[there], excluded.take(there), records[there]
+    right = np.zeros(len(there), np.bool_)
+    for start in range(0, len(there), ROWS_AT_ONCE):
+        some = np.arange(start, min(start + ROWS_AT_ONCE, len(there)))
         right[some] = _compare(
             vectors[some].astype(np.float64), candidate.items.vectors, excluded.take(some),
             records["items"][some], records["count"][some].astype(np.int64),

@@ -21,6 +21,10 @@ class Holdout:
 
     def __init__(self, users_max: int = USERS_MAX) -> None:
         self._users_max = users_max
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was taken in: the sources are read again."""
         self._below = 2**64
         self._marks: dict[str, int] = {}
         self._items: dict[str, dict[str, None]] = {}

@@ -1,24 +1,52 @@
-"""Gates on this host: whether previous, live and the next generation fit its disk and its memory."""
+"""Gates on the readers' hosts: whether the generations of a peak fit the memory and the disk that replicas report."""
 
-import os
-import shutil
-from pathlib import Path
-from typing import Final
+from collections.abc import Callable
+from dataclasses import replace
 
-from precompute.bulk.load import total_bytes
 from precompute.gates.candidate import Candidate
 from precompute.gates.verdict import Verdict, at_least
-
-GENERATIONS: Final = 3
-"""Previous, live and the one being loaded coexist on a reader's host."""
+from precompute.releases.control import Replica
+from precompute.room import generations_at_peak
 
 
 def disk_headroom(candidate: Candidate) -> Verdict:
-    """Room for one more generation like this one: the next night's, while this one and the last are still here."""
-    size_bytes = _mapped_bytes(candidate) + total_bytes(candidate.manifest)
-    return disk_verdict(
-        disk_free_bytes(candidate.root), size_bytes, candidate.thresholds.disk_headroom
-    )
+    """Room on each replica's disk for its copy of this generation."""
+    size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.disk_headroom
+
+    def judge(replica: Replica) -> Verdict | None:
+        free = replica.disk_free_bytes
+        return None if free is None else disk_verdict(free, size_bytes, threshold)
+
+    return _tightest(candidate, "disk_headroom", threshold, judge)
+
+
+def memory_headroom(candidate: Candidate) -> Verdict:
+    """What readers map of the generations of a peak fits the memory available to each replica."""
+    size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.memory_headroom
+    generations = generations_at_peak(candidate.keep)
+
+    def judge(replica: Replica) -> Verdict | None:
+        left = replica.memory_available_bytes
+        if left is None:
+            return None
+        return memory_verdict(left, size_bytes, threshold, generations=generations)
+
+    return _tightest(candidate, "memory_headroom", threshold, judge)
+
+
+def _tightest(
+    candidate: Candidate, rule: str, threshold: float, judge: Callable[[Replica], Verdict | None]
+) -> Verdict:
+    """The verdict on the replica with the least room; this host is no reader's, so nobody to ask means passed."""
+    found = [
+        (each.name, verdict)
+        for each in candidate.control.replicas()
+        if (verdict := judge(each)) is not None
+    ]
+    if not found:
+        return Verdict(rule, True, None, threshold, "no live replica says what its host has left")
+    name, verdict = min(found, key=lambda each: float(each[1].value or 0))
+    return replace(verdict, note=f"{verdict.note} on {name}")
 
 
 def disk_verdict(
@@ -34,38 +62,17 @@ def disk_verdict(
     )
 
 
-def memory_headroom(candidate: Candidate) -> Verdict:
-    """What readers map of three generations fits the memory that is available."""
-    return memory_verdict(
-        memory_available_bytes(), _mapped_bytes(candidate), candidate.thresholds.memory_headroom
-    )
-
-
-def memory_verdict(available_bytes: int, mapped_bytes: int, threshold: float) -> Verdict:
-    """Whether a host's memory holds what readers map of three generations of this size."""
-    size_bytes = GENERATIONS * mapped_bytes
+def memory_verdict(
+    available_bytes: int, mapped_bytes: int, threshold: float, *, generations: int
+) -> Verdict:
+    """Whether a host's memory holds what readers map of so many generations of this size."""
+    size_bytes = generations * mapped_bytes
     return at_least(
         "memory_headroom",
         available_bytes / max(1, size_bytes),
         threshold,
-        f"{available_bytes:,} bytes available, previous, live and this one map {size_bytes:,}",
+        f"{available_bytes:,} bytes available, {generations} generations map {size_bytes:,}",
     )
-
-
-def disk_free_bytes(folder: Path) -> int:
-    """Free bytes of the file system that holds a folder."""
-    return shutil.disk_usage(folder).free
-
-
-def memory_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Memory that programs can still have; where the system does not say, all that the machine has."""
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except FileNotFoundError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _mapped_bytes(candidate: Candidate) -> int:

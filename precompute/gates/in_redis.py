@@ -1,19 +1,21 @@
 """Gates on Redis: what it may evict, what it holds, and whether everything fits beside everything."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from secrets import token_hex
 from typing import Any, Final, cast
 
 import redis
 
+from cache.errors import NotJudged
 from cache.manifest import Manifest
 from cache.servers import masters, shares
-from precompute.bulk.governor import open_governor
+from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.headroom import unevictable_bytes
-from precompute.bulk.load import BadPage, parts_of, verify_part
+from precompute.bulk.load import BadPage, Part, load_part, parts_of, verify_part
 from precompute.gates.candidate import Candidate
 from precompute.gates.verdict import Verdict, at_most
 
-READ_CHUNK_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 20
 
 
 def maxmemory_policy(candidate: Candidate) -> Verdict:
@@ -75,27 +77,57 @@ def redis_verdict(name: str, used_bytes: int, limit: int, what: str, threshold: 
 
 
 def pages_in_redis(candidate: Candidate) -> Verdict:
-    """Every page, read back from Redis, has its checksum."""
-    client, keys, manifest = candidate.control.client, candidate.control.keys, candidate.manifest
-    pages, bad = 0, []
-    pacing = candidate.governor and open_governor(candidate.governor, candidate.control)
+    """Every page, read back from Redis, has its checksum; what Redis lost is loaded once more.
+
+    What is done is noted in Redis itself, part by part, so that another try goes on from there: notes of a server that
+    has started since are worth nothing, and whoever writes a part drops its note.
+    """
+    control, manifest = candidate.control, candidate.manifest
+    noted, parts = control.keys.loaded(manifest.generation), parts_of(manifest)
+    started = _run_ids(control.client)
+    notes: Any = control.client.hgetall(noted)
+    again = 0
+    pacing = candidate.governor and open_governor(candidate.governor, control)
     with pacing or nullcontext() as governor:
-        for part in parts_of(manifest):
-            # Every part is read, also after a bad one: one more `load` must repair them all.
-            try:
-                pages += verify_part(
-                    client, keys, manifest, candidate.root, part,
-                    chunk_bytes=READ_CHUNK_BYTES, governor=governor,
-                )  # fmt: skip
-            except BadPage as error:
-                bad.append(error.message)
-    return Verdict(
-        "pages_in_redis",
-        not bad,
-        pages,
-        manifest_pages(manifest),
-        bad[0] if bad else "pages whose checksum matched",
-    )
+        for part in parts:
+            note = b" ".join((part.mark, started))
+            if notes.get(part.read.encode()) == note:
+                continue
+            again += _read_back(candidate, part, governor)
+            with suppress(redis.exceptions.OutOfMemoryError):  # only the next try would miss it
+                control.client.hset(noted, part.read, note.decode())
+    pages = manifest_pages(manifest)
+    control.client.hdel(noted, *(part.read for part in parts))
+    told = f"pages whose checksum matched, {again} parts of them loaded once more" if again else ""
+    return Verdict("pages_in_redis", True, pages, pages, told or "pages whose checksum matched")
+
+
+def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> bool:
+    """Whether the part had to be loaded once more; raises NotJudged when not even that helped."""
+    given = (
+        candidate.control.client, candidate.control.keys, candidate.manifest, candidate.root, part,
+    )  # fmt: skip
+    try:
+        verify_part(*given, chunk_bytes=CHUNK_BYTES, governor=governor)
+        return False
+    except BadPage:
+        # The generation is not to blame: its files are as they should be, Redis lost or changed what it was sent.
+        load_part(*given, chunk_bytes=CHUNK_BYTES, governor=governor)
+    try:
+        verify_part(*given, chunk_bytes=CHUNK_BYTES, governor=governor)
+    except BadPage as error:
+        raise NotJudged(
+            f"Redis does not hold what it is sent: loaded again, {error.message}",
+            rule="pages_in_redis",
+        ) from error
+    return True
+
+
+def _run_ids(client: "redis.Redis") -> bytes:
+    """Of all masters: another one, or one that has started since, may not have what was read."""
+    found: list[Any] = [server.info("server") for server in masters(client).values()]
+    # Who says none may have started at any time.
+    return ",".join(sorted(each.get("run_id") or token_hex() for each in found)).encode()
 
 
 def manifest_pages(manifest: Manifest) -> int:

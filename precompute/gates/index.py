@@ -7,11 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.manifest import Index
+from cache.ranking import Metric
 from cache.search import Searcher
 from precompute.gates.candidate import Candidate
 from precompute.gates.evidence import few
 from precompute.gates.verdict import Verdict, at_least, not_measured, worst_of
-from precompute.models.index import unit
+from precompute.models.index import tiles, unit
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
@@ -96,17 +97,34 @@ def _recall(
 ) -> float:
     stored = np.asarray(candidate.items.vectors)
     if searcher.metric == "cosine":
-        stored, queries = unit(stored), unit(queries)
+        queries = unit(queries)
     wanted = min(width, len(stored))
     count = int(searcher.fetch(wanted, np.zeros(1, np.int64))[0])
+    exact = _nearest(stored, queries, wanted, searcher.metric)
     shares = []
     for start in range(0, len(queries), QUERIES_AT_ONCE):
-        part = queries[start : start + QUERIES_AT_ONCE]
-        scores = part @ stored.T
-        exact = np.argpartition(-scores, wanted - 1, axis=1)[:, :wanted]
-        found = searcher.search(part, count)
-        shares += [np.isin(ours, theirs).mean() for ours, theirs in zip(exact, found, strict=True)]
+        rows = slice(start, start + QUERIES_AT_ONCE)
+        found = searcher.search(queries[rows], count)
+        shares += [
+            np.isin(ours, theirs).mean() for ours, theirs in zip(exact[rows], found, strict=True)
+        ]
     return float(np.mean(shares))
+
+
+def _nearest(
+    stored: NDArray[np.float32], queries: NDArray[np.float32], wanted: int, metric: Metric
+) -> NDArray[np.int64]:
+    """int64 [n, wanted]: ordinals of each query's best items in no order, from one tile after another."""
+    scores = np.empty((len(queries), 0), np.float32)
+    found = np.empty((len(queries), 0), np.int64)
+    for start, part in tiles(stored, metric):
+        named = np.broadcast_to(np.arange(start, start + len(part)), (len(queries), len(part)))
+        scores = np.concatenate([scores, queries @ part.T], axis=1)
+        found = np.concatenate([found, named], axis=1)
+        best = np.argpartition(-scores, min(wanted, scores.shape[1]) - 1, axis=1)[:, :wanted]
+        scores = np.take_along_axis(scores, best, axis=1)
+        found = np.take_along_axis(found, best, axis=1)
+    return found
 
 
 def _distance_error(candidate: Candidate, index: Index) -> float:

@@ -1,4 +1,8 @@
-"""Gates: what a generation must prove before it may be published. A gate that cannot answer says no."""
+"""Gates: what a generation must prove before it may be published.
+
+A gate that raises over what it reads has failed: bad bytes make gates raise, and a gate's own defect cannot be told
+from that. One that could not ask (`NotJudged`) refuses nothing. Neither lets a generation pass.
+"""
 
 import queue
 import threading
@@ -6,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import redis
 
-from cache.errors import LarderError, Refused
+from cache.errors import LarderError, NotJudged, Refused, StoreError, TierUnavailable
 from cache.servers import another
 from precompute.gates.candidate import Candidate, Gate
 from precompute.gates.entities import (
@@ -26,6 +30,8 @@ from precompute.gates.future import heldout_recall
 from precompute.gates.host import disk_headroom, memory_headroom
 from precompute.gates.in_redis import maxmemory_policy, pages_in_redis, redis_headroom
 from precompute.gates.index import index_recall, index_vectors
+from precompute.gates.leash import Leash, OwnPool
+from precompute.gates.limits import TimeLimits
 from precompute.gates.live import (
     distinct_lists,
     list_jaccard,
@@ -54,6 +60,7 @@ from precompute.gates.records import (
 )
 from precompute.gates.skew import skew, skew_cosine
 from precompute.gates.tables import tables_of_live
+from precompute.gates.unusable import unusable_rows
 from precompute.gates.verdict import Verdict
 from precompute.releases.control import Control
 
@@ -84,6 +91,7 @@ _INTEGRITY: Final[tuple[Gate, ...]] = (
 )
 
 _JUDGEMENT: Final[tuple[Gate, ...]] = (
+    unusable_rows,
     coverage_of_source,
     coverage_of_live,
     items_of_live,
@@ -113,6 +121,16 @@ LIVE_FILES: Final = "live_files"
 
 INTEGRITY: Final = frozenset(gate.__name__ for gate in _INTEGRITY) | {"files", "opens"}
 """Rules on what is simply wrong: nobody may wave it through."""
+
+UNANSWERED: Final = (
+    redis.exceptions.RedisError,
+    redis.exceptions.RedisClusterException,
+    TierUnavailable,
+    StoreError,
+    OSError,
+    MemoryError,
+)
+"""What Redis, the store, a disk or this host raise when they do not answer; it says nothing of the generation."""
 
 OVERRIDABLE: Final = frozenset(gate.__name__ for gate in _JUDGEMENT) | {LIVE_FILES}
 """Rules on what is unusual: a person may know why it is right."""
@@ -144,21 +162,22 @@ def run_gates(
     candidate: Candidate,
     gates: Sequence[Gate] = GATES,
     *,
-    total_timeout_s: float | None = None,
+    limits: TimeLimits | None = None,
     timer: Callable[[], float] = time.monotonic,
 ) -> Iterator[Verdict]:
-    """Every gate's verdict; one that raises, outlasts `timeout_s`, or what is left of the time for all, has failed."""
-    thresholds, started = candidate.thresholds, timer()
-    total_s = thresholds.total_timeout_s if total_timeout_s is None else total_timeout_s
+    """Every gate's verdict. Raises NotJudged at the first one that could not ask, or whose time is over."""
+    started = timer()
+    if limits is None:
+        limits = TimeLimits(candidate.thresholds.timeout_s, candidate.thresholds.total_timeout_s)
     for gate in gates:
-        left_s = total_s - (timer() - started)
-        yield run_gate(gate, candidate, min(thresholds.timeout_s, left_s))
+        left_s = limits.total_s - (timer() - started)
+        yield run_gate(gate, candidate, min(limits.gate_s, left_s))
 
 
 def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
     """One gate's verdict. It has a Redis connection of its own, of which nothing is left when its time is over."""
-    leash = _Leash()
-    client = another(candidate.control.client, partial(_OwnPool, leash))
+    leash = Leash()
+    client = another(candidate.control.client, partial(OwnPool, leash))
     own = replace(candidate, control=Control(client, candidate.control.keys))
     try:
         return run_within(gate.__name__, lambda: gate(own), timeout_s)
@@ -167,65 +186,56 @@ def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
 
 
 def run_within(rule: str, judge: Callable[[], Verdict], timeout_s: float) -> Verdict:
-    """The verdict of `judge`, or one that failed under this rule when it raises or its time is over."""
+    """The verdict of `judge`, or one that failed under this rule when it raises.
+
+    Raises NotJudged when its time is over, or when what it asked did not answer.
+    """
     if timeout_s <= 0:
-        return Verdict(rule, False, "not run", "in time", "the time for all gates was over")
-    answered: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+        raise _not_judged(rule, "the time for all gates was over before it")
+    answered: queue.SimpleQueue[Verdict | NotJudged] = queue.SimpleQueue()
     # A daemon, not a pool: the program's exit would wait for a pool's thread, and so for a gate that hangs.
     thread = threading.Thread(
         target=lambda: answered.put(_judge(rule, judge)), name=f"gate-{rule}", daemon=True
     )
     thread.start()
     try:
-        return answered.get(timeout=timeout_s)
+        found = answered.get(timeout=timeout_s)
     except queue.Empty:
-        return Verdict(rule, False, "timed out", round(timeout_s, 3), "seconds")
+        raise _not_judged(rule, f"it timed out after {timeout_s:,.3g} seconds") from None
+    if isinstance(found, NotJudged):
+        raise found
+    return found
 
 
-class _Leash:
-    """All connections of one gate; once it is over there are none, however long its thread goes on."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self.pools: list[_OwnPool] = []
-
-    def end(self) -> None:
-        """Close what is open and open nothing more."""
-        self.is_over = True
-        for pool in tuple(self.pools):
-            pool.disconnect(inuse_connections=True)
-
-
-class _OwnPool(redis.ConnectionPool):
-    """Connections of one gate to one server."""
-
-    def __init__(self, leash: _Leash, **settings: Any) -> None:
-        self._leash = leash
-        super().__init__(**settings)
-        leash.pools.append(self)
-
-    def get_connection(self, *arguments: Any, **named: Any) -> Any:
-        """Raises ConnectionError once the gate's time is over."""
-        self._demand_time(None)
-        return super().get_connection(*arguments, **named)
-
-    def make_connection(self) -> Any:
-        """A connection that does not come back by itself once the gate's time is over."""
-        connection = super().make_connection()
-        connection.register_connect_callback(self._demand_time)  # type: ignore[no-untyped-call]
-        return connection
-
-    def _demand_time(self, connection: Any) -> None:
-        if self._leash.is_over:
-            if connection is not None:
-                connection.disconnect()
-            raise redis.exceptions.ConnectionError("the gate's time is over")
-
-
-def _judge(rule: str, judge: Callable[[], Verdict]) -> Verdict:
+def _judge(rule: str, judge: Callable[[], Verdict]) -> Verdict | NotJudged:
     try:
         return judge()
-    except LarderError as error:
-        return Verdict(rule, False, error.code, None, error.message)
+    except NotJudged as error:
+        return error
     except Exception as error:
+        if is_unanswered(error):
+            found = _not_judged(rule, f"{type(error).__name__}: {error}")
+            found.__cause__ = error
+            return found
+        if isinstance(error, LarderError):
+            return Verdict(rule, False, error.code, None, error.message)
         return Verdict(rule, False, type(error).__name__, None, str(error))
+
+
+def is_unanswered(error: BaseException | None) -> bool:
+    """Whether it stems from something that did not answer; that a file is missing is an answer."""
+    found = False
+    while error is not None:
+        if isinstance(error, FileNotFoundError):
+            return False
+        found |= isinstance(error, UNANSWERED)
+        error = error.__cause__
+    return found
+
+
+def _not_judged(rule: str, why: str) -> NotJudged:
+    return NotJudged(
+        f"{rule} could not be judged, so nothing is refused and nothing published: {why}; "
+        "verify again once that is over",
+        rule=rule,
+    )

@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import CorruptArtefact
+from cache.errors import CorruptArtefact, NotJudged
 from cache.manifest import Table
 from precompute.gates.candidate import Candidate
 
@@ -35,7 +35,7 @@ def matching_table(candidate: Candidate, table: Table) -> Table | None:
 
 
 def read_live(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> LiveLists:
-    """Records of live users at these positions; raises CorruptArtefact when Redis lacks one of them."""
+    """Records of live users at these positions; raises NotJudged when Redis lacks one of them."""
     directory = candidate.evidence.live_users
     if candidate.live is None or directory is None:
         raise CorruptArtefact("there is no live generation")
@@ -49,8 +49,9 @@ def read_live(candidate: Candidate, table: Table, positions: NDArray[np.int64]) 
             pipeline.getrange(name, offset, offset + size - 1)
         raw += pipeline.execute()
     if any(len(each) != size for each in raw):
-        raise CorruptArtefact(
-            f"Redis lacks records of {table.name} of the live generation; run `python -m precompute restore` first"
+        raise NotJudged(
+            f"Redis lacks records of {table.name} of the live generation, so nothing can be compared with it: run "
+            "`python -m precompute restore`, then verify again"
         )
     return LiveLists(
         np.frombuffer(b"".join(raw), table.layout.dtype), candidate.evidence.live_ordinals

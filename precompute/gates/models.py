@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from cache.items import Ordinals
 from cache.manifest import Model
 from cache.tower import Histories, Tower, TowerSpec
-from precompute.catalogue import needs_index
+from precompute.catalogue import item_texts, needs_index
 from precompute.gates.candidate import Candidate
 from precompute.gates.evidence import few
 from precompute.gates.verdict import Verdict, at_least, none_of, not_measured, worst_of
@@ -46,10 +46,7 @@ def vocabulary(candidate: Candidate) -> Verdict:
     A vocabulary in another order fits itself: only the live generation, made by the same tower, gives it away.
     """
     found, items = candidate.evidence.bundle, candidate.items
-    index = {raw: place for place, raw in enumerate(found.item_ids)}
-    expected = np.array(
-        [index.get(items.raw_id(each), -1) for each in range(items.count)], np.int64
-    )
+    expected = found.vocabulary.places(item_texts(items))
     if needs_index(found) and (expected < 0).any():
         return none_of(
             "vocabulary", int((expected < 0).sum()), "items that the model does not know"
@@ -209,10 +206,12 @@ def _outputs(
     if model.entity == "user":
         inputs, rows = evidence.user_inputs(model)
     else:
-        rows = evidence.item_rows
+        rows = evidence.item_rows_for(model)
         inputs = evidence.item_inputs(model, rows)
     quantized = Tower.open(candidate.root / str(entry.int8 and entry.int8.path), model.spec)
-    return evidence.run(model, inputs), quantized.run(inputs), rows
+    exact, approximate = evidence.run(model, inputs), quantized.run(inputs)
+    answered = np.isfinite(exact).all(axis=1)
+    return exact[answered], approximate[answered], rows[answered]
 
 
 def _lists(candidate: Candidate, model: BundleModel, entry: Model) -> float:

@@ -4,6 +4,7 @@ from typing import Final
 
 import numpy as np
 
+from cache.records import ABSENT
 from precompute.gates.candidate import Candidate
 from precompute.gates.verdict import Verdict, at_most, none_of
 
@@ -45,7 +46,7 @@ def lists_whole(candidate: Candidate) -> Verdict:
 def empty_lists(candidate: Candidate) -> Verdict:
     """Share of users with no item at all, in the worst table."""
     shares = {
-        name: scan.empty / max(1, scan.records)
+        name: scan.empty / max(1, scan.records - scan.absent)
         for name, scan in candidate.evidence.scans.items()
         if scan.table.kind == "topk"
     }
@@ -68,8 +69,9 @@ def short_lists(candidate: Candidate) -> Verdict:
             continue
         width, count = scan.table.layout.width, candidate.items.count
         if scan.table.entity == "user":
-            found = evidence.records_of(scan.table, evidence.users.positions)["count"]
-            possible = (count - seen).clip(0, width)
+            records = evidence.records_of(scan.table, evidence.users.positions)
+            there = records["flags"] != ABSENT
+            found, possible = records["count"][there], (count - seen[there]).clip(0, width)
             shares[name] = float((found < possible).mean()) if len(found) else 0.0
         else:
             short = int(scan.counts[: min(width, count - 1)].sum())

@@ -1,5 +1,7 @@
 """A scan of all records of a table: every page file read once, a chunk at a time, each fault counted."""
 
+import os
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +13,53 @@ from numpy.typing import NDArray
 
 from cache.keys import FORMAT
 from cache.manifest import Manifest, Table, TablePart
-from cache.records import FLAG_LIVE, NO_ITEM, Layout
+from cache.records import ABSENT, FLAG_LIVE, NO_ITEM, Layout
 
 CHUNK_BYTES: Final = 16 << 20
+MARKS_AT_ONCE: Final = 1 << 22
+
+
+class Marks:
+    """The fingerprints of a table's records in their order, in a file without a name: 8 bytes each on disk."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - as long-lived as the scan
+        self.count = 0
+
+    def append(self, marks: NDArray[np.uint64]) -> None:
+        """Those of the next records."""
+        self._file.write(np.ascontiguousarray(marks, np.uint64).data)
+        self.count += len(marks)
+
+    def read(self, start: int, count: int) -> NDArray[np.uint64]:
+        """uint64[count] from a record on."""
+        self._file.flush()
+        return np.frombuffer(os.pread(self._file.fileno(), 8 * count, 8 * start), np.uint64)
+
+    def repeated(self) -> int:
+        """How many come again: counted in ranges of the 64 bits, so that few are in memory at a time."""
+        ranges = -(-self.count // MARKS_AT_ONCE)
+        return sum(self._repeated_in(number, ranges) for number in range(ranges))
+
+    def _repeated_in(self, number: int, ranges: int) -> int:
+        first, last = (np.uint64(each) for each in _bounds(number, ranges))
+        kept = [np.empty(0, np.uint64)]
+        for start in range(0, self.count, MARKS_AT_ONCE):
+            marks = self.read(start, min(MARKS_AT_ONCE, self.count - start))
+            kept.append(marks[(marks >= first) & (marks <= last)])
+        marks = np.sort(np.concatenate(kept))
+        return int((marks[1:] == marks[:-1]).sum())
+
+
+def _bounds(number: int, ranges: int) -> tuple[int, int]:
+    return (number << 64) // ranges, ((number + 1) << 64) // ranges - 1
 
 
 @dataclass(slots=True, eq=False)
 class Scan:
     """What was found in one table; `faults` counts by kind, `seen` tells where each kind was seen first.
+
+    `absent`: records that answer nothing, for entities with an answer in another table of their directory.
 
     For lists: `slots` int64[items] counts how often an item is in one, `empty` the lists without an item, `counts`
     int64[K + 1] the lists by length.
@@ -28,10 +69,11 @@ class Scan:
     slots: NDArray[np.int64]
     counts: NDArray[np.int64]
     records: int = 0
+    absent: int = 0
     empty: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     seen: dict[str, str] = field(default_factory=dict)
-    fingerprints: list[NDArray[np.uint64]] = field(default_factory=list)
+    fingerprints: Marks = field(default_factory=Marks)
 
     def note(self, kind: str, bad: Any, where: str) -> None:
         """Count what is bad: bool[n] of a chunk's records, or a number of cases."""
@@ -52,12 +94,13 @@ def depth_of(width: int, items: int) -> int:
 
 
 def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
-    """Read all page files of a table; memory stays at a chunk and 8 bytes a record."""
+    """Read all page files of a table; memory stays at a chunk, whatever the number of records."""
     items = manifest.items.count
     scan = Scan(
         table,
         np.zeros(items, np.int64),
         np.zeros(table.layout.width + 1, np.int64),
+        fingerprints=Marks(root),
     )
     for part in table.parts:
         _part(root, manifest, part, scan)
@@ -117,7 +160,11 @@ def _part(root: Path, manifest: Manifest, part: TablePart, scan: Scan) -> None:
 def _records(records: NDArray[Any], manifest: Manifest, where: str, scan: Scan) -> None:
     layout = scan.table.layout
     scan.records += len(records)
-    scan.fingerprints.append(records["fingerprint"].copy())
+    scan.fingerprints.append(records["fingerprint"])
+    if (is_absent := records["flags"] == ABSENT).any():
+        scan.note("headers", is_absent & (records["count"] != 0), f"{where}: count")
+        scan.absent += int(is_absent.sum())
+        records = records[~is_absent]
     flags, counts = records["flags"], records["count"].astype(np.int64)
     scan.note("headers", (flags >> 4 != FORMAT) | (flags & FLAG_LIVE != 0), f"{where}: flags")
     scan.note(

@@ -8,13 +8,14 @@ from numpy.typing import NDArray
 from cache.keys import FeatureValue, fingerprint
 from cache.manifest import Table
 from cache.predictor import LiveInput, Predictor, Prepared
-from cache.records import decode
+from cache.records import decode, is_absent
 from cache.tower import TowerSpec
 from precompute.catalogue import ITEM_FEATURES, item_features
 from precompute.gates.candidate import Candidate
 from precompute.gates.evidence import few
 from precompute.gates.models import row_cosines
 from precompute.gates.verdict import Verdict, at_least, not_measured, worst_of
+from precompute.models.inputs import usable_inputs
 from precompute.scoring.shard_input import ShardInput
 
 SKEW_SAMPLE: Final = 200
@@ -60,11 +61,17 @@ def _compared(rule: str, candidate: Candidate, kinds: tuple[str, ...], threshold
 def _pairs(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pairs, str]:
     """What can be compared, and the id of an entity whose record is somebody else's."""
     raws, positions, prepared = _asked(candidate, predictor, table)
-    usable = [row for row, each in enumerate(prepared) if each is not None]
+    rows = [row for row, each in enumerate(prepared) if each is not None]
+    read = _read(candidate, table, positions[rows])
+    found = [
+        (row, record, each)
+        for row, record in zip(rows, read, strict=True)
+        if (each := prepared[row]) is not None and not is_absent(record, fingerprint(raws[row]))
+    ]
+    usable, stored = [row for row, _, _ in found], [record for _, record, _ in found]
     marks = [fingerprint(raws[row]) for row in usable]
-    batch = [each for each in prepared if each is not None]
+    batch = [each for _, _, each in found]
     live = predictor.predict(table.name, batch, marks, 0) if batch else []
-    stored = _read(candidate, table, positions[usable])
     for row, record, mark in zip(usable, stored, marks, strict=True):
         if decode(table.layout, record).fingerprint != mark:
             return [], raws[row].decode()
@@ -78,8 +85,8 @@ def _asked(
     evidence, items = candidate.evidence, candidate.items
     spec = TowerSpec.from_json(candidate.manifest.models[str(table.producer.model)].spec)
     if table.entity == "item":
-        positions = few(evidence.item_rows, SKEW_SAMPLE)
-        columns = item_features(candidate.root / ITEM_FEATURES, spec) if spec.features else {}
+        columns, usable = item_features(candidate.root / ITEM_FEATURES, spec, items.count)
+        positions = few(evidence.item_rows[usable[evidence.item_rows]], SKEW_SAMPLE)
         sources = [
             LiveInput(
                 item=row,
@@ -93,7 +100,7 @@ def _asked(
         raws = [items.raw_id(row) for row in positions.tolist()]
     else:
         users = evidence.users.users
-        rows = few(np.arange(len(users.ids)), SKEW_SAMPLE)
+        rows = few(usable_inputs(items, users, {table.name: spec})[0], SKEW_SAMPLE)
         positions, raws = evidence.users.positions[rows], [users.ids[row] for row in rows.tolist()]
         sources = [
             LiveInput(

@@ -1,6 +1,6 @@
 """A stratified sample of the users of a generation, with what the night knew of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,11 +11,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.directory import Directory
-from cache.keys import hash_ids
+from cache.errors import CorruptArtefact
 from cache.manifest import EntitySet
-from precompute.columns import raws_of
-from precompute.scoring.shard_files import HASH, NAMING, read_stream, shard_paths
-from precompute.scoring.shard_input import ShardInput
+from precompute.columns import raws_of, text_hashes
+from precompute.scoring.shard_files import HASH, NAMING, read_batches, read_stream, shard_paths
+from precompute.scoring.shard_input import ShardInput, scratch_folder, slice_shard
 
 SHARDS_MAX: Final = 16
 """Partition files read at most: all of a usual night, spread over the hash range of a large one."""
@@ -29,7 +29,7 @@ class UserSample:
     """Users with a record: longest histories (head), shortest, newest, most recently active, and any.
 
     `rows` names each stratum's rows of `users`; `positions` are theirs in the directory, `last` the time at which they
-    last chose an item for the first time (microseconds since 1970). `with_record` counts the users of the shards that
+    last chose an item for the first time (microseconds since 1970). `with_record` counts the users of the slices that
     were read.
     """
 
@@ -49,26 +49,34 @@ def sampled_shards(entities: EntitySet) -> list[int]:
     )
 
 
-def read_ids(folder: Path, shard: int) -> list[bytes]:
-    """Every distinct user that a shard's partition names."""
-    return raws_of(_users(folder, shard).column("user"))
+def names_of(folder: Path, shard: int) -> Iterator[Any]:
+    """Arrow strings: every user that a shard's partition names, some of them again."""
+    for path in shard_paths(folder, shard, NAMING):
+        for batch in read_batches(path, fields=[0]):
+            yield batch.column("user")
 
 
 def seen_by(folder: Path, shard: int, users: Sequence[str]) -> set[tuple[str, int]]:
     """(user, ordinal) of all that these users chose before the cut."""
-    named = _users(folder, shard)
-    named = named.filter(pc.is_in(named.column("user"), value_set=pa.array(users, pa.string())))
-    user_of = dict(
-        zip(named.column(HASH).to_pylist(), named.column("user").to_pylist(), strict=True)
-    )
-    rows = read_stream(folder / f"{shard:04d}.rows")
-    found = rows.filter(pc.is_in(rows.column(HASH), value_set=named.column(HASH)))
-    pairs = zip(found.column(HASH).to_pylist(), found.column("ordinal").to_pylist(), strict=True)
-    return {(user_of[user], ordinal) for user, ordinal in pairs}
+    wanted = pa.array(users, pa.string())
+    user_of: dict[int, str] = {}
+    for path in shard_paths(folder, shard, NAMING):
+        for batch in read_batches(path, fields=[0, 1]):
+            found = batch.filter(pc.is_in(batch.column("user"), value_set=wanted))
+            user_of |= dict(
+                zip(*(each.to_pylist() for each in reversed(found.columns)), strict=True)
+            )
+    hashes = pa.array(list(user_of), pa.uint64())
+    pairs: set[tuple[str, int]] = set()
+    for batch in read_batches(folder / f"{shard:04d}.rows"):
+        found = batch.filter(pc.is_in(batch.column(HASH), value_set=hashes))
+        whose, chosen = (found.column(name).to_pylist() for name in (HASH, "ordinal"))
+        pairs |= {(user_of[user], ordinal) for user, ordinal in zip(whose, chosen, strict=True)}
+    return pairs
 
 
 def _users(folder: Path, shard: int) -> Any:
-    """Every distinct user that a shard's partition names, with the hash."""
+    """Every distinct user that a slice names, with the hash."""
     named = [read_stream(path) for path in shard_paths(folder, shard, NAMING)]
     return (
         pa.concat_tables([each.select(["user", HASH]) for each in named])
@@ -80,10 +88,15 @@ def _users(folder: Path, shard: int) -> Any:
 def sample_users(
     folder: Path, entities: EntitySet, directory: Directory, *, history_limit: int
 ) -> UserSample:
-    """Read the partition's files and choose; the same files give the same sample."""
+    """Choose among the users of the first slice of each shard that gates read; the same files give the same sample."""
     shards = sampled_shards(entities)
     per_shard = -(-PER_STRATUM // len(shards))
-    parts = [_shard(folder, shard, directory, per_shard, history_limit) for shard in shards]
+    parts = []
+    for shard in shards:
+        with scratch_folder(folder) as scratch:
+            slices = slice_shard(folder, shard, len(entities.parts), scratch, first=1)
+            (number,) = slices.numbers
+            parts.append(_slice(slices.folder, number, directory, per_shard, history_limit))
     starts = np.cumsum([0, *(len(part.positions) for part in parts)])
     users = _joined([part.users for part in parts])
     return UserSample(
@@ -101,19 +114,22 @@ def sample_users(
     )
 
 
-def _shard(
+def _slice(
     folder: Path, shard: int, directory: Directory, per_stratum: int, history_limit: int
 ) -> UserSample:
     rows, features = (read_stream(folder / f"{shard:04d}.{kind}") for kind in ("rows", "features"))
     users = _users(folder, shard).combine_chunks()
     grouped = rows.group_by(HASH).aggregate([("time", "min"), ("time", "max"), ("time", "count")])
+    if pc.index_in(grouped.column(HASH), users.column(HASH)).null_count:
+        raise CorruptArtefact(
+            f"shard {shard} of the partition has rows of users that it does not name"
+        )
     place = pc.index_in(users.column(HASH), grouped.column(HASH)).combine_chunks()
     counts, first, last = (
         np.asarray(pc.fill_null(grouped.column(f"time_{what}").combine_chunks().take(place), 0))
         for what in ("count", "min", "max")
     )
-    raws = raws_of(users.column("user"))
-    hashes = hash_ids(raws, directory.seed)
+    hashes = text_hashes(users.column("user"), directory.seed)
     positions = directory.find_many(hashes)
     known = np.flatnonzero(positions >= 0)
     known = known[np.argsort(positions[known], kind="stable")]
@@ -128,7 +144,7 @@ def _shard(
     picked = np.unique(np.concatenate(list(chosen.values())))
     users, chose = _inputs(rows, features, users, picked, hashes, history_limit)
     strata = {name: np.searchsorted(picked, np.sort(each)) for name, each in chosen.items()}
-    return UserSample(users, positions[picked], chose, strata, len(raws), len(known))
+    return UserSample(users, positions[picked], chose, strata, len(hashes), len(known))
 
 
 def _inputs(
@@ -162,7 +178,7 @@ def _inputs(
         else:
             chose[user] = time
         seen[user][ordinal] = None
-    kept = [list(each)[-history_limit:] for each in seen]
+    kept = [list(each) for each in seen]
     at = pc.index_in(wanted, features.column(HASH))
     inputs = ShardInput(
         ids=raws_of(users.column("user")),
@@ -173,6 +189,7 @@ def _inputs(
             name: features.column(name).combine_chunks().take(at)
             for name in features.column_names[2:]
         },
+        history_limit=history_limit,
     )
     return inputs, chose
 
@@ -188,4 +205,5 @@ def _joined(parts: list[ShardInput]) -> ShardInput:
             name: pa.concat_arrays([part.features[name] for part in parts])
             for name in parts[0].features
         },
+        history_limit=parts[0].history_limit,
     )

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.ranking import Metric
+from cache.ranking import Metric, unpack
 from cache.tower import Histories, Inputs, Tower, rows_of
+from precompute.models.index import best_with, tiles
 
 TOP = 20
+ROWS_AT_ONCE = 256
 _INVARIANCE_SIZES = (1, 2, 3, 17, 64)
 
 
@@ -77,25 +79,39 @@ def _compare(
     metric: Metric,
     excluded: Histories | None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    if metric == "cosine":
-        item_vectors = item_vectors / np.maximum(
-            np.linalg.norm(item_vectors, axis=1, keepdims=True), 1e-30
+    overlap, errors = np.empty(len(exact)), np.empty(len(exact))
+    for start in range(0, len(exact), ROWS_AT_ONCE):
+        rows = np.arange(start, min(start + ROWS_AT_ONCE, len(exact)))
+        gone = Histories.of([()] * len(rows)) if excluded is None else excluded.take(rows)
+        lists, errors[rows] = _tops(
+            (exact[rows], approximate[rows]), item_vectors, top, metric, gone
         )
-    overlap = np.empty(len(exact))
-    errors = np.empty(len(exact))
-    for start in range(0, len(exact), 256):
-        part = slice(start, start + 256)
-        ours, theirs = exact[part] @ item_vectors.T, approximate[part] @ item_vectors.T
-        errors[part] = _errors(ours, theirs)
-        for row in range(len(ours)):
-            if excluded is not None:
-                at = start + row
-                gone = excluded.indices[excluded.indptr[at] : excluded.indptr[at + 1]]
-                ours[row, gone] = theirs[row, gone] = -np.inf
-            first = np.argpartition(-ours[row], top - 1)[:top]
-            second = np.argpartition(-theirs[row], top - 1)[:top]
-            overlap[start + row] = len(np.intersect1d(first, second)) / top
+        overlap[rows] = [
+            len(np.intersect1d(first, second)) / top for first, second in zip(*lists, strict=True)
+        ]
     return overlap, errors
+
+
+def _tops(
+    both: tuple[NDArray[np.float32], NDArray[np.float32]],
+    item_vectors: NDArray[np.float32],
+    top: int,
+    metric: Metric,
+    gone: Histories,
+) -> tuple[list[NDArray[np.uint32]], NDArray[np.float64]]:
+    """(the best items of each row, of both kinds of vectors; the largest error by the largest score)."""
+    row_of = np.repeat(np.arange(len(gone)), np.diff(gone.indptr))
+    keys = [np.empty((len(gone), 0), np.uint64) for _ in both]
+    largest, error = np.full(len(gone), 1e-30), np.zeros(len(gone))
+    for start, part in tiles(item_vectors, metric):
+        ours, theirs = (vectors @ part.T for vectors in both)
+        largest = np.maximum(largest, np.abs(ours).max(axis=1))
+        error = np.maximum(error, np.abs(ours - theirs).max(axis=1))
+        inside = (gone.indices >= start) & (gone.indices < start + len(part))
+        for place, scores in enumerate((ours, theirs)):
+            scores[row_of[inside], gone.indices[inside] - start] = -np.inf
+            keys[place] = best_with(keys[place], scores, start, top)
+    return [unpack(each, top)[0] for each in keys], error / largest
 
 
 def _errors(exact: NDArray[np.float32], approximate: NDArray[np.float32]) -> NDArray[np.float64]:

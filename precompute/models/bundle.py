@@ -1,9 +1,10 @@
 """The model bundle: a folder with `bundle.json`, the item ids in the model's own order, and ONNX files."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,7 +19,9 @@ from cache.keys import ID_BYTES_MAX
 from cache.manifest import EntityKind
 from cache.ranking import Metric
 from cache.tower import Tower, TowerSpec
+from precompute.columns import raws_of
 from precompute.models.digests import sha256_unchanged
+from precompute.vocabulary import Vocabulary, as_strings
 
 FORMAT = 1
 FILE = "bundle.json"
@@ -43,9 +46,18 @@ class BundleModel:
     program_sha256: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class ItemsFile:
+    """The file of the item ids, as `bundle.json` lists it."""
+
+    path: Path
+    sha256: str
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
 class Bundle:
-    """A bundle; row r of `item_ids` is the item that the model calls r."""
+    """A bundle; place r of its `vocabulary` is the item that the model calls r."""
 
     path: Path
     name: str
@@ -53,7 +65,7 @@ class Bundle:
     digest: str
     dims: int
     metric: Metric
-    item_ids: tuple[bytes, ...]
+    items: ItemsFile
     user_tower: BundleModel
     item_tower: BundleModel
     values: Mapping[str, BundleModel]
@@ -69,7 +81,7 @@ class Bundle:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What the bundle says of itself, and its items; the models' files are not read."""
+        """What the bundle says of itself; neither its items nor the models' files are read."""
         try:
             raw = (path / FILE).read_bytes()
             data = orjson.loads(raw)
@@ -90,9 +102,12 @@ class Bundle:
                 ),
             ]
             user, item, *others = (_model(path, *each) for each in listed)
-            item_ids = _read_items(path, data["items"])
+            listed_items = data["items"]
+            items = ItemsFile(
+                _file(path, listed_items), str(listed_items["sha256"]), int(listed_items["count"])
+            )
             name, version = str(data["name"]), str(data["version"])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BundleError(f"{FILE} lacks or misuses {error}") from error
         if metric not in ("inner_product", "cosine"):
             raise BundleError(f"{FILE} says metric {metric!r}; it is inner_product or cosine")
@@ -104,20 +119,25 @@ class Bundle:
                 )
         digest = hashlib.sha256(raw).hexdigest()
         return cls(
-            path, name, version, digest, dims, metric, item_ids,
+            path, name, version, digest, dims, metric, items,
             user, item, {each.name: each for each in others}, data.get("training", {}),
         )  # fmt: skip
 
     def verify(self) -> None:
-        """Raises BundleError for a file of a model that is not the one that was put in."""
+        """Raises BundleError for a file that is not the one that was put in, or items that cannot be ids."""
+        _ = self.vocabulary
         with ThreadPoolExecutor() as pool:  # each is the size of the catalogue, and read whole
             for _ in pool.map(_verify_model, self.models):
                 pass
 
-    def try_models(self) -> None:
-        """Opens each model once; raises BundleError where it is not what the bundle says."""
+    def try_models(self, path_of: Callable[[BundleModel], Path] = lambda model: model.path) -> None:
+        """Opens each model's file, or a copy of it, once; raises BundleError where it is not what the bundle says."""
+
+        def check(model: BundleModel) -> None:
+            _check_model(model, path_of(model), self.items.count)
+
         with ThreadPoolExecutor() as pool:
-            for _ in pool.map(lambda each: _check_model(each, len(self.item_ids)), self.models):
+            for _ in pool.map(check, self.models):
                 pass
 
     @property
@@ -125,11 +145,24 @@ class Bundle:
         """Towers and value models."""
         return (self.user_tower, self.item_tower, *self.values.values())
 
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The item ids in the model's own order, read when first wanted."""
+        return _read_items(self.items)
+
+    @cached_property
+    def item_ids(self) -> tuple[bytes, ...]:
+        """The vocabulary as Python objects, for catalogues that are small."""
+        return tuple(raws_of(self.vocabulary.texts))
+
     @property
     def vocabulary_digest(self) -> str:
         """SHA-256 over the item ids in the model's own order, each with its length."""
-        whole = b"".join([len(raw).to_bytes(2, "little") + raw for raw in self.item_ids])
-        return hashlib.sha256(whole).hexdigest()
+        whole = hashlib.sha256()
+        for chunk in self.vocabulary.texts.chunks:
+            raws = raws_of(chunk)
+            whole.update(b"".join([len(raw).to_bytes(2, "little") + raw for raw in raws]))
+        return whole.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +273,20 @@ def _model(
     )  # fmt: skip
 
 
-def _check_model(model: BundleModel, items: int) -> None:
-    """Open the model once, and refuse a padding index that is one of the items."""
-    Tower.open(model.path, model.spec)
+def _check_model(model: BundleModel, path: Path, items: int) -> None:
+    """Open the model once, and refuse weights beside its file and a padding index that is one of the items."""
+    try:
+        Tower.open(path, model.spec)
+    except BundleError:
+        if path == model.path:
+            raise
+        Tower.open(model.path, model.spec)  # what is wrong with the model itself is told as such
+        raise BundleError(
+            f"{model.name} keeps weights in files beside {model.path.name} (ONNX external data), which no generation "
+            "carries: save it as one file, of at most 2 GiB (onnx.load, then onnx.save; a larger table of items fits "
+            "with fewer dimensions)",
+            model=model.name,
+        ) from None
     history = model.spec.history
     if history is not None and history.pad is not None and 0 <= history.pad < items:
         raise BundleError(
@@ -251,32 +295,31 @@ def _check_model(model: BundleModel, items: int) -> None:
         )
 
 
-def _read_items(path: Path, data: Mapping[str, Any]) -> tuple[bytes, ...]:
-    file = _file(path, data)
-    demand_sha256(file, str(data["sha256"]))
-    table = pq.read_table(file)
+def _read_items(items: ItemsFile) -> Vocabulary:
+    demand_sha256(items.path, items.sha256)
+    table, name = pq.read_table(items.path), items.path.name
     if table.column_names != ["id"] or not (
         pa.types.is_string(table.schema.field("id").type)
         or pa.types.is_large_string(table.schema.field("id").type)
     ):
-        raise BundleError(f"{data['path']} holds {table.schema}, not one string column `id`")
+        raise BundleError(f"{name} holds {table.schema}, not one string column `id`")
     column = table.column("id")
     try:
         column.validate(full=True)  # of UTF-8, too
     except pa.ArrowInvalid as error:
-        raise BundleError(f"{data['path']}: {error}; ids are UTF-8") from error
+        raise BundleError(f"{name}: {error}; ids are UTF-8") from error
     sizes = pc.min_max(pc.binary_length(column)).as_py()
     fits = not len(column) or ((sizes["min"] or 0) >= 1 and sizes["max"] <= ID_BYTES_MAX)
     if column.null_count or not fits:
         raise BundleError(
-            f"{data['path']}: {column.null_count} ids are missing, the others have {sizes['min']} to "
+            f"{name}: {column.null_count} ids are missing, the others have {sizes['min']} to "
             f"{sizes['max']}: ids have 1 to {ID_BYTES_MAX} bytes"
         )
-    ids: tuple[bytes, ...] = tuple(column.cast(pa.large_binary()).to_pylist())
-    if len(ids) != data["count"]:
+    if len(column) != items.count:
         raise BundleError(
-            f"{data['path']} holds {len(ids)} items, {FILE} says {data['count']}", count=len(ids)
+            f"{name} holds {len(column)} items, {FILE} says {items.count}", count=len(column)
         )
-    if len(set(ids)) != len(ids):
-        raise BundleError(f"{data['path']} names an item twice")
-    return ids
+    found = Vocabulary.of(as_strings(column))
+    if found is None:
+        raise BundleError(f"{name} names an item twice")
+    return found

@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,9 @@ FLAT_BELOW = 10_000
 """Items up to which `auto` takes the flat index."""
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
+
+TILE_ITEMS = 1 << 14
+"""Items compared with all queries at once: some 200 MB with 256 of them."""
 
 _WORTH_IT = 0.7
 _TRAINING_PER_LIST = 64
@@ -65,32 +69,31 @@ def build_index(
     if kind not in ("auto", "flat", "ivf", "hnsw"):
         raise ConfigError(f"index kind {kind!r} is none of auto, flat, ivf, hnsw")
     started = time.perf_counter()
-    stored = np.ascontiguousarray(unit(vectors) if metric == "cosine" else vectors, np.float32)
     sample = sample_queries(vectors if queries is None else queries, seed)
     flat_ms: float | None = None
-    chosen: IndexKind = "flat" if kind == "auto" and len(stored) < FLAT_BELOW else kind
+    chosen: IndexKind = "flat" if kind == "auto" and len(vectors) < FLAT_BELOW else kind
     if chosen == "auto":
-        flat = _write(_flat(stored), path, metric)
+        flat = _write(_flat(vectors, metric), path, metric)
         exact = _candidates(flat, sample)
         flat_ms = _search_ms(flat, sample)
-        index = _inverted(stored, seed)
+        index = _inverted(vectors, metric, seed)
         _widen(index, Searcher(index, metric, 1), sample, exact)
         searcher = _write(index, path, metric)
         ivf_ms = _search_ms(searcher, sample)
         recall = measure_recall(searcher, vectors, sample)
         if ivf_ms > _WORTH_IT * flat_ms or recall[0] < RECALL_WANTED:
-            searcher, name = _write(_flat(stored), path, metric), "flat"
+            searcher, name = _write(_flat(vectors, metric), path, metric), "flat"
         else:
             name = f"ivf{index.nlist}-nprobe{index.nprobe}"
     elif chosen == "ivf":
-        index = _inverted(stored, seed)
-        _widen(index, Searcher(index, metric, 1), sample, _exact(stored, sample, metric))
+        index = _inverted(vectors, metric, seed)
+        _widen(index, Searcher(index, metric, 1), sample, _exact(vectors, sample, metric))
         searcher, name = _write(index, path, metric), f"ivf{index.nlist}-nprobe{index.nprobe}"
     elif chosen == "hnsw":
-        index = _graph(stored)
+        index = _graph(vectors, metric)
         searcher, name = _write(index, path, metric), f"hnsw32-ef{index.hnsw.efSearch}"
     else:
-        searcher, name = _write(_flat(stored), path, metric), "flat"
+        searcher, name = _write(_flat(vectors, metric), path, metric), "flat"
     recall = measure_recall(searcher, vectors, sample)
     return IndexReport(
         name,
@@ -104,7 +107,7 @@ def build_index(
 
 def sample_queries(vectors: NDArray[np.float32], seed: int = 0) -> NDArray[np.float32]:
     """Up to 256 rows: half from the tenth with the longest vectors (the head), then half from the rest."""
-    order = np.argsort(-np.linalg.norm(vectors, axis=1), kind="stable")
+    order = np.argsort(-lengths_of(vectors), kind="stable")
     cut = max(1, len(order) // 10)
     rng = np.random.default_rng(seed)
     parts = [
@@ -119,8 +122,7 @@ def measure_recall(
     searcher: Searcher, vectors: NDArray[np.float32], sample: NDArray[np.float32]
 ) -> tuple[float, float, float]:
     """(all, head, tail) share of the exact top 100 that the index finds, for `sample_queries`' sample."""
-    stored = unit(vectors) if searcher.metric == "cosine" else vectors
-    hits = _overlap(_exact(stored, sample, searcher.metric), _candidates(searcher, sample))
+    hits = _overlap(_exact(vectors, sample, searcher.metric), _candidates(searcher, sample))
     head = max(1, len(hits) // 2)
     tail = hits[head:] if len(hits) > head else hits
     return float(hits.mean()), float(hits[:head].mean()), float(tail.mean())
@@ -133,10 +135,39 @@ def unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     return divided
 
 
-def _flat(stored: NDArray[np.float32]) -> Any:
-    index = faiss.IndexFlatIP(stored.shape[1])
-    index.add(stored)
+def tiles(
+    vectors: NDArray[np.float32], metric: Metric = "inner_product"
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """(first ordinal, rows as they are compared) over all items, so that no step holds a matrix of all of them."""
+    for start in range(0, len(vectors), TILE_ITEMS):
+        part = vectors[start : start + TILE_ITEMS]
+        yield start, np.ascontiguousarray(unit(part) if metric == "cosine" else part, np.float32)
+
+
+def best_with(
+    keys: NDArray[np.uint64], scores: NDArray[np.float32], start: int, k: int
+) -> NDArray[np.uint64]:
+    """The best k of each row, of `cache.ranking`'s keys so far and of the scores of the items from `start` on."""
+    left = max(0, scores.shape[1] - k)
+    found = np.argpartition(scores, left, axis=1)[:, left:]
+    more = pack(np.take_along_axis(scores, found, axis=1), found + start)
+    return best(np.concatenate([keys, more], axis=1), k)
+
+
+def lengths_of(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """float32 [n]: the length of each row."""
+    parts = [np.linalg.norm(part, axis=1) for _, part in tiles(vectors)]
+    return np.concatenate([np.empty(0, np.float32), *parts])
+
+
+def _filled(index: Any, vectors: NDArray[np.float32], metric: Metric) -> Any:
+    for _, part in tiles(vectors, metric):
+        index.add(part)
     return index
+
+
+def _flat(vectors: NDArray[np.float32], metric: Metric) -> Any:
+    return _filled(faiss.IndexFlatIP(vectors.shape[1]), vectors, metric)
 
 
 def list_count(items: int) -> int:
@@ -144,25 +175,22 @@ def list_count(items: int) -> int:
     return max(1, min(4096, round(math.sqrt(items) * 1.25), items // 8))
 
 
-def _inverted(stored: NDArray[np.float32], seed: int) -> Any:
-    lists = list_count(len(stored))
-    index = faiss.IndexIVFFlat(
-        faiss.IndexFlatIP(stored.shape[1]), stored.shape[1], lists, faiss.METRIC_INNER_PRODUCT
-    )
+def _inverted(vectors: NDArray[np.float32], metric: Metric, seed: int) -> Any:
+    (count, dims), lists = vectors.shape, list_count(len(vectors))
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dims), dims, lists, faiss.METRIC_INNER_PRODUCT)
     index.cp.seed = seed + 1
     rng = np.random.default_rng(seed)
-    count = min(len(stored), lists * _TRAINING_PER_LIST)
-    index.train(stored[np.sort(rng.choice(len(stored), count, replace=False))])
-    index.add(stored)
-    return index
+    some = rng.choice(count, min(count, lists * _TRAINING_PER_LIST), replace=False)
+    trained = vectors[np.sort(some)]
+    index.train(unit(trained) if metric == "cosine" else trained)
+    return _filled(index, vectors, metric)
 
 
-def _graph(stored: NDArray[np.float32]) -> Any:
-    index = faiss.IndexHNSWFlat(stored.shape[1], 32, faiss.METRIC_INNER_PRODUCT)
+def _graph(vectors: NDArray[np.float32], metric: Metric) -> Any:
+    index = faiss.IndexHNSWFlat(vectors.shape[1], 32, faiss.METRIC_INNER_PRODUCT)
     index.hnsw.efConstruction = 80
     index.hnsw.efSearch = 512
-    index.add(stored)
-    return index
+    return _filled(index, vectors, metric)
 
 
 def _widen(
@@ -185,11 +213,13 @@ def _write(index: Any, path: Path, metric: Metric) -> Searcher:
 
 
 def _exact(
-    stored: NDArray[np.float32], sample: NDArray[np.float32], metric: Metric
+    vectors: NDArray[np.float32], sample: NDArray[np.float32], metric: Metric
 ) -> NDArray[np.int64]:
-    scores = ((unit(sample) if metric == "cosine" else sample) @ stored.T).astype(np.float32)
-    ordinals = np.broadcast_to(np.arange(len(stored)), scores.shape)
-    keys = best(pack(scores, ordinals), min(RECALL_AT, len(stored)))
+    """int64 [n, up to 100]: ordinals of the best items of each query, best first, from one tile after another."""
+    queries = unit(sample) if metric == "cosine" else sample
+    keys = np.empty((len(sample), 0), np.uint64)
+    for start, part in tiles(vectors, metric):
+        keys = best_with(keys, queries @ part.T, start, RECALL_AT)
     return unpack(keys, keys.shape[1])[0].astype(np.int64)
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from cache.errors import BundleError
 from cache.items import ItemTable, Ordinals
-from cache.tower import Histories, Inputs, Tower
-from precompute.models.agreement import agreement
+from cache.tower import Histories, Inputs, Tower, rows_of
+from precompute.models.agreement import agreement, take
 from precompute.models.bundle import Bundle, BundleModel
 from precompute.models.inputs import bind, usable_inputs
 from precompute.models.quantize import quantize_tower
@@ -34,7 +34,7 @@ def quantize_models(
     items: ItemTable,
     sample_for: Callable[[BundleModel], ShardInput],
     *,
-    item_features: Mapping[str, Mapping[str, NDArray[Any]]],
+    item_features: Mapping[str, tuple[Mapping[str, NDArray[Any]], NDArray[np.bool_]]],
 ) -> dict[str, LiveModel]:
     """Write an int8 file beside every fp32 one; a model with nothing to quantize stays fp32 and says so.
 
@@ -45,8 +45,9 @@ def quantize_models(
         if model.entity == "user":
             inputs, seen = _user_inputs(model, items, sample_for(model))
         else:
-            inputs, seen = _item_inputs(model, items, item_features.get(model.name, {})), None
+            inputs, seen = _item_inputs(model, items, *item_features[model.name]), None
         fp32, int8 = folder / f"{model.name}.fp32.onnx", folder / f"{model.name}.int8.onnx"
+        inputs, seen = _with_answers(Tower.open(fp32, model.spec), inputs, seen)
         try:
             report = quantize_tower(fp32, model.spec, inputs, int8)
         except BundleError as error:
@@ -78,9 +79,9 @@ def sample_user_vectors(
 ) -> NDArray[np.float32]:
     """float32 [up to 512, dims]: full-precision vectors of sampled users."""
     inputs, _ = _user_inputs(bundle.user_tower, items, sample)
-    return Tower.open(folder / f"{bundle.user_tower.name}.fp32.onnx", bundle.user_tower.spec).run(
-        inputs
-    )
+    file = folder / f"{bundle.user_tower.name}.fp32.onnx"
+    vectors = Tower.open(file, bundle.user_tower.spec).run(inputs)
+    return vectors[np.isfinite(vectors).all(axis=1)]
 
 
 def _user_inputs(
@@ -102,10 +103,27 @@ def _user_inputs(
     return inputs, Histories(sample.indptr, sample.ordinals).take(rows)
 
 
+def _with_answers(
+    tower: Tower, inputs: Inputs, seen: Histories | None
+) -> tuple[Inputs, Histories | None]:
+    """Without the rows whose output is not finite: they have no record, and calibrate nothing."""
+    rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
+    if len(rows) == rows_of(inputs):
+        return inputs, seen
+    return take(inputs, rows), None if seen is None else seen.take(rows)
+
+
 def _item_inputs(
-    model: BundleModel, items: ItemTable, features: Mapping[str, NDArray[Any]]
+    model: BundleModel,
+    items: ItemTable,
+    features: Mapping[str, NDArray[Any]],
+    usable: NDArray[np.bool_],
 ) -> Inputs:
-    rows = np.unique(np.linspace(0, items.count - 1, min(SAMPLE, items.count)).astype(np.int64))
+    known = np.flatnonzero(usable)
+    if not len(known):
+        raise BundleError(f"no item has the inputs that {model.name} wants", model=model.name)
+    places = np.linspace(0, len(known) - 1, min(SAMPLE, len(known)))
+    rows = known[np.unique(places.astype(np.int64))]
     return bind(
         model.spec,
         features={name: value[rows] for name, value in features.items()},

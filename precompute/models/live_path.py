@@ -1,7 +1,7 @@
 """What a generation's live path answers with: indexes and int8 models, both measured on real inputs."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -25,6 +25,7 @@ from precompute.build import (
 )
 from precompute.bulk.headroom import writes_files
 from precompute.config import NightConfig
+from precompute.copies import on_this_host
 from precompute.models.bundle import BundleModel
 from precompute.models.index import build_index as write_index
 from precompute.models.inputs import usable_inputs
@@ -34,10 +35,15 @@ from precompute.scoring.shard import (
     metric_of,
     read_item_features,
 )
-from precompute.scoring.shard_input import ShardInput, read_shard
+from precompute.scoring.shard_input import ShardInput, read_shard, scratch_folder, slice_shard
+from precompute.scoring.users import PARTITION
+
+FIRST_SLICES = 4
+"""Written before more of a shard is: they nearly always hold the samples that are wanted."""
 
 
 @writes_files
+@on_this_host
 def build_index(
     config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet
 ) -> Step:
@@ -79,6 +85,7 @@ def build_index(
 
 
 @writes_files
+@on_this_host
 def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
     """int8 versions of the live models, calibrated and compared with fp32 on a sample of real inputs."""
     made = Build.of(config, build)
@@ -98,7 +105,7 @@ def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progres
         items,
         lambda model: users if model is bundle.user_tower else _sample(made, items, model),
         item_features={
-            model.name: read_item_features(made, model.spec)
+            model.name: read_item_features(made, model.spec, items.count)
             for model in bundle.models
             if model.entity == "item"
         },
@@ -119,29 +126,34 @@ def quantize(config: NightConfig, build: Mapping[str, Any], *, progress: Progres
     return report
 
 
-def _shard(made: Build, shard: int) -> ShardInput:
-    fetch_partition(made, shard)
-    return read_shard(
-        made.root / "work/partition",
-        shard,
-        history_limit=made.config.history_limit,
-    )
+def _slices(made: Build) -> Iterator[ShardInput]:
+    """All users in hash order (so: at random), a slice at a time; for the first few a shard is not rewritten."""
+    config, folder = made.config, made.root / PARTITION
+    for shard in range(config.shards):
+        fetch_partition(made, shard)
+        done = 0
+        for first in (FIRST_SLICES, None):
+            with scratch_folder(folder) as scratch:
+                slices = slice_shard(folder, shard, config.shards, scratch, first=first)
+                for number in slices.numbers[done:]:
+                    yield read_shard(slices.folder, number, history_limit=config.history_limit)
+            done = len(slices.numbers)
+            if done < FIRST_SLICES:
+                break
 
 
 def _sample(made: Build, items: ItemTable, model: BundleModel) -> ShardInput:
-    """Real inputs of the first hash shard (so: entities at random) that holds any which the model can use."""
-    for shard in range(made.config.shards):
-        found = _shard(made, shard)
+    """Real inputs of the first slice that holds any which the model can use."""
+    for found in _slices(made):
         if len(usable_inputs(items, found, {model.name: model.spec})[0]):
             return found
     raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
 
 
 def _probed(made: Build, items: ItemTable, model: BundleModel) -> tuple[ShardInput, list[Any]]:
-    """What `_sample` finds, and the parts of the probe: shard after shard, until it is full."""
+    """What `_sample` finds, and the parts of the probe: slice after slice, until it is full."""
     sample, parts, count = None, [], 0
-    for shard in range(made.config.shards):
-        found = _shard(made, shard)
+    for found in _slices(made):
         rows = usable_inputs(items, found, {model.name: model.spec})[0][: USERS_MAX - count]
         if len(rows):
             sample, count = sample or found, count + len(rows)

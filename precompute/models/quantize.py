@@ -179,7 +179,8 @@ def _is_table(table: onnx.TensorProto, node: onnx.NodeProto) -> bool:
 def _add_rows(graph: onnx.GraphProto, table: onnx.TensorProto) -> None:
     rows = numpy_helper.to_array(table)
     scales = (np.abs(rows).max(axis=1) / 127).astype(np.float32)
-    whole = np.rint(rows / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8)
+    with np.errstate(invalid="ignore"):  # of a row that is not finite, its scale is not either
+        whole = np.rint(rows / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8)
     graph.initializer.append(numpy_helper.from_array(whole, f"{table.name}_int8"))
     graph.initializer.append(numpy_helper.from_array(scales, f"{table.name}_scale"))
 

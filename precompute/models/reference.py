@@ -25,6 +25,8 @@ SPECTRUM_EXPONENT = 0.25
 CLUSTERS = 16
 AFFINITY_SHARPNESS = 8.0
 HISTORY_MAX = 1024
+FILE_BYTES_MAX = 2**31 - 2**20
+"""Of weights: Protocol Buffers end at 2 GiB, and the graph wants some."""
 
 _POWER_ITERATIONS = 4
 _OVERSAMPLE = 64
@@ -51,6 +53,7 @@ def train(
     matrix = _matrix(data)
     users, items = matrix.shape
     dims = min(dims, users, items)
+    _demand_room(items, dims)
     rng = np.random.default_rng(seed)
     degrees = np.asarray(matrix.sum(axis=0)).ravel()
     factors, spectrum = singular_vectors(_normalised(matrix, degrees), dims, rng)
@@ -98,6 +101,17 @@ def train(
             "spectrum_exponent": SPECTRUM_EXPONENT,
         },
     )
+
+
+def _demand_room(items: int, dims: int) -> None:
+    """Raises ConfigError, before anything is computed, for a table that no model file can hold."""
+    most = FILE_BYTES_MAX // (4 * (items + 1))
+    if dims > most:
+        raise ConfigError(
+            f"{items:,} items of {dims} dimensions do not fit into an ONNX file, which holds 2 GiB: set "
+            f"reference.dims to {most} at most",
+            field="dims",
+        )
 
 
 def _programs(

@@ -1,18 +1,13 @@
-"""Whether previous, live and loading fit each node of Redis and each host: the gates' own arithmetic, asked early."""
+"""Whether all generations of a peak fit each node of Redis and each host: the gates' own arithmetic, asked early."""
 
 from dataclasses import dataclass
 
 from cache.errors import Refused
+from cache.host import disk_free_bytes, memory_available_bytes
 from cache.servers import masters, shares
 from precompute.bulk.headroom import held_bytes, unevictable_bytes
 from precompute.config import GateThresholds, NightConfig
-from precompute.gates.host import (
-    GENERATIONS,
-    disk_free_bytes,
-    disk_verdict,
-    memory_available_bytes,
-    memory_verdict,
-)
+from precompute.gates.host import disk_verdict, memory_verdict
 from precompute.gates.in_redis import memory_limit, redis_verdict
 from precompute.gates.verdict import Verdict
 from precompute.releases.control import Control, connect
@@ -44,22 +39,27 @@ def verdicts(
     limits: Limits,
     thresholds: GateThresholds,
     *,
+    generations: int,
     redis_bytes: float,
     mapped_bytes: int,
     disk_bytes: int,
 ) -> list[Verdict]:
-    """One per node, then the host's memory and disk; sizes are those of one generation."""
+    """One per node, then the host's memory and disk; sizes are those of one generation, of which so many coexist."""
     found = [
         redis_verdict(
-            node.name, node.other_bytes + round(GENERATIONS * redis_bytes * node.share),
-            node.limit_bytes, f"{node.limit_is}, for previous, live and loading", thresholds.redis_headroom,
+            node.name, node.other_bytes + round(generations * redis_bytes * node.share),
+            node.limit_bytes, f"{node.limit_is}, for {generations} generations", thresholds.redis_headroom,
         )
         for node in limits.nodes
     ]  # fmt: skip
-    found.append(memory_verdict(limits.memory_bytes, mapped_bytes, thresholds.memory_headroom))
+    found.append(
+        memory_verdict(
+            limits.memory_bytes, mapped_bytes, thresholds.memory_headroom, generations=generations
+        )
+    )
     found.append(
         disk_verdict(
-            limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generations=GENERATIONS
+            limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generations=generations
         )
     )
     return found
@@ -74,7 +74,7 @@ def demand_room(found: list[Verdict]) -> None:
             f"{each.rule} {each.value} against {each.threshold}: {each.note}" for each in failed
         )
         raise Refused(
-            f"previous, live and loading would not fit: {text}",
+            f"the generations of a night at its peak would not fit: {text}",
             rule=first.rule,
             value=first.value,
             threshold=first.threshold,
@@ -95,7 +95,6 @@ def limits_of(
     What this namespace's own generations take there by now counts as room: the planned ones would take their place.
     """
     folder = config.store().local("")
-    place = next(each for each in (folder, *folder.parents) if each.exists())
     own_disk = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
     given = None if redis_gb is None else round(redis_gb * GB)
     if given is not None or not config.redis_url:
@@ -114,7 +113,7 @@ def limits_of(
     return Limits(
         every,
         memory_available_bytes() if host_gb is None else round(host_gb * GB),
-        disk_free_bytes(place) + own_disk if disk_gb is None else round(disk_gb * GB),
+        disk_free_bytes(folder) + own_disk if disk_gb is None else round(disk_gb * GB),
     )
 
 

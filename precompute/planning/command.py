@@ -17,18 +17,20 @@ from cache.errors import ConfigError, SourceError
 from precompute.build import Progress
 from precompute.config import NightConfig
 from precompute.display import Found, out, show
-from precompute.gates.host import GENERATIONS
 from precompute.gates.verdict import Verdict
 from precompute.night import size_text
 from precompute.planning.capacity import demand_room, limits_of
 from precompute.planning.forecast import Asked, Forecast, forecast, judged
+from precompute.planning.memory import step_bytes
 from precompute.planning.spent import Spent
 from precompute.releases.control import Control, connect
+from precompute.room import generations_at_peak
 from precompute.sources import read_features
 
 DESCRIPTION = (
     "what a night and its service would need, from a sample of the real inputs: bytes in Redis, on readers' hosts and "
-    "on disk, minutes of scoring and loading, hit rates of L1; refused where previous, live and loading would not fit"
+    "on disk, minutes of scoring and loading, hit rates of L1; refused where the generations of a night at its peak "
+    "would not fit"
 )
 
 
@@ -117,7 +119,12 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
         host_gb=arguments.host_gb, disk_gb=arguments.disk_gb,
     )  # fmt: skip
     verdicts = judged(config, found, limits)
-    shown = _json(found, verdicts) if arguments.json else _tables(found, verdicts, asked)
+    generations = generations_at_peak(config.keep)
+    shown = (
+        _json(found, verdicts, generations)
+        if arguments.json
+        else _tables(found, verdicts, asked, generations)
+    )
     if not all(each.passed for each in verdicts):
         show(shown, out)
         demand_room(verdicts)
@@ -169,14 +176,18 @@ def _counts(path: Path, config: NightConfig) -> NDArray[np.int64]:
     return np.asarray(counts, np.int64)
 
 
-def _json(found: Forecast, verdicts: list[Verdict]) -> Found:
-    told = {**found.to_json(), "verdicts": [each.to_json() for each in verdicts]}
+def _json(found: Forecast, verdicts: list[Verdict], generations: int) -> Found:
+    told = {
+        **found.to_json(),
+        "generations": generations,
+        "verdicts": [each.to_json() for each in verdicts],
+    }
     return [escape(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())]
 
 
-def _tables(found: Forecast, verdicts: list[Verdict], asked: Asked) -> Found:
+def _tables(found: Forecast, verdicts: list[Verdict], asked: Asked, generations: int) -> Found:
     shape, timings = found.shape, found.timings
-    sizes = Table("what", "one generation", "previous, live and loading", title=_title(found))
+    sizes = Table("what", "one generation", f"{generations} at the peak", title=_title(found))
     for column in sizes.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for name, size in (
@@ -185,7 +196,7 @@ def _tables(found: Forecast, verdicts: list[Verdict], asked: Asked) -> Found:
         ("a reader's host", shape.mapped_bytes),
         ("artefact store", shape.disk_bytes),
     ):
-        sizes.add_row(name, size_text(size), size_text(GENERATIONS * size))
+        sizes.add_row(name, size_text(size), size_text(generations * size))
     times = Table("step", "minutes", "processor minutes", "of it")
     scoring = timings.all
     parts = {"items embedded": timings.embed, "users": timings.users, "items": timings.items}
@@ -198,6 +209,10 @@ def _tables(found: Forecast, verdicts: list[Verdict], asked: Asked) -> Found:
         rate = f"at the stated {asked.gpu_users_per_s:,.0f} users/s"
         times.add_row("score on a GPU", f"{found.gpu_s / 60:.2f}", "", rate)
     times.add_row("load", *_minutes(found.load), f"beside readers at most {found.floor_s / 60:.2f}")
+    memory = Table("step", "memory at most")
+    memory.columns[1].justify = "right"
+    for step, found_bytes in step_bytes(shape).items():
+        memory.add_row(step, size_text(found_bytes))
     rates = Table("L1 per process", "entries", "hits, L1 full", "hits, first day", "L2 reads/s")
     for each in found.hits:
         cold = "" if each.from_cold is None else f"{each.from_cold:.1%}"
@@ -215,7 +230,7 @@ def _tables(found: Forecast, verdicts: list[Verdict], asked: Asked) -> Found:
         column.justify, column.no_wrap = "right", True
     busy = "other programs were busy here meanwhile: by the clock, times are too long"
     notes = [timings.note] * bool(timings.note) + [busy] * found.is_busy
-    return [sizes, times, *map(escape, notes), rates, gates]
+    return [sizes, times, *map(escape, notes), memory, rates, gates]
 
 
 def _title(found: Forecast) -> str:

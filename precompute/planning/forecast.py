@@ -1,7 +1,6 @@
 """The forecast: from a configuration and a sample of its inputs to bytes, minutes and hit rates."""
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,19 +9,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.cores import usable_cores
 from cache.embedded import server
 from cache.probe import probe_bytes
 from precompute.build import Progress, quiet
+from precompute.catalogue import ITEM_FEATURES
 from precompute.config import NightConfig, parse_time
 from precompute.models.bundle import Bundle
 from precompute.planning.capacity import Limits, verdicts
 from precompute.planning.hits import Hits, Popularity, hits, popularity_of, zipf
+from precompute.planning.memory import step_bytes
 from precompute.planning.rehearsal import page_costs, time_load
 from precompute.planning.sampling import draw
 from precompute.planning.sizes import Shape
 from precompute.planning.spent import Spent
 from precompute.planning.trial import Timings, Trial, feature_columns, open_trial, time_scoring
 from precompute.releases.control import connect
+from precompute.room import generations_at_peak
 from precompute.scoring.shard import configured_tables, entity_of, layout_of, metric_of
 
 DAY_S = 86_400.0
@@ -72,7 +75,7 @@ class Forecast:
     def is_busy(self) -> bool:
         """Whether other programs held this machine's cores meanwhile: then times by the clock are too long."""
         scoring = self.timings.all
-        return scoring.wall_s * (os.cpu_count() or 1) > BUSY * scoring.cpu_s
+        return scoring.wall_s * usable_cores() > BUSY * scoring.cpu_s
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`: bytes of one generation, seconds of a night."""
@@ -93,6 +96,7 @@ class Forecast:
             "directory_bytes": shape.directory_bytes,
             "mapped_bytes": shape.mapped_bytes,
             "disk_bytes": shape.disk_bytes,
+            "step_memory_bytes": dict(step_bytes(shape)),
             "scoring_s": scoring.wall_s,
             "scoring_cpu_s": scoring.cpu_s,
             "scoring_gpu_s": self.gpu_s,
@@ -157,7 +161,7 @@ def forecast(
 def judged(config: NightConfig, found: Forecast, limits: Limits) -> list[Any]:
     """The verdicts on it."""
     return verdicts(
-        limits, config.gates, redis_bytes=found.redis_bytes,
+        limits, config.gates, generations=generations_at_peak(config.keep), redis_bytes=found.redis_bytes,
         mapped_bytes=found.shape.mapped_bytes, disk_bytes=found.shape.disk_bytes,
     )  # fmt: skip
 
@@ -198,8 +202,15 @@ def _shape(config: NightConfig, trial: Trial, asked: Asked, users: int) -> Shape
         metrics=len({metric_of(bundle, each) for each in listed}),
         index=config.index,
         defaults_bytes=(root / "defaults.json").stat().st_size,
+        interactions=round(users * int(begun["interactions"]) / len(trial.sample.ids)),
+        feature_bytes=_bytes_of(root.glob("work/partition/*.features")) / len(trial.sample.ids),
+        item_feature_bytes=_bytes_of(root.glob(ITEM_FEATURES)) / items,
         work_bytes=round(partition * users / len(trial.sample.ids)) + probe_bytes(users, per_user),
     )
+
+
+def _bytes_of(files: Iterable[Path]) -> int:
+    return sum(each.stat().st_size for each in files)
 
 
 def gpu_seconds(timings: Timings, users_per_s: float | None, shape: Shape) -> float | None:

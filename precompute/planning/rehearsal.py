@@ -82,6 +82,6 @@ def _manifest(namespace: str, shape: Shape, share: float, folder: Path) -> Manif
             for part in range(shape.shards)
         )
         tables[name] = Table(name, entity, Producer("none"), layout, per_page, parts)
-    none = Artefact("", 0, "")
+    none = Artefact("none", 0, "")
     items = ItemFiles(none, none, none, none, 0, 0)
     return Manifest(namespace, GENERATION, 0, 0, "", "", {}, items, tables, {}, {}, none)

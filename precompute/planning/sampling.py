@@ -17,6 +17,7 @@ from precompute.build import Progress, quiet
 from precompute.columns import Ids
 from precompute.config import NightConfig, Sources
 from precompute.scoring.shard_input import hashes_of
+from precompute.source_files import source_file
 from precompute.sources import Interactions, read_features, read_interactions
 
 SEED = 0x5DEECE66D
@@ -164,9 +165,8 @@ def _features(
                 f"the model wants the user feature {columns[0]!r}, but sources.user_features is not set",
                 column=columns[0],
             )
-        yield from read_features(
-            config.path(config.sources.user_features), config.sources.user_column, columns
-        )
+        path = source_file(config.sources.user_features, config.path("."))
+        yield from read_features(path, config.sources.user_column, columns)
 
 
 def _kept_features(config: NightConfig, columns: Sequence[str], limit: np.uint64) -> Any:

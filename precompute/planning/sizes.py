@@ -78,6 +78,10 @@ class Shape:
     defaults_bytes: int = 0
     work_bytes: int = 0
     """What the night leaves beside its artefacts: the partition of its sources, and the probe."""
+    interactions: int = 0
+    feature_bytes: float = 0.0
+    """Of a user's features; `item_feature_bytes` are an item's."""
+    item_feature_bytes: float = 0.0
 
     def pages(self) -> dict[str, Pages]:
         """Of each table."""

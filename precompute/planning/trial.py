@@ -160,7 +160,7 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
         config, sources=sources, artifacts=str(folder / "artifacts"), state=str(folder / "state"),
         redis_url=redis_url, shards=1, data_until=None, device=OFF,
     )  # fmt: skip
-    found = pipeline.begin(trial, data_until=None, run_after=EVER)
+    found = pipeline.begin(trial, data_until=None, run_after=None, named=EVER)
     build = Build.of(trial, found)
     embedded, _ = timed(lambda: pipeline.embed_items(trial, found))
     at_once = min(SHARDS_AT_ONCE, config.shards)

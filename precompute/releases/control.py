@@ -116,7 +116,8 @@ class Replica:
     """A serving replica's last heartbeat; times are Redis' own, Unix seconds.
 
     `ready`: loaded and warmed, `failed`: generation -> why it cannot be loaded there, `l2_p99_ms`: over the last
-    few seconds, `canary`: what it counted while one runs, `overlay_ttl_s`: how long its overlays live at most.
+    few seconds, `canary`: what it counted while one runs, `overlay_ttl_s`: how long its overlays live at most,
+    `memory_available_bytes` and `disk_free_bytes`: what its host, or its container, has left.
     """
 
     name: str
@@ -131,6 +132,8 @@ class Replica:
     l2_p99_ms: float | None = None
     canary: Mapping[str, Any] | None = None
     overlay_ttl_s: float | None = None
+    memory_available_bytes: int | None = None
+    disk_free_bytes: int | None = None
 
     @classmethod
     def from_beat(cls, raw: bytes, beat_at: float) -> "Replica":
@@ -140,7 +143,7 @@ class Replica:
             str(data["replica"]), beat_at, data.get("serving"), tuple(data.get("holds", ())),
             data.get("epoch"), tuple(data.get("ready", ())), data.get("failed") or {},
             data.get("swapped_at"), data.get("warm_s"), data.get("l2_p99_ms"), data.get("canary"),
-            data.get("overlay_ttl_s"),
+            data.get("overlay_ttl_s"), data.get("memory_available_bytes"), data.get("disk_free_bytes"),
         )  # fmt: skip
 
 

@@ -71,8 +71,8 @@ class Releases(Canaries):
     def roll_back(self, *, to: str | None, reason: str, attempt: str) -> Moved:
         """Make an earlier generation live again; the one rolled back can never return without re-verification.
 
-        Before the move only the existence and the length of its pages are looked at, so readers see it within a second
-        however large it is; `mend` is to be called after it.
+        Before the move only its marks and the lengths of a sample of its pages are looked at, so readers see it within
+        a second however large it is; `mend` is to be called after it.
         """
         view = self.view()
         if (done := earlier(view.history, "roll_back", attempt, to)) is not None:
@@ -85,7 +85,7 @@ class Releases(Canaries):
         bad = view.ledger.live
         with files_of(target):
             self.check_manifest(target, view.history)
-            load_missing(self.control, self.control.keys, self.store, target)
+            load_missing(self.control, self.control.keys, self.store, target, is_urgent=True)
         view = self.view()
         if view.ledger.live != bad:
             raise Conflict(

@@ -85,7 +85,7 @@ class ReleaseLog:
 
     def history(self) -> list[Release]:
         """Every record, oldest first, whether its move is settled or not."""
-        return all_releases(self.store, self._known)
+        return all_releases(self.store, self._known, packs=True)
 
     def ledger(self) -> Ledger:
         """The settled history."""

@@ -14,6 +14,7 @@ from precompute.bulk.load import RETIRE_BATCH, unlink_pages
 from precompute.releases.control import Row
 from precompute.releases.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, View, standing
 from precompute.releases.states import ALLOWED, UNFINISHED, Ledger, State, demand, fold
+from precompute.room import retained
 
 ABANDON_AFTER_S = 86_400.0
 ROW_KEPT_S = 2 * 86_400.0
@@ -26,19 +27,21 @@ def sweepable(
     keep: int,
     grace_s: float,
     abandon_after_s: float = ABANDON_AFTER_S,
+    making: str | None = None,
 ) -> list[str]:
     """Generations that nobody needs: not live, previous, tried out, pinned, held by a replica, or superseded just now.
 
     What was superseded in the future of this clock was superseded just now. The newest `keep` superseded ones stay
-    for rollbacks. Unfinished ones go once they are older than the live one and nobody has touched them for
-    `abandon_after_s`.
+    for rollbacks, at least one. Unfinished ones go once they are older than the live one and nobody has touched them
+    for `abandon_after_s`, or at once when `making`, the generation that this night makes, replaces them.
     """
     view, now = releases.view(), releases.clock()
     ledger = view.ledger
     states, left_in = ledger.states, ledger.left_in
     superseded = [each for each, state in states.items() if state is State.SUPERSEDED]
     superseded.sort(key=lambda each: left_in.get(each, 0), reverse=True)
-    protected = {ledger.live, ledger.previous, *superseded[:keep], *_held(releases)}
+    protected = {ledger.live, ledger.previous, *superseded[: retained(keep)], *_held(releases)}
+    protected.add(making)  # made once more, perhaps, after it was refused
     for canary in (ledger.canary, view.pointer and view.pointer.canary):
         protected |= {canary.generation} if canary is not None else set()
     if view.pointer is not None:
@@ -53,7 +56,9 @@ def sweepable(
         if _left_s_ago(releases, generation, view) < grace_s:
             continue
         state = standing(generation, ledger, view.rows.get(generation))
-        if state in ALLOWED["retire"] or _is_abandoned(releases, view, generation, abandon_after_s):
+        if state in ALLOWED["retire"] or _is_abandoned(
+            releases, view, generation, abandon_after_s, making
+        ):
             found.append(generation)
     return found
 
@@ -84,10 +89,19 @@ def _held(releases: ReleaseLog) -> Collection[str | None]:
     }
 
 
-def _is_abandoned(releases: ReleaseLog, view: View, generation: str, after_s: float) -> bool:
+def _is_replaced(generation: str, making: str | None) -> bool:
+    """Whether a generation of newer data is being made: nights come one at a time."""
+    return making is not None and generation[:CUT_CHARS] < making[:CUT_CHARS]
+
+
+def _is_abandoned(
+    releases: ReleaseLog, view: View, generation: str, after_s: float, making: str | None = None
+) -> bool:
     row, live = view.rows.get(generation), view.ledger.live
     if standing(generation, view.ledger, row) not in (None, *UNFINISHED):
         return False
+    if _is_replaced(generation, making):
+        return True
     if live is None or generation[:CUT_CHARS] >= live[:CUT_CHARS]:
         return False  # it can still be published
     if row is not None:
@@ -111,6 +125,7 @@ def retire(
     attempt: str,
     grace_s: float = 0.0,
     abandon_after_s: float = ABANDON_AFTER_S,
+    making: str | None = None,
     governor: Governor | None = None,
 ) -> int:
     """Remove a generation's pages, then its files; Redis keys removed. Safe to repeat after a crash.
@@ -118,8 +133,9 @@ def retire(
     Marked and written down first: from then on no rollback can land on what is being removed.
     """
     _mark_retired(
-        releases, generation, attempt=attempt, grace_s=grace_s, abandon_after_s=abandon_after_s
-    )
+        releases, generation, attempt=attempt, grace_s=grace_s, abandon_after_s=abandon_after_s,
+        making=making,
+    )  # fmt: skip
     manifest = _manifest(releases, generation)
     if manifest is None:
         removed = unlink_recorded(releases, keys, generation, releases.history())
@@ -151,10 +167,15 @@ def note_loaded(releases: ReleaseLog, keys: Keyspace, generation: str) -> None:
     try:
         releases.note(generation, State.LOADED)
     except Conflict:
-        view = releases.view()
-        if standing(generation, view.ledger, view.rows.get(generation)) is State.RETIRED:
-            unlink_recorded(releases, keys, generation, view.history)
+        take_back(releases, keys, generation)
         raise
+
+
+def take_back(releases: ReleaseLog, keys: Keyspace, generation: str) -> None:
+    """Remove pages that came into Redis while their generation was being retired, or after."""
+    view = releases.view()
+    if standing(generation, view.ledger, view.rows.get(generation)) is State.RETIRED:
+        unlink_recorded(releases, keys, generation, view.history)
 
 
 def is_back(
@@ -182,14 +203,20 @@ def _manifest(releases: ReleaseLog, generation: str) -> Manifest | None:
 
 
 def _mark_retired(
-    releases: ReleaseLog, generation: str, *, attempt: str, grace_s: float, abandon_after_s: float
+    releases: ReleaseLog,
+    generation: str,
+    *,
+    attempt: str,
+    grace_s: float,
+    abandon_after_s: float,
+    making: str | None,
 ) -> None:
     for _ in range(LOOK_TRIES):
         view = releases.view()
         view.demand_agreement()
         former = view.rows.get(generation)
         state = standing(generation, view.ledger, former)
-        abandoned = _is_abandoned(releases, view, generation, abandon_after_s)
+        abandoned = _is_abandoned(releases, view, generation, abandon_after_s, making)
         if not abandoned:
             demand("retire", generation, state)
         recorded = fold(view.history).state(generation)
@@ -220,7 +247,7 @@ def _mark_retired(
         raise
     if abandoned:
         demand("abandon", generation, state)
-        releases.record("abandon", generation, attempt=attempt, reason="never finished")
+        releases.record("abandon", generation, attempt=attempt, reason="never published")
     manifest = _manifest(releases, generation)
     pages = {table.name: table.pages for table in manifest.tables.values()} if manifest else None
     releases.record("retire", generation, attempt=attempt, pages=pages)

@@ -139,14 +139,8 @@ def load(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Ke
     wanted = environ.get("LARDER_KERNEL", "auto")
     if wanted not in ("auto", "off", "0", "1", "2", "3"):
         raise ConfigError(f"LARDER_KERNEL must be auto, off or 0 to 3, not {wanted!r}")
-    files = [folder / f"_topk{suffix}" for suffix in EXTENSION_SUFFIXES]
-    path = next((each for each in files if each.exists()), None)
-    if wanted == "off" or path is None:
-        return None
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        _log.warning("%s cannot be loaded (%s): install again", path.name, error)
+    library = None if wanted == "off" else _library(folder)
+    if library is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.larder_topk.argtypes = [
@@ -157,6 +151,17 @@ def load(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Ke
     library.larder_dots.restype = None
     level = library.larder_level()
     return Kernel(library, level if wanted == "auto" else min(level, int(wanted)))
+
+
+def _library(folder: Path) -> ctypes.CDLL | None:
+    """The first that this machine can load: a copied tree may hold another machine's beside its own."""
+    for path in [folder / f"_topk{suffix}" for suffix in EXTENSION_SUFFIXES]:
+        if path.exists():
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                _log.warning("%s cannot be loaded (%s): install again", path.name, error)
+    return None
 
 
 def fits(compared: Compared, users: NDArray[np.float32]) -> NDArray[np.bool_]:

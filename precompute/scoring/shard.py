@@ -14,7 +14,7 @@ from cache.items import ItemTable, Ordinals
 from cache.keys import fingerprints
 from cache.manifest import Producer
 from cache.ranking import Metric
-from cache.records import Layout, encode_topk, encode_values, encode_vectors
+from cache.records import Layout
 from cache.tower import Histories, TowerSpec
 from precompute.build import Build, Progress, cut_of, open_bundle
 from precompute.catalogue import (
@@ -27,9 +27,11 @@ from precompute.config import NightConfig, TableConfig
 from precompute.models.bundle import Bundle, BundleModel
 from precompute.models.inputs import bind
 from precompute.scoring.device.choice import OFF, device_of
+from precompute.scoring.encoding import Answers, encode, finite_rows
 from precompute.scoring.tables import PageFile, sums_path
 from precompute.scoring.topk import AnyScorer, Scorer
 from precompute.scoring.towers import AnyTower, open_tower
+from precompute.unusable import NOT_FINITE, UNFIT, Unusable
 
 CHUNK = 16_384
 """Entities scored at once: enough for the matrix product, bounded in memory."""
@@ -95,20 +97,24 @@ def configured_tables(config: NightConfig, bundle: Bundle) -> dict[str, TableCon
     }
 
 
-def embed_catalogue(build: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
-    """Vectors of all items in ordinal order, float32 [items, dims]."""
+def embed_catalogue(
+    build: Build, bundle: Bundle, items: ItemTable
+) -> Iterator[NDArray[np.float32]]:
+    """Vectors of all items in ordinal order, float32 [some, dims] at a time."""
     model = bundle.item_tower
     tower = open_tower(build, model, device_of(build.config.device, 0))
-    ordinals = Ordinals(np.arange(items.count, dtype=np.int64))
-    features = read_item_features(build, model.spec)
-    return tower.run(bind(model.spec, features=features, index=items.to_model(ordinals)))
+    features, _ = read_item_features(build, model.spec, items.count)
+    for rows in _chunks(np.arange(items.count)):
+        chunk = {name: values[rows] for name, values in features.items()}
+        yield tower.run(bind(model.spec, features=chunk, index=items.to_model(Ordinals(rows))))
 
 
-def read_item_features(build: Build, spec: TowerSpec) -> dict[str, NDArray[Any]]:
-    """Feature inputs of all items as `begin` pinned them, by the tower's input names."""
-    if not spec.features:
-        return {}
-    return item_features(build.fetch(ITEM_FEATURES), spec)
+def read_item_features(
+    build: Build, spec: TowerSpec, count: int
+) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
+    """Feature inputs of all items as `begin` pinned them, by the tower's input names, and which items have them all."""
+    file = build.fetch(ITEM_FEATURES) if spec.features else build.root / ITEM_FEATURES
+    return item_features(file, spec, count)
 
 
 class Place:
@@ -181,7 +187,7 @@ def score_items(
     begun = build.need("begin")
     build.fetch(VECTORS)
     config, items = build.config, open_items(build.root, begun, dims=bundle.dims)
-    place = scorers.at(shard)
+    place, unusable = scorers.at(shard), Unusable()
     start, end = begun["bounds"][shard], begun["bounds"][shard + 1]
     end = end if limit is None else min(end, start + limit)
     at, started = cut_of(build.generation), time.perf_counter()
@@ -197,35 +203,52 @@ def score_items(
         if table.kind == "value"
     }
     towers = {name: place.tower(build, model) for name, model in models.items()}
-    features = {name: read_item_features(build, model.spec) for name, model in models.items()}
+    features = {
+        name: read_item_features(build, model.spec, items.count) for name, model in models.items()
+    }
     for name, table in tables.items():
         layout, file = layout_of(bundle, table), f"tables/{name}/{shard:04d}.pages"
         with PageFile(build.path(file), layout, config.page_bytes) as pages:
             for rows in _chunks(np.arange(start, end)):
-                marks = fingerprints([items.raw_id(row) for row in rows.tolist()])
+                ids = [items.raw_id(row) for row in rows.tolist()]
+                marks, has_answer = fingerprints(ids), np.ones(len(rows), np.bool_)
                 vectors = np.asarray(items.vectors[rows])
+                answers: Answers = vectors
                 if table.kind == "item_similar":
                     itself = Histories(np.arange(len(rows) + 1), rows)
                     with place.turn:
                         scorer = place.of(items, metric_of(bundle, table))
-                        ordinals, scores = scorer.top(
+                        answers = scorer.top(
                             vectors, table.k, itself, threads=config.threads or None
                         )
-                    pages.append(encode_topk(layout, marks, ordinals, scores, at))
-                elif table.kind == "item_vector":
-                    pages.append(encode_vectors(layout, marks, vectors, at))
-                else:
-                    chunk = {key: value[rows] for key, value in features[name].items()}
+                elif table.kind == "value":
+                    values, usable = features[name]
+                    chunk = {key: value[rows] for key, value in values.items()}
                     index = items.to_model(Ordinals(rows))
-                    values = towers[name].run(bind(models[name].spec, features=chunk, index=index))
-                    pages.append(encode_values(layout, marks, values, at))
+                    answers = towers[name].run(bind(models[name].spec, features=chunk, index=index))
+                    is_finite = finite_rows(answers)
+                    has_answer = usable[rows] & is_finite
+                    bad = usable[rows] & ~is_finite
+                    _note(unusable, f"outputs of {models[name].name}", NOT_FINITE, ids, bad)
+                records, bad = encode(layout, marks, answers, has_answer, at)
+                _note(unusable, f"records of {name}", UNFIT, ids, bad)
+                pages.append(records)
                 progress(f"{name} shard {shard}", int(rows[-1]) + 1 - start, end - start)
         found[name] = described(build, file, end - start)
     return {
         "scored": end - start,
         "seconds": {"all": time.perf_counter() - started},
         "tables": found,
+        "unusable": unusable.to_json(),
     }
+
+
+def _note(
+    unusable: Unusable, what: str, why: str, ids: list[bytes], bad: NDArray[np.bool_]
+) -> None:
+    unusable.looked_at(what, len(ids))
+    if bad.any():
+        unusable.note_rows(what, {why: bad}, lambda row: {"item": ids[row].decode()})
 
 
 def described(build: Build, file: str, count: int) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The partition on disk: one Arrow stream per hash range."""
 
 import os
+import resource
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,18 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cache.artefacts import sync_folder
+from cache.errors import ConfigError
 
 KINDS = ("rows", "ids", "features")
 """What users did, each of them once for every batch of the sources, and what is known of them; all with a HASH."""
 
 NAMING = KINDS[1:]
 """Those that say which users there are."""
+
+SPARE_FILES = 512
+"""Descriptors left for all else: sources, artefacts, Redis, libraries."""
+
+OPEN_MAX = 1 << 20
 
 HASH = "xxh3(user)"
 """The column that says whose a row is: the user's hash under the partition's seed."""
@@ -45,10 +52,31 @@ def read_stream(path: Path) -> Any:
         return pa.ipc.open_stream(source).read_all()
 
 
+def read_batches(path: Path, *, fields: Sequence[int] | None = None) -> Iterator[Any]:
+    """The Arrow batches of a file, one in memory at a time; `fields` names the columns that are wanted, by place."""
+    options = pa.ipc.IpcReadOptions(included_fields=None if fields is None else list(fields))
+    with pa.OSFile(str(path)) as source:  # a map would count as ours, once it is read
+        yield from pa.ipc.open_stream(source, options=options)
+
+
 def count_rows(path: Path) -> int:
     """How many rows a file holds; none of them is read."""
     with pa.memory_map(str(path)) as source:
         return sum(batch.num_rows for batch in pa.ipc.open_stream(source))
+
+
+def allow_files(count: int) -> None:
+    """Raise the limit so that so many files beside SPARE_FILES may be open; ConfigError where it cannot."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted, most = count + SPARE_FILES, OPEN_MAX if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted <= most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    elif soft != resource.RLIM_INFINITY and soft < wanted:
+        raise ConfigError(
+            f"{wanted} files would be open at once, this process may open {most}: raise `ulimit -n`, or set fewer "
+            "shards",
+            field="shards",
+        )
 
 
 class ShardFiles:
@@ -71,7 +99,10 @@ class ShardFiles:
         return self
 
     def write(self, table: Any, shards: NDArray[np.integer]) -> None:
-        """Each row of `table` into the file whose number `shards` gives it; rows of one file keep their order."""
+        """Each row of `table` into the file whose number `shards` gives it; rows of one file keep their order.
+
+        Rows of numbers that have no file are left out.
+        """
         shards = shards.astype(np.uint16, copy=False)  # for which numpy has a radix sort
         order = np.argsort(shards, kind="stable")
         sorted_rows = table.take(pa.array(order))

@@ -2,6 +2,7 @@
 
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from precompute.scoring.shard_files import (
     KINDS,
     NAMING,
     ShardFiles,
+    allow_files,
     count_rows,
+    first_hash,
     read_stream,
-    shard_of,
     shard_paths,
 )
 
@@ -31,6 +33,12 @@ Hasher = Callable[[Sequence[bytes], int], NDArray[np.uint64]]
 
 SLICE_ROWS = 1 << 20
 """Rows grouped at once: some 150 MB of memory while it lasts."""
+
+SLICE_BYTES = 256 << 20
+"""Of a shard's files that are grouped at once: what bounds a slice of users with many features."""
+
+FILES_MAX = 256
+"""Files written at once; more slices take two passes."""
 
 COUNTED_ROWS = 4 * SLICE_ROWS
 """Rows whose entities are counted at once."""
@@ -46,13 +54,17 @@ class Slices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardInput:
-    """Entities in hash order; `ordinals[indptr[i]:indptr[i + 1]]` is entity i's history, oldest first."""
+    """Entities in hash order; `ordinals[indptr[i]:indptr[i + 1]]` is entity i's history, oldest first.
+
+    All of it, so that nothing of it comes back into a list; models are given the newest `history_limit` items.
+    """
 
     ids: list[bytes]
     hashes: NDArray[np.uint64]
     indptr: NDArray[np.int64]
     ordinals: NDArray[np.int64]
     features: dict[str, Any]
+    history_limit: int = sys.maxsize
 
 
 @contextmanager
@@ -73,26 +85,56 @@ def slice_shard(
     *,
     rows: int | None = None,
     kinds: Sequence[str] = KINDS,
+    first: int | None = None,
 ) -> Slices:
-    """The shard itself where it has at most `rows` rows (SLICE_ROWS), else slices of about so many, in `scratch`.
+    """The shard itself if it is no larger than a slice (`rows` or SLICE_ROWS, SLICE_BYTES), else slices in `scratch`.
 
-    So memory does not grow with the shard; one entity's rows stay together, however many they are.
+    So memory does not grow with the shard; one entity's rows stay together, however many they are. With `first` only
+    so many slices are written, those of the lowest hashes.
     """
-    count = -(-sum(map(count_rows, shard_paths(folder, shard, kinds))) // (rows or SLICE_ROWS))
+    paths = shard_paths(folder, shard, kinds)
+    count = max(
+        -(-sum(map(count_rows, paths)) // (rows or SLICE_ROWS)),
+        -(-sum(path.stat().st_size for path in paths) // SLICE_BYTES),
+    )
     if count <= 1:
         return Slices(folder, range(shard, shard + 1))
-    scratch.mkdir(parents=True, exist_ok=True)
+    coarse = -(-count // FILES_MAX)
+    if coarse == 1 or (first or count) <= FILES_MAX:
+        wanted = range(shard * count, (shard + 1) * count)[:first]
+        _split(folder, shard, scratch, wanted, shards * count, kinds)
+        return Slices(scratch, wanted)
+    rough, fine = range(shard * coarse, (shard + 1) * coarse), -(-count // coarse)
+    _split(folder, shard, scratch / "rough", rough, shards * coarse, kinds)
+    for part in rough:
+        finer = range(part * fine, (part + 1) * fine)
+        _split(scratch / "rough", part, scratch, finer, shards * coarse * fine, kinds)
+        for path in shard_paths(scratch / "rough", part, kinds):
+            path.unlink()
+    return Slices(scratch, range(rough.start * fine, rough.stop * fine))
+
+
+def _split(
+    folder: Path, shard: int, target: Path, numbers: range, total: int, kinds: Sequence[str]
+) -> None:
+    """Cut a shard's files into hash ranges, of which there are `total`; what lies beyond `numbers` is left out."""
+    target.mkdir(parents=True, exist_ok=True)
+    allow_files(len(numbers))
+    ends = range(numbers.start, min(numbers.stop + 1, total))
+    firsts = np.array([first_hash(number, total) for number in ends], np.uint64)
+    # Who there is can be told without what is known of them.
+    fields = None if tuple(kinds) == KINDS else [0, 1]
     for kind in kinds:
-        targets = [each for at in range(count) for each in shard_paths(scratch, at, (kind,))]
+        targets = [each for number in numbers for each in shard_paths(target, number, (kind,))]
         (path,) = shard_paths(folder, shard, (kind,))
         with pa.OSFile(str(path)) as source:  # a map would count as ours, once it is read
-            stream = pa.ipc.open_stream(source)
+            options = pa.ipc.IpcReadOptions(included_fields=fields)
+            stream = pa.ipc.open_stream(source, options=options)
             with ShardFiles(targets, stream.schema, lasting=False) as files:
                 for batch in stream:
                     hashes = np.asarray(batch.column(HASH))
-                    which = shard_of(hashes, shards * count) - shard * count
+                    which = firsts.searchsorted(hashes, "right") - 1
                     files.write(pa.Table.from_batches([batch]), which)
-    return Slices(scratch, range(count))
 
 
 def hashes_of(ids: Ids, seed: int, hasher: Hasher = hash_ids) -> NDArray[np.uint64]:
@@ -129,7 +171,7 @@ def _count_distinct(hashes: NDArray[np.uint64], marks: NDArray[np.uint64]) -> tu
 
 
 def read_shard(folder: Path, shard: int, *, history_limit: int) -> ShardInput:
-    """Group a shard's rows by entity: known items only, each once (its latest place), at most `history_limit`."""
+    """Group a shard's rows by entity: known items only, each once (its latest place)."""
     rows, ids, features = map(read_stream, shard_paths(folder, shard))
     named = pa.concat_tables([ids, features.select(ids.column_names)])
     hashes, one_of = _distinct(np.asarray(named.column(HASH)))
@@ -143,9 +185,6 @@ def read_shard(folder: Path, shard: int, *, history_limit: int) -> ShardInput:
     users, ordinals = users[by_time], ordinals[by_time]
     keep = _latest_of_each(users, ordinals)
     users, ordinals = users[keep], ordinals[keep]
-    ends = np.searchsorted(users, np.arange(len(hashes)), "right")
-    recent = ends[users] - np.arange(len(users)) <= history_limit
-    users, ordinals = users[recent], ordinals[recent]
 
     featured = places_of(hashes, np.asarray(features.column(HASH)))
     row_of = np.full(len(hashes), -1)
@@ -159,6 +198,7 @@ def read_shard(folder: Path, shard: int, *, history_limit: int) -> ShardInput:
             name: features.column(name).combine_chunks().take(pa.array(row_of, mask=row_of < 0))
             for name in features.column_names[2:]
         },
+        history_limit=history_limit,
     )
 
 

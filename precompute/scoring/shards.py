@@ -4,11 +4,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
-from cache.artefacts import write_atomically
 from cache.errors import (
     Conflict,
     Refused,
@@ -24,12 +24,14 @@ from precompute.build import (
 )
 from precompute.bulk.headroom import writes_files
 from precompute.config import NightConfig
-from precompute.scoring.device.choice import devices
+from precompute.copies import on_this_host
+from precompute.scoring.device.choice import devices, least_busy
 from precompute.scoring.shard import (
     Scorers,
     embed_catalogue,
     score_items,
 )
+from precompute.scoring.tables import GrowingFile
 from precompute.scoring.users import score_users
 from precompute.timed import timed
 
@@ -38,6 +40,7 @@ SHARDS_AT_ONCE = 2
 
 
 @writes_files
+@on_this_host
 def embed_items(
     config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet
 ) -> Step:
@@ -48,23 +51,27 @@ def embed_items(
     begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
     fetch_items(made)
     items = catalogue.open_items(made.root, begun)
-    vectors = embed_catalogue(made, bundle, items)
-    if not np.isfinite(vectors).all():
-        row = int(np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0])
-        raise Refused(
-            f"the item tower gave a non-finite vector for item {items.id_of(row)!r}",
-            rule="finite",
-            value="non-finite",
-        )
-    write_atomically(made.path(catalogue.VECTORS), vectors.astype("<f4", copy=False).data)
+    with GrowingFile(made.path(catalogue.VECTORS)) as file:
+        written = 0
+        for vectors in embed_catalogue(made, bundle, items):
+            if not (finite := np.isfinite(vectors).all(axis=1)).all():
+                item = items.id_of(written + int(finite.argmin()))
+                raise Refused(
+                    f"the item tower gave a non-finite vector for item {item!r}",
+                    rule="finite",
+                    value="non-finite",
+                )
+            file.write(np.ascontiguousarray(vectors, "<f4").data.cast("B"))
+            written += len(vectors)
+            progress("embed items", written, items.count)
     made.finish(catalogue.VECTORS)
-    progress("embed items", items.count, items.count)
     report = {"items": items.count, "dims": bundle.dims, "seconds": time.perf_counter() - started}
     made.report("embed_items", report)
     return report
 
 
 @writes_files
+@on_this_host
 def score_shard(
     config: NightConfig,
     build: Mapping[str, Any],
@@ -83,10 +90,13 @@ def score_shard(
     if report is None:
         began_at = time.time()
         fetch_items(made)
-        scorers = scorers or Scorers(config.device)
-        bundle = scorers.bundle(made)
-        users = score_users(made, bundle, shard, scorers, progress)
-        items = score_items(made, bundle, shard, scorers, progress)
+        with ExitStack() as taken:
+            if scorers is None:
+                device = taken.enter_context(least_busy(config.device, shard))
+                scorers = Scorers(device or config.device)
+            bundle = scorers.bundle(made)
+            users = score_users(made, bundle, shard, scorers, progress)
+            items = score_items(made, bundle, shard, scorers, progress)
         described = [*users["tables"].values(), *items["tables"].values()]
         made.finish(
             users["directory"]["path"],
@@ -160,6 +170,7 @@ def score_shards(
 
 
 @writes_files
+@on_this_host
 def assemble(
     config: NightConfig, build: Mapping[str, Any], scored: Sequence[Mapping[str, Any]]
 ) -> Step:

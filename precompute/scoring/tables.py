@@ -16,10 +16,14 @@ from numpy.typing import NDArray
 from cache.artefacts import disk_errors, sync_folder, write_atomically
 from cache.records import Layout
 
+STRING_OVERHEAD_BYTES = 64
+"""Above what Redis keeps beside the bytes of a string. jemalloc's classes are powers of two and four steps between:
+a page of exactly 256 KiB with its header would take 320."""
+
 
 def records_per_page(layout: Layout, page_bytes: int) -> int:
-    """How many whole records fit a page of at most `page_bytes`; at least one."""
-    return max(1, page_bytes // layout.size_bytes)
+    """How many whole records fit `page_bytes` of Redis' memory; at least one."""
+    return max(1, (page_bytes - STRING_OVERHEAD_BYTES) // layout.size_bytes)
 
 
 class GrowingFile:

@@ -3,7 +3,6 @@
 Both give the same bits: candidates are certified against rounding, and `cache.ranking`'s scores decide.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Protocol, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.cores import usable_cores
 from cache.errors import ConfigError
 from cache.ranking import Metric
 from cache.records import NO_ITEM
@@ -87,7 +87,7 @@ class Scorer:
         """
         users, gone = checked(self.compared, users, k, excluded, allowed)
         told = progress or (lambda _: None)
-        count = threads or os.cpu_count() or 1
+        count = threads or usable_cores()
         if self.compiled is None:
             return self._flat(users, k, gone, allowed, count, told)
         fit = self.compiled[0].fits(self.compared, users)

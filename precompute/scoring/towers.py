@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.cores import usable_cores
 from cache.errors import BundleError
 from cache.tower import Histories, Inputs, Tower, TowerSpec, rows_of
 from precompute.build import Build, fetch_model
@@ -37,7 +38,7 @@ class Running(Protocol):
 
 def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower:
     """A model of the build, on the device of torch that is named or (None) the processor."""
-    path, threads = fetch_model(build, model), build.config.threads
+    path, threads = fetch_model(build, model), build.config.threads or usable_cores()
     gpu = int(device.partition(":")[2]) if device and device.startswith("cuda:") else None
     tower = Tower.open(path, model.spec, threads=threads, gpu=gpu)
     if device is None or model.program is None:

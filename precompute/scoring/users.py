@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 
 from cache.items import ItemTable
 from cache.keys import fingerprints
-from cache.records import NO_ITEM, Layout, encode_topk, encode_values, encode_vectors
-from cache.tower import Histories
+from cache.records import NO_ITEM, Layout
+from cache.tower import Histories, TowerSpec
 from precompute.build import Build, Progress, cut_of, fetch_partition
 from precompute.bulk.headroom import demand_disk
 from precompute.catalogue import VECTORS, directory_file, open_items
 from precompute.config import TableConfig
 from precompute.models.bundle import Bundle, BundleModel
-from precompute.models.inputs import bind, usable_inputs
+from precompute.models.inputs import bind, inputs_of
+from precompute.scoring.encoding import Answers, encode, finite_rows
 from precompute.scoring.flat import Top
 from precompute.scoring.shard import (
     Place,
@@ -35,6 +36,7 @@ from precompute.scoring.stages import Stages
 from precompute.scoring.tables import GrowingFile, PageFile
 from precompute.scoring.topk import AnyScorer
 from precompute.scoring.towers import AnyTower
+from precompute.unusable import NOT_FINITE, UNFIT, Case, Unusable
 
 CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""
@@ -52,6 +54,8 @@ class Chunk:
     hashes: NDArray[np.uint64]
     histories: Histories
     features: Mapping[str, Mapping[str, NDArray[Any]]]
+    usable: Mapping[str, NDArray[np.bool_]]
+    """Who has every input of each model; the others get no answer of it."""
     seen: Histories
     entities: int
     """Of the shard, up to the end of this chunk, those without input included."""
@@ -59,7 +63,13 @@ class Chunk:
     """Of the shard: exact with its last slice, estimated before."""
     marks: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    answered: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
+    """Whose output of each model is finite."""
     lists: dict[str, Top] = field(default_factory=dict)
+
+    def case(self, row: int) -> Case:
+        """How a report names a user."""
+        return {"user": self.ids[row].decode()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +86,7 @@ class ShardWork:
     place: Place
     seconds: dict[str, float]
     counts: dict[str, int]
+    unusable: Unusable
 
     @classmethod
     def of(cls, build: Build, bundle: Bundle, number: int, scorers: Scorers) -> "ShardWork":
@@ -100,6 +111,7 @@ class ShardWork:
             place=place,
             seconds=dict.fromkeys(("read", "tower", "topk", "write"), 0.0),
             counts=dict.fromkeys(("entities", "scored", "short"), 0),
+            unusable=Unusable(),
         )
 
     @property
@@ -129,18 +141,23 @@ class ShardWork:
             yield found, slices.numbers.stop - number - 1
 
     def read(self, scratch: Path) -> Iterator[Chunk]:
-        """The shard's usable users; raises Refused where the disk has no room for their records."""
+        """The shard's users for whom a model has its input; raises Refused where the disk has no room for them.
+
+        Whoever lacks the history that a model wants is left out whole; an unusable feature costs the tables of the
+        models that want it.
+        """
         specs = {name: model.spec for name, model in self.models.items()}
         record_bytes = sum(each.size_bytes for each in self.layouts.values())
         before = 0
         for done, (entities, left) in enumerate(self.inputs(scratch), 1):
             count = len(entities.ids)
-            usable, histories, features = usable_inputs(self.items, entities, specs)
-            demand_disk(self.build.root, len(usable) * record_bytes * (left + 1))
+            usable, histories, features = inputs_of(self.items, entities, specs)
+            rows_of_any = np.flatnonzero(_of_any(usable, histories, specs))
+            demand_disk(self.build.root, len(rows_of_any) * record_bytes * (left + 1))
             seen = Histories(entities.indptr, entities.ordinals)
             self.counts["entities"] = before + count
-            for start in range(0, len(usable), self.chunk_users):
-                rows = usable[start : start + self.chunk_users]
+            for start in range(0, len(rows_of_any), self.chunk_users):
+                rows = rows_of_any[start : start + self.chunk_users]
                 yield Chunk(
                     ids=[entities.ids[row] for row in rows.tolist()],
                     hashes=entities.hashes[rows],
@@ -149,6 +166,7 @@ class ShardWork:
                         model: {name: column[rows] for name, column in columns.items()}
                         for model, columns in features.items()
                     },
+                    usable={model: which[rows] for model, which in usable.items()},
                     seen=seen.take(rows),
                     entities=before + int(rows[-1]) + 1,
                     total=(before + count) * (done + left) // done,
@@ -165,11 +183,27 @@ class ShardWork:
         chunk.marks = fingerprints(chunk.ids)
         with self.busy("tower"):
             for name, tower in self._towers().items():
-                features = chunk.features.get(name, {})
-                inputs = bind(tower.spec, histories=chunk.histories, features=features)
-                chunk.outputs[name] = tower.run(inputs)
-        chunk.ids, chunk.features = [], {}
+                chunk.outputs[name] = self._outputs(chunk, name, tower)
+        chunk.features = {}
         return chunk
+
+    def _outputs(self, chunk: Chunk, name: str, tower: AnyTower) -> NDArray[np.float32]:
+        """float32 [users, dims], NaN for who lacks an input; what else is not finite is noted."""
+        usable, features = chunk.usable[name], chunk.features.get(name, {})
+        if usable.all():
+            found = tower.run(bind(tower.spec, histories=chunk.histories, features=features))
+        else:
+            rows = np.flatnonzero(usable)
+            some = {key: values[rows] for key, values in features.items()}
+            found = np.full((len(usable), tower.spec.output_dims), np.nan, np.float32)
+            if len(rows):
+                taken = chunk.histories.take(rows)
+                found[rows] = tower.run(bind(tower.spec, histories=taken, features=some))
+        self.unusable.looked_at(f"outputs of {name}", int(usable.sum()))
+        chunk.answered[name] = finite_rows(found)
+        if (bad := ~chunk.answered[name] & usable).any():
+            self.unusable.note_rows(f"outputs of {name}", {NOT_FINITE: bad}, chunk.case)
+        return found
 
     def _towers(self) -> dict[str, AnyTower]:
         return {name: self.place.tower(self.build, model) for name, model in self.models.items()}
@@ -186,6 +220,8 @@ class ShardWork:
         with self.place.turn, self.busy("topk"):
             for name, scorer in self._scorers().items():
                 users, k = chunk.outputs["user_tower"], self.tables[name].k
+                if not (answered := chunk.answered["user_tower"]).all():  # theirs is left out
+                    users = np.where(answered[:, None], users, np.float32(0))
                 chunk.lists[name] = scorer.top(users, k, chunk.seen, threads=threads)
         return chunk
 
@@ -200,20 +236,31 @@ class ShardWork:
         """As records, in hash order."""
         at = cut_of(self.build.generation)
         for name, table in self.tables.items():
-            layout = self.layouts[name]
+            model = str(table.value) if table.kind == "value" else "user_tower"
+            found: Answers = chunk.outputs[model]
+            has_answer = chunk.answered[model]
             if table.kind == "user_topk":
-                ordinals, scores = chunk.lists.pop(name)
+                found = chunk.lists.pop(name)
                 possible = np.minimum(table.k, self.items.count - np.diff(chunk.seen.indptr))
-                short = int(((ordinals != NO_ITEM).sum(axis=1) < possible).sum())
-                self.counts["short"] += short
-                records = encode_topk(layout, chunk.marks, ordinals, scores, at)
-            elif table.kind == "user_vector":
-                records = encode_vectors(layout, chunk.marks, chunk.outputs["user_tower"], at)
-            else:
-                records = encode_values(layout, chunk.marks, chunk.outputs[str(table.value)], at)
+                is_short = (found[0] != NO_ITEM).sum(axis=1) < possible
+                self.counts["short"] += int((is_short & has_answer).sum())
+            records, unfit = encode(self.layouts[name], chunk.marks, found, has_answer, at)
+            self.unusable.looked_at(f"records of {name}", int(has_answer.sum()))
+            if unfit.any():
+                self.unusable.note_rows(f"records of {name}", {UNFIT: unfit}, chunk.case)
             files[name].append(records)
         directory.write(chunk.hashes.astype("<u8").tobytes())
         self.counts["scored"] += len(chunk.hashes)
+
+
+def _of_any(
+    usable: Mapping[str, NDArray[np.bool_]], histories: Histories, specs: Mapping[str, TowerSpec]
+) -> NDArray[np.bool_]:
+    """Whom at least one model can answer for, who also has the history that any of them wants."""
+    found: NDArray[np.bool_] = np.logical_or.reduce(list(usable.values()))
+    if any(each.history is not None for each in specs.values()):
+        found &= np.diff(histories.indptr) > 0
+    return found
 
 
 def score_users(
@@ -244,6 +291,7 @@ def score_users(
         "scored": count,
         "without_input": work.counts["entities"] - count,
         "short": work.counts["short"],
+        "unusable": work.unusable.to_json(),
         "seconds": {**work.seconds, "all": time.perf_counter() - started},
         "directory": asdict(build.describe(place)),
         "tables": {name: described(build, work.pages(name), count) for name in work.tables},

@@ -18,12 +18,15 @@ from serving.dashboard.view import document
 from serving.dashboard.whole import Seen, Whole
 from serving.nights import Nights
 from serving.problem import Problem
+from serving.reading import InThread
 
 log = logging.getLogger(__name__)
 
 READ_S = 1.0
 """Redis is read at most once in so long, however many look."""
 ARCHIVE_S = 10.0
+DATA_S = 5.0
+"""How long a viewer waits at most: Redis has 2 s, the store one, the rest is computing."""
 _ARCHIVE_WAIT_S = 1.0
 """A store that is slow costs a viewer no more: what was known before is shown."""
 
@@ -67,6 +70,7 @@ class Dashboard:
         clock: Callable[[], float],
         advisor: Provider = nothing,
         quality: Provider = nothing,
+        in_thread: InThread = asyncio.to_thread,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_on = is_on
@@ -77,12 +81,12 @@ class Dashboard:
         self.teller = Teller(redis, keys, name, clock, counted, advised)
         self.advisor, self.quality = advisor, quality
         self._whole = Whole(redis, keys, self.teller, bounds, clock, timer)
-        self._archive = Archive(store)
+        self._archive, self._in_thread = Archive(store), in_thread
         self._bounds, self._nights, self._timer = bounds, nights, timer
         self._archived: Archived = [], []
         self._archived_at: float | None = None
         self._archiving: asyncio.Task[None] | None = None
-        self._reading = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
         self._body, self._read_at = b"", float("-inf")
 
     async def tell(self) -> None:
@@ -90,16 +94,24 @@ class Dashboard:
         await self.teller.tell()
 
     async def data(self) -> bytes:
-        """The document as JSON, at most a second old; raises Problem 404 where nothing is told."""
+        """The document as JSON, at most a second old; raises Problem 404 where nothing is told, 503 when it is late."""
         if not self.is_on:
             raise Problem(404, "dashboard_off", "LARDER_DASHBOARD_S is 0 here: nothing is told")
-        async with self._reading:
-            if self._timer() - self._read_at >= READ_S:
-                self._body = await self._read()
-                self._read_at = self._timer()
-            return self._body
+        if self._timer() - self._read_at >= READ_S:
+            # One reading for all who look, which nobody's leaving or time-out ends: two at once would mix their bins.
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.create_task(self._read())
+            done, _ = await asyncio.wait({reading := self._reading}, timeout=DATA_S)
+            if not done:
+                raise Problem(503, "overloaded", f"the dashboard was not made within {DATA_S:g} s")
+            reading.result()
+        return self._body
 
-    async def _read(self) -> bytes:
+    async def _read(self) -> None:
+        self._body = await self._made()
+        self._read_at = self._timer()
+
+    async def _made(self) -> bytes:
         seen = await self._whole.look()
         await self._look_into_store(seen)
         held = self._nights.follower.holding
@@ -135,7 +147,7 @@ class Dashboard:
 
     async def _read_archive(self, seen: Seen) -> None:
         try:
-            self._archived = await asyncio.to_thread(self._archive.read, seen.registry)
+            self._archived = await self._in_thread(self._archive.read, seen.registry)
         except Exception:  # a defect here must not cost the rest of the page
             log.exception("generations and nights cannot be read")
         finally:
@@ -143,9 +155,11 @@ class Dashboard:
 
     async def aclose(self) -> None:
         """Takes this worker out of what others show."""
-        if self._archiving is not None:
-            self._archiving.cancel()
-            await asyncio.wait({self._archiving})
+        pending = {each for each in (self._archiving, self._reading) if each is not None}
+        for each in pending:
+            each.cancel()
+        if pending:
+            await asyncio.wait(pending)
         if self.is_on:
             await self.teller.sign_off()
 

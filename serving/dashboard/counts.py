@@ -7,6 +7,7 @@ Fields: `r` requests, `e` entities, `a:<source>` answers, `m:<reason>` misses, `
 from collections import Counter as Sum
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from typing import cast
 
 import orjson
 from prometheus_client import Counter
@@ -17,6 +18,15 @@ Counts = dict[str, int]
 
 REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, STAGES, TIMES = "r", "e", "x", "a:", "m:", "s:", "h:"
 _TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES)
+
+
+_COUNTS = 2**53
+"""Sums of numbers below it, of however many workers, are JSON that everybody can read."""
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a number that can be added to others and sent on."""
+    return type(value) in (int, float) and -_COUNTS < cast(float, value) < _COUNTS
 
 
 def counted(metrics: Metrics, shed: int = 0) -> Counts:
@@ -99,6 +109,7 @@ def unpack(blob: bytes) -> Counts:
         found = {str(field): int(n) for field, n in plain.items()}
         for source, (first, *run) in runs.items():
             found |= {f"{TIMES}{source}:{int(first) + at}": int(n) for at, n in enumerate(run) if n}
+        buckets = [each for run in histograms(found).values() for each in run]
     except (ValueError, TypeError, AttributeError):
         return {}
-    return found
+    return found if min(buckets, default=0) >= 0 and all(map(is_count, found.values())) else {}

@@ -1,7 +1,6 @@
 """`python -m serving top`: the dashboard of a running service in a terminal."""
 
 import argparse
-import importlib.util
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from urllib.request import Request, urlopen
 import orjson
 
 from cache.errors import LarderError
+from cache.extras import missing
 
 TIMEOUT_S = 5.0
 _BODY_MAX = 16 << 20
@@ -57,11 +57,8 @@ def fetch(url: str, token: str = "") -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """Shows until Ctrl-C, or once; 2 for what cannot be shown."""
     sent = _parser().parse_args(arguments)
-    if importlib.util.find_spec("rich") is None:
-        print(
-            "larder: top draws with rich, which is not installed: pip install 'larder[top]'",
-            file=sys.stderr,
-        )
+    if line := missing("top", "top", "rich"):
+        print(f"larder: {line}", file=sys.stderr)
         return 2
     try:
         body = fetch(sent.url, sent.token)

@@ -15,6 +15,7 @@ from serving.dashboard.bins import BIN_S, BINS_MAX, start_of
 from serving.dashboard.counts import Counts, merged, unpack
 from serving.dashboard.series import Row, row
 from serving.dashboard.teller import Commands, Teller
+from serving.dashboard.workers import can_be_shown
 
 LATELY_BINS = 30
 """Five minutes: what is said of the present is said of these."""
@@ -124,7 +125,7 @@ class Whole:
         shown = {
             name: unknown | each
             for name, each in _rows(workers).items()
-            if now - each["at"] < SILENT_S
+            if now - each["at"] < SILENT_S and can_be_shown(each)
         } | {self._teller.name: own}
         return Seen(
             now, self._teller.trouble, shown, dict(self._drawn.rows), dict(self._drawn.lately),

@@ -4,7 +4,7 @@ import math
 import random
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from cache.preparing import LiveInput
@@ -12,6 +12,12 @@ from serving.answer import Barred
 
 QUEUE_MAX = 256
 """Picks that may wait; each holds its own answer of some hundred bytes to a few kilobytes."""
+
+QUEUE_BYTES = 4 << 20
+"""What they may hold in all: one that was computed from a history of 10,000 ids holds them, too."""
+
+_OBJECT_BYTES = 64
+"""Of a short text, a number or a place in a set, with what refers to it."""
 
 
 class Pick(NamedTuple):
@@ -34,6 +40,19 @@ class Pick(NamedTuple):
     sent: LiveInput | None = None
     barred: Barred = ()
 
+    @property
+    def size_bytes(self) -> int:
+        """About what it keeps in memory."""
+        sent = self.sent or LiveInput()
+        texts = (self.raw, self.record, self.body, *(sent.history or ()))
+        lists = (texts, *self.barred, *_values(self.fields), *_values(sent.features))
+        objects = sum(len(each) if hasattr(each, "__len__") else 1 for each in lists)
+        return sum(map(len, texts)) + _OBJECT_BYTES * objects
+
+
+def _values(of: Mapping[str, Any] | None) -> Iterable[Any]:
+    return () if of is None else of.values()
+
 
 class Picks:
     """Each answer is picked with the same chance, independently: the gaps between picks are geometric.
@@ -46,7 +65,8 @@ class Picks:
         self.taken = 0
         self.dropped = 0
         self.left = 0
-        self._queue: deque[Pick] = deque()
+        self._queue: deque[tuple[Pick, int]] = deque()
+        self._size_bytes = 0
         self._rng = rng or random.Random()
         chance = min(per_mille / 1000, 1.0)
         self._log = math.log1p(-chance) if chance < 1 else -math.inf
@@ -63,7 +83,7 @@ class Picks:
 
     def has_room(self) -> bool:
         """Whether one more may wait; if not that one is counted as dropped, and need not be made."""
-        if len(self._queue) < QUEUE_MAX:
+        if len(self._queue) < QUEUE_MAX and self._size_bytes < QUEUE_BYTES:
             return True
         self.dropped += 1
         return False
@@ -72,15 +92,21 @@ class Picks:
         """Queues a pick; dropped and counted when too many wait."""
         if self.has_room():
             self.taken += 1
-            self._queue.append(pick)
+            self._queue.append((pick, size := pick.size_bytes))
+            self._size_bytes += size
 
     def next(self) -> Pick | None:
         """The oldest, taken out."""
-        return self._queue.popleft() if self._queue else None
+        if not self._queue:
+            return None
+        pick, size = self._queue.popleft()
+        self._size_bytes -= size
+        return pick
 
     def clear(self) -> None:
         """Drops all that wait."""
         self._queue.clear()
+        self._size_bytes = 0
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -57,15 +57,14 @@ class Told:
         try:
             await ask("HSET", key, self._name, orjson.dumps(own))
             await ask("EXPIRE", key, LIFE_S)
-            parts = {
-                name: orjson.loads(each) for name, each in dict(await ask("HGETALL", key)).items()
-            }
-            fresh = [each for each in parts.values() if now - each["at"] <= self._fresh_s]
-            if len(fresh) < len(parts):
-                gone = [n for n, each in parts.items() if now - each["at"] > self._fresh_s]
+            parts = {n: _part(raw) for n, raw in dict(await ask("HGETALL", key)).items()}
+            heard = {n: part for n, part in parts.items() if part is not None}
+            gone = [n for n, part in heard.items() if now - part["at"] > self._fresh_s]
+            if gone:
                 await ask("HDEL", key, *gone)
+            fresh = [part for n, part in heard.items() if n not in gone]
             self._worklist = await self._cold(now)
-        except (TierUnavailable, orjson.JSONDecodeError, KeyError, TypeError):
+        except TierUnavailable:
             fresh, self._worklist = [], None
         self._parts = [each for each in fresh if each["replica"] != self._name]
 
@@ -98,6 +97,17 @@ class Told:
         if live is None:
             return None
         return len(still_cold(live, await self._redis.cold(hour_of(now, COLD))))
+
+
+def _part(raw: bytes) -> dict[str, Any] | None:
+    """What a replica told; None for what cannot be added to others, which another version may have told."""
+    try:
+        part: dict[str, Any] = orjson.loads(raw)
+        summary([part], worklist=None, read_share=None, size_bytes=1)
+        is_sound = isinstance(part["at"], int | float) and {"replica", "generation"} <= part.keys()
+        return part if is_sound else None
+    except Exception:  # whatever it is: it would cost all replicas this part of the page
+        return None
 
 
 def still_cold(live: Snapshot, names: Sequence[Name]) -> list[Name]:

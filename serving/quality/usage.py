@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client.core import GaugeMetricFamily
@@ -12,7 +12,7 @@ from cache.errors import TierUnavailable
 from cache.keys import Keyspace, hash_id
 from cache.sketch import Name
 from serving.metrics import Metrics
-from serving.quality.reads import LIFE_S, Reads, pieces
+from serving.quality.reads import LIFE_S, Reads, Taken, packed, pieces
 from serving.snapshot import Snapshot
 
 GIGABYTE = 1e9
@@ -58,9 +58,9 @@ class Usage(Collector):
             if self._release is not None:
                 self._before = hits_of(self._metrics)
             self._release, self.read = release, {}
-        found = self._reads.take(live.generation)
-        for table, keys in (await asyncio.to_thread(self._ahead, live)).items():
-            found.setdefault(table, []).extend(keys)
+        # Taken here: what is remembered of requests is the event loop's own, and changes with each of them.
+        recent, reads = list(self._recent()), self._reads.take(live.generation)
+        found = await asyncio.to_thread(self._packed, live, recent, reads)
         ask, name = self._redis.ask, self._redis.keyspace.read
         try:
             for table, keys in found.items():
@@ -74,10 +74,12 @@ class Usage(Collector):
         except TierUnavailable:
             self.failed += 1
 
-    def _ahead(self, live: Snapshot) -> dict[str, list[bytes]]:
-        """Who was asked for and need not have been read: what was warmed before the first request for it."""
-        named = {(live.generation, each) for each in self._recent()}
-        found: dict[str, list[bytes]] = {}
+    def _packed(
+        self, live: Snapshot, recent: Sequence[Name], reads: Mapping[str, Taken]
+    ) -> dict[str, list[bytes]]:
+        """Who was read, and who was asked for and need not have been: what was warmed before the first request."""
+        found = {table: packed(keys) for table, keys in reads.items()}
+        named = {(live.generation, each) for each in recent}
         for _, (name, raw) in named - self._told:
             table = live.manifest.tables.get(name)
             if table is not None:

@@ -1,5 +1,6 @@
 """Why an entity is answered as it is: what each rung holds of it, which would answer, and what live would say now."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -7,10 +8,10 @@ from typing import Any, Protocol
 from cache.artefacts import ArtefactStore
 from cache.errors import CorruptArtefact
 from cache.keys import Keyspace
-from cache.looking import Looking
+from cache.looking import Looking, PagedRemote
 from cache.outcomes import OUTAGES, Found, Missed, Outcome, Want
 from cache.records import FLAG_LIVE, Record, decode, peek_format
-from cache.tiered import Remote, Tiered
+from cache.tiered import Tiered
 from serving.admission import Admission
 from serving.answer import Prediction, from_defaults, from_record
 from serving.ask import Ask
@@ -19,6 +20,7 @@ from serving.follower import Follower
 from serving.holding import Holding
 from serving.live import MicroBatcher
 from serving.problem import Problem, unprocessable
+from serving.reading import InThread
 from serving.reply import EXHAUSTED
 from serving.snapshot import Snapshot
 from serving.why.difference import difference
@@ -30,7 +32,7 @@ AT_ONCE = 2
 """Explanations under way: each reads a whole page, and runs the model."""
 
 
-class Tier(Remote, Protocol):
+class Tier(PagedRemote, Protocol):
     """L2, and how its keys are named."""
 
     keyspace: Keyspace
@@ -48,12 +50,13 @@ class Explainer:
         admission: Admission,
         store: ArtefactStore,
         *,
+        in_thread: InThread = asyncio.to_thread,
         timer: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._follower = follower
         self._looking = looking = Looking(tiers, remote, timer)
-        self._pages = Pages(looking, remote.keyspace, store)
+        self._pages = Pages(looking, remote.keyspace, store, in_thread)
         self._rescorer = Rescorer(batcher, admission, looking, timer)
         self._timer = timer
         self._clock = clock

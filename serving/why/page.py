@@ -14,19 +14,28 @@ from cache.keys import Keyspace
 from cache.looking import Looking
 from cache.manifest import Table, TablePart
 from cache.outcomes import Missed, Want
+from serving.reading import InThread
 from serving.snapshot import Snapshot
 
 _SUMS_S = 2.0
 """How long the artefact store may take to hand over the checksums."""
 
 
+_AT_ONCE = 2
+"""Reads of checksums, those included that nobody waits for any more."""
+
+
 class Pages:
     """Reads whole pages, so one at a time and only where somebody wants to know."""
 
-    def __init__(self, looking: Looking, keyspace: Keyspace, store: ArtefactStore) -> None:
+    def __init__(
+        self, looking: Looking, keyspace: Keyspace, store: ArtefactStore, in_thread: InThread
+    ) -> None:
         self._looking = looking
         self._keyspace = keyspace
         self._store = store
+        self._in_thread = in_thread
+        self._reading: set[asyncio.Task[str]] = set()
 
     async def told(self, snapshot: Snapshot, table: Table, want: Want) -> dict[str, Any]:
         """Of a record that the night has: its page, its place there, and both checksums (xxh3-64, hex)."""
@@ -57,15 +66,26 @@ class Pages:
     async def _expected(
         self, generation: str, part: TablePart, within: int
     ) -> tuple[str | None, str | None]:
+        late = f"the artefact store did not hand over the checksums within {_SUMS_S:g} s"
+        if len(self._reading) >= _AT_ONCE:
+            return None, late
+        task = asyncio.create_task(self._in_thread(self._read, generation, part, within))
+        self._reading.add(task)
+        task.add_done_callback(self._ended)
+        # Not ended with its caller: its thread would go on, and the next caller would take one more.
+        if not (await asyncio.wait({task}, timeout=_SUMS_S))[0]:
+            return None, late
         try:
-            async with asyncio.timeout(_SUMS_S):
-                return await asyncio.to_thread(self._read, generation, part, within), None
-        except TimeoutError:
-            return None, f"the artefact store did not hand over the checksums within {_SUMS_S:g} s"
+            return task.result(), None
         except LarderError as error:
             return None, error.message
 
-    def _read(self, generation: str, part: TablePart, within: int) -> str | None:
+    def _ended(self, task: "asyncio.Task[str]") -> None:
+        self._reading.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to whoever still waits
+
+    def _read(self, generation: str, part: TablePart, within: int) -> str:
         raw = self._store.read(generation_path(generation, part.sums.path))
         if raw is None or hashlib.sha256(raw).hexdigest() != part.sums.sha256:
             raise CorruptArtefact(f"{part.sums.path} is missing in the store, or damaged")

@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterable
 from urllib.parse import unquote, urlsplit
 
+from cache.errors import masked
+
 _MASK = "***"
-_IN_URL = re.compile(r"(://[^/\s:@'\"]*:)[^/\s@'\"]+@")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",;]+")
 LENGTH_MAX = 16_384
 """Characters of one text; a traceback of any depth ends there."""
@@ -21,7 +22,7 @@ class Redactor:
         """The text without them."""
         for secret in self._secrets:
             text = text.replace(secret, _MASK)
-        text = _BEARER.sub(rf"\g<1>{_MASK}", _IN_URL.sub(rf"\g<1>{_MASK}@", text))
+        text = _BEARER.sub(rf"\g<1>{_MASK}", masked(text))
         return text if len(text) <= LENGTH_MAX else f"{text[:LENGTH_MAX]}... (cut)"
 
 

@@ -18,10 +18,11 @@ import numpy as np
 
 from cache.advisor.shards import Shards
 from serving.config import ServingConfig
-from tests.bench.harness import Options, Ratio, Report, parse
+from tests.bench.harness import Options, Promise, Ratio, Report, parse
 from tests.bench.observe import on_vs_off
 from tests.bench.place import own_server
 from tests.bench.read_path import make_case
+from tests.bench.topk_cases import DATA
 from tests.bench.traces import capacities_of, lru_hit_ratio, orm_busy, sampled, trace_file, zipf
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -71,6 +72,14 @@ def main() -> None:
         case = make_case(Path(folder), server.url, options.quick)
         ratio = on_vs_off(case, {"LARDER_ADVISOR_KEYS": "0"}, options)
         report.ratios["cost_share"] = dataclasses.replace(ratio, value=1 - ratio.value)
+    if trace_file() is None:
+        report.absent.append(f"the trace orm-busy: {DATA} names no folder that holds traces/")
+    report.promises = {
+        "max_error_points": Promise(most=1.0, quick="two seeds instead of eight"),
+        "cost_share": Promise(
+            most=0.02, quick="five pairs of processes, which differ by a few per cent"
+        ),
+    }
     report.show(options)
 
 

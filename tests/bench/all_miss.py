@@ -29,7 +29,7 @@ import uvloop
 from serving.ask import Ask
 from serving.collecting import settle
 from serving.config import ServingConfig
-from serving.parse import lookup_body
+from serving.content import lookup_of
 from serving.routes import Service
 from serving.running import running
 from tests.bench.catalogue import make_catalogue
@@ -171,7 +171,7 @@ async def _answer(service: Service, bodies: Sequence[bytes], in_flight: int) -> 
 
     async def caller() -> None:
         for body in waiting:
-            ask: Ask = lookup_body(body, TABLE, service.limits)
+            ask: Ask = lookup_of({}, body, "json", TABLE, service.limits)
             for answer in await service.ladder.lookup(service.holding(), ask, time.monotonic()):
                 if answer["source"] != "live":
                     raise RuntimeError(f"not a live answer: {answer}")

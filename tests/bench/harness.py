@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -48,6 +49,22 @@ class Ratio:
         return not abs(self.aa - 1.0) <= self.tolerance
 
 
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What the README says of a ratio, and why a quick run may not show it (empty: it has to)."""
+
+    least: float = float("-inf")
+    most: float = float("inf")
+    quick: str = ""
+
+    def is_kept(self, ratio: Ratio) -> bool:
+        """Whether a ratio that is not void is within it."""
+        return self.least <= ratio.value <= self.most
+
+    def __str__(self) -> str:
+        return f"at least {self.least:g}" if self.most == float("inf") else f"at most {self.most:g}"
+
+
 @dataclass(slots=True)
 class Report:
     """Figures and ratios of one bench, printed as a table and, if asked, as one JSON line."""
@@ -56,6 +73,9 @@ class Report:
     packages: tuple[str, ...] = ()
     figures: dict[str, float | int | str] = field(default_factory=dict)
     ratios: dict[str, Ratio] = field(default_factory=dict)
+    promises: dict[str, Promise] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+    """What should have been measured and could not be: said loudly, and an error where a program reads it."""
 
     def to_json(self) -> dict[str, object]:
         """Keys of `ratios` are `<bench>.<name>`; a void ratio is null there, with its numbers in `rows`."""
@@ -79,10 +99,23 @@ class Report:
                 }
                 for name, r in self.ratios.items()
             },
+            "absent": self.absent,
         }
 
+    def short_of(self, *, quick: bool) -> list[str]:
+        """A line for each ratio that is not what the README says."""
+        return [
+            f"{self.bench}.{name} is {ratio.value:.3g}, the README says {promise}"
+            + (f": {promise.quick}" if quick and promise.quick else "")
+            for name, promise in self.promises.items()
+            if (ratio := self.ratios.get(name)) and not ratio.void and not promise.is_kept(ratio)
+        ]
+
     def show(self, options: Options) -> None:
-        """Print the tables; with `--json` the last line of stdout is the JSON object."""
+        """Print the tables; with `--json` the last line of stdout is the JSON object.
+
+        Exits with 1 after `--json` where something is absent: a program that reads the line must not take it for all.
+        """
         console = Console(width=max(100, Console().width))
         if self.figures:
             table = Table("figure", "value", title=self.bench)
@@ -103,8 +136,14 @@ class Report:
             console.print(table)
         facts = " · ".join(f"{name} {value}" for name, value in machine().items())
         console.print(facts, highlight=False)
+        for line in self.short_of(quick=options.quick):
+            console.print(f"[yellow]{line}[/yellow]", highlight=False)
+        for each in self.absent:
+            console.print(f"[bold red]NOT MEASURED: {each}[/bold red]", highlight=False)
         if options.json:
             print(json.dumps(self.to_json()), flush=True)
+            if self.absent:
+                sys.exit(1)
 
 
 def parse(description: str, argv: Sequence[str] | None = None) -> Options:

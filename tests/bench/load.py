@@ -39,7 +39,7 @@ from cache.releases import Pointer
 from precompute.bulk.load import load_part
 from precompute.config import NightConfig
 from tests.bench.bulk_load import GENERATION, KEYS, LAYOUT, Case, make_case
-from tests.bench.harness import Ratio, Report, parse
+from tests.bench.harness import Promise, Ratio, Report, parse
 from tests.bench.load_rates import Baselines, flat_out, loaded
 from tests.bench.place import awake, own_server, pin, unpin
 
@@ -228,6 +228,13 @@ def main() -> None:
             publish_live(client, case, config)
             measure(report, server.url, client, case, config, options.rounds, turns, options.quick)
         unpin()
+    report.promises = {
+        "p99_closed_loop_vs_idle": Promise(most=1.3),
+        "rate_vs_flat_out": Promise(0.1, quick="the governor has half the time to find its pace"),
+        "rate_vs_set_pipeline": Promise(
+            3.0, quick="the governor has half the time to find its pace"
+        ),
+    }
     report.show(options)
 
 

@@ -153,6 +153,9 @@ def measure(report: Report, case: Case, options: Options) -> None:
     stream = Stream(case)
     serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
     settings = {"LARDER_DEADLINE_MS": f"{DEADLINE_S * 1000}", "LARDER_L2_DEADLINE_MS": "75"}
+    settings["LARDER_HEAD_TIMEOUT_S"] = (
+        "60"  # most connections are opened ahead, and asked nothing for a while
+    )
     body = case.folder / "body.json"
     with program(serve, case.folder / "serving.log", environment(case.night, **settings)) as larder:
         body.write_bytes(body_of(larder, [path_of(user) for user in case.users[:100]]))

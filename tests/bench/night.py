@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import redis
 
 from cache.artefacts import generation_path
+from cache.cores import usable_cores
 from cache.embedded import server
 from cache.tower import Histories
 from precompute import pipeline
@@ -33,8 +34,8 @@ from precompute.config import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.models.reference import ReferenceData, train
 from precompute.scoring.shard import Scorers
 from precompute.scoring.users import ShardWork
-from tests.bench.harness import Ratio, Report, alternate, parse
-from tests.bench.topk_cases import Case, real_case, real_file
+from tests.bench.harness import Promise, Ratio, Report, alternate, parse
+from tests.bench.topk_cases import NO_DATA, Case, real_case, real_file
 
 K = 100
 DIMS = ReferenceConfig().dims
@@ -184,7 +185,7 @@ def main() -> None:
                 "users": users,
                 "interactions": len(case.histories.indices) * copies,
                 "dims": DIMS,
-                "cores": len(os.sched_getaffinity(0)),
+                "cores": usable_cores(),
             }
             found = alternate(
                 kernel,
@@ -194,6 +195,10 @@ def main() -> None:
             )
             report.ratios["end_to_end_vs_kernel"] = found["night"]
             report.ratios["end_to_end_vs_kernel_cpu"] = cpu_ratio(night.spent, users)
+    if file is None:
+        report.absent.append(f"vectors trained on real data: {NO_DATA}; these are drawn")
+    why = "fixed costs weigh more on so few users, and lists of drawn ones cost the kernel less"
+    report.promises["end_to_end_vs_kernel"] = Promise(0.7, quick=why)
     report.show(options)
 
 

@@ -36,8 +36,8 @@ from cache.tiered import Found, Tiered
 from precompute.config import NightConfig, TableConfig
 from serving.ask import Ask
 from serving.case import want_in
+from serving.content import lookup_of
 from serving.live import Job, compute
-from serving.parse import lookup_body
 from serving.routes import Service
 from serving.running import running
 from tests.bench.harness import Options, Report, alternate, parse
@@ -212,7 +212,7 @@ def _models(service: Service, case: Case, options: Options) -> tuple[Rate, Calla
         for history in histories_of(count):
             entity = {"id": f"stranger-{next(numbers)}", "history": history}
             body = json.dumps({"entities": [entity], "k": 20}).encode()
-            found.append(lookup_body(body, TABLE, service.limits))
+            found.append(lookup_of({}, body, "json", TABLE, service.limits))
         return found
 
     async def live() -> float:

@@ -28,7 +28,7 @@ import redis
 
 from serving.ask import Ask
 from serving.config import ServingConfig
-from serving.parse import lookup_body
+from serving.content import lookup_of
 from serving.routes import Service
 from serving.running import running
 from tests.bench import stampede_peers
@@ -63,7 +63,7 @@ def asks(service: Service, items: list[str], name: str, keys: int) -> list[Ask]:
     for number in range(keys):
         entity = {"id": f"{name}-{number}", "history": rng.sample(items, 20)}
         body = json.dumps({"entities": [entity], "k": 20}).encode()
-        found.append(lookup_body(body, TABLE, service.limits))
+        found.append(lookup_of({}, body, "json", TABLE, service.limits))
     return found
 
 

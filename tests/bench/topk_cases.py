@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.cores import usable_cores
 from cache.tower import Histories, Tower
 from precompute.models.bundle import Bundle
 from precompute.models.reference import ReferenceData, train
@@ -23,6 +24,9 @@ class Case:
     users: NDArray[np.float32]
     items: NDArray[np.float32]
     histories: Histories
+
+
+NO_DATA = f"{DATA} names no folder with gowalla/train.txt.gz"
 
 
 def real_file() -> Path | None:
@@ -52,7 +56,7 @@ def _vectors(
     bundle: Bundle, name: str, value: Histories | NDArray[np.int64]
 ) -> NDArray[np.float32]:
     model = bundle.user_tower if name == "history" else bundle.item_tower
-    tower = Tower.open(model.path, model.spec, threads=os.cpu_count() or 1)
+    tower = Tower.open(model.path, model.spec, threads=usable_cores())
     return tower.run({name: value})
 
 

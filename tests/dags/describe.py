@@ -3,8 +3,12 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from airflow.dag_processing.dagbag import DagBag
+from airflow.sdk import RetryAction
+
+from cache.errors import LarderError
 
 
 def main(folder: str) -> None:
@@ -24,6 +28,11 @@ def main(folder: str) -> None:
                     "upstream": sorted(task.upstream_task_ids),
                     "all_upstream": sorted(task.get_flat_relative_ids(upstream=True)),
                     "retries": task.retries,
+                    "retry_delay_s": task.retry_delay.total_seconds(),
+                    "retry_delay_max_s": task.max_retry_delay
+                    and task.max_retry_delay.total_seconds(),
+                    "back_off": task.retry_exponential_backoff,
+                    "final": final(task),
                     "timeout_s": task.execution_timeout and task.execution_timeout.total_seconds(),
                     "pool": task.pool,
                     "queue": task.queue,
@@ -39,6 +48,17 @@ def main(folder: str) -> None:
     }
     errors = {Path(name).name: error for name, error in bag.import_errors.items()}
     print(json.dumps({"errors": errors, "heavy": found, "dags": dags}))
+
+
+def final(task: Any) -> list[str]:
+    """Names of the errors after which the task is not tried again."""
+    policy = task.retry_policy
+    kinds = LarderError.__subclasses__()
+    return sorted(
+        kind.__name__
+        for kind in kinds
+        if policy and policy.evaluate(kind("x"), 1, 5).action is RetryAction.FAIL
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def in_airflow(home: Path, *arguments: str) -> str:
+CONFIG = """
+[dag]
+retries = 4
+retry_delay_s = 3.5
+retry_delay_max_s = 120.0
+load_timeout_s = 7200.0
+verify_timeout_s = 9000.0
+score_timeout_s = 5000.0
+"""
+
+
+def in_airflow(home: Path, *arguments: str, **environment: str) -> str:
     """Run this Python with an empty Airflow home and return what it prints."""
     finished = subprocess.run(
         [sys.executable, *arguments],
@@ -21,6 +32,7 @@ def in_airflow(home: Path, *arguments: str) -> str:
             "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
             "AIRFLOW__LOGGING__LOGGING_LEVEL": "ERROR",
             "PYTHONPATH": str(ROOT),
+            **environment,
         },
         cwd=home,
         capture_output=True,
@@ -35,7 +47,11 @@ def in_airflow(home: Path, *arguments: str) -> str:
 def parsed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The DAGs folder as Airflow sees it."""
     describe = Path(__file__).with_name("describe.py")
-    printed = in_airflow(tmp_path_factory.mktemp("airflow"), str(describe), str(ROOT / "dags"))
+    home = tmp_path_factory.mktemp("airflow")
+    (home / "larder.toml").write_text(CONFIG)
+    printed = in_airflow(
+        home, str(describe), str(ROOT / "dags"), LARDER_CONFIG=str(home / "larder.toml")
+    )
     return json.loads(printed.splitlines()[-1])
 
 
@@ -78,6 +94,21 @@ def test_every_task_is_retried_and_cannot_hang(parsed: Any) -> None:
             assert task["retries"] >= 1, name
             assert task["timeout_s"] is not None, name
             assert 0 < task["timeout_s"] <= 4 * 3600, name
+
+
+def test_tries_and_their_time_limits_are_those_of_the_configuration(night: Any) -> None:
+    told = {name: task["timeout_s"] for name, task in night["tasks"].items()}
+
+    assert {told[name] for name in ("load", "publish")} == {7200.0}
+    assert (told["verify"], told["score_shard"], told["begin"]) == (9000.0, 5000.0, 3600.0)
+    for task in night["tasks"].values():
+        assert (task["retries"], task["back_off"]) == (4, 2.0)
+        assert (task["retry_delay_s"], task["retry_delay_max_s"]) == (3.5, 120.0)
+
+
+def test_only_what_the_same_inputs_would_do_again_is_final(night: Any) -> None:
+    for name, task in night["tasks"].items():
+        assert task["final"] == ["BundleError", "ConfigError", "Refused", "SourceError"], name
 
 
 def test_scoring_is_mapped_and_waits_in_the_gpu_pool_and_queue(night: Any) -> None:

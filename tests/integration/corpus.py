@@ -24,7 +24,7 @@ from precompute.config import NightConfig, parse_time
 from precompute.models.training import train_reference
 from precompute.releases.control import Control, Row, connect
 from precompute.releases.states import State
-from tests.integration.nights import UNTIL, prepare, publish_night, write_clicks
+from tests.integration.nights import UNTIL, pin, prepare, publish_night, write_clicks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,6 +195,7 @@ def make_bench(folder: Path, redis_url: str, *, seed: int, users: int, items: in
     config = prepare(folder / "ours", redis_url, seed=seed, users=users, items=items)
     live = publish_night(config, cut_at(config, 0.85))
     generation = build(config, cut_at(config, 0.9))
+    pin(config, generation)  # what a test refuses would go when another begins a night
     kept = folder / "kept"
     shutil.copytree(config.store().local(f"generations/{generation}"), kept)
     theirs = replace(config, base=str(folder / "theirs"), namespace=f"{config.namespace}-theirs")

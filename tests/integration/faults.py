@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from cache.manifest import Manifest
 from cache.records import NO_ITEM
+from precompute.scoring.shard_files import KINDS
 from tests.integration.corpus import Spoilt
 
 Fault = Callable[[Spoilt], None]
@@ -76,7 +77,7 @@ def user_unknown(spoilt: Spoilt) -> None:
 
 
 def partition_of_another_shard(spoilt: Spoilt) -> None:
-    for kind in ("rows", "features"):
+    for kind in KINDS:
         folder = spoilt.root / "work/partition"
         shutil.copyfile(folder / f"0001.{kind}", folder / f"0000.{kind}")
 

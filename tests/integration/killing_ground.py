@@ -122,19 +122,18 @@ class Ground:
         self.watch.check_order([*moves(self.config), assert_whole(self.config)])
 
     def make(self, *, kills: int, damaged: bool = False) -> str:
-        """A verified generation, step by step; `damaged` breaks a page, so that it is refused and loaded once more."""
+        """A verified generation, step by step; `damaged`: refused once, and a page broken before it is verified."""
         cut = self.next_cut()
         generation = str(self.step("build", lambda c, _: partial(build, c, cut), kills=1))
         made = {"generation": generation}
         load: Work = lambda c, _: partial(pipeline.load, c, made)  # noqa: E731
         self.step("load", load, kills=kills)
         if damaged:
-            self.damage(generation)
             self.step(
                 "refuse", lambda c, attempt: partial(refused, c, generation, attempt), kills=kills
             )
             self.compare()
-            self.step("load", load, kills=kills)
+            self.damage(generation)
         self.step(
             "verify", lambda c, attempt: partial(pipeline.verify, c, made, attempt=attempt), kills=kills
         )  # fmt: skip

@@ -20,6 +20,7 @@ from precompute import pipeline
 from precompute.config import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.models.training import train_reference
 from precompute.night import run_night
+from precompute.releases.registry import open_releases
 
 UNTIL = "2026-01-29T00:00:00Z"
 NEXT = "2026-01-30T00:00:00Z"
@@ -93,8 +94,8 @@ def publish_night(config: NightConfig, data_until: str) -> str:
     return lines[0].what.split()[0]
 
 
-def build_verified(config: NightConfig, data_until: str) -> str:
-    """Everything but the publish; the generation."""
+def build_verified(config: NightConfig, data_until: str, *, pinned: bool = False) -> str:
+    """Everything but the publish; the generation, pinned if a later one must not replace it before it is published."""
     build = pipeline.begin(config, data_until=data_until, run_after=None)
     pipeline.embed_items(config, build)
     scored = [pipeline.score_shard(config, build, shard) for shard in build["shards"]]
@@ -103,7 +104,15 @@ def build_verified(config: NightConfig, data_until: str) -> str:
     pipeline.quantize(config, build)
     pipeline.load(config, build)
     pipeline.verify(config, build)
+    if pinned:
+        pin(config, build["generation"])
     return str(build["generation"])
+
+
+def pin(config: NightConfig, generation: str) -> None:
+    """Keep a generation from the sweep of the nights that follow."""
+    with open_releases(config) as releases:
+        releases.pin(generation, reason="a test", expires_at=None, attempt=f"pin-{generation}")
 
 
 def publish(config: NightConfig, generation: str, *, verify_again: bool = False) -> None:

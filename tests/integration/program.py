@@ -31,13 +31,17 @@ def environment(night: NightConfig, state: Path, **more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(
-    environ: dict[str, str], log: Path | None = None
+    environ: dict[str, str],
+    log: Path | None = None,
+    *,
+    python: Path = Path(sys.executable),
+    cwd: Path = ROOT,
 ) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """The running program and the URL that it announced; `log` takes its errors."""
     errors = subprocess.DEVNULL if log is None else log.open("wb")
     process = subprocess.Popen(
-        [sys.executable, "-m", "serving", "--port", "0"],
-        env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
+        [python, "-m", "serving", "--port", "0"],
+        env=environ, cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True,
     )  # fmt: skip
     lines: Queue[str] = Queue()
 

@@ -83,7 +83,7 @@ class World:
             files = (describe(root, f"{name}.pages"), describe(root, f"{name}.sums"))
             parts.append(TablePart(page, len(sums), records, *files))
             page += len(sums)
-        nothing = Artefact("", 0, "")
+        nothing = Artefact("none", 0, "")
         manifest = Manifest(
             namespace=self.keys.namespace,
             generation=generation,

@@ -25,7 +25,7 @@ from tests.polling import until
 
 CONF = Path(__file__).parents[2] / "infra/redis.conf"
 KEYS = Keyspace("default")
-POINTER = Pointer("g1", 1, None, "test", 0.0)
+POINTER = Pointer("20260101T000000Z-000000000001", 1, None, "test", 0.0)
 
 
 def configured(reader: str, loader: str) -> str:
@@ -246,10 +246,10 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
     loader.hset(KEYS.loaded("g1"), "user_topk/0", "digest")
     assert loader.getrange(page, 0, 1) == b"01"
     assert "cmdstat_getrange" in loader.info("commandstats", "cpu", "replication")
-    moved = control.move(POINTER, expected_epoch=0, rows={"g1": Row(State.LIVE, 0.0)})
+    moved = control.move(POINTER, expected_epoch=0, rows={POINTER.generation: Row(State.LIVE, 0.0)})
     assert moved == POINTER
     assert control.pointer() == POINTER
-    assert control.rows()["g1"].state == State.LIVE
+    assert control.rows()[POINTER.generation].state == State.LIVE
     assert control.replicas() == []
     stage = Stage(control)
     assert stage.set("g2", "test") is None and stage.get() is not None

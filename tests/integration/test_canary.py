@@ -45,8 +45,10 @@ def served(
 
 
 def verified(config: NightConfig) -> str:
-    """A generation newer than what is live."""
-    cut = datetime.fromtimestamp(cut_of(live_of(config)), UTC) + timedelta(minutes=30)
+    """A generation newer than all there were: older ones that were not published go when it begins."""
+    with control_of(config) as control:
+        newest = max(control.rows())
+    cut = datetime.fromtimestamp(cut_of(newest), UTC) + timedelta(minutes=30)
     return build_verified(config, cut.isoformat())
 
 

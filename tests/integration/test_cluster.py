@@ -70,6 +70,17 @@ async def test_a_batch_from_all_masters_is_what_the_night_computed(
     assert one["source"] == "l2" and one["items"] == answers[users[0]]["items"]
 
 
+async def test_pages_of_all_masters_can_be_looked_at(
+    app: Running, night: NightConfig, servers: TestCluster
+) -> None:
+    users = users_of(night)[:20]
+    owners = {servers.of_slot(key_slot(page_key_of(night, each).encode())) for each in users}
+
+    told = [await app.get(f"/v1/explain/user_topk/{each}") for each in users]
+
+    assert len(owners) == 3 and {each["page"]["state"] for each in told} == {"ok"}
+
+
 async def test_replicas_are_seen_and_a_roll_back_reaches_them(
     app: Running, night: NightConfig
 ) -> None:

@@ -1,5 +1,6 @@
 """Erasing an entity, end to end: served, blocked within seconds, gone from the next night, then reported done."""
 
+import argparse
 import dataclasses
 import json
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.table import Table
 
 from cache.artefacts import read_manifest
 from cache.blocklist import change_blocklist, latest_blocklist
@@ -19,7 +21,10 @@ from cache.errors import Conflict
 from cache.keys import hash_hex, hash_id
 from cache.sketch import COLD, HOT, Window, hour_of
 from precompute import beginning, catalogue, pipeline
+from precompute.build import quiet
 from precompute.config import NightConfig
+from precompute.copies import record_copies
+from precompute.erasures.command import erase
 from precompute.erasures.erasing import (
     Standing,
     begin_erasing,
@@ -361,3 +366,64 @@ def test_a_refused_generation_that_holds_the_entity_keeps_it_pending(night: Nigh
 
     fates = {held.generation: fate for held, fate in standing.held}
     assert fates[begun["generation"]].startswith("refused, swept by the next retire")
+
+
+def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
+    night: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers that share a store and Redis: one computed what the other retired."""
+    worker, other = (
+        dataclasses.replace(
+            night,
+            artifacts=f"memory://{tmp_path.name}",
+            namespace=f"hosts-{tmp_path.name}",
+            state=str(tmp_path / name),
+        )
+        for name in ("worker", "other")
+    )
+    begun = pipeline.begin(worker, data_until=UNTIL, run_after=None)
+    begin_erasing(worker.store(), min(histories(night)).encode(), "user", at=1.0)
+    with open_releases(other) as releases:
+        releases.refuse(begun["generation"], reason="a test says so", attempt="test")
+
+    assert pipeline.retire(other)["retired"] == [begun["generation"]]
+
+    (standing,) = settled(other)
+    copies = worker.store().copies
+    assert copies is not None and standing.word == "pending"
+    assert [(each.generation, each.host) for each, _ in standing.held] == [
+        (begun["generation"], copies.host)
+    ]
+    assert "swept by the next step or service on that host" in standing.held[0][1]
+
+    again = pipeline.begin(worker, data_until=NEXT, run_after=None)
+    assert settled(other) == [standing]
+    monkeypatch.setattr("precompute.copies.COPY_IDLE_S", -60.0)
+    pipeline.embed_items(worker, again)
+    (standing,) = settled(other)
+
+    assert copies.generations() == [again["generation"]]
+    assert standing.word == "done"
+
+
+def test_without_redis_copies_on_hosts_are_named_and_can_be_declared_gone(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(
+        night, artifacts=f"memory://{tmp_path.name}", state=str(tmp_path / "a"), redis_url=None
+    )
+    store, generation = config.store(), f"20260101T000000Z-{'0' * 12}"
+    record_copies(store, generation)
+    asked = {"entity": "somebody", "kind": "user", "list": False, "status": False, "forget": False}
+    asked |= {"reason": None, "gone": None}
+
+    table, *lines = erase(config, argparse.Namespace(**asked), quiet)
+
+    assert store.copies is not None and isinstance(table, Table)
+    assert list(table.columns[4].cells) == [f"{generation} on {store.copies.host}"]
+    assert "1 pending" in str(lines[0]) and "erase --gone HOST" in str(lines[1])
+
+    elsewhere = dataclasses.replace(config, state=str(tmp_path / "b"))
+    table, *lines = erase(elsewhere, argparse.Namespace(**asked | {"gone": "*"}), quiet)
+
+    assert isinstance(table, Table) and list(table.columns[4].cells) == [""]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import orjson
@@ -370,3 +371,21 @@ def test_on_a_terminal_the_same_is_shown_by_rich(monkeypatch: pytest.MonkeyPatch
     text = "".join(pieces)
 
     assert "[red]" in text and "1 h 1 min" in text and "no_model" in text
+
+
+async def test_headers_count_for_an_explanation_as_for_a_lookup(
+    night: NightConfig, user: str
+) -> None:
+    async with serving(night) as service:
+        for headers in ({"X-Deadline-Ms": "soon"}, {"X-Larder-Canary-Key": "x" * 300}):
+            told = [
+                await service.http.get(path + quote(user, safe=""), headers=headers)
+                for path in (LOOKUP, EXPLAIN)
+            ]
+            told.append(
+                await service.http.post(
+                    "/v1/explain/user_topk", json={"entities": [user]}, headers=headers
+                )
+            )
+            assert [each.status_code for each in told] == [422] * 3
+            assert len({each.json()["error"]["field"] for each in told}) == 1

@@ -24,6 +24,7 @@ from precompute.models.bundle import Bundle, ModelFile, write_bundle
 from precompute.planning.forecast import Asked, forecast
 from precompute.scoring.partition import partition
 from precompute.scoring.shard_input import read_shard
+from precompute.unusable import Unusable, ids_in
 from tests.integration import nights
 
 Kind = Literal["user_topk", "user_vector", "item_vector", "item_similar"]
@@ -230,21 +231,18 @@ def test_item_features_are_read_once_and_stay_as_the_night_began_with_them(confi
     assert sha256_of(root / catalogue.VECTORS) == vectors
 
 
-def test_an_item_without_a_feature_row_or_value_is_refused_by_name(config):
+def test_an_item_without_a_feature_is_left_out_by_name(config):
     bundle = with_towers(config, lambda _items: from_taste())
-    root = config.path("apart")
-    laid = catalogue.write_catalogue(config, bundle, root)
-    items = catalogue.open_items(root, laid)
+    root, unusable = config.path("apart"), Unusable()
     whole = pq.read_table(config.path("items.parquet"))
-    for table in (
-        whole.slice(0, len(whole) - 1),
-        whole.set_column(
-            1, "looks", pa.array([*whole["looks"].to_pylist()[:-1], None], whole["looks"].type)
-        ),
-    ):
-        pq.write_table(table, config.path("items.parquet"))
-        with pytest.raises(SourceError, match=NEW_ITEM):
-            catalogue.write_item_features(config, bundle, items, root)
+    looks = pa.array([*whole["looks"].to_pylist()[:-1], None], whole["looks"].type)
+    pq.write_table(whole.set_column(1, "looks", looks), config.path("items.parquet"))
+
+    laid = catalogue.write_catalogue(config, bundle, root, unusable=unusable)
+
+    assert catalogue.open_items(root, laid).ordinal_of(NEW_ITEM.encode()) < 0
+    assert laid["items"] == len(whole) - 1
+    assert ids_in(unusable.to_json()) == {NEW_ITEM}
 
 
 @pytest.mark.parametrize(

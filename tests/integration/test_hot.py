@@ -332,3 +332,31 @@ def test_whatever_a_record_holds_both_ways_make_the_same_of_it(
             ways.service.tiers.local.put(key, entry._replace(record=record))
             found.append([ways.ask(asked, hot=hot) for _ in range(2)])
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"entities":["u-00001",""],"deadline_ms":900}', 422),
+        (b'{"entities":["u-00001"],"k":5000,"deadline_ms":900}', 422),
+        (b'{"entities":[{"id":"new","history":["i-00001"]}],"deadline_ms":900}', 200),
+        (b'{"entities":["deadline_ms"', 422),
+    ],
+)
+def test_a_body_is_parsed_once_whatever_comes_of_it(
+    long_lived: Ways, monkeypatch: pytest.MonkeyPatch, body: bytes, status: int, is_behind: bool
+) -> None:
+    """To tell whether it is late, by the hot route and by the routes behind that: it was parsed two to three times."""
+    parsed: list[object] = []
+    loads = orjson.loads
+
+    def counted(raw: bytes) -> object:
+        parsed.append(raw)
+        return loads(raw)
+
+    monkeypatch.setattr(orjson, "loads", counted)
+    monkeypatch.setattr(long_lived.service.admission.loop, "wait", 0.1 if is_behind else 0.0)
+    sent = long_lived.ask(post(body))
+
+    assert sent.status == status and parsed.count(body) == 1

@@ -1,4 +1,4 @@
-"""What goes wrong while pages are loaded: a clear error, the live generation whole, and a retry that finishes."""
+"""What goes wrong while pages are loaded or verified: a clear error, live pages whole, a retry that finishes."""
 
 import errno
 import os
@@ -15,14 +15,17 @@ import redis
 
 from cache.artefacts import generation_path, read_manifest
 from cache.embedded import SETTINGS, Server, server
-from cache.errors import ConfigError, Refused, StoreError, TierUnavailable
+from cache.errors import ConfigError, Conflict, NotJudged, Refused, StoreError, TierUnavailable
 from cache.guarded import Guarded
+from cache.releases import all_releases
 from precompute import pipeline
 from precompute.build import Build
-from precompute.bulk.load import loaded_pages, parts_of, verify_part
+from precompute.bulk.load import Part, loaded_pages, page_keys, parts_of, unlink_pages, verify_part
 from precompute.bulk.page_stream import PageStream
 from precompute.config import NightConfig
-from precompute.releases.control import Control, connect
+from precompute.releases.control import Control, Row, connect
+from precompute.releases.registry import open_releases
+from precompute.releases.states import State
 from precompute.sealing import seal
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, prepare, publish, publish_night
@@ -351,3 +354,174 @@ def test_a_value_left_under_a_pages_name_does_not_lengthen_it(night):
     with night.client as client:
         assert client.strlen(name) == part.size_of(0)
     night.finishes()
+
+
+def within_part(number: int, act: Callable[[], None], parts: list[Part]) -> Callable[..., int]:
+    """A `verify_part` that notes which parts are read back, and does something at one of them."""
+
+    def read(client, keys, manifest, root, part, **named):
+        parts.append(part)
+        if len(parts) == number:
+            act()
+        return verify_part(client, keys, manifest, root, part, **named)
+
+    return read
+
+
+@pytest.fixture
+def stalled(night, monkeypatch) -> list[Part]:
+    """A generation loaded, and a `verify` that Redis stalled at its fourth part; the parts that it read."""
+    night.load()
+    parts: list[Part] = []
+    stall = within_part(4, lambda: os.kill(night.server.pid, signal.SIGSTOP), parts)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("precompute.gates.in_redis.verify_part", stall)
+            with pytest.raises(NotJudged, match="pages_in_redis"):
+                pipeline.verify(replace(night.config, redis_timeout_s=0.3), night.build)
+    finally:
+        os.kill(night.server.pid, signal.SIGCONT)
+    return parts
+
+
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
+    """The parts that are read back from now on."""
+    parts: list[Part] = []
+    monkeypatch.setattr(
+        "precompute.gates.in_redis.verify_part", within_part(0, lambda: None, parts)
+    )
+    return parts
+
+
+def test_a_redis_that_stalls_while_pages_are_read_back_refuses_nothing(night, stalled):
+    nothing_is_refused(night)
+    night.finishes()
+
+
+def test_another_try_reads_back_only_the_parts_that_were_not(night, stalled, monkeypatch):
+    manifest = read_manifest(night.config.store(), night.build["generation"])
+    every, read = [part.name for part in parts_of(manifest)], reads(monkeypatch)
+
+    pipeline.verify(night.config, night.build)
+
+    assert [part.name for part in read] == every[3:]
+    read.clear()
+    pipeline.verify(night.config, night.build)
+    assert [part.name for part in read] == every, "what was verified whole is verified anew"
+
+
+def test_what_was_read_back_from_a_redis_that_started_since_is_read_again(
+    night, stalled, monkeypatch, tmp_path
+):
+    os.kill(night.server.pid, signal.SIGKILL)
+    with restarted(night.server, tmp_path / "log"):
+        with pytest.raises(Conflict, match="restore"):
+            pipeline.verify(night.config, night.build)
+        pipeline.restore(night.config)
+        read = reads(monkeypatch)
+
+        pipeline.verify(night.config, night.build)
+
+        manifest = read_manifest(night.config.store(), night.build["generation"])
+        assert [part.name for part in read] == [part.name for part in parts_of(manifest)]
+        night.finishes()
+
+
+def test_notes_of_another_server_are_worth_nothing(night, stalled, monkeypatch):
+    manifest = read_manifest(night.config.store(), night.build["generation"])
+    noted = night.config.keyspace().loaded(manifest.generation)
+    with night.client as client:
+        for name, note in client.hgetall(noted).items():
+            if name.endswith(b"/read"):
+                client.hset(noted, name, note[:-1] + b"?")
+    read = reads(monkeypatch)
+
+    pipeline.verify(night.config, night.build)
+
+    assert len(read) == len(parts_of(manifest))
+
+
+def test_a_part_that_is_loaded_again_is_read_again(night, stalled, monkeypatch):
+    manifest = read_manifest(night.config.store(), night.build["generation"])
+    first = parts_of(manifest)[0]
+    with night.client as client:
+        client.hdel(night.config.keyspace().loaded(manifest.generation), first.name)
+    night.load()
+    read = reads(monkeypatch)
+
+    pipeline.verify(night.config, night.build)
+
+    assert first.name in [part.name for part in read]
+
+
+def test_a_redis_that_does_not_hold_what_it_is_sent_refuses_nothing(night, monkeypatch):
+    night.load()
+    name = night.config.keyspace().page(night.build["generation"], "user_topk", 0)
+
+    def spoil(*given, **named):
+        with night.client as client:
+            client.setrange(name, 9, b"spoilt")
+        return verify_part(*given, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("precompute.gates.in_redis.verify_part", spoil)
+        with pytest.raises(NotJudged, match=r"does not hold what it is sent: .*user_topk:0"):
+            pipeline.verify(night.config, night.build)
+
+    nothing_is_refused(night)
+    night.finishes()
+
+
+def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(night, monkeypatch):
+    night.load()
+    generation, keys = night.build["generation"], night.config.keyspace()
+    manifest = read_manifest(night.config.store(), generation)
+
+    def retire() -> None:
+        with open_releases(night.config) as releases:
+            releases.refuse(generation, reason="a test says so", attempt="x")
+            pages = {table.name: table.pages for table in manifest.tables.values()}
+            releases.control.set_row(generation, Row(State.RETIRED, releases.clock()))
+            releases.record("retire", generation, attempt="x", pages=pages)
+            unlink_pages(releases.control.client, keys, manifest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("precompute.gates.in_redis.verify_part", within_part(2, retire, []))
+        with pytest.raises(Conflict, match="retired"):
+            pipeline.verify(night.config, night.build)
+
+    with night.client as client:
+        assert not client.exists(*page_keys(keys, manifest), keys.loaded(generation))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "precompute.gates.files.fetch_checked",
+        "precompute.verifying.fetch_partition",
+        "precompute.verifying.erased_from",
+    ],
+)
+def test_a_store_that_does_not_answer_while_files_are_verified_refuses_nothing(
+    night, monkeypatch, step
+):
+    night.load()
+
+    def away(*_given):
+        raise StoreError("503 Slow Down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(step, away)
+        with pytest.raises(NotJudged, match="503 Slow Down"):
+            pipeline.verify(night.config, night.build)
+
+    nothing_is_refused(night)
+    night.finishes()
+
+
+def nothing_is_refused(night: Night) -> None:
+    """The generation stays as `load` left it, and no release record says otherwise."""
+    with connect(night.server.url, 5.0) as client:
+        row = Control(client, night.config.keyspace()).rows()[night.build["generation"]]
+    assert row.state is State.LOADED
+    assert "refuse" not in {each.action for each in all_releases(night.config.store())}

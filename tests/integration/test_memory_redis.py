@@ -12,7 +12,7 @@ from precompute.releases.control import Control, Row, connect
 from precompute.releases.states import State
 from tests.memory import MemoryRedis
 
-NAMES = ("a", "b", "c", "d")
+NAMES = tuple(f"20260101T000000Z-00000000000{each}" for each in "abcd")
 
 
 def outcome(call: Any, control: Control) -> Any:
@@ -79,7 +79,7 @@ def test_strings_hashes_and_replicas_are_the_same_in_both(
         said = []
         for each in (client, memory):
             redis: Any = each
-            page, marks = keyspace.page("a", "t", 0), keyspace.loaded("a")
+            page, marks = keyspace.page(NAMES[0], "t", 0), keyspace.loaded(NAMES[0])
             redis.set(page, b"12345678")
             redis.hset(marks, "t/0", "mark")
             redis.hset(marks, "t/1", "mark")

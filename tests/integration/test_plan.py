@@ -13,9 +13,9 @@ import pytest
 import redis
 
 from cache.artefacts import generation_path, read_manifest
+from cache.host import memory_available_bytes
 from precompute.bulk.load import page_keys, total_bytes
 from precompute.config import NightConfig
-from precompute.gates.host import memory_available_bytes
 from precompute.planning.capacity import limits_of
 from tests.clusters import cluster
 from tests.integration.nights import UNTIL, build_verified, histories, prepare
@@ -59,14 +59,17 @@ def plan(config, *options, url=None):
 
 
 def test_a_plan_foretells_the_bytes_of_the_night_that_follows(config):
+    store = config.path("artifacts")
+    before = sorted(store.rglob("*"))
     with redis.Redis.from_url(config.redis_url) as client:
         found = plan(
             config, "--json", "--qps", "100", "--gpu-users-per-s", "1e6", "--sample", "0.5"
         )
         assert client.dbsize() == 0
-        assert not config.path("artifacts").exists()  # nothing of it is left in the store
+        assert sorted(store.rglob("*")) == before  # nothing of it is left in the store
         assert found.returncode == 0, found.stderr
         told = json.loads(found.stdout)
+        assert {"begin", "score", "index", "verify"} < set(told["step_memory_bytes"])
 
         manifest = read_manifest(config.store(), build_verified(config, UNTIL))
         keys = list(page_keys(config.keyspace(), manifest))
@@ -106,9 +109,9 @@ def test_a_larger_plan_is_extrapolated_and_says_so(config):
     assert "extrapolated" in larger["scoring_note"] and not smaller["scoring_note"]
 
 
-def test_a_redis_too_small_for_three_generations_refuses_and_still_shows_the_plan(config):
+def test_a_redis_too_small_for_the_generations_of_a_peak_refuses_and_still_shows_the_plan(config):
     told = json.loads(plan(config, "--json").stdout)
-    limit = 2 * told["redis_bytes"]
+    limit = (told["generations"] - 1) * told["redis_bytes"]
     with redis.Redis.from_url(config.redis_url) as client:
         client.config_set("maxmemory", limit + client.info("memory")["used_memory"])
 
@@ -116,7 +119,7 @@ def test_a_redis_too_small_for_three_generations_refuses_and_still_shows_the_pla
 
     assert found.returncode == 1
     assert found.stderr.startswith(
-        "refused: previous, live and loading would not fit: redis_headroom"
+        "refused: the generations of a night at its peak would not fit: redis_headroom"
     )
     assert "reader's host" in found.stdout and "refused" in found.stdout
 

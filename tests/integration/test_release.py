@@ -253,6 +253,41 @@ def test_a_roll_back_loads_what_is_missing_before_it_moves(world, monkeypatch, d
     assert world.client.get(page) == sound
 
 
+def strlens(world):
+    return world.client.info("commandstats").get("cmdstat_strlen", {"calls": 0})["calls"]
+
+
+def test_a_roll_back_looks_at_as_many_pages_of_a_large_generation_as_of_a_small_one(
+    world, monkeypatch
+):
+    world.publish(A, B)
+    monkeypatch.setattr("precompute.bulk.reload.LOOKS", 4)
+    pages = sorted(pages_of(world, A), key=lambda each: int(each.rsplit(":", 1)[1]))
+    inner = pages[1]
+    sound = world.client.get(inner)
+    world.client.delete(inner)
+    before = strlens(world)
+
+    world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+
+    assert strlens(world) - before <= 4 < len(pages)
+    assert world.live().generation == A and world.releases.mend(A) == [inner]
+    assert world.client.get(inner) == sound
+
+
+def test_a_roll_back_that_misses_one_page_looks_at_all(world, monkeypatch):
+    world.publish(A, B)
+    monkeypatch.setattr("precompute.bulk.reload.LOOKS", 2)
+    pages = pages_of(world, A)
+    world.client.delete(*pages)
+    monkeypatch.setattr(Control, "move", lambda *_arguments, **_options: pytest.fail("moved"))
+
+    with pytest.raises(pytest.fail.Exception, match="moved"):
+        world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
+
+    assert pages_of(world, A) == pages
+
+
 def test_publishing_streams_what_is_missing_and_only_that(world, monkeypatch):
     world.publish(A)
     manifest = world.load(B)

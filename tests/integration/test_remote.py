@@ -76,6 +76,15 @@ async def remote(redis_url: str, loaded: Keyspace) -> AsyncIterator[RemoteTier]:
     await tier.aclose()
 
 
+async def test_a_page_is_read_beside_the_wires(remote: RemoteTier) -> None:
+    whole = PageRead("g", "t", 1, 0, len(page_bytes(1)))
+
+    assert await remote.page(whole) == page_bytes(1)
+    assert await remote.page(whole._replace(page=99)) is None
+    assert await remote.page(whole._replace(length=whole.length + 1)) is None
+    assert remote.batches == remote.commands == 0 and not remote.lane._wires
+
+
 async def test_a_record_is_exactly_its_bytes_of_the_page(remote: RemoteTier) -> None:
     reads = [read_of(page, slot) for page in range(4) for slot in range(RECORDS)]
 

@@ -18,6 +18,7 @@ from precompute.bulk.load import parts_of
 from precompute.releases.control import Row, connect
 from precompute.releases.states import State
 from precompute.releases.sweep import drop_old_rows, is_back, note_loaded, retire, sweepable
+from precompute.room import generations_at_peak
 from tests.integration.release_world import A, B, C, D, World, pages_of
 
 
@@ -199,6 +200,42 @@ def test_a_folder_that_no_row_knows_is_swept_by_its_age(world):
     for generation in (A, unfinished):
         retire(world.releases, world.keys, generation, attempt="sweep")
     assert world.store.names("generations") == [B, "notes.txt"]
+
+
+@pytest.mark.parametrize("state", [State.BEGUN, State.LOADED, State.VERIFIED])
+def test_an_unpublished_night_goes_at_once_when_a_newer_one_is_made(world, state):
+    """Its pages would take the room of the newer one, and of each one after it."""
+    world.publish(A)
+    for generation in (B, C, D):
+        world.load(generation)
+        world.control.set_row(generation, Row(state, world.clock()))
+    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    assert sweepable(world.releases, keep=1, grace_s=60, making=C) == [B]
+    with pytest.raises(Conflict):
+        retire(world.releases, world.keys, B, attempt="sweep")
+
+    retire(world.releases, world.keys, B, attempt="sweep", making=C)
+
+    assert world.store.names("generations") == [A, C, D] and not pages_of(world, B)
+    assert world.releases.state(B) is State.RETIRED
+
+
+def test_a_refused_night_that_is_made_again_is_not_swept_from_under_itself(world):
+    world.publish(A)
+    world.load(B)
+    world.releases.refuse(B, reason="bad", attempt=world.attempt())
+
+    assert sweepable(world.releases, keep=1, grace_s=60, making=B) == []
+    assert sweepable(world.releases, keep=1, grace_s=60, making=C) == [B]
+
+
+@pytest.mark.parametrize(("keep", "swept"), [(0, [A, B]), (1, [A, B]), (2, [A])])
+def test_a_sweep_leaves_as_many_superseded_generations_as_the_plan_counts(world, keep, swept):
+    world.publish(A, B, C, D)
+    world.clock.now += 100
+
+    assert sweepable(world.releases, keep=keep, grace_s=60) == swept
+    assert 4 - len(swept) + 2 == generations_at_peak(keep)
 
 
 def test_a_held_or_pinned_unfinished_night_stays(world):

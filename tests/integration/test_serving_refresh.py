@@ -272,11 +272,13 @@ async def test_a_damaged_model_or_index_leaves_the_pages_answering(
 
     async with serving(night) as app:
         ready = await app.get("/readyz")
+        degraded = (await app.get("/v1/generations"))["degraded"]
         known = await app.get(f"/v1/lookup/user_topk/{user}")
         new = {"entities": [{"id": "new", "history": histories(night)[user]}]}
         live = (await app.post("/v1/lookup/user_topk", new))["answers"][0]
 
-    assert ready["ready"] and file.path in ready["degraded"] and ready["stale"] is None
+    assert ready["ready"] and file.path in degraded and ready["stale"] is None
+    assert ready["degraded"] == "no_model"
     assert known["source"] == "l2"
     assert live["source"] == "default" and live["live"] == "no_model"
 

@@ -124,6 +124,21 @@ async def test_a_request_keeps_its_id_if_a_log_can_hold_it(
         assert len(set(made)) == 3 and not {"two words", ""} & set(made)
 
 
+async def test_only_who_asks_for_times_is_sure_to_hear_its_id(
+    night: NightConfig, users: list[str]
+) -> None:
+    """As README has it: what lies ready is sent past whoever would tell the id."""
+    mine = {"X-Request-Id": "mine"}
+    async with serving(night) as service:
+
+        async def ids(headers: dict[str, str]) -> list[str | None]:
+            sent = [await service.http.get(PATH + users[0], headers=headers) for _ in range(3)]
+            return [each.headers.get("x-request-id") for each in sent]
+
+        assert await ids(mine) == ["mine", "mine", None]  # from Redis, from a record, ready
+        assert await ids({**mine, "X-Larder-Timing": "1"}) == ["mine"] * 3
+
+
 async def test_a_request_has_a_span_below_its_callers_with_one_for_each_stage(
     night: NightConfig, users: list[str], exporter: InMemorySpanExporter
 ) -> None:

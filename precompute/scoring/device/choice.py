@@ -1,10 +1,16 @@
 """Where scoring runs: on the GPUs that torch sees, or on the processor. torch is imported only where it is wanted."""
 
+import fcntl
 import functools
 import importlib.util
 import logging
+import os
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 from cache.errors import ConfigError
 
@@ -53,3 +59,32 @@ def device_of(wanted: str, shard: int) -> str | None:
     """The device of one shard: several GPUs take the shards in turn. None means the processor."""
     found = devices(wanted)
     return found[shard % len(found)] if found else None
+
+
+@contextmanager
+def least_busy(wanted: str, shard: int, folder: Path | None = None) -> Iterator[str | None]:
+    """The device of one shard of many processes on this host: its own turn's unless that one is taken and another free.
+
+    Taken is what a living process holds a lock of, so nothing is left behind by one that was killed. Where all are
+    taken, several share one.
+    """
+    found = devices(wanted)
+    if len(found) < 2:
+        yield device_of(wanted, shard)
+        return
+    turn = shard % len(found)
+    with ExitStack() as held:
+        for device in (*found[turn:], *found[:turn]):
+            file = held.enter_context(_lock_file(device, folder or Path(tempfile.gettempdir())))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            yield device
+            return
+        yield found[turn]
+
+
+def _lock_file(device: str, folder: Path) -> IO[str]:
+    path = folder / f"larder-{os.getuid()}-{device.replace(':', '-')}.lock"
+    return path.open("a")

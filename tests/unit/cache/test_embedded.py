@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache.embedded import SETTINGS, Server, find_server, redis_url, server
+from cache.embedded import (
+    SETTINGS,
+    Server,
+    find_server,
+    redis_url,
+    running_server,
+    server,
+)
 from cache.errors import ConfigError
 from tests.polling import until
 
@@ -90,6 +97,23 @@ def test_a_second_command_joins_the_server_of_its_state_folder(tmp_path: Path) -
         with redis_url(tmp_path, None) as second:
             assert second == first
         assert answers(first)
+
+
+def test_only_who_may_read_the_note_may_ask_the_server_of_a_state_folder(tmp_path: Path) -> None:
+    with redis_url(tmp_path, None) as url:
+        found = running_server(tmp_path)
+        assert found is not None and found.url == url and found.unix_url is not None
+        address = url.rpartition("@")[2]
+
+        assert answers(url) and answers(found.unix_url)
+        assert not answers(f"redis://{address}") and not answers(f"redis://:guess@{address}")
+        assert not answers(f"unix://{found.socket}?db=0")
+
+        assert (tmp_path / "redis.json").stat().st_mode & 0o077 == 0
+        assert not (tmp_path / "redis.conf").exists()
+        password = url.partition("://:")[2].partition("@")[0]
+        seen = subprocess.run(["ps", "-Ao", "args"], capture_output=True, text=True, check=False)
+        assert len(password) >= 32 and password not in seen.stdout
 
 
 def test_a_server_of_another_folder_that_took_the_port_is_not_joined(tmp_path: Path) -> None:

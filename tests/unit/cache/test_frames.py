@@ -115,3 +115,15 @@ def test_more_than_was_asked_for_closes_the_connection() -> None:
     wire.data_received(bulk(b"a" * 8, b"b" * 8))
 
     assert list(landed[0]) == [b"a" * 8] and transport.aborted
+
+
+@pytest.mark.parametrize("raw", [b"%1\r\n*0\r\n:1\r\n", b":9999999999999999999999\r\n", b"?\r\n"])
+def test_a_reply_that_no_parser_takes_ends_every_batch_of_its_wire(raw: bytes) -> None:
+    wire, transport = wired()
+    landed: list[Any] = []
+    for count in (1, 2):
+        wire.send(Batch(b"", count, landed.append))
+
+    wire.data_received(raw)
+
+    assert transport.aborted and [type(each) for each in landed] == [TierUnavailable] * 2

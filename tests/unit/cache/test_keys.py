@@ -1,6 +1,7 @@
 """Ids, digests and Redis keys."""
 
 import math
+import struct
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from cache.errors import InvalidId, InvalidInput
 from cache.keys import (
     FeatureValue,
     Keyspace,
+    _encode_feature,
     canonical_id,
     fingerprint,
     fingerprints,
@@ -113,3 +115,13 @@ def test_overlay_keys_have_a_fixed_width():
     assert hash_hex(1) == "0000000000000001"
     assert hash_hex(b"\x00" * 16) == "0" * 32
     assert np.uint64(0xFFFFFFFFFFFFFFFF) == int(hash_hex(2**64 - 1), 16)
+
+
+@given(
+    value=st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53))
+)
+def test_a_vector_is_digested_number_by_number(value: list[float]) -> None:
+    """Stored overlays carry these digests: at once or one by one, the bytes are the same."""
+    packed = b"".join(struct.pack("<d", float(each) + 0.0) for each in value)
+
+    assert _encode_feature("x", tuple(value)) == b"v" + struct.pack("<I", len(packed)) + packed

@@ -11,13 +11,16 @@ from cache.keys import FORMAT
 from cache.records import (
     NO_ITEM,
     Layout,
+    absent,
     decode,
     encode_topk,
     encode_values,
     encode_vectors,
+    is_absent,
     pack_overlay,
     peek_fingerprint,
     peek_format,
+    unfit,
     unpack_overlay,
 )
 
@@ -123,6 +126,42 @@ def test_a_zero_vector_stays_zero():
         layout = Layout("vector", 3, precision)
         record = encode_vectors(layout, MARKS[:1], np.zeros((1, 3), "f4"), 0)[0]
         assert decode(layout, record.tobytes()).numbers.tolist() == [0, 0, 0]
+
+
+@given(
+    st.sampled_from(["topk", "vector", "value"]),
+    st.sampled_from(["f2", "f4", "i1"]),
+    hnp.arrays(np.float32, (4, 3), elements=st.one_of(
+        st.floats(width=32), st.sampled_from([0.0, 1.0, 1e-20, 1e-45, 3e38])
+    )),
+)  # fmt: skip
+def test_a_row_is_unfit_where_its_record_would_be_refused(kind, precision, numbers):
+    assume(precision != "i1" or kind == "vector")
+    layout = Layout(kind, 3, precision)
+
+    def is_refused(row):
+        try:
+            if kind == "topk":
+                items = np.array([[1, 2, 3]], np.uint32)
+                encode_topk(layout, MARKS[:1], items, numbers[row : row + 1], 0)
+            else:
+                encode = encode_vectors if kind == "vector" else encode_values
+                encode(layout, MARKS[:1], numbers[row : row + 1], 0)
+        except UnfitValue:
+            return True
+        return False
+
+    assert unfit(layout, numbers).tolist() == [is_refused(row) for row in range(4)]
+
+
+def test_a_record_without_an_answer_is_no_record_to_decode():
+    for kind in ("topk", "vector", "value"):
+        layout = Layout(kind, 2, "f2")
+        raw = absent(layout, MARKS[:1], 7)[0].tobytes()
+        assert is_absent(raw, int(MARKS[0])) and not is_absent(raw, int(MARKS[0]) ^ 1)
+        assert not is_absent(b"", 0)
+        with pytest.raises(CorruptArtefact):
+            decode(layout, raw)
 
 
 def test_c17_another_format_or_length_is_corrupt():

@@ -17,6 +17,7 @@ from cache.keys import Keyspace
 from cache.local import OVERHEAD_BYTES, LocalTier, NegativeCache
 from cache.locating import page_reads, reads_of
 from cache.outcomes import Found, Missed, MissReason, Outcome, View, Want
+from cache.records import absent
 from cache.singleflight import SingleFlight
 from cache.tiered import Tiered
 from tests.fakes import DIGEST_A, GENERATION, FakeClock, FakeRemote, Night
@@ -222,3 +223,20 @@ async def test_work_for_several_keys_fails_for_all_who_wait_for_it() -> None:
 
     assert str(failed[0]) == "[0, 1]" and isinstance(failed[1], ValueError)
     assert len(flights) == 0 and flights.shared == 2
+
+
+async def test_records_without_an_answer_are_of_entities_that_the_night_did_not_know() -> None:
+    bench = Bench()
+    for name, page in bench.remote.pages.items():
+        records = np.frombuffer(page, NIGHT.layout.dtype).copy()
+        records[::2] = absent(NIGHT.layout, records["fingerprint"][::2], 0)
+        bench.remote.pages[name] = records.tobytes()
+    wants = [NIGHT.want(each) for each in NIGHT.ids]
+
+    rows = await bench.rows(wants)
+
+    missed = {each.reason for each in rows if isinstance(each, Missed)}
+    assert missed == {MissReason.NOT_IN_GENERATION}
+    assert await bench.cache.get_many(VIEW, wants, bench.clock() + 60) == [
+        each if isinstance(each, Missed) else each._replace(tier="l1") for each in rows
+    ]

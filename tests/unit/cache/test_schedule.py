@@ -1,8 +1,10 @@
 """When a generation should exist, by cron and zone, and whether the one that is live will do."""
 
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
+from croniter import croniter
 
 from cache.errors import ConfigError
 from cache.schedule import CLOCKS_APART_S, MISSED_MAX, Schedule
@@ -151,3 +153,25 @@ def test_the_next_tick_is_the_first_that_comes_after(cron: str, zone: str) -> No
 
         assert after > at and schedule.tick_before(after) == after
         assert schedule.tick_before(after - 0.001) == schedule.tick_before(at) <= at
+
+
+def test_whoever_asks_again_in_the_same_second_computes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed: list[object] = []
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        computed.append(arguments)
+        return croniter(*arguments, **more)
+
+    schedule = Schedule("17 4 * * *", "Europe/Berlin", 600.0)
+    monkeypatch.setattr("cache.schedule.croniter", counted)
+    now = 1_790_000_000.0
+    first = [schedule.missed(now, now - 86_400), schedule.due(now)]
+    once = len(computed)
+
+    for part in range(1, 1_000):
+        later = now + part / 1_000
+        assert [schedule.missed(later, now - 86_400), schedule.due(later)] == first
+
+    assert 0 < once == len(computed)

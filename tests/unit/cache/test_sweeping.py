@@ -5,6 +5,7 @@ import shutil
 import time
 import uuid
 
+import fsspec
 import pytest
 
 from cache.artefacts import ArtefactStore, last_change
@@ -38,7 +39,7 @@ def test_a_copy_that_changed_lately_may_be_in_the_making_and_stays(remote):
 
 
 def test_a_store_that_shows_nothing_at_all_loses_no_copy(remote):
-    remote._fs.rm(f"{remote.url}/generations", recursive=True)
+    fsspec.filesystem("memory").rm(f"{remote.url}/generations", recursive=True)
 
     assert remote.sweep_host_copies([], before=time.time() + 60) == []
 

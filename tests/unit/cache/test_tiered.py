@@ -1,6 +1,7 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from cache.errors import TierUnavailable
 from cache.keys import hash_hex
 from cache.local import LocalTier, NegativeCache
-from cache.records import pack_overlay
+from cache.records import absent, pack_overlay
 from cache.tiered import Found, Missed, MissReason, Tiered, Want
 from tests.fakes import (
     DIGEST_A,
@@ -156,6 +157,40 @@ async def test_a_record_of_another_format_is_not_read(bench: Bench) -> None:
         pages[name] = b"".join(bytes(record) for record in records)
 
     assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.CORRUPT)
+
+
+def without_answers(bench: Bench) -> None:
+    for name, page in bench.remote.pages.items():
+        records = np.frombuffer(page, NIGHT.layout.dtype)
+        nobody = absent(NIGHT.layout, records["fingerprint"], 0)
+        bench.remote.pages[name] = nobody.tobytes()
+
+
+async def test_a_record_without_an_answer_is_of_an_entity_that_the_night_did_not_know(
+    bench: Bench,
+) -> None:
+    """The night could answer for it in other tables of the same entities only."""
+    without_answers(bench)
+
+    assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.NOT_IN_GENERATION)
+    many = await bench.cache.get_many(
+        VIEW, [NIGHT.want(each) for each in NIGHT.ids[:3]], bench.clock() + 60
+    )
+    assert {each.reason for each in many} == {MissReason.NOT_IN_GENERATION}
+    assert bench.cache.local.size_bytes == 0
+    other = NIGHT.want(KNOWN)._replace(position=NIGHT.want(NIGHT.ids[4]).position)
+    assert await bench.get(other) == Missed(MissReason.CORRUPT)
+
+
+async def test_a_live_answer_stands_in_where_the_night_has_none(bench: Bench) -> None:
+    without_answers(bench)
+    want = NIGHT.want(KNOWN)._replace(digest=DIGEST_A)
+    bench.cache.put_live(VIEW, want, NIGHT.live_record(KNOWN), DIGEST_A, 60)
+
+    found = await bench.get(want)
+
+    assert isinstance(found, Found) and found.live
+    assert await bench.get(NIGHT.want(KNOWN)) == Missed(MissReason.NOT_IN_GENERATION)
 
 
 async def test_format_and_generation_are_part_of_every_key(bench: Bench) -> None:

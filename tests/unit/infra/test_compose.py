@@ -83,6 +83,27 @@ def test_a_dockerfile_copies_what_exists_and_is_sent_to_the_builder(dockerfile: 
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_builds_what_is_compiled_of_each_package_that_it_copies(dockerfile: Path) -> None:
+    text = dockerfile.read_text()
+
+    for package, built in (("cache", "cache/_columns"), ("precompute", "precompute/scoring/_topk")):
+        folder, name = built.rsplit("/", 1)
+        is_built = f"/native/{name}.so /native" in text
+        assert is_built == (f"COPY {package} ./{package}\n" in text)
+        assert is_built == (f"COPY --from=build /native/{name}.so ./{folder}/\n" in text)
+
+
+def test_no_image_takes_what_a_developer_compiled() -> None:
+    assert "**/*.so" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+def test_the_dags_are_not_paused_where_nobody_unpauses_them() -> None:
+    for name in ("airflow-api-server", "airflow-scheduler", "airflow-dag-processor"):
+        settings = SERVICES[name]["environment"]
+        assert settings["AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION"] == "False"
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 def test_an_image_installs_locked_hashes_and_runs_as_nobody_special(dockerfile: Path) -> None:
     text = dockerfile.read_text()
 

@@ -1,5 +1,8 @@
 """Opening bundles: what is wrong is refused, with both sides named."""
 
+import shutil
+
+import onnx
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -130,3 +133,23 @@ def test_items_that_are_no_list_of_ids_are_refused(bundle, table, words):
 def test_a_folder_without_a_bundle_says_so(tmp_path):
     with pytest.raises(BundleError, match=r"bundle\.json"):
         Bundle.open(tmp_path)
+
+
+def test_a_model_with_weights_beside_its_file_is_refused_by_name_where_it_is_copied(
+    bundle, tmp_path
+):
+    """Only the .onnx would travel with a generation: every step after `begin` would fail, hours later."""
+    model, copy = bundle.user_tower, tmp_path / "copies" / "user_tower.onnx"
+    beside = onnx.load(model.path)
+    onnx.save(
+        beside, model.path, save_as_external_data=True, location="weights.bin", size_threshold=64
+    )
+    copy.parent.mkdir()
+    shutil.copyfile(model.path, copy)
+
+    bundle.try_models()
+    with pytest.raises(BundleError, match=r"user_tower keeps weights .*external data.*as one file"):
+        bundle.try_models(lambda each: copy if each is model else each.path)
+    (model.path.parent / "weights.bin").unlink()
+    with pytest.raises(BundleError, match="not a model that ONNX Runtime opens"):
+        bundle.try_models(lambda each: copy if each is model else each.path)

@@ -2,6 +2,9 @@
 
 import logging
 import os
+import shutil
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,3 +180,14 @@ def test_a_numpy_that_adds_in_another_order_means_no_kernel(monkeypatch):
 
     assert BUILT is not None
     assert Scorer.of(np.ones((3, 2), np.float32), engine=BUILT).compiled is None
+
+
+@pytest.mark.skipif(BUILT is None, reason="nothing is compiled here")
+def test_a_file_that_cannot_be_loaded_leaves_the_one_beside_it(tmp_path):
+    # Given a tree that was copied from another machine, and this machine's own build in it
+    own = next(Path(compiled.__file__).parent.glob("_topk*.so"))
+    first, *_, last = EXTENSION_SUFFIXES
+    (tmp_path / f"_topk{first}").write_bytes(b"another machine's")
+    shutil.copy(own, tmp_path / f"_topk{last}")
+
+    assert compiled.load({}, tmp_path) is not None

@@ -8,8 +8,10 @@ import pyarrow as pa
 import pytest
 
 from cache.artefacts import ArtefactStore
-from cache.errors import CorruptArtefact, InvalidInput
+from cache.errors import Conflict, CorruptArtefact, InvalidInput
 from precompute.columns import Ids
+from precompute.copies import record_copies
+from precompute.erasures.copies import declare_gone, note_left_out, sweep_notes
 from precompute.erasures.erasure import (
     NOBODY,
     Erased,
@@ -30,6 +32,11 @@ G1, G2, G3 = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2, 3))
 @pytest.fixture
 def store(tmp_path):
     return ArtefactStore(f"memory://larder-{uuid.uuid4().hex}", tmp_path)
+
+
+def host_of(store: ArtefactStore) -> str:
+    assert store.copies is not None
+    return store.copies.host
 
 
 def batch(*pairs: tuple[str, str]) -> Interactions:
@@ -121,3 +128,34 @@ def test_what_cannot_be_told_counts_as_holding_the_entity(store, tmp_path):
     assert [(each.generation, each.is_copy) for each in held] == [
         (G2, False), (G3, False), (making, False), (copied, True),
     ]  # fmt: skip
+
+
+def test_copies_of_a_generation_that_is_gone_hold_whom_it_did_not_leave_out(store, tmp_path):
+    """Else each night's retirement, whose copies other hosts still have, would keep every erasure pending for ever."""
+    before, after = (request(store, raw, "user", at=5.0) for raw in (b"u1", b"u2"))
+    other = ArtefactStore(store.url, tmp_path / "other host")
+    note_left_out(store, G1, [before.number])
+    record_copies(other, G1)
+
+    held = holders(store, [before, after], {})
+
+    assert not held[before.number]
+    assert [(each.generation, each.host) for each in held[after.number]] == [(G1, host_of(other))]
+
+
+def test_a_host_that_is_gone_for_good_is_declared_gone(store, tmp_path):
+    erasure = request(store, b"u1", "user", at=5.0)
+    pods = [ArtefactStore(store.url, tmp_path / f"pod-{number}") for number in range(3)]
+    for pod in pods:
+        record_copies(pod, G1)
+    note_left_out(store, G2, [])
+    with pytest.raises(Conflict, match="no copy is recorded of a host 'worker-9'"):
+        declare_gone(store, "worker-9")
+
+    gone = declare_gone(store, "*")
+
+    assert {each.host for each in gone} == {host_of(pod) for pod in pods}
+    assert not holders(store, [erasure], {})[erasure.number]
+    note_left_out(store, G1, [])
+    sweep_notes(store, wanted=[G2])
+    assert store.names("copies") == [G2]

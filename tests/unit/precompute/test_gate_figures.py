@@ -14,7 +14,6 @@ from cache.manifest import Artefact, Producer, Table, TablePart
 from cache.records import NO_ITEM, Layout, encode_topk
 from cache.tower import Histories
 from precompute.gates.exact import _compare, _rows_equal
-from precompute.gates.host import memory_available_bytes
 from precompute.gates.live import psi
 from precompute.gates.models import row_cosines
 from precompute.gates.scan import Scan, depth_of, numbers_of, scan_table
@@ -55,12 +54,6 @@ def test_many_shards_are_sampled_over_the_whole_range() -> None:
     assert sampled_shards(cast(Any, few)) == [0, 1, 2]
     chosen = sampled_shards(cast(Any, many))
     assert len(chosen) == 16 and chosen[0] == 0 and chosen[-1] == 960
-
-
-def test_a_host_that_does_not_say_what_is_available_counts_what_it_has(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
-    assert memory_available_bytes(tmp_path / "meminfo") == 7 * 1024
-    assert memory_available_bytes(tmp_path / "none") > 1 << 20
 
 
 def world() -> tuple[NDArray[np.float64], NDArray[np.float32], Histories]:

@@ -1,5 +1,6 @@
-"""How gates are run: what raises, hangs or lacks its input has failed, and reaches Redis no more."""
+"""How gates are run: what raises has failed, what hangs or could not ask is not judged, and reaches Redis no more."""
 
+import errno
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,16 @@ from typing import Any, cast
 import pytest
 import redis
 
-from cache.errors import ConfigError, Refused
+from cache.errors import (
+    ConfigError,
+    CorruptArtefact,
+    NotJudged,
+    Refused,
+    StoreError,
+    TierUnavailable,
+)
 from cache.keys import Keyspace
-from precompute.config import GateThresholds
+from precompute.config import GateThresholds, GovernorConfig
 from precompute.gates.candidate import Candidate
 from precompute.gates.evidence import Evidence
 from precompute.gates.judge import (
@@ -23,6 +31,7 @@ from precompute.gates.judge import (
     run_gates,
     run_within,
 )
+from precompute.gates.limits import TimeLimits
 from precompute.gates.verdict import Verdict, at_least, at_most, none_of, worst_of
 from precompute.releases.control import Control
 from precompute.verifying import reason
@@ -66,10 +75,10 @@ def test_a_gate_that_hangs_can_no_longer_use_redis(
         done.set()
         return passes(seen)
 
-    verdict = run_gate(hangs, candidate, 0.2)
+    with pytest.raises(NotJudged, match=r"hangs could not be judged.*timed out after 0\.2 s"):
+        run_gate(hangs, candidate, 0.2)
     over.set()
 
-    assert not verdict.passed and verdict.value == "timed out" and verdict.rule == "hangs"
     assert done.wait(30) and isinstance(errors[0], redis.exceptions.ConnectionError)
     assert candidate.control.client.get(keyspace.live) == b"before"
 
@@ -89,7 +98,8 @@ def test_a_gate_that_waits_for_redis_itself_is_cut_off(
         done.set()
         return passes(seen)
 
-    assert not run_gate(blocks, candidate, 0.2).passed
+    with pytest.raises(NotJudged):
+        run_gate(blocks, candidate, 0.2)
     candidate.control.client.rpush(keyspace.next, "x")
 
     assert done.wait(30) and errors
@@ -107,10 +117,37 @@ def test_the_time_for_all_gates_is_bounded(candidate: Candidate) -> None:
     seconds = iter([0.0, 0.0, 11.0, 11.0])
     bounded = replace(candidate, thresholds=GateThresholds(total_timeout_s=10.0))
 
-    verdicts = list(run_gates(bounded, [passes, passes], timer=lambda: next(seconds)))
+    verdicts = run_gates(bounded, [passes, passes], timer=lambda: next(seconds))
 
-    assert [each.passed for each in verdicts] == [True, False]
-    assert verdicts[1].rule == "passes" and verdicts[1].value == "not run"
+    assert next(verdicts).passed
+    with pytest.raises(NotJudged, match=r"passes could not be judged.*time for all gates"):
+        next(verdicts)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("size_bytes", [0, GIB, 170 * 10**9])
+def test_what_is_read_at_the_governors_floor_is_read_in_time(size_bytes: int) -> None:
+    """At 16 MiB/s 170 GB take three hours; 600 s were enough for 9.4 GiB."""
+    thresholds, governor = GateThresholds(), GovernorConfig()
+    at_the_floor_s = size_bytes / (governor.floor_mib_s * (1 << 20))
+
+    limits = TimeLimits.of(thresholds, governor, size_bytes)
+
+    assert limits.gate_s == thresholds.timeout_s + at_the_floor_s
+    assert limits.total_s >= thresholds.total_timeout_s + 3 * at_the_floor_s
+
+
+def test_gates_have_the_time_that_the_bytes_take(candidate: Candidate) -> None:
+    seconds = iter([0.0, 0.0, 9_000.0, 9_000.0])
+    limits = TimeLimits.of(candidate.thresholds, GovernorConfig(), 60 * GIB)
+
+    verdicts = list(
+        run_gates(candidate, [passes, passes], limits=limits, timer=lambda: next(seconds))
+    )
+
+    assert all(each.passed for each in verdicts)
 
 
 def test_what_raises_has_failed_under_its_own_rule() -> None:
@@ -121,6 +158,53 @@ def test_what_raises_has_failed_under_its_own_rule() -> None:
 
     assert (verdict.rule, verdict.passed, verdict.value) == ("coverage", False, "KeyError")
     assert "users_scored" in verdict.note
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis.exceptions.ConnectionError("reset by peer"),
+        redis.exceptions.TimeoutError("5 s"),
+        redis.exceptions.OutOfMemoryError("used memory > maxmemory"),
+        TierUnavailable("no answer"),
+        StoreError("503 Slow Down"),
+        OSError(errno.EIO, "input/output error"),
+        MemoryError(),
+        caused(CorruptArtefact("cannot be read"), OSError(errno.ESTALE, "stale file handle")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_could_not_be_asked_is_not_judged(error: Exception) -> None:
+    def asks() -> Verdict:
+        raise error
+
+    with pytest.raises(NotJudged, match="coverage could not be judged") as caught:
+        run_within("coverage", asks, 5.0)
+
+    assert caught.value.__cause__ is error and caught.value.details == {"rule": "coverage"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CorruptArtefact("SHA-256"),
+        FileNotFoundError("work/holdout.json"),
+        caused(StoreError("items.bin is not in the store"), FileNotFoundError("items.bin")),
+        Refused("allkeys-lru may evict pages"),
+        ZeroDivisionError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_was_asked_and_is_wrong_or_missing_is_judged(error: Exception) -> None:
+    def finds() -> Verdict:
+        raise error
+
+    assert not run_within("coverage", finds, 5.0).passed
 
 
 def test_every_gate_is_either_of_integrity_or_may_be_overridden() -> None:

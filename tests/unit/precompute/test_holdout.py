@@ -39,3 +39,13 @@ def test_nothing_newer_than_the_cut_is_written_down_as_nothing(tmp_path):
     Holdout().write(tmp_path)
 
     assert read_holdout(tmp_path) == {}
+
+
+def test_a_holdout_that_is_restarted_knows_nothing_of_before(tmp_path):
+    holdout = Holdout(users_max=1)
+    holdout.add(batch(["a", "b", "c"], ["x", "y", "z"]))
+    holdout.restart()
+    holdout.add(batch(["b"], ["w"]))
+    holdout.write(tmp_path)
+
+    assert read_holdout(tmp_path) == {"b": ["w"]}

@@ -1,10 +1,14 @@
 """The FAISS index of the live path."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from cache.errors import ConfigError, CorruptArtefact
 from cache.search import Searcher
+from cache.tower import Histories
+from precompute.models import agreement
 from precompute.models import index as indexes
 from precompute.models.index import build_index, measure_recall, sample_queries
 
@@ -39,7 +43,7 @@ def test_an_index_of_the_wrong_metric_or_probes_shows_in_its_recall(tmp_path, ve
     sample = sample_queries(vectors)
 
     as_inner_product = measure_recall(Searcher.open(path, "inner_product"), vectors, sample)
-    index = indexes._inverted(vectors, 0)
+    index = indexes._inverted(vectors, "inner_product", 0)
     index.nprobe = 1
     one_probe = measure_recall(Searcher(index, "inner_product", 1), vectors, sample)
 
@@ -114,3 +118,48 @@ def test_a_few_items_are_enough(tmp_path):
 def test_an_unknown_kind_is_refused(tmp_path, vectors):
     with pytest.raises(ConfigError, match="lsh"):
         build_index(vectors, "inner_product", tmp_path / "x", "lsh")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("metric", ["inner_product", "cosine"])
+def test_an_exact_pass_holds_a_tile_of_the_items_at_a_time(metric, monkeypatch):
+    """256 queries x all items as scores, ordinals and keys were 10 KB an item: 100 GB for ten million."""
+    monkeypatch.setattr(indexes, "TILE_ITEMS", 1024)
+    rng = np.random.default_rng(3)
+    many = rng.standard_normal((20_000, 8), np.float32)
+    sample = sample_queries(many)[::4]
+
+    tracemalloc.start()
+    found = indexes._exact(many, sample, metric)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    stored, queries = (
+        (indexes.unit(each) if metric == "cosine" else each) for each in (many, sample[:4])
+    )
+    expected = np.argsort(-(queries @ stored.T), axis=1, kind="stable")[:, :100]
+    assert all(set(a) == set(b) for a, b in zip(found[:4], expected, strict=True))
+    assert peak < 5 << 20
+
+
+def test_agreement_compares_a_tile_of_the_items_at_a_time(monkeypatch):
+    monkeypatch.setattr(indexes, "TILE_ITEMS", 1024)
+    rng = np.random.default_rng(4)
+    many = rng.standard_normal((20_000, 8), np.float32)
+    exact = rng.standard_normal((64, 8), np.float32)
+    close = exact + np.float32(0.01) * rng.standard_normal((64, 8), np.float32)
+    scores, others = exact[:3] @ many.T, close[:3] @ many.T
+    gone = Histories.of([np.argsort(-scores[row])[:2] for row in range(3)] + [()] * 61)
+
+    tracemalloc.start()
+    overlap, errors = agreement._compare(exact, close, many, 20, "inner_product", gone)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    for row in range(3):
+        left = gone.indices[gone.indptr[row] : gone.indptr[row + 1]]
+        first, second = (np.argsort(-each[row])[:22] for each in (scores, others))
+        first, second = (each[~np.isin(each, left)][:20] for each in (first, second))
+        assert overlap[row] == len(np.intersect1d(first, second)) / 20
+        error = np.abs(scores[row] - others[row]).max() / np.abs(scores[row]).max()
+        assert errors[row] == pytest.approx(error, rel=1e-5)
+    assert peak < 5 << 20

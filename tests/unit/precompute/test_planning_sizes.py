@@ -16,6 +16,7 @@ from precompute.planning.forecast import gpu_seconds, resized
 from precompute.planning.sizes import Pages, Shape
 from precompute.planning.spent import Run, Spent, grown, timed
 from precompute.planning.trial import Timings
+from precompute.room import generations_at_peak
 from precompute.scoring.tables import PageFile, sums_path
 
 LAYOUT = Layout("topk", 10, "f2")
@@ -102,30 +103,38 @@ def test_the_processor_time_of_another_process_counts():
 
 
 def room(**changes):
-    """Verdicts on a generation of 1 GB in Redis, 1 GB mapped and 2 GB on disk."""
+    """Verdicts on four generations of 1 GB in Redis, 1 GB mapped and 2 GB on disk."""
     nodes = (
-        Node("primary a", 0.5, 2 * GB, "maxmemory"),
-        Node("primary b", 0.5, 2 * GB, "maxmemory", 10**8),
+        Node("primary a", 0.5, int(2.5 * GB), "maxmemory"),
+        Node("primary b", 0.5, int(2.5 * GB), "maxmemory", 10**8),
     )
-    limits = Limits(**{"nodes": nodes, "memory_bytes": 3 * GB, "disk_bytes": 6 * GB, **changes})
-    return verdicts(limits, GateThresholds(), redis_bytes=GB, mapped_bytes=GB, disk_bytes=2 * GB)
+    limits = Limits(**{"nodes": nodes, "memory_bytes": 4 * GB, "disk_bytes": 8 * GB, **changes})
+    return verdicts(
+        limits, GateThresholds(), generations=generations_at_peak(1),
+        redis_bytes=GB, mapped_bytes=GB, disk_bytes=2 * GB,
+    )  # fmt: skip
 
 
-def test_three_generations_that_just_fit_pass():
+@pytest.mark.parametrize(("keep", "generations"), [(0, 4), (1, 4), (2, 5), (5, 8)])
+def test_live_loading_one_refused_and_what_keep_retains_coexist(keep, generations):
+    assert generations_at_peak(keep) == generations
+
+
+def test_as_many_generations_as_coexist_that_just_fit_pass():
     demand_room(room())
 
 
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"nodes": (Node("primary", 1.0, int(3.1 * GB), "maxmemory"),)}, "redis_headroom"),
-        ({"nodes": (Node("primary", 1.0, 4 * GB, "maxmemory", GB),)}, "redis_headroom"),
+        ({"nodes": (Node("primary", 1.0, int(4.1 * GB), "maxmemory"),)}, "redis_headroom"),
+        ({"nodes": (Node("primary", 1.0, 5 * GB, "maxmemory", GB),)}, "redis_headroom"),
         ({"nodes": (Node("primary", 1.0, 0, ""),)}, "redis_headroom"),
-        ({"memory_bytes": 3 * GB - 1}, "memory_headroom"),
-        ({"disk_bytes": 6 * GB - 1}, "disk_headroom"),
+        ({"memory_bytes": 4 * GB - 1}, "memory_headroom"),
+        ({"disk_bytes": 8 * GB - 1}, "disk_headroom"),
     ],
 )
-def test_what_cannot_hold_previous_live_and_loading_is_refused_by_name(changes, rule):
+def test_what_cannot_hold_the_generations_of_a_peak_is_refused_by_name(changes, rule):
     with pytest.raises(Refused) as caught:
         demand_room(room(**changes))
 
@@ -169,3 +178,14 @@ def test_other_lists_leave_out_the_default_tables_that_the_bundle_cannot_fill():
 
     assert found["user_topk"].k == 7 and found["item_similar"].k == 100
     assert "user_affinity" not in found
+
+
+@pytest.mark.parametrize("layout", [Layout("topk", 40, "f2"), Layout("vector", 252, "f4")], ids=str)
+def test_a_page_of_records_that_divide_it_leaves_redis_its_header(layout):
+    """Exactly 256 KiB and a header would take 320 KiB of jemalloc's."""
+    page_bytes = NightConfig().page_bytes
+    assert page_bytes % layout.size_bytes == 0
+
+    found = Pages.of(10 * page_bytes // layout.size_bytes, 1, layout, page_bytes)
+
+    assert page_bytes - layout.size_bytes - 64 <= found.full_bytes <= page_bytes - 64

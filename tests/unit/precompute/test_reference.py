@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from cache.errors import SourceError
+from cache.errors import ConfigError, SourceError
 from cache.tower import Tower
 from precompute.models import reference
 from precompute.models.reference import ReferenceData, singular_vectors, spherical_clusters, train
@@ -100,3 +100,15 @@ def test_clusters_find_separate_directions():
     best = max(found, key=lambda groups: len(np.unique(groups)))
 
     assert [len(np.unique(best[start : start + 20])) for start in (0, 20, 40)] == [1, 1, 1]
+
+
+def test_a_table_that_no_model_file_holds_is_refused_before_anything_is_computed(
+    tmp_path, monkeypatch
+):
+    """2.1 M items of 256 dimensions failed when they were written, after hours."""
+    monkeypatch.setattr(reference, "FILE_BYTES_MAX", 4 * 5 * (8 + 1))
+    monkeypatch.setattr(reference, "singular_vectors", None)
+    rows = np.arange(8)
+    data = ReferenceData(rows, rows, [str(row) for row in rows])
+    with pytest.raises(ConfigError, match=r"8 items of 8 dimensions .* set reference\.dims to 5"):
+        train(data, tmp_path / "bundle", dims=8)

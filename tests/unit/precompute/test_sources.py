@@ -1,15 +1,21 @@
 """What people hand over as sources: odd times, damaged files and wrong columns are read or named, never a traceback."""
 
+import errno
 import gzip
+import os
+import uuid
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from cache.errors import SourceError
+from cache.errors import SourceError, StoreError
 from precompute.config import Sources, parse_time
-from precompute.sources import read_features, read_interactions, source_files
+from precompute.source_files import pin, source_files
+from precompute.sources import read_features, read_interactions
 
 SECONDS = 1_700_000_000
 
@@ -68,7 +74,7 @@ def test_dates_are_their_first_moment(tmp_path):
 def test_numbers_that_cannot_be_seconds_say_what_is_expected(tmp_path, values):
     write(tmp_path, timestamp=values)
     with pytest.raises(
-        SourceError, match=r"a\.parquet: column 'timestamp' holds .*seconds since 1970"
+        SourceError, match=r"of a\.parquet can be used: timestamp: .*seconds since 1970"
     ):
         read(tmp_path, "a.parquet")
 
@@ -76,13 +82,13 @@ def test_numbers_that_cannot_be_seconds_say_what_is_expected(tmp_path, values):
 def test_times_that_do_not_fit_are_refused_not_wrapped(tmp_path):
     for value in (2**62, -(2**62)):
         write(tmp_path, timestamp=pa.array([value], pa.timestamp("ms")))
-        with pytest.raises(SourceError, match=r"'timestamp' holds times beyond"):
+        with pytest.raises(SourceError, match="timestamp: a time out of range"):
             read(tmp_path, "a.parquet")
 
 
 def test_the_cut_drops_no_row_of_a_column_in_milliseconds_silently(tmp_path):
     write(tmp_path, timestamp=[SECONDS * 1000])
-    with pytest.raises(SourceError, match="Divide milliseconds by 1,000"):
+    with pytest.raises(SourceError, match="divide milliseconds by 1,000"):
         list(read_interactions(Sources(("*",)), tmp_path, before=parse_time("2026-01-01")))
 
 
@@ -90,9 +96,9 @@ def test_the_cut_drops_no_row_of_a_column_in_milliseconds_silently(tmp_path):
     ("name", "content", "said"),
     [
         ("a.txt", b"u1 caf\xe9\n", "not UTF-8"),
-        ("a.csv", b"user,item\nu1,caf\xe9\n", "cannot read"),
+        ("a.csv", b"user,item\nu1,caf\xe9\n", "item: an id that is not UTF-8"),
         ("a.csv", b"", "cannot read"),
-        ("a.csv", b"user,item\na\n", "cannot read"),
+        ("a.csv", b"user,item\na\n", "more or fewer columns than the header .*line '2'"),
         ("a.txt.gz", gzip.compress(b"u1 i1\n" * 1000)[:-10], "cut off"),
         ("a.csv.gz", gzip.compress(b"user,item\n" + b"u1,i1\n" * 1000)[:-20], "cannot read"),
         (
@@ -102,9 +108,17 @@ def test_the_cut_drops_no_row_of_a_column_in_milliseconds_silently(tmp_path):
         ),
         ("a.txt.gz", b"u1 i1\n", "compressed data is damaged"),
         ("a.parquet", b"PAR1 and nothing else PAR1", "cannot read"),
-        ("a.csv", b"user,item,weight\na,b,high\n", "'weight' is string; weights are numbers"),
-        ("a.csv", b"user,item,timestamp\na,b,2024/01/02 03:04\n", "'timestamp': timestamps are"),
-        ("a.csv", b"user,item,timestamp\na,b,1.5\nc,d,\n", "'timestamp': 1 interactions have no"),
+        (
+            "a.csv",
+            b"user,item,weight\na,b,high\n",
+            "weight: a weight that is no number .*weights are numbers",
+        ),
+        (
+            "a.csv",
+            b"user,item,timestamp\na,b,2024/01/02 03:04\n",
+            "timestamp: no time that can be read .*ISO 8601",
+        ),
+        ("a.csv", b"user,item,timestamp\na,b,\nc,d,\n", "timestamp: no time .*fill them in"),
         ("a.csv", b"user,thing\na,b\n", "no column 'item'; it has user, thing"),
         ("a.orc", b"", "cannot tell the format"),
     ],
@@ -114,6 +128,40 @@ def test_a_file_that_cannot_be_read_is_named_with_what_to_do(tmp_path, name, con
     with pytest.raises(SourceError, match=said) as caught:
         read(tmp_path, name)
     assert name in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.csv"])
+def test_a_disk_that_fails_is_worth_another_try(tmp_path, name):
+    """The first page of a process is mapped by nobody: Linux answers a read of it with EIO."""
+    (tmp_path / name).symlink_to("/proc/self/mem")
+
+    with pytest.raises(StoreError, match=r"(?i)input/output error.*run the step again") as caught:
+        read(tmp_path, name)
+
+    assert name in caught.value.message
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ENOENT, errno.EMFILE])
+def test_a_file_that_cannot_be_opened_now_is_worth_another_try(tmp_path, monkeypatch, number):
+    (tmp_path / "a.txt").write_text("u1 i1\n")
+
+    def away(_path, *_mode):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "open", away)
+    with pytest.raises(StoreError, match=r"a\.txt now"):
+        read(tmp_path, "a.txt")
+
+
+def test_a_file_that_this_user_may_not_read_stays_so(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("u1 i1\n")
+
+    def denied(_path, *_mode):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(SourceError, match="may this user read it"):
+        read(tmp_path, "a.txt")
 
 
 def test_a_parquet_file_that_breaks_in_the_middle_is_named(tmp_path):
@@ -130,7 +178,7 @@ def test_a_parquet_file_that_breaks_in_the_middle_is_named(tmp_path):
 def test_ids_that_are_not_utf_8_are_refused_by_column(tmp_path):
     bad = pa.array([b"caf\xe9"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"user": ["u"], "item": bad}), tmp_path / "a.parquet")
-    with pytest.raises(SourceError, match=r"a\.parquet: column 'item'.*UTF-8"):
+    with pytest.raises(SourceError, match=r"a\.parquet can be used: item: an id that is not UTF-8"):
         read(tmp_path, "a.parquet")
 
 
@@ -160,3 +208,73 @@ def test_a_folder_without_data_is_an_error(tmp_path):
     for pattern in (".", "*"):
         with pytest.raises(SourceError, match="no source file matches"):
             source_files((pattern,), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.csv.gz", "a.txt", "a.txt.gz"])
+def test_sources_behind_a_url_are_read_as_files_of_this_host_are(tmp_path, name):
+    write(tmp_path, timestamp=[SECONDS, SECONDS + 1])
+    lines = "u i0 i1\n" if ".txt" in name else "user,item\nu,i0\nu,i1\n"
+    if name != "a.parquet":
+        text = lines.encode()
+        (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    remote = MemoryFileSystem()
+    folder = f"/{uuid.uuid4().hex}"
+    remote.pipe_file(f"{folder}/{name}", (tmp_path / name).read_bytes())
+    remote.pipe_file(f"{folder}/_SUCCESS", b"")
+    files = [tmp_path / name]
+
+    for pattern in (f"memory:/{folder}/{name}", f"memory:/{folder}", f"memory:/{folder}/*"):
+        found = source_files((pattern,), tmp_path)
+        assert pin(found) == pin(files)
+        batches = list(read_interactions(Sources((pattern,)), tmp_path))
+        assert pairs(batches) == pairs(read(tmp_path, name)) == {("u", "i0"), ("u", "i1")}
+
+
+def pairs(batches):
+    return {
+        pair
+        for each in batches
+        for pair in zip(each.users.texts().to_pylist(), each.items.texts().to_pylist(), strict=True)
+    }
+
+
+def test_what_a_driver_raises_is_worth_another_try_and_shows_no_secret(tmp_path, monkeypatch):
+    class Throttled(Exception):
+        """As botocore's: no OSError."""
+
+    def fails(*_given, **_named):
+        raise Throttled("SlowDown for key=AKIA secret=hush")
+
+    url = f"memory://{uuid.uuid4().hex}/a.csv"
+    MemoryFileSystem().pipe_file(url, b"user,item\nu,i\n")
+    (found,) = source_files((url,), tmp_path)
+    monkeypatch.setattr(MemoryFileSystem, "_open", fails)
+
+    for read_it in (
+        lambda: pin([found]),
+        lambda: list(read_interactions(Sources((url,)), tmp_path)),
+    ):
+        with pytest.raises(StoreError, match="Throttled: SlowDown") as failed:
+            read_it()
+        assert "hush" not in str(failed.value)
+
+
+def test_a_remote_source_that_is_not_there_is_named_and_so_is_a_missing_driver(tmp_path):
+    with pytest.raises(SourceError, match="no source file matches memory://none"):
+        source_files((f"memory://none/{uuid.uuid4().hex}",), tmp_path)
+    with pytest.raises(SourceError, match="cannot open nowhere:// sources"):
+        source_files(("nowhere://user:secret@host/a.parquet",), tmp_path)
+
+
+def test_batches_of_wide_features_have_fewer_rows(tmp_path, monkeypatch):
+    """Half a million rows of 768 numbers are 1.6 GB."""
+    wide = pa.array([[float(row)] * 64 for row in range(1000)], pa.list_(pa.float32()))
+    users = [f"u{row}" for row in range(1000)]
+    table = pa.table({"user": users, "taste": wide})
+    pq.write_table(table, tmp_path / "users.parquet", use_dictionary=False)
+    monkeypatch.setattr("precompute.sources.BATCH_BYTES", 50_000)
+
+    batches = list(read_features(tmp_path / "users.parquet", "user", ["taste"]))
+
+    assert max(len(ids) for ids, _ in batches) <= 50_000 // (64 * 4)
+    assert [name for ids, _ in batches for name in ids.texts().to_pylist()] == users

@@ -3,10 +3,14 @@
 import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
-from precompute.models import training
-from precompute.models.training import heal, sweep_training
+from precompute.columns import Ids
+from precompute.models.bundle_swap import heal, put_in_place, sweep_training
+from precompute.models.coding import Counted, Numbered
 
 
 def bundle(folder: Path, version: str) -> Path:
@@ -23,7 +27,7 @@ def version_of(folder: Path) -> str:
 def test_a_swap_leaves_the_new_bundle_and_nothing_beside_it(tmp_path):
     target = bundle(tmp_path / "bundle", "1")
 
-    training._put_in_place(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)
+    put_in_place(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)
 
     assert version_of(target) == "2"
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
@@ -44,7 +48,7 @@ def test_a_kill_between_the_two_renames_is_healed_with_the_old_bundle(tmp_path, 
 
     monkeypatch.setattr(Path, "replace", killed_at_the_second)
     with pytest.raises(SystemExit):
-        training._put_in_place(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)
+        put_in_place(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)
     monkeypatch.undo()
     assert not target.exists()
 
@@ -64,7 +68,7 @@ def test_a_night_that_heals_in_the_middle_of_a_swap_does_not_stop_it(tmp_path, m
         return rename(self, to)
 
     monkeypatch.setattr(Path, "replace", healing)
-    training._put_in_place(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)
+    put_in_place(bundle(tmp_path / ".bundle.0a1b2c3d.part", "2"), target)
 
     assert healed == [True] and version_of(target) == "2"
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
@@ -80,3 +84,39 @@ def test_what_killed_trainings_left_goes_only_when_it_is_old_and_a_bundle_stands
     assert sweep_training(target, before=time.time() - 60) == 0
     assert sweep_training(target, before=later) == 1
     assert version_of(target) == "1"
+
+
+def ids_of(texts: list[str]) -> Ids:
+    return Ids.of(pa.array(texts, pa.string()))
+
+
+def test_ids_are_numbered_as_they_come_whatever_the_batches(monkeypatch):
+    """As one dictionary over all texts numbers them: which had offsets of 32 bits, so 2 GiB of ids were too many."""
+    monkeypatch.setattr("precompute.models.coding.MERGED_AT_ONCE", 3)
+    rng = np.random.default_rng(5)
+    batches = [[f"item-{number}" for number in rng.integers(0, 40, 30)] for _ in range(10)]
+    numbered, counted = Numbered(), Counted()
+    for each in batches:
+        numbered.add(ids_of(each))
+        counted.add(ids_of(each))
+
+    whole = pc.dictionary_encode(pa.array([text for each in batches for text in each]))
+
+    assert numbered.names.to_pylist() == whole.dictionary.to_pylist()
+    assert numbered.codes().tolist() == whole.indices.to_pylist()
+    codes, count = counted.codes()
+    pairs = set(zip(codes.tolist(), whole.indices.to_pylist(), strict=True))
+    assert count == len(pairs) == len(whole.dictionary)
+    assert set(codes.tolist()) == set(range(count))
+
+
+def test_no_step_of_the_training_holds_the_texts_of_all_rows():
+    """Two billion bytes of user ids ended a training as an internal error; a row costs 12 bytes now."""
+    before = pa.total_allocated_bytes()
+    users, items = Counted(), Numbered()
+    for number in range(100):
+        texts = [f"{'user' * 50}-{number}-{row % 100}" for row in range(1_000)]
+        users.add(ids_of(texts))
+        items.add(ids_of([f"{'item' * 50}-{row % 100}" for row in range(1_000)]))
+    items.codes()
+    assert pa.total_allocated_bytes() - before < 2 << 20  # of 40 MB

@@ -1,14 +1,22 @@
 """The sample of users says what the night's own reading says, found another way."""
 
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
 from cache.directory import Directory
+from cache.errors import CorruptArtefact
 from cache.keys import hash_ids
 from cache.manifest import Artefact, DirectoryPart, EntitySet
-from precompute.gates.user_sample import STRATA, read_ids, sample_users, seen_by
+from precompute.columns import text_hashes
+from precompute.gates import entities as entities_gate
+from precompute.gates.scan import Marks
+from precompute.gates.user_sample import STRATA, names_of, sample_users, seen_by
 from precompute.scoring.shard_files import HASH
 from precompute.scoring.shard_input import read_shard
 
@@ -26,7 +34,7 @@ def write(folder: Path, rows: list[tuple[str, int, int]]) -> tuple[Directory, En
         with sink, pa.ipc.new_stream(sink, each.schema) as writer:
             writer.write_table(each)
     hashes = np.sort(hash_ids([user.encode() for user in sorted(set(columns[0]))], SEED))
-    part = DirectoryPart(0, len(hashes), Artefact("", 0, ""))
+    part = DirectoryPart(0, len(hashes), Artefact("none", 0, ""))
     return Directory(SEED, [0], [hashes]), EntitySet("user", SEED, len(hashes), (part,))
 
 
@@ -40,6 +48,7 @@ def clicks(count: int) -> list[tuple[str, int, int]]:
 
 def test_sampled_histories_are_those_that_the_night_scored(tmp_path: Path) -> None:
     directory, entities = write(tmp_path, clicks(900))
+    named = {name for texts in names_of(tmp_path, 0) for name in texts.to_pylist()}
     for limit in (5, 1000):
         night = read_shard(tmp_path, 0, history_limit=limit)
         sample = sample_users(tmp_path, entities, directory, history_limit=limit)
@@ -49,7 +58,7 @@ def test_sampled_histories_are_those_that_the_night_scored(tmp_path: Path) -> No
             ours = sample.users.ordinals[sample.users.indptr[row] : sample.users.indptr[row + 1]]
             found = night.ordinals[night.indptr[theirs] : night.indptr[theirs + 1]]
             assert ours.tolist() == found.tolist()
-        assert sample.with_record == sample.in_source == len(read_ids(tmp_path, 0))
+        assert sample.with_record == sample.in_source == len(named)
         assert set(sample.rows) == set(STRATA)
 
 
@@ -59,3 +68,75 @@ def test_a_repeated_choice_is_no_new_one(tmp_path: Path) -> None:
     last = dict(zip(sample.users.ids, sample.last.tolist(), strict=True))
     assert last == {b"a": 20, b"b": 5}
     assert seen_by(tmp_path, 0, ["a"]) == {("a", 1), ("a", 2)}
+
+
+def test_a_large_shard_is_sampled_from_its_first_slice(tmp_path: Path, monkeypatch) -> None:
+    directory, entities = write(tmp_path, clicks(900))
+    monkeypatch.setattr("precompute.scoring.shard_input.SLICE_ROWS", 300)
+    sample = sample_users(tmp_path, entities, directory, history_limit=10)
+    night = read_shard(tmp_path, 0, history_limit=10)
+    assert 0 < sample.in_source < len(night.ids)
+    assert set(sample.users.ids) <= set(night.ids[: sample.in_source])
+    assert not list(tmp_path.glob(".slices*"))
+
+
+def test_rows_of_users_whom_the_partition_does_not_name_are_no_evidence(tmp_path: Path) -> None:
+    directory, entities = write(tmp_path, clicks(100))
+    kept = pa.table({"user": ["user-1"], HASH: hash_ids([b"user-1"], SEED)})
+    with (
+        pa.OSFile(str(tmp_path / "0000.ids"), "wb") as sink,
+        pa.ipc.new_stream(sink, kept.schema) as writer,
+    ):
+        writer.write_table(kept)
+    with pytest.raises(CorruptArtefact, match="does not name"):
+        sample_users(tmp_path, entities, directory, history_limit=10)
+
+
+def test_repeated_fingerprints_are_counted_a_range_at_a_time(tmp_path: Path, monkeypatch) -> None:
+    """All fingerprints of a table in memory, twice, were 16 bytes for each user and table."""
+    monkeypatch.setattr("precompute.gates.scan.MARKS_AT_ONCE", 1000)
+    marks = np.random.default_rng(8).integers(0, 2**64 - 1, 20_000, np.uint64, endpoint=True)
+    marks[[5, 17_000]] = marks[9]
+    marks[[0, 19_999]] = 2**64 - 1
+    found = Marks(tmp_path)
+    for part in np.array_split(marks, 7):
+        found.append(part)
+
+    tracemalloc.start()
+    assert found.repeated() == 3
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak < 8 * len(marks)
+    assert found.read(17_000, 2).tolist() == marks[17_000:17_002].tolist()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_names_of_a_shard_never_become_python_objects(tmp_path: Path) -> None:
+    """`verify` held all ids of a shard as bytes, some 60 bytes each beside the text."""
+    users = pa.array([f"user-{number}" for number in range(100_000)])
+    hashes = text_hashes(users, SEED)
+    named = pa.table({"user": users, HASH: hashes})
+    for kind in ("ids", "features"):
+        with (
+            pa.OSFile(str(tmp_path / f"0000.{kind}"), "wb") as sink,
+            pa.ipc.new_stream(sink, named.schema) as writer,
+        ):
+            writer.write_table(named, max_chunksize=10_000)
+    folder = tmp_path / "work/partition"
+    folder.parent.mkdir()
+    folder.symlink_to(tmp_path)
+    part = DirectoryPart(0, len(users), Artefact("none", 0, ""))
+    candidate: Any = SimpleNamespace(
+        root=tmp_path, manifest=SimpleNamespace(entity_sets={"user": EntitySet("user", SEED, len(users), (part,))}),
+        evidence=SimpleNamespace(directories={"user": Directory(SEED, [0], [np.sort(hashes)])}),
+    )  # fmt: skip
+
+    tracemalloc.start()
+    found = np.zeros(len(users), np.bool_)
+    for _, places in entities_gate._named(candidate, 0):
+        found[places] = True
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert found.all() and peak < 2 << 20  # of 6 MB

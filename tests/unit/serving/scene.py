@@ -15,6 +15,8 @@ from cache.staging import Staging
 from serving.clock import RedisClock
 from serving.follower import Follower
 from serving.heartbeat import Heartbeat
+from serving.host import Host
+from serving.reading import InThread
 from serving.refresh import Refresher
 from serving.shelf import Shelf
 from serving.snapshot import Snapshot
@@ -76,7 +78,7 @@ class FakeRedis:
 class Scene:
     """A refresher, what it reads from, and what it opened."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, in_thread: InThread = asyncio.to_thread) -> None:
         self.world = World()
         self.timer = FakeClock()
         self.redis = FakeRedis(self.timer)
@@ -87,15 +89,21 @@ class Scene:
         self.degraded: str | None = None
         self.on_open: Callable[[], None] = lambda: None
         self.warmed: list[str] = []
-        self.shelf = Shelf(self.open, self.world.metrics, warm=self.warm, timer=self.timer)
+        self.shelf = Shelf(
+            self.open, self.world.metrics, warm=self.warm, in_thread=in_thread, timer=self.timer
+        )
         self.follower = Follower(
             self.store, self.redis, self.shelf, self.world.metrics,
-            load_bound_s=BOUND_S, clock=self.clock, timer=self.timer,
+            load_bound_s=BOUND_S, poll_s=0.01, clock=self.clock, in_thread=in_thread,
+            timer=self.timer,
         )  # fmt: skip
-        heartbeat = Heartbeat("replica-1", self.follower, self.clock, self.world.metrics)
+        self.host = Host(folder, in_thread)
+        heartbeat = Heartbeat(
+            "replica-1", self.follower, self.clock, self.world.metrics, host=self.host
+        )
         self.refresher = Refresher(
             self.follower, self.store, self.redis, heartbeat,
-            poll_s=1, blocklist_poll_s=1, heartbeat_s=1, timer=self.timer,
+            poll_s=1, blocklist_poll_s=1, heartbeat_s=1, in_thread=in_thread, timer=self.timer,
         )  # fmt: skip
 
     def open(self, to: Pointer, blocklist: Blocklist) -> Snapshot:

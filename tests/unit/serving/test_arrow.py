@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from serving.arrow_flat import Malformed
 from serving.arrow_messages import Unsupported
 from serving.arrow_read import read
-from serving.arrow_request import batch, lookup_arrow
+from serving.arrow_request import batch, read_stream
 from serving.arrow_schema import Field
 from serving.arrow_write import Column, fixed_lists, flags, lists, numbers, stream, texts
 from serving.ask import Limits
 from serving.client_arrow import read_arrow_answers, write_arrow_ids
 from serving.client_failure import Garbled
+from serving.content import lookup_of
 from serving.media import Forms, forms
 from serving.problem import Problem
 
@@ -122,7 +123,7 @@ def test_ids_from_pyarrow_are_read_from_slices_and_many_batches(
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=cut + 1)
 
-    found = batch(sink.getvalue().to_pybytes(), LIMITS)
+    found = batch(read_stream(sink.getvalue().to_pybytes(), LIMITS))
 
     assert found == ([each.encode() for each in ids], 7)
 
@@ -132,7 +133,7 @@ def test_the_clients_question_is_what_pyarrow_would_send(ids: list[str]) -> None
     raw = write_arrow_ids(ids, {"k": "3", "deadline_ms": "20.5"})
 
     assert pa.ipc.open_stream(raw).read_all()["id"].to_pylist() == ids
-    ask = lookup_arrow(raw, "t", LIMITS)
+    ask = lookup_of({}, raw, "arrow", "t", LIMITS)
     assert [each.id for each in ask.entities] == ids
     assert (ask.options.k, ask.options.deadline_s) == (3, 0.0205)
 
@@ -176,7 +177,7 @@ def test_what_is_not_read_is_refused_with_its_reason(name: str) -> None:
     raw, code = REFUSED[name]
 
     with pytest.raises(Problem) as refused:
-        lookup_arrow(raw, "t", LIMITS)
+        lookup_of({}, raw, "arrow", "t", LIMITS)
 
     assert (refused.value.status, refused.value.reason) == (422, code)
 
@@ -228,7 +229,7 @@ def test_a_damaged_stream_is_read_or_refused_and_nothing_else(data: st.DataObjec
     end = data.draw(st.integers(0, len(raw)) | st.just(len(raw)))
 
     with contextlib.suppress(Problem):  # any other error fails
-        ask = lookup_arrow(bytes(raw[:end]), "t", LIMITS)
+        ask = lookup_of({}, bytes(raw[:end]), "arrow", "t", LIMITS)
         assert 1 <= len(ask.entities) <= LIMITS.max_batch
         assert all(each.raw and len(each.raw) <= 256 for each in ask.entities)
 

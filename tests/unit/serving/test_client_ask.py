@@ -62,6 +62,14 @@ def test_histories_and_exclude_count_as_the_service_counts_them() -> None:
     assert [len(each) for each in parts] == [2, 2, 1]
 
 
+def test_features_count_as_the_service_counts_them() -> None:
+    entities = [Entity(str(place), features={"a": [0.5] * 3, "b": "x"}) for place in range(5)]
+
+    parts = list(split(entities, Options(), 100, 10, 10))
+
+    assert [len(each) for each in parts] == [2, 2, 1]
+
+
 def test_an_entity_beyond_every_limit_still_goes_so_that_the_service_says_so() -> None:
     big = Entity("u-1", history=["i"] * 20)
 

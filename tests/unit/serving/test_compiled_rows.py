@@ -100,7 +100,7 @@ def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
 
 
 def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
-    ids, ends = [f'"{at}ü' for at in range(len(good))], [b"}"] * len(good)
+    ids, ends = [f'"{at}ü",' for at in range(len(good))], [b"}"] * len(good)
     numbers = rows.numbers(of, good, k)
     texts = [rows.texts_of(live, of, ids, good, k, ends) for _ in range(2)][1]
     lookup: Any = SimpleNamespace(table=of, k=k, holding=SimpleNamespace(live=live))

@@ -7,6 +7,7 @@ import pytest
 from cache.errors import ConfigError
 from cache.schedule import Schedule
 from precompute.config import NightConfig
+from serving.bounds import Bounds
 from serving.config import ServingConfig
 
 
@@ -39,12 +40,19 @@ def test_the_environment_outranks_the_file_and_the_command_line_both(tmp_path: P
         {"LARDER_LOG": "xml"}, {"LARDER_LOG_SHARE": "1.1"}, {"LARDER_TRACES_SHARE": "nan"}, {"LARDER_LOG_SLOW_MS": "0"},
         {"LARDER_TRACES": "perhaps"}, {"LARDER_PRECISION": "int4"}, {"LARDER_NAMESPACE": "a{b}"},
         {"LARDER_SCHEDULE": "at night"}, {"LARDER_TIMEZONE": "Mars/Olympus"}, {"LARDER_SCHEDULE_GRACE_S": "-1"},
-        {"LARDER_CONFIG": "/nowhere/larder.toml"},
+        {"LARDER_CONFIG": "/nowhere/larder.toml"}, {"LARDER_BODIES_BYTES": "1"}, {"LARDER_HEAD_BYTES": "0"},
     ],
 )  # fmt: skip
 def test_a_setting_that_makes_no_sense_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
         ServingConfig.load(environ)
+
+
+def test_bounds_of_peers_are_settings() -> None:
+    config = ServingConfig.load({"LARDER_HEAD_BYTES": "9", "LARDER_WRITE_TIMEOUT_S": "2.5"})
+
+    assert config.bounds(7) == Bounds(head_bytes=9, write_timeout_s=2.5, connections_max=7)
+    assert ServingConfig().bounds(Bounds().connections_max) == Bounds()
 
 
 def test_an_unknown_setting_of_the_section_is_refused(tmp_path: Path) -> None:

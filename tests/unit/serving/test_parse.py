@@ -8,12 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving.ask import Ask, Limits, ScoreAsk
+from serving.content import lookup_of, take
 from serving.options import with_deadline_header
-from serving.parse import lookup_body, lookup_url, score_body
+from serving.parse import lookup_url, score_ask
 from serving.problem import Problem
 from tests.unit.serving.world import LIMITS
 
 PREFIX = b"/v1/lookup/"
+
+
+def lookup_body(raw: bytes, table: str | None, limits: Limits) -> Ask:
+    return lookup_of({}, raw, "json", table, limits)
+
+
+def score_body(raw: bytes, limits: Limits) -> ScoreAsk:
+    return score_ask(take({}, raw, "json", limits), limits)
 
 
 def refused(body: object, table: str | None = "t") -> tuple[int, str, str | None]:

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from serving.quality.picks import QUEUE_MAX, Pick, Picks
+from cache.preparing import LiveInput
+from serving.quality.picks import QUEUE_BYTES, QUEUE_MAX, Pick, Picks
 
 PICK = Pick("g1", "t", b"u1", "l1", "batch", 0.0)
 
@@ -52,3 +53,26 @@ def test_a_full_queue_drops_and_counts() -> None:
     assert picks.next() == PICK and len(picks) == QUEUE_MAX - 1
     picks.clear()
     assert picks.next() is None
+
+
+def test_what_waits_is_bounded_in_bytes_not_only_in_number() -> None:
+    picks = Picks(1_000.0)
+    history = tuple(b"an item with quite a long id %d" % at for at in range(10_000))
+    large = PICK._replace(sent=LiveInput(history))
+    wide = PICK._replace(sent=LiveInput(None, {"age": 3, "embedding": (0.5,) * 8_192}))
+    assert large.size_bytes > 900_000 and wide.size_bytes > 8_192 * 32
+
+    for _ in range(QUEUE_MAX):
+        picks.put(large)
+
+    held = len(picks)
+    assert held * large.size_bytes < QUEUE_BYTES + large.size_bytes
+    assert picks.dropped == QUEUE_MAX - held
+    while picks.next():
+        pass
+    assert picks.has_room()
+    for _ in range(QUEUE_MAX):
+        picks.put(PICK)
+    assert len(picks) == QUEUE_MAX
+    picks.clear()
+    assert picks.has_room()

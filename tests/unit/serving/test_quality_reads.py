@@ -1,6 +1,6 @@
 """What was read is told once, however often and in whatever company it was."""
 
-from serving.quality.reads import KEYS_MAX, Reads
+from serving.quality.reads import KEYS_MAX, Reads, packed
 
 
 def test_reads_are_told_once_by_table_and_what_is_too_much_is_left_out() -> None:
@@ -11,7 +11,7 @@ def test_reads_are_told_once_by_table_and_what_is_too_much_is_left_out() -> None
     reads.add("other", "t", [9])
     reads.add("g", "t", list(range(KEYS_MAX)))
 
-    found = {table: sorted(keys) for table, keys in reads.take("g").items()}
+    found = {table: sorted(packed(keys)) for table, keys in reads.take("g").items()}
 
     assert found == {
         "t": [number.to_bytes(8, "little") for number in (1, 2, 3)],
@@ -19,4 +19,4 @@ def test_reads_are_told_once_by_table_and_what_is_too_much_is_left_out() -> None
     }
     assert reads.left_out == KEYS_MAX and reads.take("g") == reads.take("other") == {}
     reads.add("g", "t", list(range(KEYS_MAX)))
-    assert len(reads.take("g")["t"]) == KEYS_MAX
+    assert len(packed(reads.take("g")["t"])) == KEYS_MAX

@@ -2,14 +2,20 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import orjson
 import pytest
 from redis.exceptions import NoPermissionError
 
 from cache.blocklist import Blocklist, change_blocklist
+from cache.errors import StoreError
 from cache.releases import Pointer, Release, intent_path
+from cache.staging import Staging
+from precompute.releases.control import Replica
+from serving.snapshot import Snapshot
 from serving.verdict import judge
 from tests.unit.serving.scene import BOUND_S, A, B, C, Scene, pointer
 
@@ -105,6 +111,67 @@ async def test_a_pointer_that_vanished_or_went_back_is_ignored_and_marked(
     assert scene.held == [C, A] and scene.follower.stale is None
 
 
+_CANARY = {"generation": C, "percent": 5.0, "since": 1.0, "event": ""}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"generation": "../../etc"},
+        {"generation": 7},
+        {"epoch": "6"},
+        {"epoch": 6.0},
+        {"epoch": True},
+        {"epoch": 2**53},
+        {"previous": 5},
+        {"previous": "no generation"},
+        {"attempt": None},
+        {"published_at": "soon"},
+        {"published_at": 1e300},
+        {"published_at": -1},
+        {"canary": "half"},
+        {"canary": {**_CANARY, "percent": "5"}},
+        {"canary": {**_CANARY, "percent": 101}},
+        {"canary": {**_CANARY, "since": None}},
+        {"canary": {**_CANARY, "generation": "x"}},
+        {"canary": {**_CANARY, "event": 3}},
+        {"more": 1},
+    ],
+    ids=str,
+)
+async def test_a_malformed_pointer_is_ignored_marked_and_no_reason_to_drain(
+    scene: Scene, changed: dict[str, object]
+) -> None:
+    await scene.publish(pointer(A, 5))
+    sound = orjson.loads(pointer(A, 6).to_bytes())
+
+    await scene.publish(orjson.dumps({**sound, **changed}))
+
+    scene.timer.tick(2 * BOUND_S)
+    await scene.follower.look()
+    assert scene.follower.epoch == 5 and scene.follower.stale == "pointer_corrupt"
+    assert scene.follower.health.ready
+    await scene.publish(pointer(B, 6, A))
+    assert scene.held == [B, A] and scene.follower.stale is None
+
+
+async def test_a_pointer_that_cannot_be_served_is_one_that_cannot_be_loaded(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.publish(pointer(A, 5))
+
+    def broken(_live: Snapshot, _pointer: Pointer) -> None:
+        raise ValueError("a defect")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scene.shelf, "take", broken)
+        await scene.publish(pointer(B, 6, A))
+    assert scene.held == [A] and scene.follower.stale == "load_failed"
+    scene.timer.tick(BOUND_S)
+    await scene.follower.look()
+    assert scene.held == [B, A] and scene.follower.stale is None
+
+
 async def test_a_lost_redis_leaves_the_replica_ready_and_marked(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     scene.redis.down = True
@@ -166,6 +233,38 @@ async def test_only_an_epoch_that_was_seen_and_cannot_be_loaded_drains(scene: Sc
     scene.broken.clear()
     await scene.follower.look()
     assert scene.held == [B, A] and scene.follower.health.ready
+
+
+async def test_strangers_hear_no_detail_and_nobody_hears_a_password(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.publish(pointer(A, 1))
+    url = "sftp://larder:s3cret@store.example/larder"
+
+    def fails() -> None:
+        raise StoreError(f"generations/{B}/items.ids is not in {url}: ssh://larder:s3cret@there")
+
+    monkeypatch.setattr(scene, "on_open", fails)
+    scene.redis.note = Staging(C, "night", scene.clock() + 60)
+    await scene.publish(pointer(B, 2, A))
+    scene.timer.tick(2 * BOUND_S)
+    await scene.refresher.beat()
+
+    health = scene.follower.health
+    assert health.told_to_anybody()["failed"] == f"generation {B} cannot be loaded"
+    # Behind the token, in Redis and in the log: everything but the password.
+    beat = scene.redis.beats[-1]["failed"]
+    assert isinstance(beat, dict) and "sftp://larder:***@store.example" in beat[B]
+    assert "items.ids is not in sftp://larder:***@store.example" in (health.failed or "")
+    assert "s3cret" not in f"{health}{scene.redis.beats}"
+
+
+async def test_strangers_hear_of_a_model_that_does_not_open_by_one_word(scene: Scene) -> None:
+    scene.degraded = "models/tower.onnx has SHA-256 d34d, the manifest says b33f"
+    await scene.publish(pointer(A, 1))
+
+    assert scene.follower.health.degraded == scene.degraded
+    assert scene.follower.health.told_to_anybody()["degraded"] == "no_model"
 
 
 async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loading(
@@ -343,12 +442,45 @@ async def test_a_degraded_generation_is_mended_once_its_models_can_be_read(scene
     for _ in range(2):
         scene.timer.tick(11)
         await scene.follower.look()
+        await scene.follower.settled()
     assert scene.opened == [A, A]  # and ever more rarely
     scene.degraded = None
     scene.timer.tick(60)
     await scene.follower.look()
+    await scene.follower.settled()
 
     assert scene.held == [A] and scene.follower.health.degraded is None
+
+
+@pytest.mark.parametrize("slow", ["mending", "a newer one"])
+async def test_a_roll_back_waits_for_no_load(scene: Scene, slow: str) -> None:
+    """Whoever rolls back does so for a generation that is bad: it may be the very one that loads, or is mended."""
+    go_on, opening, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
+    await scene.publish(pointer(A, 1))
+    if slow == "mending":
+        scene.degraded = "the index is out of reach"
+        await scene.publish(pointer(B, 2, A))
+        scene.timer.tick(11)
+
+    def hang() -> None:
+        loop.call_soon_threadsafe(opening.set)
+        go_on.wait(10)
+
+    scene.on_open, scene.degraded = hang, None
+    scene.redis.now = pointer(B, 2, A) if slow == "mending" else pointer(C, 2, A)
+
+    looking = asyncio.create_task(scene.follower.look())
+    await opening.wait()
+    scene.redis.now = pointer(A, 3)
+    try:
+        async with asyncio.timeout(5):
+            await looking
+            await scene.follower.look()
+        assert scene.held == [A] and scene.follower.epoch == 3
+    finally:
+        go_on.set()
+    await scene.follower.settled()
+    assert scene.held == [A] and scene.follower.epoch == 3 and scene.follower.stale is None
 
 
 async def test_a_redis_that_may_evict_pages_is_noticed_whenever_it_comes_back(
@@ -382,6 +514,17 @@ async def test_a_policy_that_may_not_be_asked_is_said_once_and_one_from_a_lost_r
         await scene.refresher.beat()
 
     assert caplog.text.count("maxmemory-policy") == 1 and scene.follower.stale is None
+
+
+async def test_a_beat_says_what_the_host_has_left_once_it_was_looked_at(scene: Scene) -> None:
+    await scene.refresher.beat()
+    before = Replica.from_beat(orjson.dumps(scene.redis.beats[-1]), 0.0)
+    await scene.host.look()
+    await scene.refresher.beat()
+    after = Replica.from_beat(orjson.dumps(scene.redis.beats[-1]), 0.0)
+
+    assert (before.memory_available_bytes, before.disk_free_bytes) == (None, None)
+    assert after.memory_available_bytes and after.disk_free_bytes
 
 
 async def test_a_draining_replica_is_not_ready_signs_off_and_beats_no_more(scene: Scene) -> None:

@@ -195,6 +195,30 @@ async def test_a_pointer_that_moves_while_the_next_is_loading_waits_for_that_loa
     assert scene.held == [B, A] and scene.opened == [A, B]
 
 
+async def test_a_pointer_waits_for_no_staged_load_that_hangs(scene: Scene) -> None:
+    await scene.publish(pointer(A, 1))
+    go_on, hung, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def hangs_once() -> None:
+        scene.on_open = lambda: None
+        loop.call_soon_threadsafe(hung.set)
+        go_on.wait(30)
+
+    scene.on_open = hangs_once
+    scene.follower._load_bound_s = 0.01
+    await scene.refresher.beat()
+    scene.redis.note = note(scene, B)
+    await scene.follower.look()
+    await hung.wait()
+    try:
+        async with asyncio.timeout(5):
+            scene.redis.now = pointer(B, 2, A)
+            await scene.follower.look()
+        assert scene.held == [B, A] and scene.follower.stale is None
+    finally:
+        go_on.set()
+
+
 async def test_a_blocklist_reaches_what_is_staged(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     await stage(scene, B)

@@ -4,6 +4,7 @@ import math
 import time
 from typing import Any
 
+import orjson
 import pytest
 
 from cache.releases import Canary
@@ -13,7 +14,7 @@ from serving.ask import Limits, Options
 from serving.fields import read_id
 from serving.holding import Holding
 from serving.options import query_options, with_canary_header, with_headers
-from serving.parse import feedback_body, lookup_body
+from serving.parse import feedback_of, lookup_ask
 from serving.problem import Problem
 from serving.trial import Trial
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
@@ -185,7 +186,7 @@ def test_another_canary_is_counted_from_nothing() -> None:
 
 def test_the_key_comes_from_body_query_or_header_in_that_order() -> None:
     limits: Limits = LIMITS
-    body = lookup_body(b'{"entities": ["u1"], "canary_key": 7}', "user_topk", limits).options
+    body = lookup_ask({"entities": ["u1"], "canary_key": 7}, "user_topk", limits).options
     assert body.canary_key == b"7" and with_canary_header(body, b"h").canary_key == b"7"
     assert query_options(b"canary_key=a%20b", limits).canary_key == b"a b"
     header = (b"x-larder-canary-key", "schlüssel".encode())
@@ -194,7 +195,7 @@ def test_the_key_comes_from_body_query_or_header_in_that_order() -> None:
     assert found.canary_key == read_id("schlüssel", "x") and found.deadline_s == 0.2
     assert with_headers(options(), [], limits) == options()
     with pytest.raises(Problem):
-        lookup_body(b'{"entities": ["u1"], "canary_key": ""}', "user_topk", limits)
+        lookup_ask({"entities": ["u1"], "canary_key": ""}, "user_topk", limits)
 
 
 @pytest.mark.parametrize(
@@ -212,13 +213,18 @@ def test_the_key_comes_from_body_query_or_header_in_that_order() -> None:
 )
 def test_feedback_that_cannot_be_counted_is_refused_with_its_field(body: bytes, field: str) -> None:
     with pytest.raises(Problem) as refused:
-        feedback_body(body)
+        feedback_of(orjson.loads(body))
 
     assert refused.value.status == 422 and refused.value.field == field
 
 
 def test_feedback_is_one_event_unless_it_says_more() -> None:
-    assert feedback_body(b'{"event": "click", "generation": "a"}') == ("a", None, "click", 1)
-    assert feedback_body(b'{"event": "buy", "canary_key": 7, "count": 5}') == (
+    assert feedback_of(orjson.loads(b'{"event": "click", "generation": "a"}')) == (
+        "a",
+        None,
+        "click",
+        1,
+    )
+    assert feedback_of(orjson.loads(b'{"event": "buy", "canary_key": 7, "count": 5}')) == (
         None, b"7", "buy", 5,
     )  # fmt: skip

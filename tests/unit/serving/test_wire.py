@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from serving.blocks import plain, without_length
+from serving.bounds import Bounds
 from serving.front import ADMITTED
 from serving.wire import Shared, Wire
 
@@ -162,14 +163,14 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 class Connection:
     """One, of either protocol."""
 
-    def __init__(self, front: Front | None) -> None:
+    def __init__(self, front: Front | None, bounds: Bounds | None = None) -> None:
         served: Any = app if front is None else front
         config = uvicorn.Config(served, log_config=None, access_log=False, lifespan="off")
         self.state, self.transport = ServerState(), Transport()
         self.state.default_headers = list(HEADERS)
         given: tuple[Any, ...] = (config, self.state, {}, asyncio.get_running_loop())
         self.protocol = (
-            HttpToolsProtocol(*given) if front is None else Wire(Shared(front), *given)  # type: ignore[arg-type]
+            HttpToolsProtocol(*given) if front is None else Wire(Shared(front, bounds), *given)  # type: ignore[arg-type]
         )
         self.protocol.connection_made(self.transport)
 

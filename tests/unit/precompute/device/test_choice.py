@@ -77,3 +77,38 @@ def test_the_setting_is_checked_and_the_environment_has_its_say():
 
 def test_the_device_decides_nothing_of_a_generation():
     assert NightConfig(device="off").semantic() == NightConfig(device="cuda").semantic()
+
+
+def test_a_shard_takes_the_gpu_that_no_other_process_scores_on(monkeypatch, tmp_path):
+    """Shards 0 and 2 ran on GPU 0 while GPU 1 idled."""
+    monkeypatch.setattr(choice, "devices", lambda wanted: ("cuda:0", "cuda:1"))
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from precompute.scoring.device import choice\n"
+        "choice.devices = lambda wanted: ('cuda:0', 'cuda:1')\n"
+        "with choice.least_busy('auto', 0, Path(sys.argv[1])) as device:\n"
+        "    print(device, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == "cuda:0\n"
+        with choice.least_busy("auto", 2, tmp_path) as second:
+            assert second == "cuda:1"
+            with choice.least_busy("auto", 4, tmp_path) as third:  # all are taken: two share
+                assert third == "cuda:0"
+        other.kill()
+    with choice.least_busy("auto", 2, tmp_path) as after:
+        assert after == "cuda:0"
+
+
+def test_one_device_or_none_is_taken_without_a_lock(monkeypatch, tmp_path):
+    for found, taken in (((), None), (("cuda:1",), "cuda:1")):
+        monkeypatch.setattr(choice, "devices", lambda wanted, found=found: found)
+        with choice.least_busy("auto", 3, tmp_path) as device:
+            assert device == taken
+    assert not list(tmp_path.iterdir())

@@ -92,6 +92,64 @@ async def test_a_store_that_hangs_holds_up_nobody_after_the_first(
     assert at_once <= 1
 
 
+async def test_a_viewer_waits_for_a_bounded_time_and_two_readings_never_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, gate, readings = Board(tmp_path), asyncio.Event(), []
+    await board.data()
+    ask_all = board.redis.ask_all
+
+    async def hangs(commands: Any) -> list[Any]:
+        readings.append(commands)
+        await gate.wait()
+        return await ask_all(commands)
+
+    monkeypatch.setattr(board.redis, "ask_all", hangs)
+    monkeypatch.setattr("serving.dashboard.board.DATA_S", 0.01)
+    board.clock.tick(READ_S)
+    for _ in range(3):
+        with pytest.raises(Problem, match=r"within 0.01 s"):
+            await board.dashboard.data()
+    assert len(readings) == 1
+    gate.set()
+    monkeypatch.setattr("serving.dashboard.board.DATA_S", 5.0)
+    assert (await board.data())["whole"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"counts": {"r": "many"}},
+        {"counts": {"r": None}},
+        {"counts": [1]},
+        {"counts": {"r": 2**63}},
+        {"epoch": "5"},
+        {"l1_bytes": [1]},
+        {"queue_seconds": {}},
+        {"degraded": ["a"]},
+        {"stale": {"a": 1}},
+        {"advisor": 7},
+        {"advisor": {"budget_bytes": 1}},
+    ],
+    ids=str,
+)
+async def test_a_row_of_another_kind_is_left_out_and_costs_nobody_the_page(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    board = Board(tmp_path)
+    await board.data()
+    row = {"at": board.clock(), "replica": "b", "counts": {"r": 2}, "epoch": 1}
+    told = {b"sound": row, b"strange": row | {"replica": "c"} | changed}
+    board.redis.hashes[Keyspace("test").workers] |= {
+        name: orjson.dumps(each) for name, each in told.items()
+    }
+    board.clock.tick(READ_S)
+
+    body = await board.data()
+
+    assert [each["replica"] for each in body["replicas"]] == ["a", "b"]
+
+
 async def test_switched_off_it_says_so(tmp_path: Path) -> None:
     board = Board(tmp_path, is_on=False)
 

@@ -22,7 +22,9 @@ def test_what_is_packed_is_read_again(table: dict[str, int]) -> None:
 
 
 def test_what_another_version_wrote_counts_nothing() -> None:
-    for blob in (b"", b"{}", b"[1]", b"[{}, 3]", b'[{"r":"x"}, {}]', b'[{}, {"l1": []}]'):
+    damaged = b"", b"{}", b"[1]", b"[{}, 3]", b'[{"r":"x"}, {}]', b'[{}, {"l1": []}]'
+    misleading = b'[{"h:l1:x":1}, {}]', b'[{}, {"l1": [-900, 1]}]', b'[{"r":9007199254740992}, {}]'
+    for blob in (*damaged, *misleading):
         assert unpack(blob) == {}
 
 

@@ -1,0 +1,116 @@
+"""Files of this host: written whole or not at all, and when they last changed."""
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from cache.errors import StoreError
+
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV})
+"""What file systems without hard links answer: SMB, FAT and many FUSE mounts."""
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """A full disk becomes a StoreError with its remedy; what was finished before stays finished."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # FAISS says it in the text of a RuntimeError
+        full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
+        if (why := next((each for each in full if each in str(error)), None)) is None:
+            raise
+        raise StoreError(
+            f"cannot write {path}: {why}; free space, retire generations or move `artifacts`, "
+            "then run the step again",
+            reason="disk_full",
+        ) from error
+
+
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
+    """Write beside, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        try:
+            with beside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes `path` when the block ends well: fsync, rename, fsync of the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def take_file(source: Path, path: Path) -> None:
+    """The same bytes under another name, as `write_atomically` would leave them.
+
+    `source` must never be written to again: where the file system can, both names are one file.
+    """
+    with disk_errors(path), written_beside(path) as beside:
+        try:
+            beside.hardlink_to(source)
+        except OSError:
+            shutil.copyfile(source, beside)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames within a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def last_change(path: Path) -> float:
+    """When anything in a file or folder last came or changed, Unix seconds; 0 when it is gone.
+
+    By the inode's own time: a copied file keeps the modification time of its original.
+    """
+    newest = 0.0
+    for each in (path, *path.rglob("*")) if path.is_dir() else (path,):
+        with contextlib.suppress(OSError):
+            newest = max(newest, each.lstat().st_ctime)
+    return newest
+
+
+def put_in_place(beside: Path, target: Path) -> None:
+    """What another worker brought meanwhile is mapped there and stays: all map one file, or each holds its own."""
+    try:
+        os.link(beside, target)
+    except FileExistsError:
+        return
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        beside.rename(target)  # the same bytes: who has mapped the file before keeps it
+
+
+def links_needed(error: OSError) -> str:
+    """The remedy where a file system has no hard links; empty for any other error."""
+    if error.errno not in _NO_LINKS:
+        return ""
+    return (
+        ". This file system has no hard links, by which a record is written once and whole: put `artifacts` on one "
+        "that has (a local disk, NFS), or name a bucket by its own URL (s3://, gs://, abfs://) instead of a mount"
+    )

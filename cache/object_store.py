@@ -1,0 +1,203 @@
+"""The object store behind a URL, through its fsspec driver: exclusive creates that are proven, errors that are ours."""
+
+import contextlib
+import functools
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from cache.errors import StoreError
+
+PROBE = ".created-once"
+"""Created by whoever comes first and left there: that nobody can create it again proves the store exclusive."""
+
+_TEXT_CHARS = 500
+_HIDDEN = "***"
+_NAMES = r"(?:key|secret|token|password|passwd|signature|\bsig|credentials?|authorization|sas)"
+_SECRET_OPTION = re.compile(f"{_NAMES}|connection_string", re.IGNORECASE)
+_SECRETS = (
+    (re.compile(r"(://)[^/@\s]+@"), rf"\1{_HIDDEN}@"),
+    (re.compile(r"\?[^\s?'\"<>]*=[^\s'\"<>]*"), f"?{_HIDDEN}"),  # a signed address
+    (re.compile(r"\b(bearer|basic)\s+\S+", re.IGNORECASE), rf"\1 {_HIDDEN}"),
+    (
+        re.compile(
+            rf"({_NAMES}\w*['\"]?\s*[=:]\s*['\"]?)(?!bearer|basic)[^\s'\",;&)]+", re.IGNORECASE
+        ),
+        rf"\1{_HIDDEN}",
+    ),
+)
+
+
+class ObjectStore:
+    """Objects under one URL. Nothing is answered from a listing cache; what is not there is a FileNotFoundError."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.shown = without_secrets(url)
+        self._opened: Any = None
+
+    def _driver(self, path: str) -> tuple[Any, str]:
+        if self._opened is None:
+            try:
+                self._opened = fsspec.url_to_fs(self.url)[0]
+            except Exception as error:
+                raise self._translated(f"cannot open the artefact store {self.shown}", error) from (
+                    self._cause(error)
+                )
+        self._opened.invalidate_cache()
+        return self._opened, f"{self.url}/{path}".rstrip("/")
+
+    @contextlib.contextmanager
+    def _told(self, what: str, *, may_miss: bool = False) -> Iterator[None]:
+        """Drivers raise errors of their own (botocore's, gcsfs', Azure's), which are no OSError."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:
+            if may_miss and isinstance(error, FileNotFoundError):
+                raise
+            raise self._translated(f"cannot {what}", error) from self._cause(error)
+
+    def _translated(self, what: str, error: BaseException) -> StoreError:
+        text = " ".join(without_secrets(str(error), self._options()).split())[:_TEXT_CHARS]
+        name = "" if isinstance(error, OSError) and text else f"{type(error).__name__}: "
+        return StoreError(f"{what}: {name}{text}".rstrip(": "))
+
+    def _cause(self, error: BaseException) -> BaseException | None:
+        """The driver's own error, for whoever reads tracebacks, unless one would show a secret."""
+        each: BaseException | None = error
+        while each is not None:
+            if without_secrets(str(each), self._options()) != str(each):
+                return None
+            each = each.__cause__ or each.__context__
+        return error
+
+    def _options(self) -> list[str]:
+        options = getattr(self._opened, "storage_options", None) or {}
+        return [
+            str(value) for name, value in options.items() if value and _SECRET_OPTION.search(name)
+        ]
+
+    def read(self, path: str) -> bytes:
+        """A small object's bytes."""
+        with self._told(f"read {path} in {self.shown}", may_miss=True):
+            fs, url = self._driver(path)
+            data: bytes = fs.cat_file(url)
+        return data
+
+    def read_many(self, paths: Sequence[str]) -> dict[str, bytes]:
+        """Bytes of those that are there, by path; a driver that can asks for many at once."""
+        if not paths:
+            return {}
+        with self._told(f"read {paths[0]} and {len(paths) - 1} others in {self.shown}"):
+            fs, _ = self._driver("")
+            urls = [f"{self.url}/{path}" for path in paths]
+            answers: dict[str, Any] = fs.cat(urls, on_error="return")
+            found = {}
+            for path, url in zip(paths, urls, strict=True):
+                answer = answers.get(fs._strip_protocol(url))
+                if (
+                    answer is None
+                ):  # a driver that names or leaves out in its own way: asked one by one
+                    with contextlib.suppress(FileNotFoundError):
+                        answer = fs.cat_file(url)
+                if isinstance(answer, bytes):
+                    found[path] = answer
+                elif isinstance(answer, Exception) and not isinstance(answer, FileNotFoundError):
+                    raise answer
+        return found
+
+    def write(self, path: str, data: bytes) -> None:
+        """Create or replace an object."""
+        with self._told(f"write {path} in {self.shown}"):
+            fs, url = self._driver(path)
+            fs.pipe_file(url, data)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Create an object that must not exist; False when it does. Raises StoreError where two could create it."""
+        demand_exclusive(self.url)
+        return self._create(path, data)
+
+    def _create(self, path: str, data: bytes) -> bool:
+        what = f"{path} in {self.shown}"
+        try:
+            with self._told(f"write {what}"):
+                fs, url = self._driver(path)
+                try:
+                    fs.pipe_file(url, data, mode="create")
+                except FileExistsError:
+                    return False
+        except StoreError:
+            # A refusal may come as another error (EINVAL of s3fs), and a success whose reply was lost as any.
+            with contextlib.suppress(StoreError, FileNotFoundError):
+                return self.read(path) == data
+            raise
+        try:
+            is_ours = self.read(path) == data
+        except FileNotFoundError:
+            is_ours = False
+        if not is_ours:
+            raise self._not_exclusive(f"{what} is not what was just created")
+        return True
+
+    def _not_exclusive(self, what: str) -> StoreError:
+        driver = type(self._opened)
+        return StoreError(
+            f"{what}: this store, or its driver {driver.__module__}.{driver.__name__}, does not create objects "
+            "exclusively, so one release could overwrite another. Use AWS S3 (botocore 1.36 or newer), Google Cloud "
+            "Storage, Azure Blob Storage, another store that honours If-None-Match on writes, or a shared folder",
+            reason="not_exclusive",
+        )
+
+    def names(self, path: str) -> list[str]:
+        """Names of the objects and folders in a folder."""
+        with self._told(f"list {path} in {self.shown}", may_miss=True):
+            fs, url = self._driver(path)
+            return [name.rstrip("/").rsplit("/", 1)[-1] for name in fs.ls(url, detail=False)]
+
+    def delete(self, path: str) -> None:
+        """Remove an object, or all in a folder."""
+        with self._told(f"delete {path} in {self.shown}", may_miss=True):
+            fs, url = self._driver(path)
+            fs.rm(url, recursive=True)
+
+    def get(self, path: str, to: Path) -> None:
+        """Download an object."""
+        with self._told(f"fetch {path} from {self.shown}", may_miss=True):
+            fs, url = self._driver(path)
+            fs.get_file(url, str(to))
+
+    def put(self, source: Path, path: str) -> None:
+        """Upload an object."""
+        with self._told(f"write {path} to {self.shown}"):
+            fs, url = self._driver(path)
+            fs.put_file(str(source), url)
+
+
+@functools.cache
+def demand_exclusive(url: str) -> None:
+    """Raises StoreError unless the store refuses to create what exists; asked once per process and store.
+
+    A store that ignores the condition lets the last of two writers of one release record win, unseen.
+    """
+    store = ObjectStore(url)
+    if store._create(PROBE, _token()) and store._create(PROBE, _token()):
+        raise store._not_exclusive(f"{PROBE} in {store.shown} could be created twice")
+
+
+def _token() -> bytes:
+    return secrets.token_hex(16).encode()
+
+
+def without_secrets(text: str, known: Sequence[str] = ()) -> str:
+    """The text with passwords, keys, tokens and signed queries replaced, and whatever is `known` to be secret."""
+    for each in known:
+        text = text.replace(each, _HIDDEN)
+    for pattern, hidden in _SECRETS:
+        text = pattern.sub(hidden, text)
+    return text

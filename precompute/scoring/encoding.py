@@ -1,0 +1,54 @@
+"""Answers as records of a table, whatever a few of them hold."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import UnfitValue
+from cache.records import Layout, absent, encode_topk, encode_values, encode_vectors, unfit
+
+Answers = tuple[NDArray[np.uint32], NDArray[np.float32]] | NDArray[np.float32]
+"""(ordinals, scores) of lists, or the numbers of vectors and values; a row for each entity."""
+
+
+def encode(
+    layout: Layout,
+    marks: NDArray[np.uint64],
+    answers: Answers,
+    has_answer: NDArray[np.bool_],
+    at: int,
+) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """(records[n], which of those with an answer do not fit their precision): both kinds of the others are absent.
+
+    An absent one has an answer in another table of the same entities only.
+    """
+    if has_answer.all():
+        try:
+            return _encode(layout, marks, answers, at), np.zeros(len(marks), np.bool_)
+        except UnfitValue:
+            pass
+    numbers = answers[1] if isinstance(answers, tuple) else answers
+    bad = unfit(layout, numbers) & has_answer
+    rows = np.flatnonzero(has_answer & ~bad)
+    some = (answers[0][rows], numbers[rows]) if isinstance(answers, tuple) else numbers[rows]
+    records = absent(layout, marks, at)
+    records[rows] = _encode(layout, marks[rows], some, at)
+    return records, bad
+
+
+def finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """bool [n]; a sum is finite only if all are, so only the rare row whose sum is not is looked at closely."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite: NDArray[np.bool_] = np.isfinite(numbers.sum(axis=1))
+    suspects = np.flatnonzero(~finite)
+    finite[suspects] = np.isfinite(numbers[suspects]).all(axis=1)
+    return finite
+
+
+def _encode(layout: Layout, marks: NDArray[np.uint64], answers: Answers, at: int) -> NDArray[Any]:
+    if isinstance(answers, tuple):
+        return encode_topk(layout, marks, *answers, at)
+    if layout.kind == "vector":
+        return encode_vectors(layout, marks, answers, at)
+    return encode_values(layout, marks, answers, at)

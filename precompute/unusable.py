@@ -1,0 +1,159 @@
+"""What cannot be used is left out of the night: counted by reason, with a few cases of each."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from threading import Lock
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+
+CASES: Final = 10
+"""Of each reason."""
+TEXT_MAX: Final = 256
+"""Characters of an id that are shown: whoever is erased is found by all of them."""
+
+NO_ID = "no id"
+LENGTH = "an id of 0 or more than 256 bytes"
+NOT_UTF_8 = "an id that is not UTF-8"
+NO_TIME = "no time"
+NOT_A_TIME = "no time that can be read"
+BEYOND = "a time out of range"
+NOT_A_NUMBER = "a weight that is no number"
+NO_VALUE = "no value"
+NOT_FINITE = "a number that is not finite"
+UNFIT = "a number that does not fit its table's precision (store it as f4)"
+COLUMNS = "more or fewer columns than the header"
+AGAIN = "listed before"
+
+_SECONDS = (
+    "times are a timestamp type, ISO 8601 texts, or numbers of seconds since 1970 up to the year 2200; divide "
+    "milliseconds by 1,000 and microseconds by 1,000,000"
+)
+_REMEDIES: Final = {
+    NO_ID: "fill them in, or name another column in [sources]",
+    NOT_UTF_8: "convert the file, e.g. with iconv -t utf-8",
+    NO_TIME: "fill them in, or name another column in sources.timestamp_column",
+    NOT_A_TIME: _SECONDS,
+    BEYOND: _SECONDS,
+    NOT_A_NUMBER: "weights are numbers: if it is no weight, name another column in sources.weight_column",
+}
+
+Case = Mapping[str, str | None]
+"""What names a row: `user`, `item`, `file`, `line`, whatever is known of it."""
+
+
+class Unusable:
+    """Rows that were looked at and left out, by source (or table) and reason; threads may note at once.
+
+    Cases with one of the `hidden` ids are counted, not named.
+    """
+
+    def __init__(self, hidden: Collection[bytes] = ()) -> None:
+        self._hidden = frozenset(raw.decode() for raw in hidden)
+        self._rows: dict[str, int] = {}
+        self._reasons: dict[str, dict[str, dict[str, Any]]] = {}
+        self._lock = Lock()
+
+    def looked_at(self, source: str, rows: int) -> None:
+        """So many rows more, usable or not."""
+        with self._lock:
+            self._rows[source] = self._rows.get(source, 0) + rows
+
+    def note(self, source: str, reason: str, rows: int, cases: Iterable[Case]) -> None:
+        """So many of the rows cannot be used; `cases` name some of them."""
+        with self._lock:
+            of_reason = self._reasons.setdefault(source, {})
+            found = of_reason.setdefault(reason, {"rows": 0, "cases": []})
+            found["rows"] += rows
+            for case in cases:
+                if len(found["cases"]) < CASES and not self._hidden & set(case.values()):
+                    found["cases"].append(dict(case))
+
+    def note_rows(
+        self,
+        source: str,
+        bad: Mapping[str, NDArray[np.bool_]],
+        case: Callable[[int], Case],
+    ) -> NDArray[np.bool_]:
+        """Notes masks by reason, each row under its first; returns which rows are bad under any."""
+        taken = np.zeros(len(next(iter(bad.values()))), np.bool_)
+        for reason, rows in bad.items():
+            mine = np.flatnonzero(rows & ~taken)
+            if len(mine):
+                self.note(source, reason, len(mine), map(case, mine[: 2 * CASES].tolist()))
+            taken |= rows
+        return taken
+
+    def left_out(self, source: str) -> int:
+        """How many rows of a source were noted."""
+        return sum(each["rows"] for each in self._reasons.get(source, {}).values())
+
+    def demand_some(self, source: str, where: str) -> None:
+        """Raises SourceError where there are rows and not one of them can be used."""
+        rows = self._rows.get(source, 0)
+        if not rows or self.left_out(source) < rows:
+            return
+        said = "; ".join(
+            f"{reason} ({each['rows']:,}{_shown(each['cases'])}){_remedy(reason)}"
+            for reason, each in self._reasons[source].items()
+        )
+        raise SourceError(f"none of the {rows:,} rows of {where} can be used: {said}", rows=rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """{source: {"rows", "left_out", "reasons": {reason: {"rows", "cases"}}}}, for reports and the manifest."""
+        return {
+            source: {
+                "rows": rows,
+                "left_out": self.left_out(source),
+                "reasons": self._reasons.get(source, {}),
+            }
+            for source, rows in sorted(self._rows.items())
+        }
+
+
+def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several `to_json` as one."""
+    whole = Unusable()
+    for report in reports:
+        for source, each in report.items():
+            whole.looked_at(source, each["rows"])
+            for reason, found in each["reasons"].items():
+                whole.note(source, reason, found["rows"], found["cases"])
+    return whole.to_json()
+
+
+def ids_in(report: Mapping[str, Any]) -> set[str]:
+    """Every id that a `to_json` names."""
+    return {
+        str(case[kind])
+        for each in report.values()
+        for found in each["reasons"].values()
+        for case in found["cases"]
+        for kind in ("user", "item")
+        if case.get(kind) is not None
+    }
+
+
+def shown(value: Any) -> str | None:
+    """A value as a case shows it: text, at most TEXT_MAX characters of it."""
+    if value is None:
+        return None
+    text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
+    return text if len(text) <= TEXT_MAX else f"{text[:TEXT_MAX]}..."
+
+
+def _shown(cases: list[dict[str, str | None]]) -> str:
+    named = [
+        f"{key} {value!r}"
+        for key, value in (cases[0] if cases else {}).items()
+        if value is not None
+    ]
+    return f", e.g. {', '.join(named)}" if named else ""
+
+
+def _remedy(reason: str) -> str:
+    """Reasons of a column are `column: reason`."""
+    remedy = _REMEDIES.get(reason.partition(": ")[2])
+    return f" [{remedy}]" if remedy else ""

@@ -1,0 +1,38 @@
+"""Open files: as many as the connections need, with some left for everything else that opens one."""
+
+import logging
+import resource
+
+HEADROOM = 256
+"""Redis' wires, the files of generations that come and go, whoever scrapes, and connections that are about to end."""
+
+log = logging.getLogger(__name__)
+
+
+def make_room(connections: int) -> int:
+    """Raises the soft limit of open files as far as so many connections need it; how many there is room for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + HEADROOM
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    soft = _raised(wanted if hard == resource.RLIM_INFINITY else min(hard, wanted), soft, hard)
+    room = min(connections, room_in(soft))
+    if room < connections:
+        log.warning(
+            "room for %d connections instead of %d: only %d files may be open (ulimit -Hn)",
+            room, connections, soft,
+        )  # fmt: skip
+    return room
+
+
+def room_in(files: int) -> int:
+    """Connections among so many open files."""
+    return max(files - HEADROOM, files // 2)
+
+
+def _raised(wanted: int, soft: int, hard: int) -> int:
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # a system with a lower limit of its own
+        return soft
+    return wanted

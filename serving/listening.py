@@ -1,0 +1,53 @@
+"""Listens again where a listening socket was closed behind the server's back.
+
+A loop that cannot accept for want of a file descriptor may close its listening socket without a word (uvloop, where
+another thread took the descriptor that libuv keeps for this case): the process would live on, deaf.
+"""
+
+import asyncio
+import functools
+import logging
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+import uvicorn
+
+log = logging.getLogger(__name__)
+
+
+class Listening:
+    """The sockets of one server, each with a second descriptor that nobody else knows of."""
+
+    def __init__(self, server: uvicorn.Server) -> None:
+        self._server = server
+        self._kept: list[tuple[socket.socket, socket.socket]] = []
+
+    def keep(self, sockets: Iterable[socket.socket]) -> None:
+        """From now on."""
+        self._kept = [(each, each.dup()) for each in sockets]
+
+    def leave(self) -> None:
+        """The server itself stops listening."""
+        for _, spare in self._kept:
+            spare.close()
+        self._kept = []
+
+    async def look(self) -> None:
+        """Puts another socket in the place of each that was closed."""
+        for place, (listener, spare) in enumerate(self._kept):
+            if listener.fileno() < 0:
+                log.error("a listening socket was closed: listening again")
+                self._kept[place] = again, _ = spare.dup(), spare
+                await self._listen(again)
+
+    async def _listen(self, listener: socket.socket) -> None:
+        server = self._server
+        protocol: Any = server.config.http_protocol_class
+        made = functools.partial(
+            protocol,
+            config=server.config, server_state=server.server_state, app_state=server.lifespan.state,
+        )  # fmt: skip
+        loop, backlog = asyncio.get_running_loop(), server.config.backlog
+        again = await loop.create_server(made, sock=listener, backlog=backlog)
+        server.servers.append(again)

@@ -1,0 +1,196 @@
+"""Each lock and each extra in an environment of its own, where its program runs once against a real night."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.config import NightConfig
+from tests.integration.nights import build_night
+from tests.integration.program import ROOT, environment, started
+
+pytestmark = pytest.mark.installs
+
+LOCKS = ROOT / "infra/locks"
+PACKED = (
+    "cache",
+    "dags",
+    "precompute",
+    "serving",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+)
+SHOP = """
+namespace = "installed"
+shards = 2
+[sources]
+interactions = ["interactions.parquet"]
+item_features = "items.parquet"
+[reference]
+dims = 16
+"""
+
+Install = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install larder` would bring, built from a copy: a build folder keeps what is deleted since."""
+    source = tmp_path_factory.mktemp("source")
+    for name in PACKED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("*.so", "__pycache__")
+            shutil.copytree(ROOT / name, source / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, source / name)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "-w", source / "wheels", source], check=True, cwd=source)
+    return next((source / "wheels").glob("larder-*.whl"))
+
+
+@pytest.fixture
+def install(wheel: Path, tmp_path: Path) -> Install:
+    """Makes an environment of the wheel, with an extra or exactly what a lock names; its Python."""
+
+    def make(extra: str = "", *, lock: str = "") -> Path:
+        folder = tmp_path / "environment"
+        uv("venv", "--python", sys.executable, str(folder))
+        python = folder / "bin/python"
+        if lock:
+            uv("pip", "sync", "--require-hashes", str(LOCKS / lock), python=python)
+        wanted = f"{wheel}[{extra}]" if extra else str(wheel)
+        uv("pip", "install", *(["--no-deps"] if lock else []), wanted, python=python)
+        return python
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("night"), redis_url)
+
+
+def uv(*arguments: str, python: Path | None = None) -> None:
+    """Run uv quietly, on an environment."""
+    chosen = {} if python is None else {"VIRTUAL_ENV": str(python.parents[1])}
+    program = Path(sys.executable).with_name("uv")
+    subprocess.run(
+        [program, "-q", *arguments], check=True, env={**os.environ, **chosen}, timeout=600
+    )
+
+
+def clean(environ: dict[str, str], python: Path) -> dict[str, str]:
+    """Without this repository on any path, and without this environment's programs."""
+    environ.pop("PYTHONPATH", None)
+    return environ | {"PATH": f"{python.parent}:/usr/bin:/bin"}
+
+
+@pytest.fixture
+def served(night: NightConfig, tmp_path: Path) -> Callable[..., Iterator[str]]:
+    """The URL of a service that an environment's Python runs."""
+
+    def run(python: Path, **more: str) -> Iterator[str]:
+        assert night.redis_url is not None
+        environ = environment(night, tmp_path / "state", REDIS_URL=night.redis_url, **more)
+        with started(clean(environ, python), python=python, cwd=tmp_path) as (_, url):
+            yield url
+
+    return run
+
+
+def known(night: NightConfig) -> str:
+    """A user that the night scored."""
+    return str(pq.read_table(night.path("interactions.parquet"))["user"][0])
+
+
+def said(python: Path, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """What a program of the environment prints, run elsewhere than in the repository."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
+    return subprocess.run(
+        [python, *arguments], env=clean(kept, python), cwd=folder,
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lock", ["", "serving.txt"])
+def test_the_base_install_serves(
+    install: Install, served: Callable[..., Iterator[str]], night: NightConfig, lock: str
+) -> None:
+    python = install(lock=lock)
+
+    for url in served(python):
+        found = [httpx.get(f"{url}/v1/lookup/user_topk/{known(night)}").json() for _ in range(2)]
+        assert [each["source"] for each in found] == ["l2", "l1"]
+
+
+def test_what_a_base_install_lacks_is_named_with_its_remedy(
+    install: Install, tmp_path: Path
+) -> None:
+    python = install()
+
+    for words, remedy in [
+        (("-m", "precompute", "status"), "pip install 'larder[precompute]'"),
+        (("-m", "serving", "top", "--once"), "pip install 'larder[top]'"),
+        (("-c", "import serving.client"), "pip install 'larder[client]'"),
+    ]:
+        found = said(python, tmp_path, *words)
+        assert found.returncode, words
+        assert found.stderr.rstrip().splitlines()[-1].endswith(remedy), found.stderr
+        assert found.stderr.count("\n") == 1 or words[0] == "-c", found.stderr
+
+
+def test_the_extra_of_the_night_runs_a_night(
+    install: Install, night: NightConfig, tmp_path: Path
+) -> None:
+    python = install("precompute,local")
+    for name in ("interactions.parquet", "items.parquet"):
+        shutil.copy(night.path(name), tmp_path)
+    (tmp_path / "larder.toml").write_text(SHOP)
+
+    for words in (("train",), ("night",), ("status", "--json")):
+        found = said(python, tmp_path, "-m", "precompute", "--config", "larder.toml", *words)
+        assert found.returncode in ((0, 3) if words[0] == "status" else (0,)), found.stderr
+
+
+def test_the_client_and_the_terminal_ask_a_service(
+    install: Install, served: Callable[..., Iterator[str]], night: NightConfig, tmp_path: Path
+) -> None:
+    python = install("client,top,otel")
+    ask = (
+        "from serving.client import Client; import sys;"
+        "print(Client(sys.argv[1]).lookup('user_topk', sys.argv[2]).source)"
+    )
+
+    for url in served(python, LARDER_TRACES="true"):
+        assert said(python, tmp_path, "-c", ask, url, known(night)).stdout == "l2\n"
+        assert (
+            said(python, tmp_path, "-m", "serving", "top", "--once", "--url", url).returncode == 0
+        )
+
+
+@pytest.mark.parametrize("lock", ["", "airflow.txt"])
+def test_airflow_parses_the_dags_and_has_its_executors(
+    install: Install, tmp_path: Path, lock: str
+) -> None:
+    python = install("" if lock else "airflow", lock=lock)
+    folder = tmp_path / "environment/lib/python3.11/site-packages/dags"
+    describe = ROOT / "tests/dags/describe.py"
+    executors = (
+        "from airflow.providers.celery.executors.celery_executor import CeleryExecutor;"
+        "from airflow.providers.cncf.kubernetes.executors.kubernetes_executor import KubernetesExecutor"
+    )
+
+    parsed = said(python, tmp_path, str(describe), str(folder))
+    imported = said(python, tmp_path, "-c", executors)
+
+    assert orjson.loads(parsed.stdout.splitlines()[-1])["errors"] == {}, parsed.stderr
+    assert imported.returncode == 0, imported.stderr

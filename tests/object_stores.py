@@ -1,0 +1,156 @@
+"""Object stores in memory, as real ones behave at their worst, and one that counts what it is asked."""
+
+import contextlib
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
+
+from cache.artefacts import ArtefactStore
+
+
+class Memory(MemoryFileSystem):  # type: ignore[misc]
+    """A memory file system of a protocol of its own."""
+
+    protocol: ClassVar[str]
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace(f"{cls.protocol}://", "memory://", 1)))
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> Any:
+        if mode == "create" and self._strip_protocol(path) in self.store:
+            raise FileExistsError(path)
+        return super().pipe_file(path, value, **more)
+
+
+class Counting(Memory):
+    """Counts requests by kind; reads of many at once are one each, as an object store bills and answers them."""
+
+    protocol = "counting"
+    asked: ClassVar[Counter[str]] = Counter()
+    log: ClassVar[list[tuple[str, str]]] = []
+
+    def _count(self, what: str, path: str) -> None:
+        self.asked[what] += 1
+        self.log.append((what, self._strip_protocol(path)))
+
+    def cat_file(self, path: str, *arguments: Any, **more: Any) -> Any:
+        self._count("get", path)
+        return super().cat_file(path, *arguments, **more)
+
+    def cat(self, path: Any, *arguments: Any, **more: Any) -> Any:
+        self.asked["rounds"] += 1
+        return super().cat(path, *arguments, **more)
+
+    def pipe_file(self, path: str, *arguments: Any, **more: Any) -> Any:
+        self._count("put", path)
+        return super().pipe_file(path, *arguments, **more)
+
+    def ls(self, path: str, *arguments: Any, **more: Any) -> Any:
+        self._count("list", path)
+        return super().ls(path, *arguments, **more)
+
+
+class Overwriting(Memory):
+    """Ignores that an object must not exist, as a server does that knows no If-None-Match."""
+
+    protocol = "overwriting"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "", **_more: Any) -> Any:
+        return super().pipe_file(path, value)
+
+
+class PreconditionFailed(Exception):
+    """Of a driver's own kind: no OSError."""
+
+
+class Odd(Memory):
+    """Refuses as it should, but tells everything by exceptions of its own, with secrets in them."""
+
+    protocol = "odd"
+    fails: ClassVar[Exception | None] = None
+
+    def _fail(self) -> None:
+        if self.fails is not None:
+            raise self.fails
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> Any:
+        self._fail()
+        if mode == "create" and self._strip_protocol(path) in self.store:
+            raise PreconditionFailed("412: At least one of the pre-conditions did not hold")
+        return super().pipe_file(path, value, mode=mode, **more)
+
+    def cat_file(self, *arguments: Any, **more: Any) -> Any:
+        self._fail()
+        return super().cat_file(*arguments, **more)
+
+    def ls(self, *arguments: Any, **more: Any) -> Any:
+        self._fail()
+        return super().ls(*arguments, **more)
+
+    def get_file(self, *arguments: Any, **more: Any) -> Any:
+        self._fail()
+        return super().get_file(*arguments, **more)
+
+    def put_file(self, *arguments: Any, **more: Any) -> Any:
+        self._fail()
+        return super().put_file(*arguments, **more)
+
+    def rm(self, *arguments: Any, **more: Any) -> Any:
+        self._fail()
+        return super().rm(*arguments, **more)
+
+
+class Forgetful(Memory):
+    """Says that an object was created and has another one there: a lost race on a store that lets the last win."""
+
+    protocol = "forgetful"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> Any:
+        super().pipe_file(path, value, mode=mode, **more)
+        if "/releases/" in path:
+            super().pipe_file(path, b"another's")
+
+
+class Stale(Memory):
+    """Answers `exists` and `info` from a listing made once, until it is told to forget it."""
+
+    protocol = "stale"
+    listed: ClassVar[set[str]] = set()
+
+    def exists(self, path: str, **_more: Any) -> bool:
+        return self._strip_protocol(path) in self.listed
+
+
+for each in (Counting, Overwriting, Odd, Forgetful, Stale):
+    fsspec.register_implementation(each.protocol, each, clobber=True)
+
+
+def store_of(kind: type[Memory], host_cache: Any, *, url: str = "") -> ArtefactStore:
+    """An artefact store of that kind; a new one unless named."""
+    return ArtefactStore(url or f"{kind.protocol}://larder-{uuid.uuid4().hex}", host_cache)
+
+
+@contextlib.contextmanager
+def failing(error: Exception) -> Iterator[None]:
+    """For the block, whatever is asked of an `Odd` store raises this."""
+    Odd.fails = error
+    try:
+        yield
+    finally:
+        Odd.fails = None
+
+
+@contextlib.contextmanager
+def requests() -> Iterator[Counter[str]]:
+    """What a `Counting` store is asked in the block: get, put, list, and rounds of reads of many at once."""
+    assert threading.current_thread() is threading.main_thread()
+    Counting.asked.clear()
+    Counting.log.clear()
+    yield Counting.asked

@@ -1,0 +1,78 @@
+"""Whatever Redis says, each caller of a pipeline hears something."""
+
+import asyncio
+from typing import Any
+
+import hiredis
+import pytest
+
+from cache.commands import OverlayRead, PageRead, PageReads, unpack
+from cache.errors import TierUnavailable
+from cache.keys import Keyspace
+from cache.remote import RemoteConfig, RemoteTier
+from cache.wire import Batch
+
+RECORD = b"12345678"
+PAGE, OVERLAY = PageRead("g", "t", 0, 0, len(RECORD)), OverlayRead("g", "t", "ab")
+
+
+class FakeLane:
+    """Keeps what it is to send until the test says what comes back."""
+
+    def __init__(self) -> None:
+        self.sent: list[Batch] = []
+
+    def send(self, batch: Batch) -> None:
+        self.sent.append(batch)
+
+
+@pytest.fixture
+def tier() -> RemoteTier:
+    tier = RemoteTier(RemoteConfig("redis://127.0.0.1:1"), Keyspace("test"))
+    tier.lane = FakeLane()  # type: ignore[assignment]
+    return tier
+
+
+async def answers(tier: RemoteTier, replies: list[Any]) -> list[list[Any]]:
+    """Of a caller who reads a page, one who reads an overlay, and one more with a page."""
+    waiting = [tier.submit(each, list) for each in ((PAGE,), (OVERLAY,), (PAGE,))]
+    await asyncio.sleep(0)
+    (batch,) = tier.lane.sent  # type: ignore[attr-defined]
+    batch.land(replies)
+    async with asyncio.timeout(5):
+        return await asyncio.gather(*waiting)
+
+
+@pytest.mark.parametrize("odd", ["MOVED 1", "MOVED ² a:1", "ASK", "ASK 1", "MOVED 99999 a:1"])
+async def test_an_odd_redirect_costs_its_own_caller_an_answer_and_nobody_the_end(
+    tier: RemoteTier, odd: str
+) -> None:
+    found = await answers(tier, [RECORD, hiredis.ReplyError(odd), None, RECORD])
+
+    assert found[0] == found[2] == [RECORD] and type(found[1][0]) is TierUnavailable
+
+
+async def test_a_reply_that_cannot_be_unpacked_costs_its_own_caller_an_answer(
+    tier: RemoteTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(commands: Any, replies: Any) -> Any:
+        if commands == (OVERLAY,):
+            raise ValueError("a defect")
+        return unpack(commands, replies)
+
+    monkeypatch.setattr("cache.remote.unpack", breaks)
+    found = await answers(tier, [RECORD, 5, b"x", RECORD])
+
+    assert found[0] == found[2] == [RECORD] and type(found[1][0]) is TierUnavailable
+    assert tier._in_flight == 0
+
+
+async def test_columns_of_strange_replies_have_an_end(tier: RemoteTier) -> None:
+    waiting = tier.submit(PageReads("g", "t", [0, 1], [0, 8], 8), list)
+    await asyncio.sleep(0)
+    (batch,) = tier.lane.sent  # type: ignore[attr-defined]
+    batch.land([hiredis.ReplyError("MOVED 1"), {}])
+    async with asyncio.timeout(5):
+        first, second = await waiting
+
+    assert type(first) is TierUnavailable and second is None

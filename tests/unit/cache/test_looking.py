@@ -1,0 +1,58 @@
+"""Who looks at a whole page does it beside the wires that readers wait for."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cache.commands import PageRead
+from cache.errors import TierUnavailable
+from cache.looking import Looking
+from cache.outcomes import Missed, MissReason
+
+READ = PageRead("g", "t", 3, 0, 8 << 20)
+
+
+class Paged:
+    """L2 whose wires must not be used."""
+
+    def __init__(self, page: bytes | TierUnavailable | None = None, hangs: bool = False) -> None:
+        self._page, self._hangs = page, hangs
+
+    def submit(self, *_: Any) -> Any:
+        raise AssertionError("8 MiB on a wire, within the deadline of a record")
+
+    async def page(self, read: PageRead) -> bytes | None:
+        assert read == READ
+        if self._hangs:
+            await asyncio.Event().wait()
+        if isinstance(self._page, TierUnavailable):
+            raise self._page
+        return self._page
+
+
+def looking(remote: Paged) -> Looking:
+    tiers: Any = type("Tiers", (), {"local": None, "negative": ()})()
+    return Looking(tiers, remote)  # type: ignore[arg-type]
+
+
+async def test_a_whole_page_does_not_travel_with_records() -> None:
+    assert await looking(Paged(b"page")).page(READ) == b"page"
+
+
+@pytest.mark.parametrize(
+    ("remote", "reason"),
+    [
+        (Paged(None), MissReason.PAGE_MISSING),
+        (Paged(TierUnavailable("gone", reason="connection")), MissReason.L2_DOWN),
+        (Paged(hangs=True), MissReason.L2_TIMEOUT),
+    ],
+)
+async def test_a_page_that_cannot_be_had_says_why_within_its_time(
+    remote: Paged, reason: MissReason, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cache.looking._PAGE_S", 0.01)
+
+    found = await looking(remote).page(READ)
+
+    assert isinstance(found, Missed) and found.reason is reason

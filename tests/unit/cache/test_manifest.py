@@ -1,0 +1,73 @@
+"""A manifest is believed about its own generation, and about nothing beyond it."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from cache.artefacts import ArtefactStore, generation_path, read_manifest
+from cache.errors import CorruptArtefact
+from cache.manifest import Artefact, Index, Manifest, Model
+from cache.probe import FACT
+from serving.quality.inputs import open_inputs
+from tests.unit.serving.world import World
+
+FILE = Artefact("some/file.bin", 1, "")
+ESCAPES = (
+    "../other", "a/../../b", "/etc/passwd", "a//b", "", "a/", "./a", "a/.", "..\\other", "a\\b",
+    "a\0b", None, 7, ["a"],
+)  # fmt: skip
+
+
+def whole() -> Manifest:
+    """One with every kind of file."""
+    manifest = World().snapshot().manifest
+    model = Model("tower", FILE, FILE, "d", {})
+    index = Index("cosine", "flat", FILE)
+    facts = {FACT: asdict(FILE)}
+    return replace(manifest, models={"tower": model}, indexes={"items": index}, facts=facts)
+
+
+def files(told: Any) -> Iterator[dict[str, Any]]:
+    """Every description of a file in a manifest's JSON."""
+    if isinstance(told, dict):
+        if "sha256" in told:
+            yield told
+        told = list(told.values())
+    for each in told if isinstance(told, list) else ():
+        yield from files(each)
+
+
+@pytest.mark.parametrize("path", ESCAPES, ids=repr)
+def test_no_file_of_a_manifest_lies_outside_of_its_generation(path: object, tmp_path: Path) -> None:
+    sound = whole().to_bytes()
+    described = list(files(orjson.loads(sound)))
+    assert Manifest.from_bytes(sound).to_bytes() == sound and len(described) > 10
+
+    for at in range(len(described)):
+        told = orjson.loads(sound)
+        spoilt = list(files(told))[at]
+        is_fact = spoilt is told["facts"].get(FACT)
+        spoilt["path"] = path
+        if not is_fact:
+            with pytest.raises(CorruptArtefact, match="no path below a generation"):
+                Manifest.from_bytes(orjson.dumps(told))
+
+    store = ArtefactStore("memory://elsewhere", tmp_path)
+    facts = {FACT: {**asdict(FILE), "path": path}}
+    snapshot = World().snapshot(manifest=replace(whole(), facts=facts))
+    assert open_inputs(store, snapshot) is None and not list(tmp_path.iterdir())
+
+
+def test_a_manifest_under_the_name_of_another_generation_is_refused(tmp_path: Path) -> None:
+    store, manifest = ArtefactStore(str(tmp_path)), whole()
+    other = "20260101T000000Z-bbbbbbbbbbbb"
+    for name in (manifest.generation, other):
+        store.write(generation_path(name, "manifest.json"), manifest.to_bytes())
+
+    assert read_manifest(store, manifest.generation) == manifest
+    with pytest.raises(CorruptArtefact, match="calls itself"):
+        read_manifest(store, other)

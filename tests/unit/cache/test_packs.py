@@ -1,0 +1,129 @@
+"""Reading a long history: as few requests after years as after weeks, and the files themselves stay the truth."""
+
+import pytest
+
+from cache.artefacts import ArtefactStore
+from cache.errors import CorruptArtefact
+from cache.packs import PACK_FILES
+from cache.releases import Release, all_releases, done_path, intent_path
+from precompute.erasures.erasing import begin_erasing
+from precompute.erasures.erasure import all_erasures, mark_done, request
+from tests.object_stores import Counting, requests, store_of
+
+
+def record(number: int) -> Release:
+    return Release(number, "publish", f"g{number}", None, f"attempt-{number}", 1.0, number=number)
+
+
+def write(store: ArtefactStore, numbers: range) -> None:
+    for number in numbers:
+        store.write(intent_path(number), record(number).to_bytes())
+        store.write(done_path(number), b"")
+
+
+def test_a_thousand_releases_cost_a_listing_and_two_rounds_of_a_hundred_reads(tmp_path):
+    store = store_of(Counting, tmp_path)
+    for first in range(1, 1001, 37):  # a step now and then, as nights go by
+        write(store, range(first, min(first + 37, 1001)))
+        all_releases(store, packs=True)
+
+    with requests() as asked:
+        releases = all_releases(store)
+
+    assert [each.number for each in releases] == list(range(1, 1001))
+    assert all(each.done and each.generation == f"g{each.number}" for each in releases)
+    assert asked["list"] == 1 and asked["rounds"] <= 2
+    assert asked["get"] <= 1000 // PACK_FILES + PACK_FILES
+
+
+def test_many_that_came_at_once_are_read_singly_once(tmp_path):
+    store = store_of(Counting, tmp_path)
+    write(store, range(1, 1001))
+    first = all_releases(store, packs=True)
+
+    with requests() as asked:
+        assert all_releases(store, packs=True) == first
+
+    assert (asked["list"], asked["get"], asked["put"]) == (1, 1, 0)
+
+
+def test_who_only_reads_a_store_writes_no_pack(tmp_path):
+    store = store_of(Counting, tmp_path)
+    write(store, range(1, 301))
+
+    with requests() as asked:
+        all_releases(store)
+
+    assert not asked["put"] and len(store.names("releases")) == 600
+
+
+def test_a_pack_that_is_damaged_or_cannot_be_written_costs_reads_and_nothing_else(
+    tmp_path, monkeypatch
+):
+    store = store_of(Counting, tmp_path)
+    write(store, range(1, 301))
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write_once", pytest.fail)
+        patch.setattr("cache.packs.PACK_FILES", 1000)
+        expected = all_releases(store, packs=True)
+    all_releases(store, packs=True)
+    (pack,) = (name for name in store.names("releases") if name.startswith("pack-"))
+    for damage in (b"", b"[]", b'{"1.json":'):
+        store.write(f"releases/{pack}", damage)
+        assert all_releases(store) == expected
+
+
+def test_a_record_that_went_missing_is_missed_although_a_pack_holds_it(tmp_path):
+    store = store_of(Counting, tmp_path)
+    write(store, range(1, 301))
+    all_releases(store, packs=True)
+    store.delete(intent_path(7))
+
+    with pytest.raises(CorruptArtefact, match=r"releases/7\.json"):
+        all_releases(store)
+
+
+def test_a_damaged_record_is_told_and_never_packed(tmp_path):
+    store = store_of(Counting, tmp_path)
+    write(store, range(1, 301))
+    store.write(intent_path(200), b"damaged")
+
+    with pytest.raises(CorruptArtefact, match=r"releases/200\.json"):
+        all_releases(store, packs=True)
+
+    assert not [name for name in store.names("releases") if name.startswith("pack-")]
+
+
+def test_erasing_blocks_before_it_reads_a_thousand_erasures_once(tmp_path):
+    store = store_of(Counting, tmp_path)
+    begin_erasing(store, b"u0", "user", at=1.0)
+    for number in range(2, 1001):
+        body = b'{"number": %d, "entity": "u%d", "kind": "user", "at": 1.0}' % (number, number)
+        store.write(f"erasures/{number:012d}.json", body)
+        if number < 900:
+            store.write(f"erasures/{number:012d}.done", b'{"at": 2.0}')
+    assert sum(each.is_pending for each in all_erasures(store)) == 102
+
+    with requests() as asked:
+        erasure, is_new = begin_erasing(store, b"somebody", "user", at=3.0)
+
+    assert is_new and erasure.number == 1001
+    puts = [path for what, path in Counting.log if what == "put"]
+    assert "/blocklist/" in puts[0] and "/erasures/" in puts[1] and len(puts) == 2
+    blocked = Counting.log.index(("put", puts[0]))
+    assert not [path for _, path in Counting.log[:blocked] if "/erasures" in path]
+    read = [path for what, path in Counting.log if "/erasures" in path and what == "get"]
+    assert len(read) == 2  # the pack, and back what was written
+    assert asked["list"] <= 4
+
+
+def test_marks_written_after_a_pack_are_seen(tmp_path):
+    store = store_of(Counting, tmp_path)
+    for number in range(PACK_FILES):
+        request(store, b"u%d" % number, "user", at=1.0)
+    erasures = all_erasures(store)
+    assert [name for name in store.names("erasures") if name.startswith("pack-")]
+
+    assert mark_done(store, erasures[3], at=9.0) == all_erasures(store)[3]
+
+    assert [each.number for each in all_erasures(store) if each.done_at == 9.0] == [4]

@@ -1,0 +1,112 @@
+"""Which bundle a night takes: a host's folder, or what was handed over to the store that all hosts share."""
+
+import itertools
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from cache.errors import BundleError, ConfigError
+from precompute.config import NightConfig
+from precompute.models import bundles
+from precompute.models.bundle import Bundle
+from precompute.models.bundles import (
+    chosen_at,
+    chosen_bundle,
+    hand_over,
+    handed_over,
+    sweep_bundles,
+)
+from tests.models import train_small
+
+
+@pytest.fixture
+def host(tmp_path):
+    """Makes hosts: each with folders of its own, all with one store."""
+    return lambda name: NightConfig(
+        artifacts=str(tmp_path / "store"), base=str(tmp_path / name), bundle="bundle"
+    )
+
+
+def deliver(config, seed) -> str:
+    """Another bundle in the host's folder; its digest."""
+    folder = config.path(config.bundle)
+    shutil.rmtree(folder, ignore_errors=True)
+    return train_small(folder, dims=2 + seed).digest
+
+
+def chosen(config) -> str:
+    with chosen_bundle(config) as bundle:
+        bundle.verify()
+        return bundle.digest
+
+
+def test_a_host_without_a_bundle_takes_the_one_that_another_host_had(host):
+    digest = deliver(host("a"), 1)
+    with pytest.raises(ConfigError, match="there is no bundle at"):
+        chosen(host("b"))
+
+    assert chosen(host("a")) == digest == chosen(host("b"))
+    assert chosen_at(host("b")) == handed_over(host("b").store())[0].unix_ms / 1000
+
+
+def test_a_folder_that_was_followed_by_another_bundle_is_not_gone_back_to(host, caplog):
+    # Given last week's bundle on one host, and a newer one from another
+    old = deliver(host("b"), 1)
+    assert chosen(host("b")) == old
+    new = deliver(host("a"), 2)
+    assert chosen(host("a")) == new
+
+    assert chosen(host("b")) == new
+    assert "hand-over" in caplog.text and old[:12] in caplog.text
+
+    # When somebody goes back on purpose
+    hand_over(host("b").store(), Bundle.open(host("b").path("bundle")))
+    assert chosen(host("a")) == old == chosen(host("b"))
+
+
+def test_handing_over_what_is_the_last_one_changes_nothing(host):
+    deliver(host("a"), 1)
+    assert chosen(host("a")) == chosen(host("a"))
+    assert len(handed_over(host("a").store())) == 1
+
+
+def test_a_clock_that_went_back_does_not_make_an_older_bundle_the_last_one(host):
+    store, times = host("a").store(), itertools.count(2_000, -1)
+    for seed in (1, 2, 3):
+        last = deliver(host("a"), seed)
+        hand_over(store, Bundle.open(host("a").path("bundle")), clock=lambda: next(times))
+    assert handed_over(store)[-1].digest == last
+
+
+def test_the_store_keeps_the_files_of_the_last_few_only(host, monkeypatch):
+    monkeypatch.setattr(bundles, "KEPT", 2)
+    digests = []
+    for seed in (1, 2, 3):
+        deliver(host("a"), seed)
+        digests.append(chosen(host("a")))
+
+    assert sweep_bundles(host("a").store()) == 1
+    kept = {each for each in host("a").store().names("bundles") if len(each) == 64}
+    assert kept == set(digests[1:])
+    assert chosen(host("b")) == digests[-1]
+
+
+def test_a_bundle_that_was_altered_in_the_store_is_refused(host):
+    digest = deliver(host("a"), 1)
+    chosen(host("a"))
+    file = host("a").store().local(f"bundles/{digest}/user_tower.onnx")
+    file.write_bytes(file.read_bytes() + b" ")
+
+    with pytest.raises(BundleError, match="SHA-256"):
+        chosen(host("b"))
+
+
+def test_a_remote_store_leaves_no_copy_of_a_bundle_on_a_host(host, tmp_path):
+    remote = f"memory://{tmp_path.name}"
+    a, b = (replace(host(name), artifacts=remote) for name in "ab")
+    digest = deliver(a, 1)
+
+    assert chosen(a) == digest == chosen(b)
+    assert not list(tmp_path.rglob("bundles/*/*"))
+    assert not list(tmp_path.rglob("*.part"))

@@ -1,0 +1,83 @@
+"""The catalogue of a night: ids as arrays, whatever their number."""
+
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache.items import Ordinals
+from cache.keys import hash_id
+from precompute.catalogue import item_texts, open_items, write_catalogue
+from precompute.columns import text_hashes
+from precompute.config import NightConfig, Sources
+from precompute.unusable import Unusable
+from precompute.vocabulary import Vocabulary, as_strings
+
+ITEMS = 100_000
+
+
+def bundle_of(texts):
+    """What a catalogue is written from."""
+    raws = tuple(text.encode() for text in texts)
+    vocabulary = Vocabulary.of(as_strings(pa.chunked_array([pa.array(texts)])))
+    return SimpleNamespace(vocabulary=vocabulary, item_ids=raws, models=())
+
+
+def test_a_catalogue_is_written_without_a_python_object_for_each_item(tmp_path):
+    """A dictionary, a list and a set of all ids took 300 bytes each: 3 GB for ten million."""
+    texts = [f"item-{number:08d}" for number in range(ITEMS)]
+    bundle, config = bundle_of(texts), NightConfig(shards=2)
+
+    tracemalloc.start()
+    laid = write_catalogue(config, bundle, tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    items = open_items(tmp_path, laid)
+    assert peak < 120 * ITEMS
+    assert items.count == ITEMS
+    assert [items.ordinal_of(texts[at].encode()) >= 0 for at in (0, ITEMS - 1)] == [True, True]
+    assert sorted(item_texts(items).to_pylist()) == texts
+
+
+def test_ordinals_ids_and_model_indices_belong_together(tmp_path):
+    texts = ["b", "ü", "007", "7", "x" * 256]
+    pq.write_table(pa.table({"item": ["7", "ü", "new", "x" * 256]}), tmp_path / "items.parquet")
+    config = NightConfig(
+        shards=3, base=str(tmp_path), sources=Sources(item_features="items.parquet")
+    )
+
+    laid = write_catalogue(config, bundle_of(texts), tmp_path, erased=[b"7"])
+
+    items = open_items(tmp_path, laid)
+    found = items.ids_of(np.arange(items.count, dtype=np.uint32))
+    assert found == sorted(["ü", "new", "x" * 256], key=lambda each: hash_id(each.encode(), 0))
+    expected = [texts.index(each) if each in texts else -1 for each in found]
+    assert items.to_model(Ordinals(np.arange(items.count))).tolist() == expected
+
+
+def test_an_item_listed_again_is_left_out_and_named(tmp_path):
+    listed = ["a", "b", "a", "c", "b", "a"]
+    pq.write_table(pa.table({"item": listed}), tmp_path / "items.parquet")
+    config = NightConfig(base=str(tmp_path), sources=Sources(item_features="items.parquet"))
+    unusable = Unusable()
+
+    laid = write_catalogue(config, bundle_of(["a"]), tmp_path, unusable=unusable)
+
+    assert sorted(item_texts(open_items(tmp_path, laid)).to_pylist()) == ["a", "b", "c"]
+    ((reason, found),) = unusable.to_json()["item_features"]["reasons"].items()
+    assert (reason, found["rows"]) == ("listed before", 3)
+    assert [each["item"] for each in found["cases"]] == ["a", "b", "a"]
+
+
+def test_ids_with_one_hash_are_told_apart_by_the_next_seed(monkeypatch):
+    def colliding(texts, seed):
+        return np.zeros(len(texts), np.uint64) if seed == 0 else text_hashes(texts, seed)
+
+    monkeypatch.setattr("precompute.vocabulary.text_hashes", colliding)
+    found = Vocabulary.of(pa.chunked_array([["a", "b"], ["c"]]))
+    assert found is not None
+    assert found.places(pa.array(["c", "d", "a"])).tolist() == [2, -1, 0]
+    assert Vocabulary.of(pa.chunked_array([["a", "b"], ["a"]])) is None

@@ -1,0 +1,57 @@
+"""Room on readers' hosts is judged by what live replicas report, never by the host on which `verify` happens to run."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from precompute.gates.candidate import Candidate
+from precompute.gates.host import disk_headroom, memory_headroom
+from precompute.releases.control import Replica
+from precompute.sections import GateThresholds
+
+MAPPED = 1_000
+ROOMY = 10**9
+
+
+def candidate(*replicas: Replica, keep: int = 1) -> Candidate:
+    """A generation that maps `MAPPED` bytes, and who would read it."""
+    return cast(
+        Candidate,
+        SimpleNamespace(
+            manifest=SimpleNamespace(artefacts=lambda: [SimpleNamespace(size_bytes=MAPPED)]),
+            control=SimpleNamespace(replicas=lambda: list(replicas)),
+            thresholds=GateThresholds(),
+            keep=keep,
+        ),
+    )
+
+
+def replica(name: str, **left: Any) -> Replica:
+    return Replica(name, 0.0, None, (), **left)
+
+
+@pytest.mark.parametrize(
+    ("gate", "left", "needed"),
+    [(disk_headroom, "disk_free_bytes", MAPPED), (memory_headroom, "memory_available_bytes", 4 * MAPPED)],
+)  # fmt: skip
+def test_the_replica_with_the_least_room_decides(gate: Any, left: str, needed: int) -> None:
+    others = replica("roomy", **{left: ROOMY}), replica("of an earlier version")
+
+    assert gate(candidate(*others, replica("tight", **{left: needed}))).passed
+    found = gate(candidate(*others, replica("tight", **{left: needed - 1})))
+
+    assert not found.passed and found.note.endswith("on tight")
+
+
+def test_each_superseded_generation_that_is_kept_takes_memory() -> None:
+    tight = replica("tight", memory_available_bytes=4 * MAPPED)
+
+    assert memory_headroom(candidate(tight, keep=1)).passed
+    assert not memory_headroom(candidate(tight, keep=2)).passed
+
+
+@pytest.mark.parametrize("gate", [disk_headroom, memory_headroom])
+def test_without_a_replica_that_says_what_it_has_nothing_is_refused(gate: Any) -> None:
+    for found in (gate(candidate()), gate(candidate(replica("of an earlier version")))):
+        assert found.passed and found.value is None and "no live replica" in found.note

@@ -1,0 +1,190 @@
+"""Rows that say nothing are left out, counted by reason and named, and cost no other row anything."""
+
+import gzip
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.errors import SourceError
+from cache.tower import InputSpec
+from precompute.config import Sources, parse_time
+from precompute.features import demand_type, read_values
+from precompute.moments import times_of_texts
+from precompute.sources import read_features, read_interactions
+from precompute.unusable import CASES, Unusable, ids_in, merged
+
+GOOD = [("u1", "i1", 1_700_000_000), ("u2", "i2", 1_700_000_100)]
+
+
+def read(folder, name, unusable):
+    batches = read_interactions(Sources((name,)), folder, unusable=unusable)
+    return [
+        (user, item, int(time) // 10**6)
+        for batch in batches
+        for user, item, time in zip(
+            batch.users.texts().to_pylist(),
+            batch.items.texts().to_pylist(),
+            batch.times,
+            strict=True,
+        )
+    ]
+
+
+def reasons(unusable, source="interactions"):
+    found = unusable.to_json()[source]
+    assert found["left_out"] == sum(each["rows"] for each in found["reasons"].values())
+    return {reason: each["rows"] for reason, each in found["reasons"].items()}
+
+
+def test_a_parquet_row_that_says_nothing_costs_only_itself(tmp_path):
+    users = [*(user for user, _, _ in GOOD), None, "", "x" * 257, "late", "none", "light"]
+    pq.write_table(
+        pa.table({
+            "user": users,
+            "item": ["i1", "i2", "i3", "i4", "i5", "i6", None, "i8"],
+            "timestamp": pa.array([*(at for _, _, at in GOOD), 1, 1, 1, np.nan, 1, 1], pa.float64()),
+            "weight": [1, 1, 1, 1, 1, 1, 1, np.inf],
+        }),
+        tmp_path / "a.parquet",
+    )  # fmt: skip
+    unusable = Unusable()
+    assert read(tmp_path, "a.parquet", unusable) == GOOD
+    assert reasons(unusable) == {
+        "user: no id": 1,
+        "user: an id of 0 or more than 256 bytes": 2,
+        "item: no id": 1,
+        "timestamp: a time out of range": 1,
+        "weight: a weight that is no number": 1,
+    }
+    named = unusable.to_json()["interactions"]["reasons"]["timestamp: a time out of range"]["cases"]
+    assert named == [{"user": "late", "item": "i6", "file": "a.parquet"}]
+
+
+def test_a_csv_row_that_says_nothing_costs_only_itself(tmp_path):
+    rows = [b"user,item,timestamp,weight,note"]
+    rows += [b"%s,%s,%d,1,ok" % (user.encode(), item.encode(), at) for user, item, at in GOOD]
+    rows += [b"short,row", b",i3,1,1,", b"caf\xe9,i4,1,1,", b"u5,i5,noon,1,", b"u6,i6,,1,"]
+    rows += [b"u7,i7,2026-02-30,1,", b"u8,i8,1,heavy,", b"u9,i9,1,-inf,caf\xe9", b"ua,ia,1,,"]
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"\n".join(rows) + b"\n"))
+    unusable = Unusable()
+    assert read(tmp_path, "a.csv.gz", unusable) == GOOD
+    assert reasons(unusable) == {
+        "more or fewer columns than the header": 1,
+        "user: an id of 0 or more than 256 bytes": 1,
+        "user: an id that is not UTF-8": 1,
+        "timestamp: no time that can be read": 2,
+        "timestamp: no time": 1,
+        "weight: a weight that is no number": 2,
+    }
+    assert unusable.to_json()["interactions"]["rows"] == len(rows) - 1
+
+
+def test_a_line_that_is_not_utf_8_costs_only_itself(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"u1 i1 caf\xe9\n" + b"x" * 300 + b" i1 i2\nu2 i2\n")
+    unusable = Unusable()
+    assert [row[:2] for row in read(tmp_path, "a.txt", unusable)] == [("u1", "i1"), ("u2", "i2")]
+    assert reasons(unusable) == {
+        "item: an id that is not UTF-8": 1,
+        "user: an id of 0 or more than 256 bytes": 2,
+    }
+
+
+def test_rows_of_a_feature_table_without_an_id_are_left_out(tmp_path):
+    pq.write_table(pa.table({"user": ["a", None, "b"], "age": [1, 2, 3]}), tmp_path / "u.parquet")
+    unusable = Unusable()
+    ((ids, values),) = read_features(tmp_path / "u.parquet", "user", ["age"], unusable=unusable)
+    assert (ids.texts().to_pylist(), values["age"].to_pylist()) == (["a", "b"], [1, 3])
+    assert reasons(unusable, "features") == {"user: no id": 1}
+
+
+def test_a_source_of_which_no_row_can_be_used_is_refused_with_what_to_do(tmp_path):
+    milliseconds = [at * 1000 for _, _, at in GOOD]
+    pq.write_table(
+        pa.table({"user": ["a", "b"], "item": ["c", "d"], "timestamp": milliseconds}),
+        tmp_path / "a.parquet",
+    )
+    with pytest.raises(
+        SourceError, match=r"none of the 2 rows of a\.parquet .*divide milliseconds"
+    ):
+        read(tmp_path, "a.parquet", Unusable())
+
+
+def test_cases_are_few_and_name_nobody_who_is_erased():
+    unusable = Unusable(hidden=[b"gone"])
+    unusable.looked_at("interactions", 100)
+    unusable.note("interactions", "no id", 50, ({"user": f"u{row}"} for row in range(50)))
+    unusable.note("interactions", "no time", 2, [{"user": "gone"}, {"user": "here"}])
+    found = unusable.to_json()
+    assert len(found["interactions"]["reasons"]["no id"]["cases"]) == CASES
+    assert found["interactions"]["left_out"] == 52
+    assert "here" in ids_in(found) and "gone" not in ids_in(found)
+    twice = merged([found, found])["interactions"]
+    assert (twice["rows"], twice["left_out"]) == (200, 104)
+
+
+@given(st.datetimes(min_value=parse_time("1000-01-01").replace(tzinfo=None),
+                    max_value=parse_time("2199-12-31").replace(tzinfo=None)),
+       st.sampled_from(["", "Z", "+02:00", "-0330", "+05"]), st.sampled_from(["T", " "]))  # fmt: skip
+def test_texts_are_read_as_the_times_that_python_reads(moment, zone, between):
+    text = moment.isoformat(between) + zone
+    wanted = round(parse_time(text).timestamp() * 10**6)
+    for others in ([], ["noon", "2024-06-01", "1700000000.5"]):
+        found, readable, missing = times_of_texts(pa.array([text, *others]))
+        assert readable[0] and not missing.any()
+        assert abs(int(found[0]) - wanted) <= 200  # of a float of seconds
+    assert found.tolist()[2:] == [1_717_200_000_000_000, 1_700_000_000_500_000]
+    assert readable.tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["noon", "2024-13-01", "2023-02-29", "2024-01-01T24:00", "2024-01-01T10:61", "9999-01-01",
+     "2024/01/02", "-5", "1e300", "inf", "\u0662\u0660\u0662\u0664-01-01"],
+)  # fmt: skip
+def test_texts_that_are_no_time_are_told_apart(text):
+    for others in ([], ["2024-01-01T00:00:00.123456789Z"]):
+        _, readable, missing = times_of_texts(pa.array([text, *others]))
+        assert readable.tolist() == [False, *[True] * len(others)] and not missing.any()
+
+
+def test_values_that_an_input_cannot_hold_cost_only_their_rows():
+    narrow = InputSpec("x", "feature", "int32", column="age")
+    found = read_values(pa.array([1, 2**40, None]), narrow)
+    assert found.usable.tolist() == [True, False, False]
+    assert found.missing.tolist() == [False, False, True] and list(found.bad) == [
+        "age: too large for int32"
+    ]
+    wide = InputSpec("x", "feature", "float32", column="taste", width=2)
+    rows = [[1.0, 2.0], [1.0], [1.0, None], [1.0, float("nan")], None, [3.0, 4.0]]
+    found = read_values(pa.array(rows), wide)
+    assert found.usable.tolist() == [True, False, False, False, False, True]
+    assert found.numbers[[0, 5]].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert set(found.bad) == {
+        "taste: not of width 2", "taste: a null in a list", "taste: not finite as float32",
+    }  # fmt: skip
+    texts = InputSpec("x", "feature", "string", column="land")
+    found = read_values(pa.array([b"de", b"\xff", None]).view(pa.string()), texts)
+    assert found.numbers.tolist() == ["de", "", ""] and found.usable.tolist() == [
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "width"),
+    [
+        (pa.string(), "int64", None), (pa.float32(), "int32", None), (pa.int64(), "string", None),
+        (pa.null(), "float32", None), (pa.list_(pa.float32()), "float32", None),
+        (pa.float32(), "float32", 2), (pa.list_(pa.float32(), 3), "float32", 2),
+        (pa.list_(pa.string()), "float32", 2),
+    ],
+)  # fmt: skip
+def test_a_column_that_no_row_can_be_read_from_is_refused_by_name(kind, dtype, width):
+    spec = InputSpec("x", "feature", dtype, column="age", width=width)
+    with pytest.raises(SourceError, match=r"column 'age' is .* the model's input 'x' wants"):
+        demand_type(kind, spec, "users.parquet")

@@ -1,0 +1,37 @@
+"""A flood of scrapes costs what a few of them cost."""
+
+from serving.exposition import BURST, PER_S, Exposition
+from tests.fakes import FakeClock
+
+
+async def test_a_flood_of_scrapes_is_answered_with_what_was_made_last() -> None:
+    timer, made = FakeClock(), 0
+
+    async def make() -> bytes:
+        nonlocal made
+        made += 1
+        return b"%d" % made
+
+    exposition = Exposition(make, timer)
+    bodies = [await exposition() for _ in range(1_000)]
+    assert made == BURST and bodies[-1] == b"%d" % made
+
+    for _ in range(100):
+        timer.tick(0.01)
+        for _ in range(10):
+            await exposition()
+    assert BURST + PER_S - 1 <= made <= BURST + PER_S + 1
+
+
+async def test_who_scrapes_now_and_then_hears_what_is() -> None:
+    timer, made = FakeClock(), 0
+
+    async def make() -> bytes:
+        nonlocal made
+        made += 1
+        return b"%d" % made
+
+    exposition = Exposition(make, timer)
+    for at in range(100):
+        timer.tick(1.0)
+        assert await exposition() == b"%d" % (at + 1)

@@ -1,0 +1,142 @@
+"""What a request may hold on its way through the application: a place until its answer starts, room for its body."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serving.admission import Admission
+from serving.ask import Limits
+from serving.bodies import Bodies
+from serving.front import Front
+from serving.plan import Queries
+from serving.problem import Problem
+
+PATH = "/v1/lookup/x/y"
+
+
+def front(*, is_known: bool = True, is_behind: bool = False) -> Front:
+    """An application without a route, whose hot route leaves everything to it."""
+
+    async def get(_scope: Any) -> None:
+        return None
+
+    async def post(_scope: Any, receive: Any) -> tuple[None, Any]:
+        return None, receive
+
+    async def body(_scope: Any, receive: Any) -> tuple[bytes, Any]:
+        return (await receive())["body"], receive
+
+    admission = Admission(target_s=0.02, interval_s=0.1, requests_max=1)
+    admission.loop.wait = 1.0 if is_behind else 0.0
+    found = Front(bodies_bytes=10)
+    hot = SimpleNamespace(
+        admission=admission, ready=lambda _scope: None, get=get, post=post, body=body,
+        takes=lambda _headers: is_known, is_late=lambda *_: False, refused=lambda _status: None,
+    )  # fmt: skip
+    found.hot = hot  # type: ignore[assignment]
+    return found
+
+
+def scope(method: str) -> dict[str, Any]:
+    """Of a request without headers."""
+    return {
+        "type": "http", "method": method, "path": PATH, "raw_path": PATH.encode(), "query_string": b"", "headers": [],
+        "root_path": "", "state": {},
+    }  # fmt: skip
+
+
+async def never() -> Any:
+    """What nobody may ask for."""
+    raise AssertionError("the body was read")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_who_does_not_read_holds_no_place(method: str) -> None:
+    async def run() -> None:
+        app, started = front(), asyncio.Event()
+
+        async def send(_message: Any) -> None:
+            started.set()
+            await asyncio.Event().wait()
+
+        assert app.hot is not None
+        task = asyncio.create_task(app(scope(method), never, send))
+        await started.wait()
+        assert app.hot.admission.under_way == 0
+        assert app.hot.admission.enter()
+        task.cancel()
+        await asyncio.wait([task])
+        assert app.hot.admission.under_way == 1  # given back once
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_of_a_stranger_no_body_is_read_however_late_the_service_is(is_known: bool) -> None:
+    async def run() -> None:
+        app, sent, read = front(is_known=is_known, is_behind=True), list[Any](), list[int]()
+
+        async def receive() -> Any:
+            read.append(1)
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await app(scope("POST"), receive, send)
+        assert sent[0]["status"] == 404
+        assert len(read) == is_known
+
+    asyncio.run(run())
+
+
+def receiving(*bodies: bytes) -> Callable[[], Awaitable[Any]]:
+    """A body in these pieces."""
+    pieces = list(bodies)
+
+    async def receive() -> Any:
+        body = pieces.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(pieces)}
+
+    return receive
+
+
+def test_bodies_of_all_requests_have_a_bound_and_give_their_room_back() -> None:
+    async def run() -> None:
+        bodies = Bodies(10)
+        with bodies.of(receiving(b"1234", b"56")) as first:
+            assert [(await first())["body"] for _ in range(2)] == [b"1234", b"56"]
+            with bodies.of(receiving(b"7890", b"1")) as second:
+                assert (await second())["body"] == b"7890"
+                with pytest.raises(Problem) as refused:
+                    await second()
+            assert bodies.held == 6
+        assert bodies.held == 0
+        assert (refused.value.status, refused.value.reason) == (503, "overloaded")
+
+    asyncio.run(run())
+
+
+def test_a_body_that_finds_no_room_is_refused() -> None:
+    async def run() -> None:
+        app, sent = front(is_behind=True), list[Any]()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await app(scope("POST"), receiving(b"x" * 11), send)
+        assert sent[0]["status"] == 503 and b'"overloaded"' in sent[1]["body"]
+        assert app.bodies.held == 0
+
+    asyncio.run(run())
+
+
+def test_long_queries_are_read_and_not_kept() -> None:
+    queries = Queries(Limits(1, 1, 1, 100.0, 100.0))
+    short, long_ = b"k=5", b"k=5" + b"&k=5" * 100
+
+    assert queries.of(short) == queries.of(long_) and queries.of(long_) is not None
+    assert list(queries._known) == [short]

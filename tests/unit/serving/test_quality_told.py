@@ -1,0 +1,83 @@
+"""What replicas tell of their answers' quality, and what one makes of it that is told otherwise."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from cache.keys import Keyspace
+from cache.sketch import Name
+from serving.quality.cells import Cell
+from serving.quality.reads import Reads
+from serving.quality.results import Results
+from serving.quality.told import LIFE_S, Told
+from serving.quality.usage import Usage
+from tests.unit.serving.world import World
+
+NOW = 1_000_000.0
+
+
+class FakeRedis:
+    """One hash, and no reads."""
+
+    keyspace = Keyspace("default")
+
+    def __init__(self) -> None:
+        self.rows: dict[bytes, bytes] = {}
+
+    async def ask(self, *command: Any) -> Any:
+        match command[0]:
+            case "HSET":
+                self.rows[command[2].encode()] = command[3]
+            case "HGETALL":
+                return dict(self.rows)
+            case "HDEL":
+                for each in command[2:]:
+                    del self.rows[each]
+        return 0
+
+    async def cold(self, day: int) -> list[Name]:
+        return []
+
+
+def row(generation: str, **changed: Any) -> bytes:
+    told = {
+        "replica": "b", "at": NOW, "hits": 1.0, "generation": generation, "since": NOW,
+        "cells": {"t\tl1\tbatch\tnone": Cell(samples=3, exact=3).to_json()}, "drift": {},
+    }  # fmt: skip
+    return orjson.dumps(told | changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"at": "now"},
+        {"hits": "many"},
+        {"since": None, "cells": None},
+        {"cells": {"a": [1]}},
+        {"cells": {"t\tl1\tbatch\tnone": ["1", 0, 0, 0, 0, 0, []]}},
+        {"drift": 5},
+        {"drift": {"t": 1}, "cells": []},
+    ],
+    ids=str,
+)
+async def test_a_row_told_otherwise_costs_neither_the_others_nor_the_page(
+    changed: dict[str, Any],
+) -> None:
+    world, redis, results = World(), FakeRedis(), Results()
+    live = world.snapshot()
+    results.begin(live, NOW)
+    usage = Usage(redis, Reads(), world.metrics, lambda: (), lambda: live)
+    told = Told(redis, "a", results, usage, lambda: live, lambda: NOW, 5.0)
+    redis.rows = {
+        b"b": row(live.generation),
+        b"c": row(live.generation, replica="c", **changed),
+        b"d": b"[1]",
+        b"old": row(live.generation, replica="old", at=NOW - LIFE_S),
+    }
+
+    await told.report()
+
+    found = told.told()
+    assert found is not None and found["samples"] == 3
+    assert b"old" not in redis.rows

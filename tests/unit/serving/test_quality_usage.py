@@ -1,0 +1,55 @@
+"""Which records are read at all: what is told of it, and by which thread it is gathered."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from cache.keys import Keyspace, hash_id
+from cache.sketch import Name
+from serving.quality.reads import Reads
+from serving.quality.usage import Usage
+from tests.unit.serving.world import World
+
+
+class FakeRedis:
+    """Counts nothing, keeps what it is told."""
+
+    keyspace = Keyspace("default")
+
+    def __init__(self) -> None:
+        self.told: list[bytes] = []
+
+    async def ask(self, *command: str | bytes | float) -> Any:
+        if command[0] == "PFADD":
+            self.told += [each for each in command[2:] if isinstance(each, bytes)]
+        return 0
+
+
+async def test_what_is_remembered_of_requests_is_looked_at_by_the_event_loop_alone() -> None:
+    world, redis, reads = World(), FakeRedis(), Reads()
+    live = world.snapshot()
+    seed = live.directories["user"].seed
+    loop = threading.get_ident()
+    asked: list[int] = []
+
+    class Watched(list[Name]):
+        def __iter__(self) -> Any:
+            asked.append(threading.get_ident())
+            return super().__iter__()
+
+    remembered = Watched([("user_topk", b"u1"), ("no_such_table", b"u2")])
+
+    def recent() -> Sequence[Name]:
+        asked.append(threading.get_ident())
+        return remembered
+
+    usage = Usage(redis, reads, world.metrics, recent, lambda: live)
+    reads.add(live.generation, "user_topk", (hash_id(b"u3", seed),))
+
+    await usage.report()
+
+    # A worker thread that iterates a deque to which requests append, or flushes their counts, meets them half-way.
+    assert asked and set(asked) == {loop}
+    assert sorted(redis.told) == sorted(
+        hash_id(each, seed).to_bytes(8, "little") for each in (b"u1", b"u3")
+    )

@@ -1,0 +1,52 @@
+"""A store that hangs keeps its own threads, and none that anything else waits for."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from serving.chronicle import Chronicle
+from serving.dashboard.archive import Archive
+from serving.reading import THREADS, StoreThreads
+from tests.unit.serving.scene import A, B, Scene, pointer
+
+
+async def test_reads_that_hang_hold_up_no_other_work() -> None:
+    reading, gate = StoreThreads(), threading.Event()
+    hung = [asyncio.create_task(reading(gate.wait, 30)) for _ in range(THREADS + 8)]
+    await asyncio.sleep(0)
+
+    try:
+        async with asyncio.timeout(5):
+            assert await asyncio.to_thread(lambda: "composed") == "composed"
+    finally:
+        gate.set()
+        await asyncio.gather(*hung)
+        reading.close()
+
+
+class Forbidden(ThreadPoolExecutor):
+    """Asyncio's own threads, which nobody who reads the store may take."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"{fn} ran among asyncio's own threads")
+
+
+async def test_whoever_reads_the_store_does_it_in_the_threads_meant_for_it(tmp_path: Path) -> None:
+    reading = StoreThreads()
+    scene = Scene(tmp_path, reading)
+    scene.release(A, 1)
+    scene.store.write("generations/some", b"")
+    asyncio.get_running_loop().set_default_executor(Forbidden())
+
+    await scene.refresher.look_at_blocklist()
+    await scene.refresher.sweep_copies()
+    await scene.publish(pointer(B, 2, A))
+    chronicle = Chronicle(scene.store, reading)
+    await chronicle.look()
+    await reading(Archive(scene.store).read, None)
+
+    assert scene.shelf.is_blocklist_known and scene.held == [B, A] and chronicle.last
+    await scene.follower.aclose()
+    reading.close()

@@ -1,0 +1,163 @@
+"""What a body may hold is bounded before anything is made of it."""
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from serving import content, fields
+from serving.arrow_read import BATCHES_MAX
+from serving.ask import Entity
+from serving.case import Pace
+from serving.content import LARGE, beside, lookup_of, peek, refuse, take
+from serving.problem import Problem
+from serving.weight import has_more_values
+from tests import hostile
+from tests.unit.serving.world import LIMITS
+
+VALUES = st.recursive(
+    st.integers(-9, 9) | hostile.ids,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(hostile.ids, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def separators(value: object) -> int:
+    inner = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(inner, list):
+        return 0
+    return max(1, len(inner)) + sum(map(separators, inner))
+
+
+@settings(deadline=None, max_examples=60)
+@given(value=VALUES, chunk=st.integers(5, 50) | st.just(1 << 16))
+@example(value=["\\", "\\\\", ',"'], chunk=1)
+@example(value=[",[{" * 50, "x"], chunk=4)
+def test_what_a_text_holds_is_counted_outside_its_strings(value: object, chunk: int) -> None:
+    text = orjson.dumps(value)
+    count = separators(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serving.weight._CHUNK", chunk)
+
+        assert not has_more_values(text, count)
+        assert count == 0 or has_more_values(text, count - 1)
+
+
+@given(text=st.binary(max_size=40), most=st.integers(0, 5))
+def test_any_bytes_can_be_weighed(text: bytes, most: int) -> None:
+    assert has_more_values(text, most) in (True, False)
+
+
+@pytest.mark.parametrize("unit", [b"[],", b"{},", b'"",', b"1,"])
+def test_a_body_of_more_than_any_request_may_hold_is_not_parsed(
+    unit: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 MiB of empty lists held the loop for 0.7 s, whatever came of them."""
+    body = b'{"entities":[' + unit * ((8 << 20) // len(unit)) + b"0]}"
+    monkeypatch.setattr(fields, "orjson", None)
+
+    with pytest.raises(Problem) as caught:
+        lookup_of({}, body, "json", "t", LIMITS)
+
+    assert (caught.value.status, caught.value.reason) == (422, "too_many_values")
+    assert caught.value.details["limit"] == LIMITS.max_values
+
+
+def test_what_is_allowed_by_number_is_never_too_much_by_weight() -> None:
+    limits = replace(LIMITS, max_batch=30, max_ids=100, max_numbers=100)
+    entities: list[dict[str, Any]] = [
+        {"table": "t", "id": ",[{", "history": [",", "x", "["], "features": {}} for _ in range(30)
+    ]
+    for each in entities[:10]:
+        each["features"] = {f"f{at}": [] for at in range(10)}  # each counts as one
+    body = {"entities": entities, "exclude": ["{"] * 10, "k": 1, "fresh": False}
+
+    ask = lookup_of({}, orjson.dumps(body), "json", None, limits)
+
+    assert len(ask.entities) == 30
+
+
+@pytest.mark.parametrize("features", [{"x": [0.5] * 50}, {f"f{at}": 1 for at in range(50)}])
+def test_all_features_together_are_limited(features: dict[str, Any]) -> None:
+    limits = replace(LIMITS, max_numbers=100)
+    entity = {"id": "a", "features": features}
+    two, three = ({"entities": [entity] * each} for each in (2, 3))
+
+    assert len(lookup_of({}, orjson.dumps(two), "json", "t", limits).entities) == 2
+    with pytest.raises(Problem) as caught:
+        lookup_of({}, orjson.dumps(three), "json", "t", limits)
+    assert (caught.value.status, caught.value.reason) == (422, "too_many_numbers")
+
+
+def stream(columns: dict[str, pa.Array], batches: int) -> bytes:
+    batch = pa.record_batch(columns)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        for _ in range(batches):
+            writer.write_batch(batch)
+    found: bytes = sink.getvalue().to_pybytes()
+    return found
+
+
+@pytest.mark.parametrize("columns", [{}, {"x": pa.array([], pa.float32())}])
+def test_a_stream_of_other_columns_is_refused_before_its_batches_are_read(
+    columns: dict[str, pa.Array],
+) -> None:
+    raw = stream(columns, 0)[:-8] + b"whatever stands here" * 1_000
+
+    with pytest.raises(Problem) as caught:
+        lookup_of({}, raw, "arrow", "t", LIMITS)
+
+    assert caught.value.reason == "invalid_field"
+
+
+def test_a_stream_has_few_batches_with_or_without_rows() -> None:
+    none, one = pa.array([], pa.string()), pa.array(["a"])
+    assert len(lookup_of({}, stream({"id": one}, 40), "arrow", "t", LIMITS).entities) == 40
+
+    for column, batches in ((none, BATCHES_MAX + 1), (none, 50_000), (one, BATCHES_MAX + 1)):
+        with pytest.raises(Problem, match="more than 64 record batches") as caught:
+            lookup_of({}, stream({"id": column}, batches), "arrow", "t", LIMITS)
+        assert caught.value.reason == "unsupported_arrow"
+
+
+def test_a_body_is_read_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def read_json(body: bytes, most: int) -> object:
+        read.append(1)
+        return fields.read_json(body, most)
+
+    monkeypatch.setattr(content, "read_json", read_json)
+    scope: dict[str, Any] = {}
+
+    first = peek(scope, b'{"a": 1}', "json", LIMITS)
+    assert take(scope, b'{"a": 1}', "json", LIMITS) is first and read == [1]
+    assert scope == {}, "what was taken is not held"
+
+    refuse(scope, Problem(422, "x", "why"))
+    for ask in (peek, take):
+        with pytest.raises(Problem, match="why"):
+            ask(scope, b"{}", "json", LIMITS)
+    assert read == [1] and scope == {}
+
+
+async def test_a_large_body_is_read_beside_the_loop() -> None:
+    where = [await beside(b" " * size, threading.get_ident) for size in (LARGE, LARGE + 1)]
+
+    assert where[0] == threading.get_ident() != where[1]
+
+
+async def test_long_features_give_way_as_long_histories_do() -> None:
+    turns: list[int] = []
+    asyncio.get_running_loop().call_soon(turns.append, 1)
+
+    await Pace().step(Entity("t", None, None, "e", features={"x": (0.5,) * 1_024}))
+
+    assert turns == [1]

@@ -1,0 +1,41 @@
+"""What a bench says of itself: what was left out, and what is not as the README has it."""
+
+import json
+
+import pytest
+
+from tests.bench.harness import Options, Promise, Ratio, Report
+
+QUICK = Options(json=True, quick=True, rounds=5)
+
+
+def made(value: float, aa: float = 1.0, quick: str = "") -> Report:
+    report = Report("night")
+    report.ratios["end_to_end"] = Ratio(value, aa, 5, value, 1.0)
+    report.promises["end_to_end"] = Promise(0.7, quick=quick)
+    return report
+
+
+def test_a_bench_that_left_something_out_says_so_and_fails_for_programs(capsys):
+    report = made(0.8)
+    report.absent.append("real vectors")
+
+    report.show(Options(json=False, quick=True, rounds=5))
+    assert "NOT MEASURED: real vectors" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        report.show(QUICK)
+    assert ended.value.code == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["absent"] == ["real vectors"]
+
+
+@pytest.mark.parametrize(
+    ("report", "quick", "lines"),
+    [
+        (made(0.71), True, []),
+        (made(0.56, aa=2.0), True, []),  # void: nothing was measured
+        (made(0.56, quick="few"), True, ["night.end_to_end is 0.56, the README says at least 0.7: few"]),
+        (made(0.56, quick="few"), False, ["night.end_to_end is 0.56, the README says at least 0.7"]),
+    ],
+)  # fmt: skip
+def test_a_ratio_that_is_not_what_the_readme_says_is_told_with_the_reason(report, quick, lines):
+    assert report.short_of(quick=quick) == lines
