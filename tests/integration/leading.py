@@ -47,7 +47,8 @@ class Gated:
 
 async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
     """Reads commands until standard input ends."""
-    control = Redis.from_url(url, protocol=2)
+    # A turn is waited for as long as the command says: redis-py's own time-out is 5 s.
+    control = Redis.from_url(url, protocol=2, socket_timeout=None)
     remote = RemoteTier(RemoteConfig(url, deadline_s=5.0), Keyspace(namespace))
     tiers = Tiered(LocalTier(1 << 20), NegativeCache(1_000, 5.0), remote)
     lead = Lead(remote, tiers, remote.keyspace, wait_s=float(wait_ms) / 1000, name=name)

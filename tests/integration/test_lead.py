@@ -54,7 +54,12 @@ async def test_two_processes_compute_once_while_the_leader_lives(
 
         async def both_have_asked() -> bool:
             counts = [await one.take(0), await two.take(0)]
-            return [each["leases_led"] + each["leases_waited"] for each in counts] == [1, 1]
+            # The lease may be won by a question that then joins another of its own process: given back, it is taken
+            # over by whoever waits, who counts twice.
+            return all(
+                each["leases_led"] + each["leases_waited"] - each["leases_taken_over"] == 1
+                for each in counts
+            )
 
         assert await eventually(both_have_asked)
         await redis.rpush(f"{keyspace.namespace}:go", "now")
