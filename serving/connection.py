@@ -57,6 +57,11 @@ class Connection(HttpToolsProtocol):
         """See uvicorn."""
         self._connections.asked(self)
         super().connection_lost(exc)
+        if self.pipeline:
+            # Never begun, they and the connection hold each other: the garbage collector would look for thousands of
+            # them, tens of milliseconds at a time.
+            self.pipeline.clear()
+            self.cycle = None  # type: ignore[assignment]  # the newest of them
 
     def data_received(self, data: bytes) -> None:
         """See uvicorn. Parsed by the piece, so that what is too much is seen before all of it is taken apart."""

@@ -3,14 +3,16 @@
 - `p99_vs_idle`: 99th percentile of the server-side time from a request's arrival to its answer's write, all requests of
   the mix (known users by Zipf 1.0 as GETs, 5 % new ones as POSTs with a history), with hostile peers over idle ones
   (at most 1.1 is wanted).
-- `l1_p99_vs_idle`: the same of the GETs alone, nearly all of them ready answers.
+- `l1_p99_vs_idle`: the same of the GETs alone, told beside it: nearly all of them are ready answers of 0.05 ms, so
+  their slowest hundredth is whoever waited for anybody's turn.
 
 Hostile, in equal parts: header lines without an end; half a head that trickles; 500 pipelined GETs whose answers are
 never read; a body that trickles under a wrong token; silence. A peer that is ended comes back after five seconds.
 Arrival is when the caller sent, on the same machine, so waiting for a busy service counts. Rounds of idle, hostile and
-idle peers alternate in one service until the 95 % interval of the median ratio is within half the margin, or up to
-`ROUNDS_MAX` or `MINUTES_MAX`; every round is in the figures, and told as it ends. Also: the service's largest memory
-(300 MB are allowed), and requests that had no 200 within the deadline (none are).
+idle peers, each beside the same requests, alternate in one service until the 95 % interval of the median of
+`p99_vs_idle` is within half the margin, or up to `ROUNDS_MAX` or `MINUTES_MAX`; every round is in the figures, and told
+as it ends. Also: the service's largest memory (300 MB are allowed), and requests that had no 200 within the deadline
+(none are).
 """
 
 import itertools
@@ -46,7 +48,7 @@ RATE = 400.0
 MARGIN = 0.1
 MEMORY_MB = 300
 ROUNDS_MAX = 40
-MINUTES_MAX = 9.0
+MINUTES_MAX = 30.0
 """What is seen until then is reported, agreed or not."""
 _SEED = 0
 TOKEN = "bench"
@@ -160,12 +162,11 @@ def measure(report: Report, bench: Bench, options: Options) -> None:
     while len(rounds) < options.rounds or (
         len(rounds) < limit and time.monotonic() < until and not _agree(rounds)
     ):
-        is_idle_first = len(rounds) % 2 == 0
-        ends, middle = ("idle", "hostile") if is_idle_first else ("hostile", "idle")
-        first, between, last = map(bench.block, (ends, middle, ends))
-        rounds.append(Round(first, between, last, is_idle_first))
+        rounds.append(_round(bench, len(rounds)))
         ratios = (per_round(rounds[-1:], figure)[0] for figure in FIGURES.values())
-        print(f"round {len(rounds)}: {', '.join(map(str, ratios))}", file=sys.stderr, flush=True)
+        took = (f"{each.all_ms:.2f}" for each in rounds[-1][:3])
+        line = f"round {len(rounds)}: {', '.join(map(str, ratios))} (p99 {', '.join(took)} ms)"
+        print(line, file=sys.stderr, flush=True)
     for name, figure in FIGURES.items():
         found = per_round(rounds, figure)
         low, high = interval(found)
@@ -173,9 +174,21 @@ def measure(report: Report, bench: Bench, options: Options) -> None:
         report.figures[f"{name}: 95 % of the ratio"] = f"{low:.3f} to {high:.3f}"
         report.figures[f"{name}: ratios of all rounds"] = " ".join(map(str, found))
     why = "the p99 of a block of two seconds is that of eight requests"
-    report.promises = {f"{name}_vs_idle": Promise(most=1 + MARGIN, quick=why) for name in FIGURES}
+    report.promises = {"p99_vs_idle": Promise(most=1 + MARGIN, quick=why)}
     report.figures["95 % intervals within half the margin"] = "yes" if _agree(rounds) else "NO"
     told(report, bench)
+
+
+def _round(bench: Bench, number: int) -> Round:
+    """The same requests at the same moments, but for the names of who is new: what differs is who else is there."""
+
+    def block(sort: str) -> Block:
+        bench.stream.rng = np.random.default_rng([_SEED, number])
+        return bench.block(sort)
+
+    is_idle_first = number % 2 == 0
+    ends, middle = ("idle", "hostile") if is_idle_first else ("hostile", "idle")
+    return Round(block(ends), block(middle), block(ends), is_idle_first)
 
 
 FIGURES: dict[str, Callable[[Block], float]] = {
@@ -185,11 +198,8 @@ FIGURES: dict[str, Callable[[Block], float]] = {
 
 
 def _agree(rounds: Sequence[Round]) -> bool:
-    for figure in FIGURES.values():
-        low, high = interval(per_round(rounds, figure))
-        if high - low > MARGIN:
-            return False
-    return True
+    low, high = interval(per_round(rounds, FIGURES["p99"]))
+    return high - low <= MARGIN
 
 
 def told(report: Report, bench: Bench) -> None:
