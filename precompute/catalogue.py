@@ -17,7 +17,7 @@ from cache.keys import hash_ids
 from cache.tower import InputSpec, TowerSpec
 from precompute.columns import raws_of, text_hashes
 from precompute.config import NightConfig
-from precompute.features import read_values
+from precompute.features import read_values, wide
 from precompute.models.bundle import Bundle
 from precompute.scoring.partition import sort_unique
 from precompute.scoring.shard_files import first_hash
@@ -231,7 +231,7 @@ def write_item_features(
     rows[ordinals[known]] = known
     places = pa.array(rows, mask=rows < 0)
     placed = {
-        name: pa.concat_arrays([batch[name] for _, batch in batches]).take(places)
+        name: pa.concat_arrays([wide(batch[name]) for _, batch in batches]).take(places)
         for name in columns
     }
     for spec in {

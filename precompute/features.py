@@ -49,6 +49,16 @@ def demand_type(kind: Any, spec: InputSpec, where: str) -> None:
         )
 
 
+def wide(column: Any) -> Any:
+    """The column with offsets of 64 bits: all rows of a catalogue hold more numbers than 32 bits can count."""
+    kind = column.type
+    if pa.types.is_list(kind):
+        return column.cast(pa.large_list(kind.value_type))
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        return column.cast(pa.large_string() if pa.types.is_string(kind) else pa.large_binary())
+    return column
+
+
 def read_values(column: Any, spec: InputSpec) -> Values:
     """An Arrow array as an input; raises SourceError for what `demand_type` refuses, never for a row."""
     demand_type(column.type, spec, "features")

@@ -7,7 +7,8 @@
   their slowest hundredth is whoever waited for anybody's turn.
 
 Hostile, in equal parts: header lines without an end; half a head that trickles; 500 pipelined GETs whose answers are
-never read; a body that trickles under a wrong token; silence. A peer that is ended comes back after five seconds.
+never read; a body that trickles; silence. A peer that is ended comes back after five seconds or so. The service asks
+for no token, so that a peer may use it as far as a caller may.
 Arrival is when the caller sent, on the same machine, so waiting for a busy service counts. Rounds of idle, hostile and
 idle peers, each beside the same requests, alternate in one service until the 95 % interval of the median of
 `p99_vs_idle` is within half the margin, or up to `ROUNDS_MAX` or `MINUTES_MAX`; every round is in the figures, and told

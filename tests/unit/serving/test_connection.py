@@ -1,6 +1,8 @@
 """What one peer may cost: whatever it sends or does not read, a connection keeps and waits no more than it may."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -146,6 +148,25 @@ def test_so_many_requests_may_be_asked_at_once_and_more_end_the_connection() -> 
         assert connection.transport.is_closed
 
     run(test)
+
+
+def test_a_pipeline_that_ends_unanswered_leaves_nothing_to_the_garbage_collector() -> None:
+    async def test() -> Any:
+        connection = opened()
+        wire: Any = connection.protocol
+        for each in get(b"/other") * 3, b"":
+            wire.data_received(each)
+        wire.connection_lost(None)
+        for _ in range(8):  # the one that had begun ends
+            await asyncio.sleep(0)
+        return weakref.ref(wire)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(test())() is None
+    finally:
+        gc.enable()
 
 
 def test_what_waits_behind_an_unanswered_request_is_bounded() -> None:
