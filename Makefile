@@ -26,7 +26,7 @@ help:  ## this list
 
 env: $(READY)  ## the environment in .venv, from the lock file
 
-$(READY): $(LOCK) pyproject.toml setup.py $(wildcard precompute/scoring/native/* cache/native/*)
+$(READY): $(LOCK) pyproject.toml setup.py $(wildcard precompute/topk/native/* cache/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed; name one with PYTHON=..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
@@ -55,8 +55,8 @@ check: env  ## lint, format, types, layers
 	@$(BIN)/ruff check -q .
 	@$(BIN)/ruff format -q --check .
 	@$(BIN)/mypy --no-error-summary cache precompute serving dags infra tests
-	@$(BIN)/python -m pytest -q --no-header --no-summary tests/unit/test_layering.py >/dev/null \
-	  || $(BIN)/python -m pytest -q tests/unit/test_layering.py
+	@$(BIN)/python -m pytest -q --no-header --no-summary tests/unit/test_layering.py tests/unit/test_rooms.py >/dev/null \
+	  || $(BIN)/python -m pytest -q tests/unit/test_layering.py tests/unit/test_rooms.py
 
 format: env  ## apply the formatter and the safe fixes
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .

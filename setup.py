@@ -2,7 +2,7 @@
 
 from setuptools import Extension, setup
 
-TOPK, COLUMNS = "precompute/scoring/native", "cache/native"
+TOPK, COLUMNS = "precompute/topk/native", "cache/native"
 HEADERS = {
     TOPK: ("exact", "state", "candidates", "passes", "block"),
     COLUMNS: (
@@ -35,7 +35,7 @@ def compiled(name: str, folder: str, *libraries: str) -> Extension:
 
 setup(
     ext_modules=[
-        compiled("precompute.scoring._topk", TOPK, "m"),
-        compiled("cache._columns", COLUMNS),
+        compiled("precompute.topk._topk", TOPK, "m"),
+        compiled("cache.native._columns", COLUMNS),
     ]
 )

@@ -50,9 +50,9 @@ from airflow.sdk import (
     task,
 )
 
+from cache.control.schedule import Schedule
 from cache.errors import BundleError, ConfigError, Refused, SourceError
-from cache.schedule import Schedule
-from precompute.tasks import DagConfig
+from precompute.config.tasks import DagConfig
 
 NIGHTS = Schedule.configured(os.environ)
 TRIES = DagConfig.configured(os.environ)
@@ -86,8 +86,8 @@ def nightly_precompute() -> None:
     @task.short_circuit(multiple_outputs=False)
     def begin() -> Build:
         """Name the generation and partition the sources; falsy, so the rest is skipped, if live."""
-        from precompute import pipeline
-        from precompute.config import night_config
+        from precompute.config.settings import night_config
+        from precompute.steps import pipeline
 
         context = get_current_context()
         # Asset-triggered runs have no logical date; `run_after` stands still across retries.
@@ -106,8 +106,8 @@ def nightly_precompute() -> None:
     @task(multiple_outputs=False, pool="gpu", queue=SCORE_QUEUE)
     def embed_items(build: Build) -> dict[str, Any]:
         """Run the item tower over the catalogue, once for all shards."""
-        from precompute import pipeline
-        from precompute.config import night_config
+        from precompute.config.settings import night_config
+        from precompute.steps import pipeline
 
         return pipeline.embed_items(night_config(), build)
 
@@ -120,48 +120,48 @@ def nightly_precompute() -> None:
     )
     def score_shard(build: Build, shard: int) -> dict[str, Any]:
         """Score one hash shard and write its pages."""
-        from precompute import pipeline
-        from precompute.config import night_config
+        from precompute.config.settings import night_config
+        from precompute.steps import pipeline
 
         return pipeline.score_shard(night_config(), build, shard)
 
     @task(multiple_outputs=False)
     def assemble(build: Build, scored: list[dict[str, Any]]) -> dict[str, Any]:
         """List the shards' parts in the manifest."""
-        from precompute import pipeline
-        from precompute.config import night_config
+        from precompute.config.settings import night_config
+        from precompute.steps import pipeline
 
         return pipeline.assemble(night_config(), build, list(scored))
 
     @task(multiple_outputs=False)
     def build_index(build: Build) -> dict[str, Any]:
         """Build the FAISS indexes and measure their recall."""
-        from precompute import pipeline
-        from precompute.config import night_config
+        from precompute.config.settings import night_config
+        from precompute.steps import pipeline
 
         return pipeline.build_index(night_config(), build)
 
     @task(multiple_outputs=False)
     def quantize(build: Build) -> dict[str, Any]:
         """Make the int8 towers and measure their agreement."""
-        from precompute import pipeline
-        from precompute.config import night_config
+        from precompute.config.settings import night_config
+        from precompute.steps import pipeline
 
         return pipeline.quantize(night_config(), build)
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.load_timeout_s))
     def load(build: Build) -> dict[str, Any]:
         """Stream the pages into Redis, beside the live generation."""
-        from precompute import pipeline
-        from precompute.config import night_config
+        from precompute.config.settings import night_config
+        from precompute.steps import pipeline
 
         return pipeline.load(night_config(), build)
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.verify_timeout_s))
     def verify(build: Build) -> dict[str, Any]:
         """Put the generation through every gate; red means not published."""
-        from precompute import pipeline
-        from precompute.config import night_config
+        from precompute.config.settings import night_config
+        from precompute.steps import pipeline
 
         attempt = get_current_context()["run_id"]
         return pipeline.verify(night_config(), build, attempt=attempt)
@@ -169,8 +169,8 @@ def nightly_precompute() -> None:
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.load_timeout_s))
     def publish(verified: dict[str, Any]) -> dict[str, Any]:
         """Move the pointer; a retry recognises its own publish by the run id."""
-        from precompute import pipeline
-        from precompute.config import night_config
+        from precompute.config.settings import night_config
+        from precompute.steps import pipeline
 
         attempt = get_current_context()["run_id"]
         return pipeline.publish(night_config(), verified, attempt=attempt)
@@ -178,16 +178,16 @@ def nightly_precompute() -> None:
     @task(multiple_outputs=False)
     def warm(build: Build) -> dict[str, Any]:
         """Wait until the readers have the generation."""
-        from precompute import pipeline
-        from precompute.config import night_config
+        from precompute.config.settings import night_config
+        from precompute.steps import pipeline
 
         return pipeline.warm(night_config(), build)
 
     @task(multiple_outputs=False)
     def retire() -> dict[str, Any]:
         """Remove what nobody may need again."""
-        from precompute import pipeline
-        from precompute.config import night_config
+        from precompute.config.settings import night_config
+        from precompute.steps import pipeline
 
         return pipeline.retire(night_config(), attempt=get_current_context()["run_id"])
 

@@ -36,8 +36,8 @@ def roll_back() -> None:
     @task(multiple_outputs=False)
     def move_pointer() -> dict[str, Any]:
         """Make the chosen generation live; a retry recognises its own move by the run id."""
-        from precompute import pipeline
-        from precompute.config import night_config
+        from precompute.config.settings import night_config
+        from precompute.steps import pipeline
 
         context = get_current_context()
         return pipeline.roll_back(

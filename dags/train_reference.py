@@ -33,11 +33,11 @@ def train_reference() -> None:
     @task(multiple_outputs=False, outlets=[Asset("larder_bundle")])
     def train() -> dict[str, Any]:
         """Fit, export to ONNX, and put the bundle where the night looks for it."""
-        from precompute.config import night_config
-        from precompute.models import training
+        from precompute.config.settings import night_config
+        from precompute.steps import train
 
         data_until = get_current_context()["params"]["data_until"]
-        return training.train_reference(night_config(), data_until=data_until)
+        return train.train_reference(night_config(), data_until=data_until)
 
     train()
 

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from cache.extras import missing
+from cache.process.extras import missing
 
 if __name__ == "__main__":
     if line := missing("precompute", "precompute", "onnx", "pyarrow", "rich", "scipy"):
@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from cache.errors import LarderError
-from cache.interrupts import never_swallowed
-from precompute.arguments import parser_of_commands
-from precompute.config import night_config
-from precompute.display import Told, bars_on, err, out, show
-from precompute.own_redis import redis_for
+from cache.process.interrupts import never_swallowed
+from precompute.cli.console import Told, bars_on, err, out, show
+from precompute.cli.parser import parser_of_commands
+from precompute.cli.temporary_redis import redis_for
+from precompute.config.settings import night_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,20 +19,20 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AskError, RedisClusterException, ResponseError
 from redis.retry import Retry
 
-from cache.embedded import redis_url
 from cache.errors import ConfigError, LarderError
-from cache.interrupts import never_swallowed
-from cache.keys import Keyspace
-from cache.releases import newest_release
-from cache.servers import masters, open_client
-from serving.config import ServingConfig, check_token
-from serving.why.logs import configure_for
-from serving.workers import Spawn, Workers
+from cache.format.keys import Keyspace
+from cache.l2.sync_clients import masters, open_client
+from cache.process.interrupts import never_swallowed
+from cache.process.redis_server import redis_url
+from cache.store.releases import newest_release
+from serving.config.settings import ServingConfig, check_token
+from serving.process.supervisor import Spawn, Workers
+from serving.tracing.log_setup import configure_for
 
 log = logging.getLogger("serving")
 
 _BACKLOG = 2_048
-_COMMANDS = {"explain": "serving.why.command", "top": "serving.dashboard.top"}
+_COMMANDS = {"explain": "serving.explain.cli", "top": "serving.dashboard.terminal.command"}
 """Word -> module whose `main` takes what follows; any other command line serves."""
 
 
@@ -188,7 +188,7 @@ def _announce(listener: socket.socket) -> None:
 def _serve(config: ServingConfig, listener: socket.socket, log_level: str) -> int:
     # Not above: a parent of workers needs neither the web framework nor the model's runtime.
     from serving.app import create_app
-    from serving.server import make_server
+    from serving.process.server import make_server
 
     announce = functools.partial(_announce, listener)
     server = make_server(create_app(config), config, log_level, announce)

@@ -7,15 +7,15 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from serving import openapi
-from serving.config import ServingConfig, check_token
-from serving.front import Front
-from serving.http import refused
-from serving.peers import Peers
-from serving.problem import Problem
-from serving.routes import routes
-from serving.running import replica_id, running
-from serving.why.watching import watched
+from serving.bootstrap import replica_id, running
+from serving.config.settings import ServingConfig, check_token
+from serving.http import openapi
+from serving.http.asgi_app import Front
+from serving.http.routes import routes
+from serving.observability import watched
+from serving.process.worker_metrics import Peers
+from serving.requests.bodies import refused
+from serving.requests.errors import Problem
 
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cache.errors import ConfigError, LarderError
-from cache.interrupts import never_swallowed
+from cache.process.interrupts import never_swallowed
 from serving.app import create_app
-from serving.config import ServingConfig
-from serving.peers import Peers
-from serving.server import Server, make_server
-from serving.why.logs import configure_for
-from serving.workers import READY
+from serving.config.settings import ServingConfig
+from serving.process.server import Server, make_server
+from serving.process.supervisor import READY
+from serving.process.worker_metrics import Peers
+from serving.tracing.log_setup import configure_for
 
 
 def main(arguments: Sequence[str]) -> int:

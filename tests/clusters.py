@@ -12,9 +12,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache.embedded import SETTINGS
-from cache.guarded import Guarded
-from cache.topology import SLOTS
+from cache.l2.slots import SLOTS
+from cache.process.child_process import Guarded
+from cache.process.redis_server import SETTINGS
 from tests.conftest import redis_binary
 from tests.polling import until
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.embedded import Server, find_server, server
-from cache.keys import Keyspace
+from cache.format.keys import Keyspace
+from cache.process.redis_server import Server, find_server, server
 
 
 def redis_binary() -> Path:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from cache.releases import Pointer
-from precompute.releases import release, release_log, restore, states, sweep
+from cache.store.releases import Pointer
+from precompute.control import states
+from precompute.control.states import Ledger, State
+from precompute.releases import release, release_log, restore, sweep
 from precompute.releases.release_log import ReleaseLog
-from precompute.releases.states import Ledger, State
 from tests.life import Bias
 from tests.memory import MemoryRedis
 

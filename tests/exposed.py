@@ -4,22 +4,22 @@ from typing import Any, cast
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from cache.advisor.trace import Trace
-from cache.local import LocalTier
-from cache.outcomes import Counters
-from cache.schedule import Schedule
-from serving.admission import Admission
-from serving.advisor import Advisor
-from serving.chronicle import Chronicle
-from serving.events import TEXTS, Events
-from serving.figures import Figures
-from serving.metrics import Metrics
-from serving.nights import Nights
-from serving.quality.reads import Reads
+from cache.control.schedule import Schedule
+from cache.tiers.access_sample import Trace
+from cache.tiers.l1 import LocalTier
+from cache.tiers.results import Counters
+from serving.admission.controller import Admission
+from serving.metrics.event_counters import TEXTS, Events
+from serving.metrics.fast_counters import Overload
+from serving.metrics.registry import Metrics
 from serving.quality.results import Results
-from serving.quality.usage import Usage
-from serving.room import Room
-from serving.tally import Overload
+from serving.replica.freshness import Nights
+from serving.replica.night_metrics import Figures
+from serving.replica.redis_memory import Room
+from serving.replica.release_watch import Chronicle
+from serving.usage.l1_advisor import Advisor
+from serving.usage.read_counts import Reads
+from serving.usage.table_usage import Usage
 
 _SUFFIXES = {
     "counter": ("_total",),

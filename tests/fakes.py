@@ -7,15 +7,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from cache.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead, Read
-from cache.directory import Directory
 from cache.errors import TierUnavailable
-from cache.keys import canonical_id, fingerprint, hash_id, hash_ids
-from cache.lease import DONE, DONE_MS, Lease, LeaseTake
-from cache.local import Entry, LocalKey, LocalTier
-from cache.manifest import Artefact, Producer, Table, TablePart
-from cache.outcomes import View, Want
-from cache.records import Layout, encode_vectors
+from cache.format.directory import Directory
+from cache.format.keys import canonical_id, fingerprint, hash_id, hash_ids
+from cache.format.manifest import Artefact, Producer, Table, TablePart
+from cache.format.records import Layout, encode_vectors
+from cache.l2.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead, Read
+from cache.l2.lease_commands import DONE, DONE_MS, Lease, LeaseTake
+from cache.tiers.l1 import Entry, LocalKey, LocalTier
+from cache.tiers.results import View, Want
 
 T = TypeVar("T")
 NO_FILE = Artefact("none", 0, "")

@@ -16,10 +16,9 @@ import greenlet
 import orjson
 import redis
 
-from cache.artefacts import ArtefactStore, generation_path
 from cache.errors import Conflict, LarderError, UnknownGeneration
-from cache.keys import Keyspace
-from cache.manifest import (
+from cache.format.keys import Keyspace
+from cache.format.manifest import (
     Artefact,
     DirectoryPart,
     EntitySet,
@@ -29,16 +28,17 @@ from cache.manifest import (
     Table,
     TablePart,
 )
-from cache.records import Layout
-from cache.releases import Pointer, Release, all_releases, newest_release
+from cache.format.records import Layout
+from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.releases import Pointer, Release, all_releases, newest_release
+from precompute.control.control_keys import REPLICA_DEAD_S, Control
+from precompute.control.states import State, demand, fold
 from precompute.releases import canaries, moves
 from precompute.releases import release as release_module
 from precompute.releases import restore as restore_module
 from precompute.releases import sweep as sweep_module
-from precompute.releases.control import REPLICA_DEAD_S, Control
 from precompute.releases.release import Releases
-from precompute.releases.states import State, demand, fold
-from serving.verdict import as_pointer, judge
+from serving.generations.pointer_rules import as_pointer, judge
 from tests.memory import MemoryRedis, MemoryStore
 
 KEYS = Keyspace("life")
@@ -103,7 +103,7 @@ def _parsed(raw: bytes) -> Manifest:
 
 
 def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
-    """As `cache.artefacts` does, each text parsed once."""
+    """As `cache.store.artefacts` does, each text parsed once."""
     raw = store.read(generation_path(generation, "manifest.json"))
     if raw is None:
         raise UnknownGeneration(f"{generation} has no manifest", generation=generation)

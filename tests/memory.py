@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 import redis
 
-from cache.artefacts import ArtefactStore
-from cache.keys import Keyspace
-from precompute.releases import control
+from cache.format.keys import Keyspace
+from cache.store.artefacts import ArtefactStore
+from precompute.control import control_keys
 
 Watch = Callable[[str, str], None]
 """(command or method, its first key or path): called before it takes effect."""
@@ -190,7 +190,7 @@ class MemoryRedis:
         """One of the two scripts of `control`."""
         self.watch("eval", script)
         argv = [_bytes(each) for each in arguments[count:]]
-        reply = self._move(argv) if script == control._MOVE else self._mark(argv)
+        reply = self._move(argv) if script == control_keys._MOVE else self._mark(argv)
         if self.loses_reply:
             self.loses_reply = False
             raise redis.exceptions.ConnectionError("the reply was lost")

@@ -6,18 +6,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.directory import Directory
-from cache.items import ItemTable, Ordinals
-from cache.keys import hash_ids
-from cache.manifest import Producer, Table
-from cache.predictor import ModelPrecision, Predictor
-from cache.records import Layout
-from cache.search import Searcher
-from cache.tower import Histories, Tower
-from precompute.models.bundle import Bundle
-from precompute.models.index import build_index
-from precompute.models.quantize import quantize_tower
-from precompute.models.reference import ReferenceData, train
+from cache.format.directory import Directory
+from cache.format.item_table import ItemTable, Ordinals
+from cache.format.keys import hash_ids
+from cache.format.manifest import Producer, Table
+from cache.format.records import Layout
+from cache.model.candidate_search import Searcher
+from cache.model.predictor import ModelPrecision, Predictor
+from cache.model.tower import Histories, Tower
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.index import build_index
+from precompute.bundles.quantize import quantize_tower
+from precompute.bundles.reference import ReferenceData, train
 
 USERS, ITEMS = 60, 40
 K = 10

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from cache.artefacts import ArtefactStore
+from cache.store.artefacts import ArtefactStore
 
 
 class Memory(MemoryFileSystem):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-/* What a batch of stored records costs per record, compiled; cache/compiled.py says what stands in where it is not. */
+/* What a batch of stored records costs per record, compiled; cache/native/loader.py says what stands in where it is not. */
 #include "answers.h"
 #include "flights.h"
 #include "hashes.h"
@@ -16,7 +16,7 @@ static PyType_Slot parts_slots[] = {
     {Py_tp_dealloc, parts_dealloc}, {Py_tp_new, parts_new}, {Py_tp_methods, parts_methods}, {0, NULL},
 };
 
-static PyType_Spec parts_spec = {"cache._columns.Parts", sizeof(parts_object), 0, Py_TPFLAGS_DEFAULT, parts_slots};
+static PyType_Spec parts_spec = {"cache.native._columns.Parts", sizeof(parts_object), 0, Py_TPFLAGS_DEFAULT, parts_slots};
 
 static PyMethodDef methods[] = {
     {"hashes", hashes, METH_VARARGS, "64-bit xxh3 of each id; None if one is too long."},

@@ -1,4 +1,4 @@
-/* Stored records as they lie in memory: which of them are plain, and their numbers. See cache/records.py. */
+/* Stored records as they lie in memory: which of them are plain, and their numbers. See cache/format/records.py. */
 #ifndef LARDER_ROWS_H
 #define LARDER_ROWS_H
 

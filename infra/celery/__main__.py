@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from cache.embedded import redis_url
 from cache.errors import ConfigError, LarderError
-from cache.interrupts import never_swallowed
+from cache.process.interrupts import never_swallowed
+from cache.process.redis_server import redis_url
 from infra.celery.airflow import QUEUES, CeleryAirflow, absolute, celery_airflow, check_installed
 from infra.demo.airflow import AirflowFailed
-from precompute.config import night_config
+from precompute.config.settings import night_config
 
 RUN_S = 12 * 3600.0
 

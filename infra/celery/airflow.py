@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from cache.embedded import find_server, server
 from cache.errors import ConfigError
+from cache.process.redis_server import find_server, server
 from infra.celery.postgres import find_postgres, postgres
 from infra.celery.workers import Workers
 from infra.demo.airflow import AirflowFailed, LocalAirflow

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cache.errors import ConfigError
-from cache.guarded import Guarded
+from cache.process.child_process import Guarded
 
 DEBIAN = Path("/usr/lib/postgresql")
 OWNER = "postgres"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-from cache.guarded import Guarded
+from cache.process.child_process import Guarded
 from infra.demo.airflow import AirflowFailed, LocalAirflow
 
 START_S = 120.0

@@ -10,7 +10,7 @@ from types import FrameType
 from rich.console import Console
 
 from cache.errors import LarderError
-from cache.interrupts import never_swallowed
+from cache.process.interrupts import never_swallowed
 from infra.demo.airflow import AirflowFailed
 from infra.demo.run import Broken, Demo, Plan
 from infra.demo.service import ServiceFailed

@@ -17,7 +17,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
-from cache.guarded import Guarded
+from cache.process.child_process import Guarded
 from infra.demo.alone import alone
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from cache.errors import SourceError
 from infra.demo.synthetic import World, synthesize
-from precompute.config import Sources
-from precompute.sources import read_interactions
+from precompute.config.settings import Sources
+from precompute.sources.readers import read_interactions
 
 ITEM_FEATURES = "item_features.parquet"
 NEWCOMERS = 400

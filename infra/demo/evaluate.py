@@ -10,7 +10,7 @@ import orjson
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cache.runtime import ort
+from cache.model.runtime import ort
 from serving.client import Answer, AsyncClient, Options, Policy
 
 TOP = 20

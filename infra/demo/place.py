@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.cores import usable_cores
 from cache.errors import ConfigError
+from cache.process.cores import usable_cores
 from infra.demo.alone import alone
 from infra.demo.dataset import Dataset
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from cache.artefacts import ArtefactStore, read_manifest
-from cache.embedded import redis_url
-from cache.keys import Keyspace
-from cache.releases import all_releases
+from cache.format.keys import Keyspace
+from cache.process.redis_server import redis_url
+from cache.store.artefacts import ArtefactStore, read_manifest
+from cache.store.releases import all_releases
 from infra.demo import dataset as datasets
 from infra.demo.airflow import LocalAirflow, RunReport
 from infra.demo.checks import Judge, Question
@@ -28,8 +28,8 @@ from infra.demo.steps import Step, Steps
 from infra.demo.synthetic import World
 from infra.demo.traffic import Background, Latencies, Stream, replay
 from precompute.bulk.load import unlink_pages
-from precompute.config import night_config
-from precompute.releases.control import connect
+from precompute.config.settings import night_config
+from precompute.control.control_keys import connect
 from serving.client import Client, Unanswered
 
 NIGHTLY = "nightly_precompute"

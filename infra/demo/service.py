@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cache.guarded import Guarded
+from cache.process.child_process import Guarded
 
 ROOT = Path(__file__).parents[2]
 _ANNOUNCED = re.compile(r"^Larder serves on (http://\S+)", re.MULTILINE)

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from precompute.bulk.priority import GiveWay
 from precompute.bulk.throttle import MIB, Signals, Throttle
 from precompute.bulk.watch import FOREIGN_READS_S, Look, Watch, Watcher
-from precompute.releases.control import Control
-from precompute.sections import GovernorConfig
+from precompute.config.sections import GovernorConfig
+from precompute.control.control_keys import Control
 
 log = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import redis
 
-from cache.artefacts import ArtefactStore, disk_errors, generation_path
 from cache.errors import Refused
-from cache.manifest import Manifest
-from cache.servers import masters, shares
+from cache.format.manifest import Manifest
+from cache.l2.sync_clients import masters, shares
+from cache.store.artefacts import ArtefactStore, disk_errors, generation_path
 from precompute.bulk.parts import total_bytes
-from precompute.config import NightConfig
-from precompute.releases.control import Control
-from precompute.releases.states import State
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control
+from precompute.control.states import State
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import redis
 
-from cache.servers import by_server
+from cache.l2.sync_clients import by_server
 from precompute.bulk.governor import Governor
 
 UNANSWERED = 2

@@ -9,9 +9,9 @@ import redis
 import xxhash
 
 from cache.errors import CorruptArtefact
-from cache.keys import Keyspace
-from cache.manifest import Manifest
-from cache.servers import by_server
+from cache.format.keys import Keyspace
+from cache.format.manifest import Manifest
+from cache.l2.sync_clients import by_server
 from precompute.bulk.governor import Governor
 from precompute.bulk.parts import Part
 from precompute.bulk.piece_reader import PageRead, piece_reader

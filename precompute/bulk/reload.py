@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import redis
 
-from cache.artefacts import ArtefactStore, check, generation_path, read_manifest
 from cache.errors import Conflict, StoreError
-from cache.keys import Keyspace
-from cache.manifest import Artefact, Manifest
+from cache.format.keys import Keyspace
+from cache.format.manifest import Artefact, Manifest
+from cache.store.artefacts import ArtefactStore, check, generation_path, read_manifest
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import Part, Progress, load_part, parts_of, total_bytes, verify_part
 from precompute.bulk.readback import bad_pages, lengths, sizes
-from precompute.releases.control import Control
+from precompute.control.control_keys import Control
 
 CHUNK_BYTES = 1 << 20
 REPAIR_BYTES = 32 * 1024

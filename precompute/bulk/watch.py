@@ -15,9 +15,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.errors import LarderError
-from cache.servers import another, by_server, disconnect, masters
+from cache.l2.sync_clients import another, by_server, disconnect, masters
 from precompute.bulk.server_info import cpu_s, info_of, lag_bytes, reads_of
-from precompute.releases.control import Control
+from precompute.control.control_keys import Control
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,4 @@
-"""Erasures: entities whose data no later night may hold, and which generations still do."""
+"""Erasures as they are written down, and the records of hosts that hold copies.
+
+Imports sources. Start at `erasure`.
+"""

@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.artefacts import ArtefactStore
 from cache.errors import Conflict, CorruptArtefact, InvalidInput
-from cache.keys import canonical_id
-from cache.manifest import EntityKind
-from cache.packs import pack, read_files
-from precompute.columns import Ids
-from precompute.sources import Interactions
+from cache.format.keys import canonical_id
+from cache.format.manifest import EntityKind
+from cache.store.artefacts import ArtefactStore
+from cache.store.packs import pack, read_files
+from precompute.sources.columns import Ids
+from precompute.sources.readers import Interactions
 
 WRITE_TRIES = 16
 FOLDER = "erasures"

@@ -15,9 +15,13 @@ from typing import Final
 import redis
 
 from cache.errors import LarderError, NotJudged, Refused, StoreError, TierUnavailable
-from cache.servers import another
-from precompute.gates.candidate import Candidate, Gate
-from precompute.gates.entities import (
+from cache.l2.sync_clients import another
+from precompute.control.control_keys import Control
+from precompute.gates.evidence.candidate import Candidate, Gate
+from precompute.gates.evidence.leash import Leash, OwnPool
+from precompute.gates.evidence.limits import TimeLimits
+from precompute.gates.evidence.verdict import Verdict
+from precompute.gates.rules.entities import (
     coverage_of_live,
     coverage_of_source,
     directories_sorted,
@@ -25,23 +29,22 @@ from precompute.gates.entities import (
     known_ids,
     record_ids,
 )
-from precompute.gates.exact import exact_lists, exact_numbers, history_in_lists, item_vectors
-from precompute.gates.future import heldout_recall
-from precompute.gates.host import disk_headroom, memory_headroom
-from precompute.gates.in_redis import maxmemory_policy, pages_in_redis, redis_headroom
-from precompute.gates.index import index_recall, index_vectors
-from precompute.gates.leash import Leash, OwnPool
-from precompute.gates.limits import TimeLimits
-from precompute.gates.live import (
+from precompute.gates.rules.exact import exact_lists, exact_numbers, history_in_lists, item_vectors
+from precompute.gates.rules.future import heldout_recall
+from precompute.gates.rules.host import disk_headroom, memory_headroom
+from precompute.gates.rules.in_redis import maxmemory_policy, pages_in_redis, redis_headroom
+from precompute.gates.rules.index import index_recall, index_vectors
+from precompute.gates.rules.live import (
     distinct_lists,
     list_jaccard,
     score_psi,
     single_item,
     stale_lists,
+    tables_of_live,
     top_items,
     top_items_of_live,
 )
-from precompute.gates.models import (
+from precompute.gates.rules.models import (
     bundle,
     defaults,
     dimension,
@@ -50,7 +53,7 @@ from precompute.gates.models import (
     int8_overlap,
     vocabulary,
 )
-from precompute.gates.records import (
+from precompute.gates.rules.records import (
     empty_lists,
     finite,
     lists_whole,
@@ -58,11 +61,8 @@ from precompute.gates.records import (
     record_headers,
     short_lists,
 )
-from precompute.gates.skew import skew, skew_cosine
-from precompute.gates.tables import tables_of_live
-from precompute.gates.unusable import unusable_rows
-from precompute.gates.verdict import Verdict
-from precompute.releases.control import Control
+from precompute.gates.rules.skew import skew, skew_cosine
+from precompute.gates.rules.unusable import unusable_rows
 
 __all__ = ["GATES", "INTEGRITY", "Candidate", "Verdict", "demand_overridable", "run_gates"]
 

@@ -1,1 +1,4 @@
-"""What a night and its service would need, foretold from a sample of the real inputs."""
+"""Sizes, memory and times of a night and its service, foretold from a sample of the real inputs.
+
+Imports steps and the rooms below them. Start at `forecast`.
+"""

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from cache.errors import Refused
-from cache.host import disk_free_bytes, memory_available_bytes
-from cache.servers import masters, shares
+from cache.l2.sync_clients import masters, shares
+from cache.process.host import disk_free_bytes, memory_available_bytes
 from precompute.bulk.headroom import held_bytes, unevictable_bytes
-from precompute.config import GateThresholds, NightConfig
-from precompute.gates.host import disk_verdict, memory_verdict
-from precompute.gates.in_redis import memory_limit, redis_verdict
-from precompute.gates.verdict import Verdict
-from precompute.releases.control import Control, connect
+from precompute.config.settings import GateThresholds, NightConfig
+from precompute.control.control_keys import Control, connect
+from precompute.gates.evidence.verdict import Verdict
+from precompute.gates.rules.host import disk_verdict, memory_verdict
+from precompute.gates.rules.in_redis import memory_limit, redis_verdict
 
 GB = 10**9
 

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.cores import usable_cores
-from cache.embedded import server
-from cache.probe import probe_bytes
-from precompute.build import Progress, quiet
-from precompute.catalogue import ITEM_FEATURES
-from precompute.config import NightConfig, parse_time
-from precompute.models.bundle import Bundle
+from cache.model.input_sample import probe_bytes
+from cache.process.cores import usable_cores
+from cache.process.redis_server import server
+from precompute.bundles.bundle import Bundle
+from precompute.config.generations_at_peak import generations_at_peak
+from precompute.config.progress import Progress, quiet
+from precompute.config.settings import NightConfig, parse_time
+from precompute.control.control_keys import connect
+from precompute.partitions.catalogue import ITEM_FEATURES
 from precompute.planning.capacity import Limits, verdicts
 from precompute.planning.hits import Hits, Popularity, hits, popularity_of, zipf
 from precompute.planning.memory import step_bytes
@@ -24,8 +26,6 @@ from precompute.planning.sampling import draw
 from precompute.planning.sizes import Shape
 from precompute.planning.spent import Spent
 from precompute.planning.trial import Timings, Trial, feature_columns, open_trial, time_scoring
-from precompute.releases.control import connect
-from precompute.room import generations_at_peak
 from precompute.scoring.shard import configured_tables, entity_of, layout_of, metric_of
 
 DAY_S = 86_400.0

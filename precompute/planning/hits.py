@@ -14,7 +14,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.local import OVERHEAD_BYTES, READY_BYTES, Entry, LocalKey, LocalTier, size_of
+from cache.tiers.l1 import OVERHEAD_BYTES, READY_BYTES, Entry, LocalKey, LocalTier, size_of
 
 EXACT_RANKS = 10_000
 BIN_GROWTH = 1.002

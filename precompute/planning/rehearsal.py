@@ -6,17 +6,17 @@ from typing import Any
 
 import redis
 
-from cache.artefacts import generation_path
-from cache.keys import Keyspace
-from cache.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
-from precompute.build import Build
+from cache.format.keys import Keyspace
+from cache.format.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
+from cache.store.artefacts import generation_path
+from precompute.builds.build import Build
 from precompute.bulk.load import total_bytes
 from precompute.bulk.server_info import cpu_s
-from precompute.config import NightConfig
-from precompute.loading import load
+from precompute.config.settings import NightConfig
 from precompute.planning.sizes import Shape
 from precompute.planning.spent import Run, Spent, grown, middle, timed
 from precompute.scoring.tables import records_per_page
+from precompute.steps.load import load
 
 GENERATION = "20000101T000000Z-000000000000"
 LARGEST_BYTES = 256 << 20

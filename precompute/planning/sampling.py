@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
-from precompute.build import Progress, quiet
-from precompute.columns import Ids
-from precompute.config import NightConfig, Sources
-from precompute.scoring.shard_input import hashes_of
-from precompute.source_files import source_file
-from precompute.sources import Interactions, read_features, read_interactions
+from precompute.config.progress import Progress, quiet
+from precompute.config.settings import NightConfig, Sources
+from precompute.partitions.shard_input import hashes_of
+from precompute.sources.columns import Ids
+from precompute.sources.files import source_file
+from precompute.sources.readers import Interactions, read_features, read_interactions
 
 SEED = 0x5DEECE66D
 """Independent of every directory seed, so that a shard is no sample."""

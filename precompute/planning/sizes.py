@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cache.manifest import EntityKind
-from cache.records import Layout
-from precompute.models.index import FLAT_BELOW, IndexKind, list_count
+from cache.format.manifest import EntityKind
+from cache.format.records import Layout
+from precompute.bundles.index import FLAT_BELOW, IndexKind, list_count
 from precompute.scoring.tables import records_per_page
 
 HASH_BYTES = 8

@@ -9,21 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from precompute import pipeline
-from precompute.build import Build, Progress, fetch_items, open_bundle, quiet
-from precompute.catalogue import IDS, MODEL_INDEX, OFFSETS, VECTORS, open_items
-from precompute.config import NightConfig
-from precompute.models.bundle import Bundle
+from precompute.builds.build import Build, fetch_items, open_bundle
+from precompute.bundles.bundle import Bundle
+from precompute.config.devices import OFF
+from precompute.config.progress import Progress, quiet
+from precompute.config.settings import NightConfig
+from precompute.partitions.catalogue import IDS, MODEL_INDEX, OFFSETS, VECTORS, open_items
+from precompute.partitions.partition import partition
+from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.sampling import Sample
 from precompute.planning.sizes import Shape
 from precompute.planning.spent import Run, Spent, grown, timed
-from precompute.scoring.device.choice import OFF
-from precompute.scoring.partition import partition
 from precompute.scoring.shard import Scorers, configured_tables, metric_of, score_items
-from precompute.scoring.shard_input import scratch_folder
-from precompute.scoring.shards import SHARDS_AT_ONCE
-from precompute.scoring.topk import Scorer
 from precompute.scoring.users import PARTITION, ShardWork, score_users
+from precompute.steps import pipeline
+from precompute.steps.score import SHARDS_AT_ONCE
+from precompute.topk.topk import Scorer
 
 PROBE = 256
 REPEATS = 3

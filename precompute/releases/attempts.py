@@ -1,11 +1,12 @@
 """Repeats: what an attempt of this name did earlier, and whether that still stands."""
 
+import uuid
 from collections.abc import Sequence
 from typing import Literal
 
 from cache.errors import Conflict
-from cache.releases import MOVES, Pointer, Release
-from precompute.releases.states import State, fold
+from cache.store.releases import MOVES, Pointer, Release
+from precompute.control.states import State, fold
 
 Repeatable = Literal["publish", "roll_back", "canary", "end_canary"]
 
@@ -102,3 +103,8 @@ def _taken_back(
 
 def _retires(release: Release, own: Release) -> bool:
     return release.action == "retire" and release.generation == own.generation
+
+
+def new_attempt() -> str:
+    """Names an attempt made from a shell."""
+    return f"shell-{uuid.uuid4().hex[:12]}"

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from cache.errors import ConfigError, Conflict
-from cache.releases import Canary, Pointer
+from cache.store.releases import Canary, Pointer
 from precompute.bulk.governor import Governor
 from precompute.bulk.reload import load_missing
+from precompute.control.control_keys import Row
+from precompute.control.states import State, demand
 from precompute.releases.attempts import earlier
-from precompute.releases.control import Row
 from precompute.releases.moves import Moved, Moves, Report, files_of
 from precompute.releases.release_log import LOOK_TRIES, View, standing
-from precompute.releases.states import State, demand
 
 
 class Canaries(Moves):

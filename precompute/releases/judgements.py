@@ -2,13 +2,13 @@
 
 from typing import Literal
 
-from cache.artefacts import generation_path
 from cache.errors import Conflict, UnknownGeneration
-from cache.releases import Action
-from precompute.checks import demand_reason
-from precompute.releases.control import Row
+from cache.store.artefacts import generation_path
+from cache.store.releases import Action
+from precompute.config.validation import demand_reason
+from precompute.control.control_keys import Row
+from precompute.control.states import UNFINISHED, State, demand
 from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, View, standing
-from precompute.releases.states import UNFINISHED, State, demand
 
 
 class Judgements(ReleaseLog):

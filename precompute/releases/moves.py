@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cache.artefacts import read_manifest
 from cache.errors import Conflict, UnknownGeneration
-from cache.releases import MOVES, Action, Pointer
-from precompute.releases.control import Row
+from cache.store.artefacts import read_manifest
+from cache.store.releases import MOVES, Action, Pointer
+from precompute.control.control_keys import Row
+from precompute.control.states import ALLOWED, State, demand, fold
 from precompute.releases.judgements import Judgements
 from precompute.releases.release_log import CUT_CHARS, View, standing
-from precompute.releases.states import ALLOWED, State, demand, fold
 
 Report = Mapping[str, Any]
 """What verify reports: `baseline`, the generation that was live then (null: none), beside what others look at."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from precompute.config import NightConfig
-from precompute.releases.control import Control, connect
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
 from precompute.releases.release import Releases
 
 

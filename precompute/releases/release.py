@@ -1,16 +1,16 @@
 """Publish and roll back: the moves that make a generation live, written down first."""
 
-from cache.artefacts import read_manifest
 from cache.errors import Conflict
-from cache.releases import Action, Pointer
+from cache.store.artefacts import read_manifest
+from cache.store.releases import Action, Pointer
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import unlink_pages
 from precompute.bulk.reload import load_missing, repair
+from precompute.control.states import State, demand
 from precompute.releases.attempts import earlier
 from precompute.releases.canaries import Canaries
 from precompute.releases.moves import Moved, Report, files_of
 from precompute.releases.release_log import View, standing
-from precompute.releases.states import State, demand
 
 
 class Releases(Canaries):

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cache.artefacts import ArtefactStore, generation_path
 from cache.errors import Conflict, CorruptArtefact, UnknownGeneration
-from cache.releases import (
+from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.releases import (
     POINTED,
     Action,
     Pointer,
@@ -23,8 +23,8 @@ from cache.releases import (
     manifest_digest,
     released_manifest,
 )
-from precompute.releases.control import Control, Row
-from precompute.releases.states import TRANSITIONS, Ledger, State, fold
+from precompute.control.control_keys import Control, Row
+from precompute.control.states import TRANSITIONS, Ledger, State, fold
 
 EPOCH_TRIES = 100
 NOTE_TRIES = 10

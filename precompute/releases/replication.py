@@ -10,8 +10,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.errors import Conflict
-from cache.manifest import GENERATION
-from cache.servers import masters
+from cache.format.manifest import GENERATION
+from cache.l2.sync_clients import masters
 from precompute.bulk.governor import Governor
 from precompute.bulk.reload import reload
 from precompute.releases.release_log import ReleaseLog

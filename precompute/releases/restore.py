@@ -3,17 +3,17 @@
 import math
 from dataclasses import replace
 
-from cache.artefacts import read_manifest
 from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
-from cache.keys import Keyspace
-from cache.manifest import GENERATION
-from cache.releases import Pointer, Release
+from cache.format.keys import Keyspace
+from cache.format.manifest import GENERATION
+from cache.store.artefacts import read_manifest
+from cache.store.releases import Pointer, Release
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import Progress
 from precompute.bulk.reload import is_missing, reload
-from precompute.releases.control import Row
+from precompute.control.control_keys import Row
+from precompute.control.states import Ledger, State, fold
 from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, View, without_retired
-from precompute.releases.states import Ledger, State, fold
 from precompute.releases.sweep import is_back, overlays_live_s, unlink_recorded
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import redis
 
+from cache.control.staging_note import Staging
 from cache.errors import Conflict
-from cache.staging import Staging
-from precompute.build import Progress, quiet
-from precompute.releases.control import REPLICA_DEAD_S, Control, Replica
-from precompute.sections import FlipConfig
+from precompute.config.progress import Progress, quiet
+from precompute.config.sections import FlipConfig
+from precompute.control.control_keys import REPLICA_DEAD_S, Control, Replica
 
 LEASE_S = 60.0
 """How long replicas hold a generation for a publisher that says nothing more, because it died."""

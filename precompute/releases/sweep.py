@@ -4,17 +4,17 @@ import math
 from collections.abc import Collection, Sequence
 from itertools import islice
 
-from cache.artefacts import generation_path, read_manifest
 from cache.errors import Conflict, UnknownGeneration
-from cache.keys import Keyspace
-from cache.manifest import GENERATION, Manifest
-from cache.releases import POINTED, Release
+from cache.format.keys import Keyspace
+from cache.format.manifest import GENERATION, Manifest
+from cache.store.artefacts import generation_path, read_manifest
+from cache.store.releases import POINTED, Release
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import RETIRE_BATCH, unlink_pages
-from precompute.releases.control import Row
+from precompute.config.generations_at_peak import retained
+from precompute.control.control_keys import Row
+from precompute.control.states import ALLOWED, UNFINISHED, Ledger, State, demand, fold
 from precompute.releases.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, View, standing
-from precompute.releases.states import ALLOWED, UNFINISHED, Ledger, State, demand, fold
-from precompute.room import retained
 
 ABANDON_AFTER_S = 86_400.0
 ROW_KEPT_S = 2 * 86_400.0

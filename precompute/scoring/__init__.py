@@ -1,1 +1,4 @@
-"""Scoring: every known entity through the towers and the exact top-K, shard by shard, into pages."""
+"""A shard scored: inputs bound to towers, users compared with items, pages of records written.
+
+Imports builds, topk and device. Start at `users`.
+"""

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import UnfitValue
-from cache.records import Layout, absent, encode_topk, encode_values, encode_vectors, unfit
+from cache.format.records import Layout, absent, encode_topk, encode_values, encode_vectors, unfit
 
 Answers = tuple[NDArray[np.uint32], NDArray[np.float32]] | NDArray[np.float32]
 """(ordinals, scores) of lists, or the numbers of vectors and values; a row for each entity."""

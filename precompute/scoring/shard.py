@@ -10,28 +10,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError
-from cache.items import ItemTable, Ordinals
-from cache.keys import fingerprints
-from cache.manifest import Producer
-from cache.ranking import Metric
-from cache.records import Layout
-from cache.tower import Histories, TowerSpec
-from precompute.build import Build, Progress, cut_of, open_bundle
-from precompute.catalogue import (
+from cache.format.item_table import ItemTable, Ordinals
+from cache.format.keys import fingerprints
+from cache.format.manifest import Producer
+from cache.format.records import Layout
+from cache.model.ranking import Metric
+from cache.model.tower import Histories, TowerSpec
+from precompute.builds.build import Build, cut_of, open_bundle
+from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.config.devices import OFF, device_of
+from precompute.config.progress import Progress
+from precompute.config.settings import NightConfig, TableConfig
+from precompute.partitions.catalogue import (
     ITEM_FEATURES,
     VECTORS,
     item_features,
     open_items,
 )
-from precompute.config import NightConfig, TableConfig
-from precompute.models.bundle import Bundle, BundleModel
-from precompute.models.inputs import bind
-from precompute.scoring.device.choice import OFF, device_of
 from precompute.scoring.encoding import Answers, encode, finite_rows
+from precompute.scoring.inputs import bind
 from precompute.scoring.tables import PageFile, sums_path
-from precompute.scoring.topk import AnyScorer, Scorer
 from precompute.scoring.towers import AnyTower, open_tower
-from precompute.unusable import NOT_FINITE, UNFIT, Unusable
+from precompute.sources.unusable import NOT_FINITE, UNFIT, Unusable
+from precompute.topk.topk import AnyScorer, Scorer
 
 CHUNK = 16_384
 """Entities scored at once: enough for the matrix product, bounded in memory."""
@@ -145,7 +146,7 @@ class Place:
 
     def _make(self, items: ItemTable, metric: Metric) -> AnyScorer:
         if self.device is not None:
-            from precompute.scoring.device.scorer import DeviceScorer
+            from precompute.device.scorer import DeviceScorer
 
             if (found := DeviceScorer.of(items.vectors, metric, self.device)) is not None:
                 return found

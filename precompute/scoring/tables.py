@@ -2,19 +2,17 @@
 
 import os
 import secrets
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from cache.artefacts import disk_errors, sync_folder, write_atomically
-from cache.records import Layout
+from cache.format.records import Layout
+from cache.store.artefacts import disk_errors, sync_folder, write_atomically
 
 STRING_OVERHEAD_BYTES = 64
 """Above what Redis keeps beside the bytes of a string. jemalloc's classes are powers of two and four steps between:
@@ -115,9 +113,3 @@ class PageFile(GrowingFile):
 def sums_path(pages: Path) -> Path:
     """Where the checksums of a page file lie."""
     return pages.with_suffix(".sums")
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """A small report, atomically; numpy numbers allowed."""
-    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2
-    write_atomically(path, orjson.dumps(value, option=options))

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.cores import usable_cores
 from cache.errors import BundleError
-from cache.tower import Histories, Inputs, Tower, TowerSpec, rows_of
-from precompute.build import Build, fetch_model
-from precompute.models.bundle import BundleModel, demand_sha256
+from cache.model.tower import Histories, Inputs, Tower, TowerSpec, rows_of
+from cache.process.cores import usable_cores
+from precompute.builds.build import Build, fetch_model
+from precompute.bundles.bundle import BundleModel, demand_sha256
 
 AGREEMENT = 1e-4
 """How far a program may be from its ONNX file, relative to the largest number of the row."""
@@ -44,7 +44,7 @@ def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower
     if device is None or model.program is None:
         return tower
     demand_sha256(model.program, model.program_sha256)
-    from precompute.models.program import Program
+    from precompute.bundles.program import Program
 
     names = [each.name for each in model.spec.inputs]
     return ProgramTower(model.name, tower, Program.open(model.program, names, device), names)

@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.items import ItemTable
-from cache.keys import fingerprints
-from cache.records import NO_ITEM, Layout
-from cache.tower import Histories, TowerSpec
-from precompute.build import Build, Progress, cut_of, fetch_partition
+from cache.format.item_table import ItemTable
+from cache.format.keys import fingerprints
+from cache.format.records import NO_ITEM, Layout
+from cache.model.tower import Histories, TowerSpec
+from precompute.builds.build import Build, cut_of, fetch_partition
 from precompute.bulk.headroom import demand_disk
-from precompute.catalogue import VECTORS, directory_file, open_items
-from precompute.config import TableConfig
-from precompute.models.bundle import Bundle, BundleModel
-from precompute.models.inputs import bind, inputs_of
+from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.config.progress import Progress
+from precompute.config.settings import TableConfig
+from precompute.partitions.catalogue import VECTORS, directory_file, open_items
+from precompute.partitions.shard_input import ShardInput, read_shard, scratch_folder, slice_shard
+from precompute.partitions.stages import Stages
 from precompute.scoring.encoding import Answers, encode, finite_rows
-from precompute.scoring.flat import Top
+from precompute.scoring.inputs import bind, inputs_of
 from precompute.scoring.shard import (
     Place,
     Scorers,
@@ -31,12 +33,11 @@ from precompute.scoring.shard import (
     layout_of,
     metric_of,
 )
-from precompute.scoring.shard_input import ShardInput, read_shard, scratch_folder, slice_shard
-from precompute.scoring.stages import Stages
 from precompute.scoring.tables import GrowingFile, PageFile
-from precompute.scoring.topk import AnyScorer
 from precompute.scoring.towers import AnyTower
-from precompute.unusable import NOT_FINITE, UNFIT, Case, Unusable
+from precompute.sources.unusable import NOT_FINITE, UNFIT, Case, Unusable
+from precompute.topk.flat import Top
+from precompute.topk.topk import AnyScorer
 
 CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""

@@ -1,99 +1,142 @@
-"""What OpenAPI says about the document of the dashboard. Pure data."""
+"""The document of `GET /dashboard/data`, from what was seen. Pure."""
 
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-Json = dict[str, Any]
+from serving.dashboard import counters
+from serving.dashboard.aggregator import LATELY_BINS, Seen
+from serving.dashboard.counters import merged
+from serving.dashboard.series import Row, quantiles, series
+from serving.dashboard.time_bins import BIN_S
+from serving.dashboard.verdict import verdict
+from serving.metrics.registry import SOURCES
+from serving.replica.redis_memory import memory
 
-_NUMBERS: Json = {"type": "array", "items": {"type": ["number", "null"]}}
-_BY_NAME: Json = {"type": "object", "additionalProperties": _NUMBERS}
-_COUNTS: Json = {"type": "object", "additionalProperties": {"type": "integer"}}
+Worker = Mapping[str, Any]
 
-
-def _object(description: str, **properties: Json) -> Json:
-    return {"type": "object", "description": description, "properties": properties}
-
-
-def _maybe(kind: str, description: str = "") -> Json:
-    return {"type": [kind, "null"]} | ({"description": description} if description else {})
-
-
-def _list(of: Json) -> Json:
-    return {"type": "array", "items": of}
+SETTLED_S = 3.0
+"""After its end a bin is shown: by then every worker has told its part."""
 
 
-_ANSWERS = {
-    "type": "object",
-    "description": "By source",
-    "additionalProperties": {"type": "integer"},
-}
+def document(
+    seen: Seen,
+    *,
+    schedule: Mapping[str, Any],
+    archive: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
+    roles: Mapping[str, str],
+    bounds: Sequence[float],
+    advisor: Mapping[str, Any] | None,
+    quality: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Every field of the contract; `roles` are those of the generations that this replica holds, by role."""
+    workers = [seen.workers[name] for name in sorted(seen.workers)]
+    until = int((seen.now - SETTLED_S) // BIN_S) * BIN_S
+    recent = merged(seen.lately.values())
+    total = merged(each["counts"] or {} for each in workers)
+    of = {generation: role for role, generation in roles.items()}
+    generations = [{**each, "role": of.get(each["generation"])} for each in archive[0]]
+    body: dict[str, Any] = {
+        "now": seen.now,
+        "whole": seen.trouble is None,
+        "trouble": seen.trouble,
+        "replicas": replicas(workers, seen.now),
+        "series": series(seen.rows, until),
+        "lately": {
+            "seconds": LATELY_BINS * BIN_S,
+            "requests": recent.get(counters.REQUESTS, 0),
+            "answers": _answers(recent),
+            "misses": counters.by(recent, counters.MISSES),
+            "latency": quantiles(recent, bounds),
+        },
+        "earlier": {"answers": _earlier(seen.rows, seen.lately)},
+        "totals": {
+            "requests": total.get(counters.REQUESTS, 0),
+            "answers": _answers(total),
+            "misses": counters.by(total, counters.MISSES),
+            "entities": total.get(counters.ENTITIES, 0),
+        },
+        "generations": generations,
+        "schedule": dict(schedule),
+        "nights": list(archive[1]),
+        "redis": redis(seen.infos),
+        "breakers": {"closed": 0, "half_open": 0, "open": 0}
+        | Counter(str(each["breaker"]) for each in workers),
+        "queue": {
+            "live_queued": _sum(workers, "live_queued"),
+            "under_way": _sum(workers, "under_way"),
+            "requests_max": _sum(workers, "requests_max"),
+            "queue_seconds": max((each["queue_seconds"] or 0.0 for each in workers), default=0.0),
+            "shed": total.get(counters.SHED, 0),
+            "shed_lately": recent.get(counters.SHED, 0),
+        },
+        "l1": {
+            "bytes": _sum(workers, "l1_bytes"),
+            "budget_bytes": _sum(workers, "l1_budget_bytes"),
+            "entries": _sum(workers, "l1_entries"),
+        },
+        "advisor": advisor,
+        "quality": quality,
+    }
+    return {**body, "verdict": verdict(body)}
 
-DASHBOARD: Json = _object(
-    "What all replicas count, at most a second old; times are Unix seconds by Redis' clock; null is unknown",
-    now={"type": "number"},
-    whole={"type": "boolean", "description": "false: the numbers of one worker alone"},
-    trouble=_maybe("string", "Why it is not whole"),
-    verdict=_object(
-        "Whether all is well",
-        level={"enum": ["ok", "warn", "bad"]},
-        sentence={"type": "string"},
-        advice=_maybe("string", "What to do"),
-        also=_list({"type": "string"}),
-    ),
-    replicas=_list(
-        _object(
-            "The workers of one parent",
-            replica={"type": "string"}, workers={"type": "integer"}, generation=_maybe("string"),
-            epoch=_maybe("integer"), ready={"type": "boolean"}, stale=_maybe("string"),
-            degraded=_maybe("string"), seen_s={"type": "number"}, failed=_maybe("string"),
+
+def _answers(found: Mapping[str, int]) -> dict[str, int]:
+    return {source: found.get(counters.ANSWERS + source, 0) for source in SOURCES}
+
+
+def _earlier(rows: Mapping[int, Row], lately: Mapping[int, Any]) -> dict[str, int]:
+    """Answers by source in the bins before those of `lately`."""
+    found = Counter[str]()
+    for start, row in rows.items():
+        if start not in lately:
+            found.update(row.answers)
+    return {source: found[source] for source in SOURCES}
+
+
+def _sum(workers: Iterable[Worker], name: str) -> int:
+    return sum(each[name] or 0 for each in workers)
+
+
+def replicas(workers: Iterable[Worker], now: float) -> list[dict[str, Any]]:
+    """Workers of one parent are one replica; it is as good, and as far, as the last of them."""
+    groups: dict[str, list[Worker]] = {}
+    for each in workers:
+        groups.setdefault(str(each["replica"]), []).append(each)
+    found = []
+    for name, group in sorted(groups.items()):
+        last = min(group, key=lambda each: each["epoch"] or 0)
+        found.append(
+            {
+                "replica": name,
+                "workers": len(group),
+                "generation": last["generation"],
+                "epoch": last["epoch"],
+                "ready": all(each["ready"] for each in group),
+                "stale": _first(group, "stale"),
+                "degraded": _first(group, "degraded"),
+                "seen_s": round(max(max(0.0, now - each["at"]) for each in group), 3),
+                "failed": _first(group, "failed"),
+            }
         )
-    ),
-    series=_object(
-        "The last hour in steps of `step_s`, oldest first; quantiles are off by 5 % at most",
-        step_s={"type": "integer"}, at=_NUMBERS, requests=_NUMBERS, answers=_BY_NAME,
-        seconds={"type": "object", "additionalProperties": _BY_NAME},
-        stages=_BY_NAME, misses=_BY_NAME,
-    ),
-    lately=_object(
-        "The last `seconds` as one",
-        seconds={"type": "integer"}, requests={"type": "integer"}, answers=_ANSWERS, misses=_COUNTS,
-        latency={"type": "object", "additionalProperties": {"type": "object"}},
-    ),
-    earlier=_object("The hour before that", answers=_ANSWERS),
-    totals=_object(
-        "Since the start of each worker that runs: the sums of what /metrics tells on every replica",
-        requests={"type": "integer"}, answers=_ANSWERS, misses=_COUNTS, entities={"type": "integer"},
-    ),
-    generations=_list(
-        _object(
-            "Newest first",
-            generation={"type": "string"}, state=_maybe("string"), epoch=_maybe("integer"),
-            role=_maybe("string", "Of those that this replica holds"), published_at=_maybe("number"),
-            data_until=_maybe("number"), bytes=_maybe("integer"), records=_maybe("integer"),
-            gates=_list({"type": "object"}), reason=_maybe("string"),
-        )
-    ),
-    schedule=_object(
-        "When a generation should exist",
-        age_s=_maybe("number"), due_at={"type": "number"}, missing={"type": "boolean"},
-    ),
-    nights=_list(
-        _object(
-            "Newest first",
-            generation={"type": "string"}, outcome={"type": "string"}, began_at=_maybe("number"),
-            steps=_list({"type": "object"}),
-        )
-    ),
-    redis=_object(
-        "All nodes together",
-        used_bytes=_maybe("integer"), limit_bytes=_maybe("integer"), policy=_maybe("string"),
-        clients=_maybe("integer"), evicted=_maybe("integer"),
-    ),
-    breakers=_COUNTS,
-    queue=_object("All workers together; `queue_seconds` of the slowest"),
-    l1=_object(
-        "All workers together",
-        bytes={"type": "integer"}, budget_bytes={"type": "integer"}, entries={"type": "integer"},
-    ),
-    advisor=_maybe("object", "Of all workers together, each counted by its reads"),
-    quality=_maybe("object"),
-)  # fmt: skip
+    return found
+
+
+def _first(group: Iterable[Worker], name: str) -> str | None:
+    return next((each[name] for each in group if each[name]), None)
+
+
+def redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Memory and evictions; of a cluster the sum of its nodes, and the policy that is worst."""
+    if not infos:
+        return dict.fromkeys(("used_bytes", "limit_bytes", "policy", "clients", "evicted"))
+    policies = [str(each.get("maxmemory_policy", "")) for each in infos]
+    used, limit = memory(infos)
+    return {
+        "used_bytes": used,
+        "limit_bytes": limit or None,
+        "policy": next((each for each in policies if each.startswith("allkeys")), policies[0])
+        or None,
+        "clients": sum(int(each.get("connected_clients", 0)) for each in infos),
+        "evicted": sum(int(each.get("evicted_keys", 0)) for each in infos),
+    }

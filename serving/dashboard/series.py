@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from serving.buckets import quantile
-from serving.dashboard.bins import BIN_S
-from serving.dashboard.counts import ANSWERS, MISSES, REQUESTS, STAGES, by, histograms
-from serving.metrics import SOURCES
-from serving.metrics import STAGES as STAGE_NAMES
+from serving.dashboard.counters import ANSWERS, MISSES, REQUESTS, STAGES, by, histograms
+from serving.dashboard.time_bins import BIN_S
+from serving.metrics.log_buckets import quantile
+from serving.metrics.registry import SOURCES
+from serving.metrics.registry import STAGES as STAGE_NAMES
 
 SHARES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 REASONS_MAX = 20

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from serving.advice import together
-from serving.dashboard.counts import is_count
+from serving.dashboard.counters import is_count
+from serving.usage.l1_curve import together
 
 _TEXTS = ("generation", "stale", "degraded", "failed")
 _NUMBERS = (

@@ -1,1 +1,4 @@
-"""Whether the answers are good: re-scored samples of them, why records are missing, what is read and what is not."""
+"""Quality of answers: samples of them scored again, drift of inputs and scores, what is read and what is not.
+
+Imports serving.lookup, serving.usage and the rooms below them. Start at `monitor`.
+"""

@@ -12,10 +12,10 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from serving.quality.cells import Cell, Key, packed
-from serving.quality.compare import Sample
+from serving.generations.snapshot import Snapshot
+from serving.quality.aggregates import Cell, Key, packed
+from serving.quality.comparison import Sample
 from serving.quality.drift import ALPHA, Drift
-from serving.snapshot import Snapshot
 
 FLOOR = 0.5
 """What the overlap must reach where the night has measured none."""

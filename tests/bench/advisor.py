@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from cache.advisor.shards import Shards
-from serving.config import ServingConfig
+from cache.mrc.shards import Shards
+from serving.config.settings import ServingConfig
 from tests.bench.harness import Options, Promise, Ratio, Report, parse
 from tests.bench.observe import on_vs_off
 from tests.bench.place import own_server

@@ -26,12 +26,12 @@ from tempfile import TemporaryDirectory
 
 import uvloop
 
-from serving.ask import Ask
-from serving.collecting import settle
-from serving.config import ServingConfig
-from serving.content import lookup_of
-from serving.routes import Service
-from serving.running import running
+from serving.bootstrap import running
+from serving.config.settings import ServingConfig
+from serving.http.service import Service
+from serving.process.gc_tuning import settle
+from serving.requests.content import lookup_of
+from serving.requests.models import Ask
 from tests.bench.catalogue import make_catalogue
 from tests.bench.harness import Options, Report, alternate, parse
 from tests.bench.http_load import Program, place, program

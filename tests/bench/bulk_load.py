@@ -15,12 +15,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import redis
 
-from cache.embedded import Server
-from cache.keys import Keyspace
-from cache.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
-from cache.records import Layout
+from cache.format.keys import Keyspace
+from cache.format.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
+from cache.format.records import Layout
+from cache.process.redis_server import Server
 from precompute.bulk.load import Part, load_part
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from precompute.scoring.tables import records_per_page
 from tests.bench.harness import Promise, Ratio, Report, alternate, parse
 from tests.bench.place import own_server, pin, unpin

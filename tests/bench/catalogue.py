@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cache.tower import Histories, InputSpec, TowerSpec
-from precompute.config import NightConfig, Sources, TableConfig
-from precompute.models import graphs
-from precompute.models.bundle import ModelFile, write_bundle
+from cache.model.tower import Histories, InputSpec, TowerSpec
+from precompute.bundles import graphs
+from precompute.bundles.bundle import ModelFile, write_bundle
+from precompute.config.settings import NightConfig, Sources, TableConfig
 from tests.bench.night import write_interactions
 from tests.bench.read_path import TABLE, UNTIL, Case
 from tests.integration.nights import publish_night

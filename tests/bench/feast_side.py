@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache.artefacts import open_generation
-from cache.items import ItemTable
-from cache.records import decode
+from cache.format.item_table import ItemTable
+from cache.format.records import decode
+from cache.store.artefacts import open_generation
 from tests.bench import feast_store
 from tests.bench.http_load import Program, program
 from tests.bench.read_path import TABLE, Case

@@ -15,9 +15,9 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from precompute import pipeline
-from precompute.config import NightConfig
-from precompute.releases.control import Control
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control
+from precompute.steps import pipeline
 from tests.bench.flip_calls import Recording, calling
 from tests.bench.harness import Options, Promise, Ratio, Report, parse
 from tests.bench.place import own_server

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from cache.tower import Histories
-from precompute.scoring.device.choice import devices
+from cache.model.tower import Histories
+from precompute.config.devices import devices
 from tests.bench.harness import Options, Report, compare, parse
 from tests.bench.topk import recall_of
 from tests.bench.topk_cases import Case, random_case, real_case, real_file
@@ -130,7 +130,7 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
     """One case: ours beside everything that is there."""
     import torch
 
-    from precompute.scoring.device.scorer import DeviceScorer
+    from precompute.device.scorer import DeviceScorer
 
     def settle() -> None:
         if device.type == "cuda":

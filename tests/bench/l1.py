@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 from cachetools import LRUCache
 
-from cache.local import Entry, LocalKey, LocalTier, Ready
+from cache.tiers.l1 import Entry, LocalKey, LocalTier, Ready
 from tests.bench.harness import Options, Report, alternate, parse
 from tests.bench.place import pin
 

@@ -23,8 +23,8 @@ from urllib.parse import quote
 import redis.asyncio
 import uvloop
 
-from serving.arrow_schema import MEDIA_TYPE
-from serving.client_arrow import write_arrow_ids
+from serving.arrow_ipc.schema import MEDIA_TYPE
+from serving.client.arrow import write_arrow_ids
 from tests.bench.harness import Options, Report, alternate, compare, parse
 from tests.bench.http_load import Program, place, program
 from tests.bench.place import own_server, pin

@@ -24,12 +24,12 @@ from typing import Any
 
 import uvloop
 
-from cache.blocklist import Blocklist
-from cache.predictor import LiveInput
-from serving.collecting import settle
-from serving.config import Precision, ServingConfig
-from serving.live import Computed, Job, MicroBatcher, compute
-from serving.snapshot import Snapshot
+from cache.model.predictor import LiveInput
+from cache.store.blocklist import Blocklist
+from serving.config.settings import Precision, ServingConfig
+from serving.generations.snapshot import Snapshot
+from serving.lookup.micro_batcher import Computed, Job, MicroBatcher, compute
+from serving.process.gc_tuning import settle
 from tests.bench.harness import Options, Report, alternate, parse
 from tests.bench.place import own_server
 from tests.bench.read_path import TABLE, Case, make_case

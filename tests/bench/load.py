@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from cache.releases import Pointer
+from cache.store.releases import Pointer
 from precompute.bulk.load import load_part
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from tests.bench.bulk_load import GENERATION, KEYS, LAYOUT, Case, make_case
 from tests.bench.harness import Promise, Ratio, Report, parse
 from tests.bench.load_rates import Baselines, flat_out, loaded

@@ -24,16 +24,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import redis
 
-from cache.artefacts import generation_path
-from cache.cores import usable_cores
-from cache.embedded import server
-from cache.tower import Histories
-from precompute import pipeline
-from precompute.build import Build, Step, open_bundle
-from precompute.config import NightConfig, ReferenceConfig, Sources, TableConfig
-from precompute.models.reference import ReferenceData, train
+from cache.model.tower import Histories
+from cache.process.cores import usable_cores
+from cache.process.redis_server import server
+from cache.store.artefacts import generation_path
+from precompute.builds.build import Build, open_bundle
+from precompute.bundles.reference import ReferenceData, train
+from precompute.config.progress import Step
+from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.scoring.shard import Scorers
 from precompute.scoring.users import ShardWork
+from precompute.steps import pipeline
 from tests.bench.harness import Promise, Ratio, Report, alternate, parse
 from tests.bench.topk_cases import NO_DATA, Case, real_case, real_file
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
-from serving.arrow_schema import MEDIA_TYPE
-from serving.client_arrow import write_arrow_ids
+from serving.arrow_ipc.schema import MEDIA_TYPE
+from serving.client.arrow import write_arrow_ids
 from tests.bench import feast_side
 from tests.bench.feast_side import ABSENT, ENVIRONMENT, FORMS, Row, ask, call, differing, rows_of
 from tests.bench.harness import Options, Report, Run, compare, parse

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cache.embedded import Server, server
+from cache.process.redis_server import Server, server
 
 
 def cores() -> list[int]:

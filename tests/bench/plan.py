@@ -24,18 +24,18 @@ import numpy as np
 import redis
 from numpy.typing import NDArray
 
-from cache.artefacts import generation_path, read_manifest
-from cache.embedded import Server
-from cache.local import Entry, LocalKey, LocalTier, Ready
-from cache.manifest import Manifest
+from cache.format.manifest import Manifest
+from cache.process.redis_server import Server
+from cache.store.artefacts import generation_path, read_manifest
+from cache.tiers.l1 import Entry, LocalKey, LocalTier, Ready
 from infra.demo.synthetic import World, synthesize
-from precompute import pipeline
 from precompute.bulk.load import page_keys
 from precompute.bulk.server_info import cpu_s
-from precompute.config import NightConfig, ReferenceConfig, Sources, TableConfig
-from precompute.models.training import train_reference
+from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.planning.forecast import DAY_S, MIB, Asked, Forecast, forecast
 from precompute.planning.spent import Spent, timed
+from precompute.steps import pipeline
+from precompute.steps.train import train_reference
 from tests.bench.harness import Ratio, Report, parse
 from tests.bench.place import own_server
 from tests.integration.nights import write_clicks

@@ -28,18 +28,18 @@ from urllib.parse import quote
 import redis.asyncio
 import uvloop
 
-from cache.keys import Keyspace, hash_hex
-from cache.local import LocalTier, NegativeCache
-from cache.predictor import LiveInput
-from cache.remote import RemoteConfig, RemoteTier
-from cache.tiered import Found, Tiered
-from precompute.config import NightConfig, TableConfig
-from serving.ask import Ask
-from serving.case import want_in
-from serving.content import lookup_of
-from serving.live import Job, compute
-from serving.routes import Service
-from serving.running import running
+from cache.format.keys import Keyspace, hash_hex
+from cache.l2.tier import RemoteConfig, RemoteTier
+from cache.model.predictor import LiveInput
+from cache.tiers.l1 import LocalTier, NegativeCache
+from cache.tiers.tiered import Found, Tiered
+from precompute.config.settings import NightConfig, TableConfig
+from serving.bootstrap import running
+from serving.http.service import Service
+from serving.lookup.entity import want_in
+from serving.lookup.micro_batcher import Job, compute
+from serving.requests.content import lookup_of
+from serving.requests.models import Ask
 from tests.bench.harness import Options, Report, alternate, parse
 from tests.bench.http_load import BUSY, Load, Program, paths_script, place, program, wrk
 from tests.bench.place import own_server, pin, unpin

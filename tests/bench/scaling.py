@@ -26,12 +26,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from cache.embedded import server
 from cache.errors import Refused
-from precompute import pipeline
-from precompute.config import NightConfig, Sources, TableConfig
+from cache.process.redis_server import server
+from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.planning.memory import step_bytes
-from precompute.scoring.topk import Scorer
+from precompute.steps import pipeline
+from precompute.topk.topk import Scorer
 from tests.bench import wide_night
 from tests.bench.harness import Options, Ratio, Report, parse
 from tests.bench.night import UNTIL, drawn_case, write_interactions

@@ -26,11 +26,11 @@ from tempfile import TemporaryDirectory
 
 import redis
 
-from serving.ask import Ask
-from serving.config import ServingConfig
-from serving.content import lookup_of
-from serving.routes import Service
-from serving.running import running
+from serving.bootstrap import running
+from serving.config.settings import ServingConfig
+from serving.http.service import Service
+from serving.requests.content import lookup_of
+from serving.requests.models import Ask
 from tests.bench import stampede_peers
 from tests.bench.harness import Options, Ratio, Report, parse
 from tests.bench.place import own_server, pin

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.cores import usable_cores
-from cache.tower import Histories, Tower
-from precompute.models.bundle import Bundle
-from precompute.models.reference import ReferenceData, train
+from cache.model.tower import Histories, Tower
+from cache.process.cores import usable_cores
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.reference import ReferenceData, train
 
 DATA = "LARDER_BENCH_DATA"
 """Names the folder that holds `gowalla/train.txt.gz` (one line per user: user item item ...)."""

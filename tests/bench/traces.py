@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cache.advisor.shards import Shards
+from cache.mrc.shards import Shards
 from tests.bench.topk_cases import DATA
 
 Keys = NDArray[np.int64]

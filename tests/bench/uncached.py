@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
-import serving.answering
-from cache.lease import Mark
-from cache.outcomes import Missed, MissReason, Outcome, View, Want
-from cache.tiered import Found, Tiered
+import serving.components
+from cache.l2.lease_commands import Mark
+from cache.tiers.results import Missed, MissReason, Outcome, View, Want
+from cache.tiers.tiered import Found, Tiered
 from serving.__main__ import main
 
 _NOWHERE = Missed(MissReason.NOT_IN_GENERATION)
@@ -43,7 +43,7 @@ class NoTiers(Tiered):
 @contextmanager
 def no_tiers() -> Iterator[None]:
     """Whatever service is put together meanwhile has none."""
-    with patch.object(serving.answering, "Tiered", NoTiers):
+    with patch.object(serving.components, "Tiered", NoTiers):
         yield
 
 

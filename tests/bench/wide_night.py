@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from onnx import TensorProto, helper
 
-from cache.tower import InputSpec, TowerSpec
-from precompute.config import NightConfig, Sources, TableConfig
-from precompute.models import graphs
-from precompute.models.bundle import Bundle, ModelFile, write_bundle
+from cache.model.tower import InputSpec, TowerSpec
+from precompute.bundles import graphs
+from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.planning.sizes import Shape
 from precompute.scoring.shard import layout_of
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cache.keys import (
+from cache.format.keys import (
     FINGERPRINT_SEED,
     FORMAT,
     Keyspace,
@@ -11,7 +11,7 @@ from cache.keys import (
     hash_id,
     input_digest,
 )
-from cache.manifest import (
+from cache.format.manifest import (
     Artefact,
     DirectoryPart,
     EntitySet,
@@ -23,8 +23,8 @@ from cache.manifest import (
     Table,
     TablePart,
 )
-from cache.records import Layout, encode_topk, encode_values, encode_vectors, pack_overlay
-from cache.releases import Pointer, Release
+from cache.format.records import Layout, encode_topk, encode_values, encode_vectors, pack_overlay
+from cache.store.releases import Pointer, Release
 
 MARKS = np.array([0x1122334455667788], np.uint64)
 GENERATION = "20260131T000000Z-0123456789ab"

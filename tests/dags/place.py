@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import redis
 
-from cache.embedded import Server
-from cache.keys import Keyspace
-from cache.releases import Pointer
+from cache.format.keys import Keyspace
+from cache.process.redis_server import Server
+from cache.store.releases import Pointer
 from infra.demo.airflow import LocalAirflow, RunReport, TaskReport
 from infra.demo.place import NEVER
 from infra.demo.service import Service
-from precompute.config import NightConfig, night_config
-from precompute.releases.control import Control
+from precompute.config.settings import NightConfig, night_config
+from precompute.control.control_keys import Control
 from tests.integration.nights import environment, top_lists
 from tests.integration.watching import Watch
 

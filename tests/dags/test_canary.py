@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cache.embedded import Server
+from cache.process.redis_server import Server
 from infra.demo.airflow import AirflowFailed
-from precompute.releases.states import State
+from precompute.control.states import State
 from tests.dags.place import CONFIG, RUN_S, Place, airflow_over, now, write_interactions
 from tests.integration.nights import build_verified
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from cache.embedded import Server
+from cache.process.redis_server import Server
 from infra.demo.airflow import ROOT
 from infra.demo.place import NEVER
-from precompute import pipeline
-from precompute.config import NightConfig, night_config
-from precompute.models.training import train_reference
+from precompute.config.settings import NightConfig, night_config
+from precompute.steps import pipeline
+from precompute.steps.train import train_reference
 from tests.dags.place import CONFIG, now, write_interactions
 from tests.integration.killed_steps import night
 from tests.integration.killing import run

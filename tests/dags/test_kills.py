@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.embedded import Server
-from precompute import pipeline
+from cache.process.redis_server import Server
+from precompute.steps import pipeline
 from tests.dags.place import (
     CONFIG,
     RUN_S,

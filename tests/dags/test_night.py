@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.embedded import Server
+from cache.process.redis_server import Server
 from infra.demo.airflow import AirflowFailed, TaskReport
 from tests.dags.place import (
     CONFIG,

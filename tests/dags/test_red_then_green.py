@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from cache.embedded import Server
+from cache.process.redis_server import Server
 from infra.demo.airflow import AirflowFailed
-from precompute.night import run_night
+from precompute.steps.night import run_night
 from tests.dags.place import RUN_S, USERS, airflow_over, now, states, write_interactions
 from tests.integration.wholeness import assert_whole, moves
 from tests.polling import until

@@ -11,8 +11,8 @@ from fastapi import Request, Response
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from serving.dashboard.pages import page_routes
-from serving.plan import credentials
+from serving.dashboard.static_files import page_routes
+from serving.requests.fast_parse import credentials
 from tests.browser import Browser
 from tests.dashboard import probes as probe
 from tests.dashboard.cases import as_json

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from infra.demo.checks import Judge
 from infra.demo.traffic import replay
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from tests.browser import Browser
 from tests.dashboard import probes as probe
 from tests.dashboard.faults import faults

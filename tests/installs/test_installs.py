@@ -12,7 +12,7 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from tests.integration.nights import build_night
 from tests.integration.program import ROOT, environment, started
 

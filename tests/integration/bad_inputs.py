@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cache.artefacts import sha256_of
-from cache.tower import Histories, Inputs, Tower
-from precompute.config import NightConfig, ReferenceConfig
-from precompute.models import graphs
-from precompute.models.bundle import Bundle, BundleModel, ModelFile, write_bundle
-from precompute.models.training import train_reference
+from cache.model.tower import Histories, Inputs, Tower
+from cache.store.artefacts import sha256_of
+from precompute.bundles import graphs
+from precompute.bundles.bundle import Bundle, BundleModel, ModelFile, write_bundle
+from precompute.config.settings import NightConfig, ReferenceConfig
+from precompute.steps.train import train_reference
 from tests.integration.nights import UNTIL
 
 Change = Callable[[NightConfig, Path], NightConfig]

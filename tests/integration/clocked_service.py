@@ -6,9 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-import serving.running
+import serving.bootstrap
 from serving.__main__ import main
-from serving.nights import Nights
+from serving.replica.freshness import Nights
 
 AHEAD_FILE = "CLOCKED_AHEAD"
 
@@ -20,5 +20,5 @@ def ahead(file: Path) -> float:
 
 if __name__ == "__main__":
     clock = functools.partial(ahead, Path(os.environ[AHEAD_FILE]))
-    vars(serving.running)["Nights"] = functools.partial(Nights, clock=clock)
+    vars(serving.bootstrap)["Nights"] = functools.partial(Nights, clock=clock)
     sys.exit(main())

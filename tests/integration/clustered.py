@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from cache.artefacts import open_generation
-from cache.directory import Directory
-from cache.keys import hash_id
-from cache.releases import newest_release
-from precompute.config import NightConfig
+from cache.format.directory import Directory
+from cache.format.keys import hash_id
+from cache.store.artefacts import open_generation
+from cache.store.releases import newest_release
+from precompute.config.settings import NightConfig
 from tests.clusters import Node, TestCluster
 from tests.integration.nights import (
     histories,

@@ -14,16 +14,16 @@ import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
 
-from cache.artefacts import describe, read_manifest
 from cache.errors import Refused
-from cache.manifest import Manifest, Table
+from cache.format.manifest import Manifest, Table
+from cache.store.artefacts import describe, read_manifest
 from infra.demo.synthetic import World, synthesize
-from precompute import pipeline
 from precompute.bulk.load import unlink_pages
-from precompute.config import NightConfig, parse_time
-from precompute.models.training import train_reference
-from precompute.releases.control import Control, Row, connect
-from precompute.releases.states import State
+from precompute.config.settings import NightConfig, parse_time
+from precompute.control.control_keys import Control, Row, connect
+from precompute.control.states import State
+from precompute.steps import pipeline
+from precompute.steps.train import train_reference
 from tests.integration.nights import UNTIL, pin, prepare, publish_night, write_clicks
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.manifest import Manifest
-from cache.records import NO_ITEM
-from precompute.scoring.shard_files import KINDS
+from cache.format.manifest import Manifest
+from cache.format.records import NO_ITEM
+from precompute.partitions.shard_files import KINDS
 from tests.integration.corpus import Spoilt
 
 Fault = Callable[[Spoilt], None]

@@ -8,8 +8,8 @@ from pathlib import Path
 import redis
 
 from infra.demo.service import Service
-from precompute.config import NightConfig
-from precompute.releases.control import Control, Replica
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, Replica
 from tests.integration.nights import environment
 from tests.polling import until
 

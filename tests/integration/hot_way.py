@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from serving.app import create_app
-from serving.front import Front
-from serving.hot import Hot, Messages
-from serving.routes import Service
-from serving.together import LEAST
+from serving.fast_lookup.coalescer import LEAST
+from serving.fast_lookup.dispatcher import Hot, Messages
+from serving.http.asgi_app import Front
+from serving.http.service import Service
 from tests.integration.serving_app import settings
 
 NOW = 1_800_000_000.125

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from cache.errors import Refused
-from precompute import pipeline
-from precompute.config import NightConfig
-from precompute.night import run_night
+from precompute.config.settings import NightConfig
+from precompute.steps import pipeline
+from precompute.steps.night import run_night
 
 
 def night(config: NightConfig, cut: str, attempt: str) -> dict[str, str]:

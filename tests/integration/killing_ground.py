@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cache.artefacts import read_manifest
-from precompute import pipeline
+from cache.store.artefacts import read_manifest
 from precompute.bulk.load import page_keys
-from precompute.config import NightConfig
-from precompute.releases import canary
-from precompute.releases.control import Control, connect
+from precompute.canary import trial
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
+from precompute.steps import pipeline
 from tests.integration.killed_steps import build, night, refused
 from tests.integration.killing import run
 from tests.integration.nights import UNTIL, top_lists
@@ -155,7 +155,7 @@ class Ground:
         self.watch.canaries.add(generation)
         self.step(
             "canary",
-            lambda c, attempt: partial(canary.start, c, generation, percent=50.0, attempt=attempt),
+            lambda c, attempt: partial(trial.start, c, generation, percent=50.0, attempt=attempt),
             kills=kills,
         )
         self.compare()
@@ -164,7 +164,7 @@ class Ground:
         """End the canary; it is never published."""
         self.step(
             "abandon",
-            lambda c, attempt: partial(canary.abandon, c, reason="a test says so", attempt=attempt),
+            lambda c, attempt: partial(trial.abandon, c, reason="a test says so", attempt=attempt),
             kills=kills,
         )
         self.compare()

@@ -15,15 +15,15 @@ from typing import Any, Self
 
 from redis.asyncio import Redis
 
-from cache.keys import Keyspace
-from cache.local import LocalTier, NegativeCache
-from cache.remote import RemoteConfig, RemoteTier
-from cache.tiered import Tiered
-from serving.holding import Holding
-from serving.infer import Inferences
-from serving.ladder import Ladder
-from serving.lead import Lead
-from serving.live import Computed, Job, compute
+from cache.format.keys import Keyspace
+from cache.l2.tier import RemoteConfig, RemoteTier
+from cache.tiers.l1 import LocalTier, NegativeCache
+from cache.tiers.tiered import Tiered
+from serving.generations.served_set import Holding
+from serving.lookup.inference import Inferences
+from serving.lookup.ladder import Ladder
+from serving.lookup.leases import Lead
+from serving.lookup.micro_batcher import Computed, Job, compute
 from tests.unit.serving.world import World, ask, entity, ids
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cache.directory import Directory, map_file
-from cache.manifest import Artefact, DirectoryPart, EntitySet
-from cache.search import Searcher
+from cache.format.directory import Directory, map_file
+from cache.format.manifest import Artefact, DirectoryPart, EntitySet
+from cache.model.candidate_search import Searcher
 from tests.integration.mapped import private_kb
 
 HASHES = "hashes.bin"

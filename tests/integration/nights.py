@@ -10,17 +10,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache.artefacts import open_generation
-from cache.directory import Directory
-from cache.items import ItemTable
-from cache.keys import hash_ids
-from cache.records import NO_ITEM, decode
+from cache.format.directory import Directory
+from cache.format.item_table import ItemTable
+from cache.format.keys import hash_ids
+from cache.format.records import NO_ITEM, decode
+from cache.store.artefacts import open_generation
 from infra.demo.synthetic import Clicks, World, synthesize
-from precompute import pipeline
-from precompute.config import NightConfig, ReferenceConfig, Sources, TableConfig
-from precompute.models.training import train_reference
-from precompute.night import run_night
+from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.releases.registry import open_releases
+from precompute.steps import pipeline
+from precompute.steps.night import run_night
+from precompute.steps.train import train_reference
 
 UNTIL = "2026-01-29T00:00:00Z"
 NEXT = "2026-01-30T00:00:00Z"

@@ -16,19 +16,19 @@ from zoneinfo import ZoneInfo
 
 import redis
 
-from cache.artefacts import ArtefactStore, generation_path, read_manifest
+from cache.control.schedule import Schedule
 from cache.errors import Conflict, LarderError
-from cache.keys import Keyspace
-from cache.manifest import Manifest
-from cache.releases import Pointer, all_releases
-from cache.schedule import Schedule
+from cache.format.keys import Keyspace
+from cache.format.manifest import Manifest
+from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
+from cache.store.releases import Pointer, all_releases
 from precompute.bulk.reload import reload
-from precompute.releases.control import Control
+from precompute.control.control_keys import Control
+from precompute.control.states import State, demand
 from precompute.releases.release import Releases
 from precompute.releases.restore import restore
-from precompute.releases.states import State, demand
 from precompute.releases.sweep import drop_old_rows, retire, sweepable
-from serving.verdict import judge
+from serving.generations.pointer_rules import judge
 from tests.integration.release_world import World
 
 MINUTE, HOUR, DAY = 60.0, 3_600.0, 86_400.0

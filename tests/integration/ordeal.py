@@ -16,8 +16,8 @@ import orjson
 from infra.demo.http import Connection, get
 from infra.demo.scrape import Counts
 from infra.demo.service import Service
-from precompute.config import NightConfig
-from serving.metrics import SOURCES
+from precompute.config.settings import NightConfig
+from serving.metrics.registry import SOURCES
 from tests.integration import troubled_service
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.nights import environment

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, Queue
 
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 
 ROOT = Path(__file__).parents[2]
 ANNOUNCED = "Larder serves on "

@@ -10,17 +10,17 @@ from typing import Any
 
 import redis
 
-from cache.artefacts import ArtefactStore, generation_path
 from cache.errors import Conflict, LarderError
-from cache.keys import Keyspace
-from cache.releases import Pointer
+from cache.format.keys import Keyspace
+from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.releases import Pointer
 from precompute.bulk.reload import reload
-from precompute.releases.control import Control
+from precompute.control.control_keys import Control
+from precompute.control.states import State, demand
 from precompute.releases.release import Releases
 from precompute.releases.restore import restore
-from precompute.releases.states import State, demand
 from precompute.releases.sweep import drop_old_rows, retire, sweepable
-from serving.verdict import judge
+from serving.generations.pointer_rules import judge
 
 NIGHTS = tuple(
     f"2026{month:02}{day:02}T{hour:02}0000Z-{'c' * 12}"

@@ -3,9 +3,9 @@
 import numpy as np
 import redis
 
-from cache.artefacts import open_generation
-from cache.keys import Keyspace
-from precompute.config import NightConfig
+from cache.format.keys import Keyspace
+from cache.store.artefacts import open_generation
+from precompute.config.settings import NightConfig
 
 
 def rearrange(night: NightConfig, generation: str, table: str) -> None:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from cache.artefacts import ArtefactStore, describe, generation_path, write_atomically
-from cache.keys import Keyspace
-from cache.manifest import (
+from cache.format.keys import Keyspace
+from cache.format.manifest import (
     Artefact,
     DirectoryPart,
     EntitySet,
@@ -19,12 +18,13 @@ from cache.manifest import (
     Table,
     TablePart,
 )
-from cache.records import Layout, encode_values
-from cache.releases import Pointer
+from cache.format.records import Layout, encode_values
+from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
+from cache.store.releases import Pointer
 from precompute.bulk.reload import reload
-from precompute.releases.control import Control, Row
+from precompute.control.control_keys import Control, Row
+from precompute.control.states import State
 from precompute.releases.release import Releases
-from precompute.releases.states import State
 
 if TYPE_CHECKING:
     import redis

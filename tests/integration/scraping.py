@@ -14,11 +14,11 @@ import httpx
 import pytest
 import yaml
 
-from cache.guarded import Guarded
+from cache.process.child_process import Guarded
 from infra.demo.checks import Judge
 from infra.demo.dataset import Dataset
 from infra.demo.traffic import Background, Stream
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from tests.integration.nights import histories
 from tests.polling import until
 

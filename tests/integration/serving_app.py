@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from serving.app import create_app
-from serving.config import ServingConfig
-from serving.routes import Service
+from serving.config.settings import ServingConfig
+from serving.http.service import Service
 
 BASE = "http://larder"
 

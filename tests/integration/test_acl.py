@@ -9,18 +9,18 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache.breaker import Breaker
-from cache.commands import Overlay, OverlayRead, OverlayWrite, PageRead
-from cache.embedded import SETTINGS, find_server
-from cache.guarded import Guarded
-from cache.keys import Keyspace
-from cache.lease import LeaseSwap, LeaseTake, Mark
-from cache.releases import Pointer
-from cache.remote import RemoteConfig, RemoteTier
-from cache.sketch import COLD, Report
-from precompute.releases.control import Control, Row
+from cache.control.hot_keys import COLD, Report
+from cache.format.keys import Keyspace
+from cache.l2.circuit_breaker import Breaker
+from cache.l2.commands import Overlay, OverlayRead, OverlayWrite, PageRead
+from cache.l2.lease_commands import LeaseSwap, LeaseTake, Mark
+from cache.l2.tier import RemoteConfig, RemoteTier
+from cache.process.child_process import Guarded
+from cache.process.redis_server import SETTINGS, find_server
+from cache.store.releases import Pointer
+from precompute.control.control_keys import Control, Row
+from precompute.control.states import State
 from precompute.releases.staging import Stage
-from precompute.releases.states import State
 from tests.polling import until
 
 CONF = Path(__file__).parents[2] / "infra/redis.conf"

@@ -9,12 +9,12 @@ import pytest
 import redis
 
 from cache.errors import ConfigError, Conflict, CorruptArtefact, LarderError
-from cache.releases import Pointer, all_releases
-from precompute import pipeline
-from precompute.config import NightConfig
-from precompute.releases.adopt import adopt
+from cache.store.releases import Pointer, all_releases
+from precompute.config.settings import NightConfig
+from precompute.control.states import State
 from precompute.releases.registry import open_releases
-from precompute.releases.states import State
+from precompute.steps import pipeline
+from precompute.steps.adopt import adopt
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish, publish_night
 
 FUTURE = 9_999_999_999_999

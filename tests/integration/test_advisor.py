@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from tests.integration.nights import UNTIL, build_night, build_verified, histories, publish
 from tests.integration.serving_app import Running, eventually, serving
 
@@ -95,8 +95,9 @@ async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(
         after = await told(app)
         keys = (await app.counted("larder_l1_advisor_sampled_keys"))[()]
 
-    # Each key is new once more, but for what was read ahead: L1 had it, the sample had not.
-    assert after["now"] == pytest.approx(before["now"], abs=0.1)
+    # Each key is new once more, but for what was read ahead: L1 had it, the sample had not. How much that is depends on
+    # how soon the flip came.
+    assert after["now"] == pytest.approx(before["now"], abs=0.15)
     assert len(users) <= keys <= 3 * len(users)
 
 

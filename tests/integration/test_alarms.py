@@ -14,13 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cache.embedded import Server
 from cache.errors import Refused
+from cache.process.redis_server import Server
 from infra.demo.checks import Judge
 from infra.demo.service import Service
-from precompute import pipeline
-from precompute.config import NightConfig
-from precompute.gates.override import override
+from precompute.cli.override import override
+from precompute.config.settings import NightConfig
+from precompute.steps import pipeline
 from tests.integration.bad_inputs import on_another_scale
 from tests.integration.clocked_service import AHEAD_FILE
 from tests.integration.corpus import build, cut_at

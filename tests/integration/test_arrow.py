@@ -11,13 +11,13 @@ import pyarrow as pa
 import pytest
 import redis
 
-from cache.blocklist import Blocklist
-from precompute.config import NightConfig
+from cache.store.blocklist import Blocklist
+from precompute.config.settings import NightConfig
 from serving.app import create_app
-from serving.arrow_schema import MEDIA_TYPE
+from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.client import AsyncClient, Entity, InvalidRequest, Options, Policy
-from serving.client_answer import Answer
-from serving.client_arrow import write_arrow_ids
+from serving.client.answers import Answer
+from serving.client.arrow import write_arrow_ids
 from tests.integration.hot_way import Asked, Sent, Ways
 from tests.integration.nights import K, build_night, histories, publish_night
 from tests.integration.serving_app import BASE, eventually, serving, settings

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from serving.client import (
     AsyncClient,
     Client,

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from cache.artefacts import read_manifest
-from precompute import pipeline
+from cache.store.artefacts import read_manifest
 from precompute.bulk.load import page_keys
 from precompute.bulk.reload import damaged
-from precompute.config import NightConfig
+from precompute.config.sections import GovernorConfig
+from precompute.config.settings import NightConfig
 from precompute.releases.registry import open_releases
-from precompute.sections import GovernorConfig
+from precompute.steps import pipeline
 from tests.clusters import TestCluster, cluster
 from tests.integration.clustered import all_from_l2, ask, live, other_than, page_key_of, users_of
 from tests.integration.nights import (

@@ -9,19 +9,19 @@ import pytest
 from redis.crc import key_slot
 from redis.exceptions import AskError
 
-from cache.artefacts import ArtefactStore
-from cache.breaker import Breaker
-from cache.cluster import ClusterTier
-from cache.commands import Overlay, OverlayRead, OverlayWrite, PageRead
 from cache.errors import ConfigError, TierUnavailable
-from cache.keys import Keyspace
-from cache.lease import DONE, LeaseTake, Mark
-from cache.remote import RemoteConfig
-from cache.servers import by_server
+from cache.format.keys import Keyspace
+from cache.l2.circuit_breaker import Breaker
+from cache.l2.cluster.tier import ClusterTier
+from cache.l2.commands import Overlay, OverlayRead, OverlayWrite, PageRead
+from cache.l2.lease_commands import DONE, LeaseTake, Mark
+from cache.l2.sync_clients import by_server
+from cache.l2.tier import RemoteConfig
+from cache.store.artefacts import ArtefactStore
 from precompute.bulk.load import page_keys, unlink_pages
 from precompute.bulk.reload import reload
-from precompute.releases.control import Row, connect
-from precompute.releases.states import State
+from precompute.control.control_keys import Row, connect
+from precompute.control.states import State
 from tests.certificates import self_signed
 from tests.clusters import TestCluster, cluster
 from tests.integration.clustered import other_than

@@ -8,11 +8,11 @@ import orjson
 import pytest
 import redis
 
-from cache.artefacts import ArtefactStore
 from cache.errors import CorruptArtefact, Refused, TierUnavailable
-from cache.keys import Keyspace
-from cache.releases import Release, all_releases, intent_path
-from precompute.releases.control import REPLICA_DEAD_S, Control, connect
+from cache.format.keys import Keyspace
+from cache.store.artefacts import ArtefactStore
+from cache.store.releases import Release, all_releases, intent_path
+from precompute.control.control_keys import REPLICA_DEAD_S, Control, connect
 from tests.integration.release_world import A, World
 
 

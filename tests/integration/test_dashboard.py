@@ -11,9 +11,9 @@ import pytest
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache.embedded import Server
-from precompute.config import NightConfig
-from serving.dashboard.bins import BIN_S
+from cache.process.redis_server import Server
+from precompute.config.settings import NightConfig
+from serving.dashboard.time_bins import BIN_S
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.fleet import fleet
 from tests.integration.nights import build_night, histories

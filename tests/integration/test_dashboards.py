@@ -9,8 +9,8 @@ import httpx
 
 from infra.demo.checks import Judge
 from infra.demo.service import Service
-from precompute.config import NightConfig
-from precompute.releases import canary
+from precompute.canary import trial
+from precompute.config.settings import NightConfig
 from tests.integration.nights import UNTIL, build_night, build_verified, environment, publish
 from tests.integration.scraping import (
     BOARDS,
@@ -65,7 +65,7 @@ def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str)
     ):
         publish(night, next_)
         tried = build_verified(night, later(night, 60))
-        canary.start(night, tried, percent=50.0, attempt="start")
+        trial.start(night, tried, percent=50.0, attempt="start")
 
         def report() -> bool:
             http.post("/v1/feedback", json={"event": "click", "canary_key": "somebody"})

@@ -20,7 +20,7 @@ from infra.demo.place import place
 from infra.demo.scrape import Counts
 from infra.demo.synthetic import World, synthesize
 from infra.demo.traffic import Stream
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 
 SMALL = World(users=300, items=120, seed=5)
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from cache.artefacts import generation_path
 from cache.errors import ConfigError
-from precompute import pipeline
-from precompute.config import NightConfig
-from precompute.models.training import train_reference
+from cache.store.artefacts import generation_path
+from precompute.config.devices import devices
+from precompute.config.settings import NightConfig
 from precompute.scoring import towers
-from precompute.scoring.device.choice import devices
+from precompute.steps import pipeline
+from precompute.steps.train import train_reference
 from tests.integration.nights import UNTIL, prepare, publish_night
 from tests.integration.test_streaming import elsewhere, files_of
 
@@ -34,7 +34,7 @@ def scored(config: NightConfig, shards: list[int]) -> dict[str, Any]:
 def test_the_device_and_the_processor_write_the_same_bytes(
     prepared: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from precompute.scoring.device import scorer
+    from precompute.device import scorer
 
     made = []
     plain = scorer.DeviceScorer.of

@@ -14,18 +14,19 @@ import pyarrow.parquet as pq
 import pytest
 from rich.table import Table
 
-from cache.artefacts import read_manifest
-from cache.blocklist import change_blocklist, latest_blocklist
-from cache.directory import Directory
+from cache.control.hot_keys import COLD, HOT, Window, hour_of
 from cache.errors import Conflict
-from cache.keys import hash_hex, hash_id
-from cache.sketch import COLD, HOT, Window, hour_of
-from precompute import beginning, catalogue, pipeline
-from precompute.build import quiet
-from precompute.config import NightConfig
-from precompute.copies import record_copies
-from precompute.erasures.command import erase
-from precompute.erasures.erasing import (
+from cache.format.directory import Directory
+from cache.format.keys import hash_hex, hash_id
+from cache.store.artefacts import read_manifest
+from cache.store.blocklist import change_blocklist, latest_blocklist
+from precompute.builds.copies import record_copies
+from precompute.cli.erase import erase
+from precompute.config.progress import quiet
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
+from precompute.control.states import State
+from precompute.erasing.erasing import (
     Standing,
     begin_erasing,
     drop_overlays,
@@ -34,9 +35,9 @@ from precompute.erasures.erasing import (
     settle,
 )
 from precompute.erasures.erasure import all_erasures, demand_unerased, request
-from precompute.releases.control import Control, connect
+from precompute.partitions import catalogue
 from precompute.releases.registry import open_releases
-from precompute.releases.states import State
+from precompute.steps import begin, pipeline
 from tests.integration.nights import (
     NEXT,
     UNTIL,
@@ -223,7 +224,7 @@ def test_an_erasure_between_naming_and_noting_gives_the_night_another_name(
             request(store, user.encode(), "user", at=1.0)
         return found
 
-    monkeypatch.setattr(beginning, "all_erasures", slip_in)
+    monkeypatch.setattr(begin, "all_erasures", slip_in)
     begun = pipeline.begin(night, data_until=NEXT, run_after=None)
 
     report = json.loads(
@@ -398,7 +399,7 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
 
     again = pipeline.begin(worker, data_until=NEXT, run_after=None)
     assert settled(other) == [standing]
-    monkeypatch.setattr("precompute.copies.COPY_IDLE_S", -60.0)
+    monkeypatch.setattr("precompute.builds.copies.COPY_IDLE_S", -60.0)
     pipeline.embed_items(worker, again)
     (standing,) = settled(other)
 

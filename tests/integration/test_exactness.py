@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
-from cache.runtime import ort
-from precompute.config import NightConfig
+from cache.model.runtime import ort
+from precompute.config.settings import NightConfig
 from tests.integration.nights import K, build_night, histories
 from tests.integration.serving_app import serving
 

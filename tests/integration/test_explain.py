@@ -12,12 +12,12 @@ import orjson
 import pytest
 import redis
 
-from cache.blocklist import change_blocklist
-from cache.embedded import Server
-from precompute.config import NightConfig
-from serving.why import shown
-from serving.why.command import main
-from serving.why.explain import AT_ONCE
+from cache.process.redis_server import Server
+from cache.store.blocklist import change_blocklist
+from precompute.config.settings import NightConfig
+from serving.explain import console
+from serving.explain.cli import main
+from serving.explain.explainer import AT_ONCE
 from tests.integration.nights import (
     NEXT,
     UNTIL,
@@ -358,7 +358,7 @@ def test_on_a_terminal_the_same_is_shown_by_rich(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(rich.console, "Console", Terminal)
     tier = {"found": False, "reason": "absent"}
-    shown.show(
+    console.show(
         {
             "table": "t", "id": "[red]", "sentence": "Redis would answer.", "generation": "g", "epoch": 1,
             "published_at": "p", "age_seconds": 3_700.0, "stale": None, "degraded": None,

@@ -11,20 +11,21 @@ import pyarrow.parquet as pq
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from cache.artefacts import open_generation, sha256_of
 from cache.errors import Refused, SourceError
-from cache.items import ItemTable, Ordinals
-from cache.predictor import LiveInput, Predictor
-from cache.records import NO_ITEM, decode
-from cache.tower import InputSpec, TowerSpec
-from precompute import catalogue, pipeline
-from precompute.config import TableConfig
-from precompute.gates import skew
-from precompute.models.bundle import Bundle, ModelFile, write_bundle
+from cache.format.item_table import ItemTable, Ordinals
+from cache.format.records import NO_ITEM, decode
+from cache.model.predictor import LiveInput, Predictor
+from cache.model.tower import InputSpec, TowerSpec
+from cache.store.artefacts import open_generation, sha256_of
+from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.config.settings import TableConfig
+from precompute.gates.rules import skew
+from precompute.partitions import catalogue
+from precompute.partitions.partition import partition
+from precompute.partitions.shard_input import read_shard
 from precompute.planning.forecast import Asked, forecast
-from precompute.scoring.partition import partition
-from precompute.scoring.shard_input import read_shard
-from precompute.unusable import Unusable, ids_in
+from precompute.sources.unusable import Unusable, ids_in
+from precompute.steps import pipeline
 from tests.integration import nights
 
 Kind = Literal["user_topk", "user_vector", "item_vector", "item_similar"]

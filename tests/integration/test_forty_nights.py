@@ -15,17 +15,17 @@ from typing import TypeVar
 import pyarrow.parquet as pq
 import pytest
 
-from cache.embedded import Server
 from cache.errors import BundleError, ConfigError, LarderError, Refused, SourceError
-from cache.releases import all_releases
-from precompute import pipeline
-from precompute.build import Progress
-from precompute.config import NightConfig
+from cache.process.redis_server import Server
+from cache.store.releases import all_releases
+from precompute.config.generations_at_peak import generations_at_peak
+from precompute.config.progress import Progress
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import connect
 from precompute.gates.judge import GATES
 from precompute.planning.capacity import Limits, limits_of
 from precompute.planning.forecast import Asked, forecast, judged
-from precompute.releases.control import connect
-from precompute.room import generations_at_peak
+from precompute.steps import pipeline
 from tests.integration.nights import prepare
 
 T = TypeVar("T")

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.artefacts import read_manifest
-from cache.embedded import server
 from cache.errors import NotJudged
-from cache.releases import all_releases
-from precompute import pipeline
+from cache.process.redis_server import server
+from cache.store.artefacts import read_manifest
+from cache.store.releases import all_releases
 from precompute.bulk.load import unlink_pages
 from precompute.bulk.reload import damaged
-from precompute.config import ReferenceConfig
+from precompute.config.settings import ReferenceConfig
+from precompute.control.control_keys import Control, connect
+from precompute.control.states import State
 from precompute.gates.judge import GATES, LIVE_FILES, OVERRIDABLE
-from precompute.releases.control import Control, connect
-from precompute.releases.states import State
+from precompute.steps import pipeline
 from tests.conftest import redis_binary
 from tests.integration.bad_inputs import BAD_INPUTS
 from tests.integration.corpus import (

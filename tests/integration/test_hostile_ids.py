@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 
 from infra.demo.synthetic import World, synthesize
-from precompute.config import NightConfig
-from precompute.models.training import train_reference
-from serving.arrow_schema import MEDIA_TYPE
-from serving.client_arrow import write_arrow_ids
+from precompute.config.settings import NightConfig
+from precompute.steps.train import train_reference
+from serving.arrow_ipc.schema import MEDIA_TYPE
+from serving.client.arrow import write_arrow_ids
 from tests import hostile
 from tests.integration.hot_way import Asked, Ways, running
 from tests.integration.nights import UNTIL, prepare, publish_night, top_lists, write_clicks

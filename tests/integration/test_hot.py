@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
-from cache.blocklist import Blocklist
-from cache.local import LocalKey
-from cache.releases import Canary
-from precompute.config import NightConfig
-from serving.case import want_in
+from cache.store.blocklist import Blocklist
+from cache.store.releases import Canary
+from cache.tiers.l1 import LocalKey
+from precompute.config.settings import NightConfig
+from serving.lookup.entity import want_in
 from tests.integration.hot_way import Asked, Ways, running
 from tests.integration.nights import K, build_night, histories
 

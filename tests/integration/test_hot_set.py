@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from cache.blocklist import change_blocklist
+from cache.control.hot_keys import LIFE_S, MEMBERS_MAX, Report
 from cache.errors import TierUnavailable
-from cache.keys import Keyspace
-from cache.remote import RemoteConfig, RemoteTier
-from cache.sketch import LIFE_S, MEMBERS_MAX, Report
-from precompute.config import NightConfig
+from cache.format.keys import Keyspace
+from cache.l2.tier import RemoteConfig, RemoteTier
+from cache.store.blocklist import change_blocklist
+from precompute.config.settings import NightConfig
 from tests.integration.nights import NEXT, build_night, build_verified, histories, publish
 from tests.integration.serving_app import Running, eventually, serving
 

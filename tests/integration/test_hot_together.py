@@ -9,12 +9,12 @@ from urllib.parse import quote
 
 import pytest
 
-from cache.blocklist import Blocklist
 from cache.errors import TierUnavailable
-from cache.locating import reads_of
-from precompute.config import NightConfig
-from serving.case import want_in
-from serving.together import LEAST, MOST
+from cache.store.blocklist import Blocklist
+from cache.tiers.addressing import reads_of
+from precompute.config.settings import NightConfig
+from serving.fast_lookup.coalescer import LEAST, MOST
+from serving.lookup.entity import want_in
 from tests.integration.hot_way import Asked, Sent, Ways, running
 from tests.integration.nights import K, build_night, histories
 
@@ -226,7 +226,7 @@ def test_what_fails_together_is_answered_alone(
     def broken(*_: object) -> list[bytes]:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("serving.together.texts_of", broken)
+    monkeypatch.setattr("serving.fast_lookup.coalescer.texts_of", broken)
     bodies = [json.loads(sent.body) for sent in ways.ask_at_once([get(u) for u in users[:20]])]
 
     assert [each["id"] for each in bodies] == users[:20]

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from serving.app import create_app
-from serving.hot import Hot
-from serving.wire import Shared, protocol
+from serving.fast_http.connection import Shared, protocol
+from serving.fast_lookup.dispatcher import Hot
 from tests import hostile
 from tests.integration.hot_way import NOW
 from tests.integration.nights import build_night, histories

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.embedded import Server
+from cache.process.redis_server import Server
 from infra.demo.service import Service
 from tests.integration.killed_steps import night
 from tests.integration.killing import run

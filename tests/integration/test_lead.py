@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 from redis.asyncio import Redis
 
-from cache.keys import Keyspace
+from cache.format.keys import Keyspace
 from tests.integration.leading import Process
 from tests.integration.serving_app import eventually
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cache.items import ItemTable
-from cache.predictor import Predictor
-from precompute.config import NightConfig
-from serving import infer
-from serving.snapshot import Snapshot
+from cache.format.item_table import ItemTable
+from cache.model.predictor import Predictor
+from precompute.config.settings import NightConfig
+from serving.generations.snapshot import Snapshot
+from serving.lookup import inference
 from tests.integration.nights import (
     NEXT,
     build_night,
@@ -75,7 +75,9 @@ async def test_nothing_keeps_a_generation_that_is_no_longer_held(
         return real(self, *given, **named)
 
     monkeypatch.setattr(Predictor, "predict", predict)
-    monkeypatch.setattr(infer.log, "disabled", True)  # pytest keeps what is logged, tracebacks too
+    monkeypatch.setattr(
+        inference.log, "disabled", True
+    )  # pytest keeps what is logged, tracebacks too
     async with serving(night) as app:
 
         def live() -> str:

@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache.artefacts import generation_path, read_manifest
-from cache.embedded import SETTINGS, Server, server
 from cache.errors import ConfigError, Conflict, NotJudged, Refused, StoreError, TierUnavailable
-from cache.guarded import Guarded
-from cache.releases import all_releases
-from precompute import pipeline
-from precompute.build import Build
+from cache.process.child_process import Guarded
+from cache.process.redis_server import SETTINGS, Server, server
+from cache.store.artefacts import generation_path, read_manifest
+from cache.store.releases import all_releases
+from precompute.builds.build import Build
 from precompute.bulk.load import Part, loaded_pages, page_keys, parts_of, unlink_pages, verify_part
 from precompute.bulk.page_stream import PageStream
-from precompute.config import NightConfig
-from precompute.releases.control import Control, Row, connect
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, Row, connect
+from precompute.control.states import State
 from precompute.releases.registry import open_releases
-from precompute.releases.states import State
-from precompute.sealing import seal
+from precompute.steps import pipeline
+from precompute.steps.seal import seal
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, prepare, publish, publish_night
 from tests.polling import until
@@ -376,7 +376,7 @@ def stalled(night, monkeypatch) -> list[Part]:
     stall = within_part(4, lambda: os.kill(night.server.pid, signal.SIGSTOP), parts)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr("precompute.gates.in_redis.verify_part", stall)
+            patched.setattr("precompute.gates.rules.in_redis.verify_part", stall)
             with pytest.raises(NotJudged, match="pages_in_redis"):
                 pipeline.verify(replace(night.config, redis_timeout_s=0.3), night.build)
     finally:
@@ -388,7 +388,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
     """The parts that are read back from now on."""
     parts: list[Part] = []
     monkeypatch.setattr(
-        "precompute.gates.in_redis.verify_part", within_part(0, lambda: None, parts)
+        "precompute.gates.rules.in_redis.verify_part", within_part(0, lambda: None, parts)
     )
     return parts
 
@@ -464,7 +464,7 @@ def test_a_redis_that_does_not_hold_what_it_is_sent_refuses_nothing(night, monke
         return verify_part(*given, **named)
 
     with monkeypatch.context() as patched:
-        patched.setattr("precompute.gates.in_redis.verify_part", spoil)
+        patched.setattr("precompute.gates.rules.in_redis.verify_part", spoil)
         with pytest.raises(NotJudged, match=r"does not hold what it is sent: .*user_topk:0"):
             pipeline.verify(night.config, night.build)
 
@@ -486,7 +486,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
             unlink_pages(releases.control.client, keys, manifest)
 
     with monkeypatch.context() as patched:
-        patched.setattr("precompute.gates.in_redis.verify_part", within_part(2, retire, []))
+        patched.setattr("precompute.gates.rules.in_redis.verify_part", within_part(2, retire, []))
         with pytest.raises(Conflict, match="retired"):
             pipeline.verify(night.config, night.build)
 
@@ -497,9 +497,9 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
 @pytest.mark.parametrize(
     "step",
     [
-        "precompute.gates.files.fetch_checked",
-        "precompute.verifying.fetch_partition",
-        "precompute.verifying.erased_from",
+        "precompute.gates.rules.files.fetch_checked",
+        "precompute.steps.verify.fetch_partition",
+        "precompute.steps.verify.erased_from",
     ],
 )
 def test_a_store_that_does_not_answer_while_files_are_verified_refuses_nothing(

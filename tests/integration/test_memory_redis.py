@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from cache.errors import Conflict
-from cache.keys import Keyspace
-from cache.releases import Canary, Pointer
-from precompute.releases.control import Control, Row, connect
-from precompute.releases.states import State
+from cache.format.keys import Keyspace
+from cache.store.releases import Canary, Pointer
+from precompute.control.control_keys import Control, Row, connect
+from precompute.control.states import State
 from tests.memory import MemoryRedis
 
 NAMES = tuple(f"20260101T000000Z-00000000000{each}" for each in "abcd")

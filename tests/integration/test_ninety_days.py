@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cache.keys import Keyspace
-from cache.releases import all_releases
-from precompute.releases.control import connect
+from cache.format.keys import Keyspace
+from cache.store.releases import all_releases
+from precompute.control.control_keys import connect
 from tests.integration.ninety_days import KEEP, QuickStore, Simulation
 
 ZONES = [

@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from tests import hostile
 from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cache.embedded import Server
+from cache.process.redis_server import Server
 from tests.integration.nights import UNTIL, histories, prepare, publish_night, top_lists
 from tests.integration.ordeal import DEADLINE_MS, TROUBLES, Seen, Trouble, ordeal
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from tests.integration.nights import build_night, environment, histories
 from tests.integration.program import started
 from tests.integration.serving_app import eventually

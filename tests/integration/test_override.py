@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from cache.artefacts import read_manifest
 from cache.errors import ConfigError, Conflict, LarderError, Refused
-from cache.releases import all_releases
-from precompute import pipeline
+from cache.store.artefacts import read_manifest
+from cache.store.releases import all_releases
 from precompute.__main__ import main
-from precompute.config import NightConfig
-from precompute.gates.override import override
+from precompute.cli.override import override
+from precompute.config.settings import NightConfig
+from precompute.steps import pipeline
 from tests.integration.bad_inputs import on_another_scale
 from tests.integration.corpus import build, cut_at, failed, judged
 from tests.integration.nights import prepare, publish_night

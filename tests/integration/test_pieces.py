@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache.artefacts import ArtefactStore, generation_path
 from cache.errors import Conflict, CorruptArtefact
-from cache.keys import Keyspace
-from cache.manifest import Manifest
-from cache.releases import Pointer
+from cache.format.keys import Keyspace
+from cache.format.manifest import Manifest
+from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.releases import Pointer
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import Part, load_part, page_keys, parts_of, unlink_pages, verify_part
 from precompute.bulk.piece_reader import UNANSWERED, PageRead, PieceReader
@@ -20,8 +20,8 @@ from precompute.bulk.priority import GiveWay
 from precompute.bulk.readback import lengths
 from precompute.bulk.reload import load_missing, repair
 from precompute.bulk.watch import FOREIGN_READS_S, Watcher
-from precompute.releases.control import Control, connect
-from precompute.sections import GovernorConfig
+from precompute.config.sections import GovernorConfig
+from precompute.control.control_keys import Control, connect
 from tests.integration.release_world import A, World
 from tests.polling import until
 

@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from cache.artefacts import ArtefactStore, open_generation, read_manifest, sha256_of
 from cache.errors import (
     BundleError,
     ConfigError,
@@ -30,23 +29,25 @@ from cache.errors import (
     Refused,
     StoreError,
 )
-from cache.items import ItemTable
-from cache.manifest import Manifest, Producer
-from cache.releases import all_releases
-from precompute import beginning, pipeline, source_files
-from precompute.build import Build
+from cache.format.item_table import ItemTable
+from cache.format.manifest import Manifest, Producer
+from cache.store.artefacts import ArtefactStore, open_generation, read_manifest, sha256_of
+from cache.store.releases import all_releases
+from precompute.builds.build import Build
 from precompute.bulk.headroom import REDIS_USED_MAX
-from precompute.config import GateThresholds, Sources, TableConfig
-from precompute.gates import skew as skew_gate
-from precompute.gates.holdout import read_holdout
+from precompute.bundles import bundle_store
+from precompute.bundles.bundle import Bundle
+from precompute.config.settings import GateThresholds, Sources, TableConfig
+from precompute.control.control_keys import Control, Row, connect
+from precompute.control.states import State
 from precompute.gates.judge import Candidate, Verdict, run_gates
-from precompute.gates.models import int8_agreement
-from precompute.models import bundles
-from precompute.models.bundle import Bundle
-from precompute.models.training import train_reference
-from precompute.releases.control import Control, Row, connect
+from precompute.gates.rules import skew as skew_gate
+from precompute.gates.rules.models import int8_agreement
+from precompute.partitions.holdout import read_holdout
 from precompute.releases.release import Releases
-from precompute.releases.states import State
+from precompute.sources import files
+from precompute.steps import begin, pipeline
+from precompute.steps.train import train_reference
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night, roll_back
 
 
@@ -446,7 +447,7 @@ def test_a_model_that_does_not_open_ends_the_night_while_it_still_reads(config, 
         for rows in itertools.count():
             progress(rows)
 
-    monkeypatch.setattr(beginning, "partition", endless)
+    monkeypatch.setattr(begin, "partition", endless)
     with pytest.raises(BundleError, match=r"user_tower\.onnx is not a model"):
         pipeline.begin(config, data_until=UNTIL, run_after=None)
 
@@ -479,7 +480,7 @@ def test_training_that_fails_at_the_swap_leaves_the_old_bundle(config, monkeypat
 
 
 def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypatch):
-    pin = source_files.pin
+    pin = files.pin
 
     def rewritten_after(files):
         found = pin(files)
@@ -488,7 +489,7 @@ def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypa
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(beginning, "pin", rewritten_after)
+        patched.setattr(begin, "pin", rewritten_after)
         with pytest.raises(StoreError, match="changed while"):
             pipeline.begin(config, data_until=UNTIL, run_after=None)
 
@@ -499,7 +500,7 @@ def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypa
 def test_a_source_that_is_being_replaced_while_it_is_read_is_read_again(
     config, monkeypatch, content
 ):
-    pin, path = source_files.pin, config.path("interactions.parquet")
+    pin, path = files.pin, config.path("interactions.parquet")
     whole = path.read_bytes()
 
     def torn_after(files):
@@ -508,7 +509,7 @@ def test_a_source_that_is_being_replaced_while_it_is_read_is_read_again(
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(beginning, "pin", torn_after)
+        patched.setattr(begin, "pin", torn_after)
         with pytest.raises(StoreError, match="changed while"):
             pipeline.begin(config, data_until=UNTIL, run_after=None)
 
@@ -526,15 +527,15 @@ def test_a_bundle_that_is_replaced_all_the_time_is_worth_another_try(config, mon
         (source / "user_tower.onnx").touch()
 
     monkeypatch.setattr(shutil, "copytree", torn)
-    monkeypatch.setattr("precompute.models.bundles.time.sleep", pauses.append)
+    monkeypatch.setattr("precompute.bundles.bundle_store.time.sleep", pauses.append)
     with pytest.raises(StoreError, match="cannot copy the bundle"):
         pipeline.begin(config, data_until=UNTIL, run_after=None)
-    assert pauses == [bundles.COPY_PAUSE_S] * (bundles.COPIES - 1)
+    assert pauses == [bundle_store.COPY_PAUSE_S] * (bundle_store.COPIES - 1)
 
 
 def test_a_bundle_that_is_torn_and_stays_so_is_refused(config, monkeypatch):
     (config.path(config.bundle) / "user_tower.onnx").write_bytes(b"half")
-    monkeypatch.setattr("precompute.models.bundles.time.sleep", lambda _seconds: None)
+    monkeypatch.setattr("precompute.bundles.bundle_store.time.sleep", lambda _seconds: None)
 
     with pytest.raises(BundleError, match="SHA-256"):
         pipeline.begin(config, data_until=UNTIL, run_after=None)
@@ -718,7 +719,7 @@ def test_a_shell_without_redis_restores_what_was_published_and_leaves_no_process
 
 def test_a_score_that_vanishes_refuses_the_night_with_its_remedy():
     from cache.errors import UnfitValue
-    from cache.records import Layout, encode_topk
+    from cache.format.records import Layout, encode_topk
 
     with pytest.raises(UnfitValue, match="store it as f4"):
         encode_topk(

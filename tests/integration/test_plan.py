@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache.artefacts import generation_path, read_manifest
-from cache.host import memory_available_bytes
+from cache.process.host import memory_available_bytes
+from cache.store.artefacts import generation_path, read_manifest
 from precompute.bulk.load import page_keys, total_bytes
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from precompute.planning.capacity import limits_of
 from tests.clusters import cluster
 from tests.integration.nights import UNTIL, build_verified, histories, prepare

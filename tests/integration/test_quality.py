@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import redis
 
-from cache.artefacts import open_generation
 from cache.errors import TierUnavailable
-from cache.items import ItemTable
-from cache.keys import Keyspace, hash_id
-from cache.probe import FACT, Probe
-from precompute.config import NightConfig
-from precompute.releases.control import Control, connect
-from serving.quality.quality import Quality
+from cache.format.item_table import ItemTable
+from cache.format.keys import Keyspace, hash_id
+from cache.model.input_sample import FACT, Probe
+from cache.store.artefacts import open_generation
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
+from serving.quality.monitor import Quality
 from tests.integration.nights import build_night, histories
 from tests.integration.rearranged import rearrange
 from tests.integration.serving_app import Running, eventually, serving

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import redis
 
-from cache.artefacts import ArtefactStore, generation_path
-from cache.keys import Keyspace
-from cache.releases import MOVES, all_releases
-from precompute.releases.control import Control, connect
+from cache.format.keys import Keyspace
+from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.releases import MOVES, all_releases
+from precompute.control.control_keys import Control, connect
+from precompute.control.states import State, fold
 from precompute.releases.release import Releases
 from precompute.releases.restore import restore
-from precompute.releases.states import State, fold
 from precompute.releases.sweep import sweepable
 from tests.integration.racing import Racer, follow, race
 from tests.integration.release_world import World, pages_of

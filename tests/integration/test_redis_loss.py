@@ -13,14 +13,14 @@ import httpx
 import pytest
 import redis
 
-from cache.artefacts import read_manifest
-from cache.embedded import SETTINGS, Server
-from cache.guarded import Guarded
+from cache.process.child_process import Guarded
+from cache.process.redis_server import SETTINGS, Server
+from cache.store.artefacts import read_manifest
 from infra.demo.scrape import Counts
 from infra.demo.service import ROOT, Service
 from precompute.bulk.load import page_keys
-from precompute.config import NightConfig
-from precompute.releases.control import Control, connect
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, build_night, environment, histories, publish_night
 from tests.polling import until

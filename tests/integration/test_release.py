@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import redis
 
-from cache.artefacts import (
+from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused
+from cache.store.artefacts import (
     ArtefactStore,
     generation_path,
 )
-from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused
-from cache.releases import (
+from cache.store.releases import (
     Pointer,
     Release,
     all_releases,
@@ -21,8 +21,8 @@ from cache.releases import (
     newest_release,
 )
 from precompute.bulk.load import load_part, page_keys, parts_of, verify_part
-from precompute.releases.control import Control, Row, connect
-from precompute.releases.states import State
+from precompute.control.control_keys import Control, Row, connect
+from precompute.control.states import State
 from tests.integration.release_world import A, B, C, World, pages_of
 
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache.artefacts import ArtefactStore
 from cache.errors import ConfigError, Conflict
-from cache.releases import newest_release
-from precompute.releases.control import Control, connect
+from cache.store.artefacts import ArtefactStore
+from cache.store.releases import newest_release
+from precompute.control.control_keys import Control, connect
+from precompute.control.states import State
 from precompute.releases.restore import restore
-from precompute.releases.states import State
 from precompute.releases.sweep import retire, sweepable
 from tests.integration.release_world import A, B, C, World, keep_intents, lose_redis, meanwhile
 

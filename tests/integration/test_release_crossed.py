@@ -4,19 +4,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache.artefacts import (
+from cache.errors import Conflict
+from cache.store.artefacts import (
     ArtefactStore,
 )
-from cache.errors import Conflict
-from cache.releases import (
+from cache.store.releases import (
     all_releases,
     done_path,
 )
+from precompute.control.control_keys import Control, connect
+from precompute.control.states import State
 from precompute.releases import release, sweep
 from precompute.releases import restore as restoring
-from precompute.releases.control import Control, connect
 from precompute.releases.restore import restore
-from precompute.releases.states import State
 from precompute.releases.sweep import retire
 from tests.integration.release_world import (
     A,

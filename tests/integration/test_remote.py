@@ -14,13 +14,13 @@ import pytest
 import redis
 import uvloop
 
-from cache.breaker import Breaker
-from cache.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead
-from cache.embedded import Server
 from cache.errors import TierUnavailable
-from cache.keys import Keyspace
-from cache.remote import RemoteConfig, RemoteTier
-from precompute.releases.control import Control, connect
+from cache.format.keys import Keyspace
+from cache.l2.circuit_breaker import Breaker
+from cache.l2.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead
+from cache.l2.tier import RemoteConfig, RemoteTier
+from cache.process.redis_server import Server
+from precompute.control.control_keys import Control, connect
 from tests.certificates import self_signed
 from tests.conftest import redis_binary
 

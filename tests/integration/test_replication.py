@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cache.artefacts import ArtefactStore
-from cache.embedded import Server, server
 from cache.errors import Conflict
+from cache.process.redis_server import Server, server
+from cache.store.artefacts import ArtefactStore
+from precompute.control.control_keys import connect
 from precompute.releases import replication
-from precompute.releases.control import connect
 from precompute.releases.replication import UNREACHABLE, confirm, run_ids, wait_for_replicas
 from tests.conftest import redis_binary
 from tests.integration.release_world import A, B, World, pages_of

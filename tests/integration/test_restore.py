@@ -4,22 +4,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache.artefacts import (
+from cache.errors import Conflict, CorruptArtefact
+from cache.store.artefacts import (
     ArtefactStore,
     generation_path,
     read_manifest,
 )
-from cache.errors import Conflict, CorruptArtefact
-from cache.releases import (
+from cache.store.releases import (
     Pointer,
     all_releases,
     manifest_digest,
 )
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import page_keys
-from precompute.releases.control import Row, connect
+from precompute.control.control_keys import Row, connect
+from precompute.control.states import State
 from precompute.releases.restore import forgotten, restore
-from precompute.releases.states import State
 from precompute.releases.sweep import retire
 from tests.integration.release_world import A, B, C, D, World, keep_intents, lose_redis, pages_of
 

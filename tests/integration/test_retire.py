@@ -4,21 +4,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache.artefacts import (
+from cache.errors import Conflict
+from cache.store.artefacts import (
     ArtefactStore,
     generation_path,
     read_manifest,
 )
-from cache.errors import Conflict
-from cache.releases import (
+from cache.store.releases import (
     Pointer,
     all_releases,
 )
 from precompute.bulk.load import parts_of
-from precompute.releases.control import Row, connect
-from precompute.releases.states import State
+from precompute.config.generations_at_peak import generations_at_peak
+from precompute.control.control_keys import Row, connect
+from precompute.control.states import State
 from precompute.releases.sweep import drop_old_rows, is_back, note_loaded, retire, sweepable
-from precompute.room import generations_at_peak
 from tests.integration.release_world import A, B, C, D, World, pages_of
 
 

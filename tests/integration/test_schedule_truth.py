@@ -4,8 +4,8 @@ import dataclasses
 import time
 from pathlib import Path
 
-from cache.artefacts import generation_path, read_manifest
-from precompute.config import NightConfig
+from cache.store.artefacts import generation_path, read_manifest
+from precompute.config.settings import NightConfig
 from tests.integration.nights import build_night
 from tests.integration.serving_app import Running, serving
 

@@ -13,8 +13,8 @@ import httpx
 import orjson
 import pytest
 
-from cache.embedded import server
-from precompute.config import NightConfig
+from cache.process.redis_server import server
+from precompute.config.settings import NightConfig
 from serving.client import Client, Entity, Options
 from tests.integration.nights import build_night, histories
 from tests.integration.program import ROOT, alive, environment, started

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import redis
 
-from cache.artefacts import read_manifest
-from cache.blocklist import change_blocklist
-from cache.embedded import Server
-from precompute import pipeline
-from precompute.config import NightConfig
+from cache.process.redis_server import Server
+from cache.store.artefacts import read_manifest
+from cache.store.blocklist import change_blocklist
+from precompute.config.settings import NightConfig
+from precompute.steps import pipeline
 from tests.integration.nights import (
     NEXT,
     build_night,
@@ -125,7 +125,7 @@ async def test_the_heartbeat_names_what_is_held(app: Running, night: NightConfig
     second = await asyncio.to_thread(publish_night, night, NEXT)
 
     async def held() -> bool:
-        from precompute.releases.control import Control
+        from precompute.control.control_keys import Control
 
         replicas = await asyncio.to_thread(Control(control(night), night.keyspace()).replicas)
         return [(each.serving, each.holds) for each in replicas] == [(second, (second, first))]

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from cache.embedded import running_server
+from cache.process.redis_server import running_server
 from precompute import __main__ as shell
-from precompute import pipeline
+from precompute.steps import pipeline
 from tests.integration.nights import prepare
 from tests.polling import until
 

@@ -9,18 +9,19 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.embedded import Server
 from cache.errors import ConfigError, Conflict, CorruptArtefact
-from cache.releases import all_releases
-from precompute import commands, pipeline
-from precompute.arguments import parser_of_commands
-from precompute.build import quiet
-from precompute.config import NightConfig
-from precompute.erasures import erasing
-from precompute.releases import canary
-from precompute.releases.control import Control, connect
+from cache.process.redis_server import Server
+from cache.store.releases import all_releases
+from precompute.canary import trial
+from precompute.cli import commands
+from precompute.cli.parser import parser_of_commands
+from precompute.config.progress import quiet
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
+from precompute.control.states import State, demand
+from precompute.erasing import erasing
 from precompute.releases.registry import open_releases
-from precompute.releases.states import State, demand
+from precompute.steps import pipeline
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish
 
 BLANK = ("", "  ", None)
@@ -44,12 +45,12 @@ def tried(nights_of: tuple[NightConfig, str, str]) -> Iterator[tuple[NightConfig
     """A canary that runs."""
     config = nights_of[0]
     generation = build_verified(config, "2026-01-31T00:00:00Z")
-    canary.start(config, generation, percent=5.0, attempt=f"start-{time.time()}")
+    trial.start(config, generation, percent=5.0, attempt=f"start-{time.time()}")
     yield config, generation
     with connect(config.redis_url, 5.0) as client:
         pointer = Control(client, config.keyspace()).pointer()
     if pointer is not None and pointer.canary is not None:
-        canary.abandon(config, reason="over", attempt=f"end-{time.time()}")
+        trial.abandon(config, reason="over", attempt=f"end-{time.time()}")
 
 
 def run(config: NightConfig, *line: str) -> Any:

@@ -11,9 +11,9 @@ import orjson
 import pytest
 import redis.asyncio
 
-from cache.embedded import Server
+from cache.process.redis_server import Server
 from infra.demo.http import get
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from tests.integration.nights import (
     NEXT,
     UNTIL,

@@ -8,13 +8,13 @@ import orjson
 import pytest
 import redis
 
-from cache.embedded import Server
+from cache.process.redis_server import Server
 from precompute import __main__ as shell
-from precompute.config import NightConfig
-from precompute.releases.control import connect
+from precompute.cli.status_report import look, report
+from precompute.cli.status_table import shown
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import connect
 from precompute.releases.registry import open_releases
-from precompute.standing import shown
-from precompute.status import look, report
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night
 
 SOON = {"schedule": "* * * * *", "schedule_grace_s": 86_400.0}

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 import pytest
 
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from tests.integration.hot_way import Asked, running
 from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cache.artefacts import generation_path
-from precompute import pipeline
-from precompute.config import NightConfig
+from cache.store.artefacts import generation_path
+from precompute.config.settings import NightConfig
 from precompute.scoring import users
 from precompute.scoring.shard import Scorers
+from precompute.steps import pipeline
 from tests.integration.nights import UNTIL, prepare
 
 SHARDS = 2
@@ -46,7 +46,7 @@ def elsewhere(config: NightConfig, folder: Path) -> NightConfig:
 @pytest.fixture(autouse=True)
 def one_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last bits of a product differ between one row and several, whatever the chunks are."""
-    monkeypatch.setattr("cache.tower._TILE_ROWS", 1)
+    monkeypatch.setattr("cache.model.tower._TILE_ROWS", 1)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_chunks_and_slices_do_not_show_in_the_files(
     config = elsewhere(prepared, tmp_path)
     build = begun(config)
     monkeypatch.setattr("precompute.scoring.users.CHUNK_USERS", chunk)
-    monkeypatch.setattr("precompute.scoring.shard_input.SLICE_ROWS", rows)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", rows)
     told: list[tuple[str, int, int]] = []
     scorers = Scorers()
     scored = [

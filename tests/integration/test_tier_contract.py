@@ -7,12 +7,12 @@ from typing import Protocol
 
 import pytest
 
-from cache.commands import Overlay, OverlayRead, OverlayWrite
-from cache.keys import Keyspace, hash_hex
-from cache.local import Entry, LocalKey, LocalTier, NegativeCache
-from cache.records import pack_overlay, peek_fingerprint, unpack_overlay
-from cache.remote import RemoteConfig, RemoteTier
-from cache.tiered import Found, Tiered
+from cache.format.keys import Keyspace, hash_hex
+from cache.format.records import pack_overlay, peek_fingerprint, unpack_overlay
+from cache.l2.commands import Overlay, OverlayRead, OverlayWrite
+from cache.l2.tier import RemoteConfig, RemoteTier
+from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache
+from cache.tiers.tiered import Found, Tiered
 from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeRemote, Night
 
 NIGHT = Night()

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from tests.integration.fleet import fleet
 from tests.integration.nights import build_night
 from tests.integration.program import ROOT

@@ -11,18 +11,18 @@ import pyarrow.parquet as pq
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from cache.artefacts import open_generation
 from cache.errors import Refused, SourceError
-from cache.records import ABSENT
-from cache.tower import InputSpec, TowerSpec
-from precompute import pipeline
-from precompute.config import TableConfig
+from cache.format.records import ABSENT
+from cache.model.tower import InputSpec, TowerSpec
+from cache.store.artefacts import open_generation
+from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.config.settings import TableConfig
+from precompute.control.states import State
+from precompute.erasing.holders import holders
 from precompute.erasures.erasure import Erasure, request
-from precompute.erasures.holders import holders
-from precompute.models.bundle import Bundle, ModelFile, write_bundle
 from precompute.releases.registry import open_releases
-from precompute.releases.states import State
-from precompute.unusable import ids_in
+from precompute.sources.unusable import ids_in
+from precompute.steps import pipeline
 from tests.integration import nights
 from tests.integration.test_features import (
     DIMS,

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cache.artefacts import read_manifest
 from cache.errors import Refused
-from precompute import pipeline
-from precompute.build import Build
-from precompute.releases.control import connect
+from cache.store.artefacts import read_manifest
+from precompute.builds.build import Build
+from precompute.control.control_keys import connect
 from precompute.releases.replication import run_ids
+from precompute.steps import pipeline
 from tests.integration.corpus import build
 from tests.integration.nights import NEXT, UNTIL, prepare, publish_night
 

@@ -19,11 +19,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from cache.embedded import Server
-from precompute.config import NightConfig
-from serving.why import watching
-from serving.why.journal import log as request_log
-from serving.why.spans import Spans
+from cache.process.redis_server import Server
+from precompute.config.settings import NightConfig
+from serving import observability
+from serving.tracing.otel_spans import Spans
+from serving.tracing.request_log import log as request_log
 from tests.integration.nights import build_night, histories
 from tests.integration.program import ROOT, environment, started
 from tests.integration.serving_app import serving
@@ -54,7 +54,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
         kept._stopped = False  # by the service before
         return Spans(processor, share=share, with_ids=with_ids, instance=instance)
 
-    monkeypatch.setattr(watching, "_spans", make)
+    monkeypatch.setattr(observability, "_spans", make)
     return kept
 
 
@@ -269,14 +269,14 @@ async def test_a_collector_that_is_away_holds_nobody_up(
     night: NightConfig, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("serving.why.spans._CLOSE_S", 0.2)
+    monkeypatch.setattr("serving.tracing.otel_spans._CLOSE_S", 0.2)
     async with serving(night, traces=True, traces_share=1.0) as service:
         assert (await service.get(PATH + users[0]))["id"] == users[0]
 
 
 def test_while_it_is_off_no_span_and_no_exporter_is_even_imported() -> None:
     code = (
-        "import sys, serving.app; from serving.config import ServingConfig;"
+        "import sys, serving.app; from serving.config.settings import ServingConfig;"
         "serving.app.create_app(ServingConfig()); print(*sys.modules)"
     )
     done = subprocess.run(
@@ -286,7 +286,7 @@ def test_while_it_is_off_no_span_and_no_exporter_is_even_imported() -> None:
     imported = set(done.stdout.split())
 
     # redis-py imports OpenTelemetry's API by itself where it is installed.
-    assert "serving.why.watch" in imported and "serving.why.spans" not in imported
+    assert "serving.tracing.observer" in imported and "serving.tracing.otel_spans" not in imported
     assert not [each for each in imported if each.startswith("opentelemetry.exporter")]
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from precompute.config import NightConfig
+from precompute.config.settings import NightConfig
 from tests.integration.nights import build_night, histories
 from tests.integration.program import environment, started
 

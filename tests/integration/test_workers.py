@@ -15,8 +15,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from precompute.config import NightConfig
-from serving.workers import Spawn, Workers, pause_s
+from precompute.config.settings import NightConfig
+from serving.process.supervisor import Spawn, Workers, pause_s
 from tests.integration.fleet import beating
 from tests.integration.nights import UNTIL, build_night, build_verified, histories, publish
 from tests.integration.program import alive, environment, started

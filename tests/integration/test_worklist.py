@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache.artefacts import open_generation
-from cache.blocklist import change_blocklist
+from cache.control.hot_keys import COLD, hour_of
 from cache.errors import ConfigError
-from cache.sketch import COLD, hour_of
-from precompute.build import quiet
-from precompute.config import NightConfig
-from precompute.erasures.erasing import begin_erasing
-from precompute.gates.holdout import FILE
-from precompute.releases.control import Control, connect
-from precompute.worklist import Line, lines, read, worklist
+from cache.store.artefacts import open_generation
+from cache.store.blocklist import change_blocklist
+from precompute.cli.worklist import Line, lines, read, worklist
+from precompute.config.progress import quiet
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
+from precompute.erasing.erasing import begin_erasing
+from precompute.partitions.holdout import FILE
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import Running, eventually, serving
 

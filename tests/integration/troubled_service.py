@@ -15,9 +15,9 @@ from typing import Any
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cache.predictor import Predictor
+from cache.model.predictor import Predictor
 from serving.__main__ import main
-from serving.metrics import Metrics
+from serving.metrics.registry import Metrics
 
 HELD = "troubled_held"
 FAULT_FILE = "TROUBLED_MODEL"

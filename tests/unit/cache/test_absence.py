@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from cache.absence import ABSENCES, FLIPPED_S, Absences
-from cache.local import OVERHEAD_BYTES, Entry, LocalKey, LocalTier
+from cache.tiers.eviction_history import ABSENCES, FLIPPED_S, Absences
+from cache.tiers.l1 import OVERHEAD_BYTES, Entry, LocalKey, LocalTier
 from tests.fakes import FakeClock
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cache.artefacts import ArtefactStore, check, describe, generation_path, take_file
-from cache.blocklist import Blocklist, change_blocklist, latest_blocklist
 from cache.errors import CorruptArtefact, StoreError, UnknownGeneration
-from cache.releases import (
+from cache.store.artefacts import ArtefactStore, check, describe, generation_path, take_file
+from cache.store.blocklist import Blocklist, change_blocklist, latest_blocklist
+from cache.store.releases import (
     Release,
     all_releases,
     done_path,
@@ -165,7 +165,7 @@ def test_p13_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     def fail(_descriptor):
         raise OSError("disk full")
 
-    monkeypatch.setattr("cache.artefacts.os.fsync", fail)
+    monkeypatch.setattr("cache.store.artefacts.os.fsync", fail)
     with pytest.raises(StoreError, match="disk full"):
         store.write("index", b"new")
     assert store.read("index") == b"old" and store.names("") == ["index"]

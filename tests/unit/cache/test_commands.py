@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.commands import Command, Overlay, OverlayRead, OverlayWrite, Packer, PageRead, unpack
 from cache.errors import TierUnavailable
-from cache.keys import Keyspace
-from cache.lease import LeaseSwap, LeaseTake, Mark
+from cache.format.keys import Keyspace
+from cache.l2.commands import Command, Overlay, OverlayRead, OverlayWrite, Packer, PageRead, unpack
+from cache.l2.lease_commands import LeaseSwap, LeaseTake, Mark
 
 KEYS = Keyspace("ns")
 
@@ -89,8 +89,8 @@ def test_a_lease_is_taken_only_if_nobody_leads_and_marked_with_the_answer_itself
 
 
 def test_a_packer_remembers_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache.commands._HEADS_MAX", 10)
-    monkeypatch.setattr("cache.commands._TAILS_MAX", 10)
+    monkeypatch.setattr("cache.l2.commands._HEADS_MAX", 10)
+    monkeypatch.setattr("cache.l2.commands._TAILS_MAX", 10)
     packer = Packer(KEYS)
 
     for number in range(100):
@@ -118,7 +118,7 @@ def test_each_reply_becomes_the_answer_of_its_own_command() -> None:
 def test_two_processes_ask_for_the_same_keys_whatever_their_hash_seed() -> None:
     """C6: Python's own `hash` differs between processes and may be part of nothing that is shared."""
     program = (
-        "from cache.keys import *; from cache.commands import *\n"
+        "from cache.format.keys import *; from cache.l2.commands import *\n"
         "raw = canonical_id('ada')\n"
         "digest = input_digest('m', [b'x', b'y'], {'b': 1.5, 'a': 'z'})\n"
         "write = OverlayWrite('g', 't', hash_hex(hash_id(raw, 7)), digest, 60)\n"

@@ -11,19 +11,20 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cache import compiled, rows
-from cache.boarding import board, leave
-from cache.commands import Packer, PageReads
-from cache.directory import Directory
 from cache.errors import ConfigError
-from cache.frames import Frames, could_be, stride
-from cache.keys import FORMAT, Keyspace, are_ids, hash_ids
-from cache.records import Layout, encode_vectors
-from cache.rows import Landed
+from cache.format.directory import Directory
+from cache.format.keys import FORMAT, Keyspace, are_ids, hash_ids
+from cache.format.records import Layout, encode_vectors
+from cache.l2.commands import Packer, PageReads
+from cache.l2.replies import Frames, could_be, stride
+from cache.native import loader
+from cache.tiers import batch_reader
+from cache.tiers.batch_reader import Landed
+from cache.tiers.singleflight import board, leave
 from tests.fakes import Night
 
-COLUMNS: Any = compiled.load({})
-pytestmark = pytest.mark.skipif(COLUMNS is None, reason="cache._columns was not built")
+COLUMNS: Any = loader.load({})
+pytestmark = pytest.mark.skipif(COLUMNS is None, reason="cache.native._columns was not built")
 IDS = st.lists(st.binary(max_size=300), max_size=20)
 LAYOUT = Layout("vector", 2, "f4")
 HOSTILE = st.one_of(
@@ -39,13 +40,13 @@ HOSTILE = st.one_of(
 
 @pytest.fixture(autouse=True, scope="module")
 def switched_on() -> Iterator[None]:
-    with patch.object(compiled, "columns", lambda: COLUMNS):
+    with patch.object(loader, "columns", lambda: COLUMNS):
         yield
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    with patch.object(compiled, "columns", lambda: None):
+    with patch.object(loader, "columns", lambda: None):
         yield
 
 
@@ -171,10 +172,10 @@ def test_records_of_several_flights_come_to_their_places(data: st.DataObject, co
     landed = Landed(records[own], {})
     others = {place: records[place].tobytes() for place in joined}
 
-    found = rows._spread(wants, landed, own, others)
+    found = batch_reader._spread(wants, landed, own, others)
 
     with interpreted():
-        assert found.tobytes() == rows._spread(wants, landed, own, others).tobytes()
+        assert found.tobytes() == batch_reader._spread(wants, landed, own, others).tobytes()
     for place in (*own, *joined):
         assert found[place].tobytes() == records[place].tobytes()
 
@@ -266,9 +267,9 @@ def test_a_catalogue_that_ends_early_is_no_catalogue() -> None:
 def test_it_can_be_switched_off_and_other_sources_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert compiled.load({"LARDER_COLUMNS": "off"}) is None
+    assert loader.load({"LARDER_COLUMNS": "off"}) is None
     with pytest.raises(ConfigError, match="LARDER_COLUMNS must be auto or off, not 'maybe'"):
-        compiled.load({"LARDER_COLUMNS": "maybe"})
-    monkeypatch.setattr(compiled, "VERSION", -1)
-    assert compiled.load({}) is None and "install again" in caplog.text
+        loader.load({"LARDER_COLUMNS": "maybe"})
+    monkeypatch.setattr(loader, "VERSION", -1)
+    assert loader.load({}) is None and "install again" in caplog.text
     assert stride(3) == 9

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.directory import Directory
 from cache.errors import CorruptArtefact
-from cache.manifest import Artefact, DirectoryPart, EntitySet
+from cache.format.directory import Directory
+from cache.format.manifest import Artefact, DirectoryPart, EntitySet
 
 hashes = st.lists(st.integers(0, 2**64 - 1), max_size=40, unique=True)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache.embedded import (
+from cache.errors import ConfigError
+from cache.process.redis_server import (
     SETTINGS,
     Server,
     find_server,
@@ -16,14 +17,13 @@ from cache.embedded import (
     running_server,
     server,
 )
-from cache.errors import ConfigError
 from tests.polling import until
 
 ROOT = Path(__file__).parents[3]
 OWNER = """
 import sys, time
 from pathlib import Path
-from cache.embedded import redis_url
+from cache.process.redis_server import redis_url
 with redis_url(Path(sys.argv[1]), None) as url:
     print(url, flush=True)
     time.sleep(600)

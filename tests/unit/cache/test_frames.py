@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
-from cache.frames import Frames, could_be, stride
-from cache.wire import Batch, Wire
+from cache.l2.connection import Batch, Wire
+from cache.l2.replies import Frames, could_be, stride
 
 
 def bulk(*values: bytes) -> bytes:

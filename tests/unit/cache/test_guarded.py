@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.guarded import Guarded
+from cache.process.child_process import Guarded
 from tests.polling import until
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +20,7 @@ echo $$ > parent; wait
 OWNER = """
 import sys, time
 from pathlib import Path
-from cache.guarded import Guarded
+from cache.process.child_process import Guarded
 process = Guarded(["sh", "-c", sys.argv[1]], log=Path("log"), grace_s=1.0)
 print(process.pid, flush=True)
 time.sleep(600)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.host import disk_free_bytes, memory_available_bytes
+from cache.process.host import disk_free_bytes, memory_available_bytes
 
 MIB = 1 << 20
 NO_LIMIT = 9_223_372_036_854_771_712

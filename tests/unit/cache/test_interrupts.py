@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache.interrupts import never_swallowed
+from cache.process.interrupts import never_swallowed
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import InvalidId, InvalidInput
-from cache.keys import (
+from cache.format.keys import (
     FeatureValue,
     Keyspace,
     _encode_feature,

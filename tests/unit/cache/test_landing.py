@@ -6,11 +6,11 @@ from typing import Any
 import hiredis
 import pytest
 
-from cache.commands import OverlayRead, PageRead, PageReads, unpack
 from cache.errors import TierUnavailable
-from cache.keys import Keyspace
-from cache.remote import RemoteConfig, RemoteTier
-from cache.wire import Batch
+from cache.format.keys import Keyspace
+from cache.l2.commands import OverlayRead, PageRead, PageReads, unpack
+from cache.l2.connection import Batch
+from cache.l2.tier import RemoteConfig, RemoteTier
 
 RECORD = b"12345678"
 PAGE, OVERLAY = PageRead("g", "t", 0, 0, len(RECORD)), OverlayRead("g", "t", "ab")
@@ -60,7 +60,7 @@ async def test_a_reply_that_cannot_be_unpacked_costs_its_own_caller_an_answer(
             raise ValueError("a defect")
         return unpack(commands, replies)
 
-    monkeypatch.setattr("cache.remote.unpack", breaks)
+    monkeypatch.setattr("cache.l2.tier.unpack", breaks)
     found = await answers(tier, [RECORD, 5, b"x", RECORD])
 
     assert found[0] == found[2] == [RECORD] and type(found[1][0]) is TierUnavailable

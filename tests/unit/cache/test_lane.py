@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.lane import Lane, deadline_for
-from cache.wire import Batch
+from cache.l2.connection import Batch
+from cache.l2.pool import Lane, deadline_for
 
 BASE_S = 5.0
 

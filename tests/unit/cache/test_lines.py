@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import kept
-from cache.lines import Lines
-from cache.texts import Texts
+from cache.format import text_table
+from cache.format.item_json import Texts
+from cache.format.item_json_rows import Lines
 
 
 @given(
@@ -37,7 +37,7 @@ def test_lines_are_the_json_of_the_ids_whatever_these_hold(
 
 
 def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "KEPT_MAX", 10)
+    monkeypatch.setattr(text_table, "KEPT_MAX", 10)
     read: list[int] = []
 
     def names(ordinals: Sequence[int] | np.ndarray[Any, Any]) -> list[str]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.absence import LetGo
-from cache.local import Entry, LocalKey, LocalTier, NegativeCache, Ready, size_of
+from cache.tiers.eviction_history import LetGo
+from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, Ready, size_of
 from tests.fakes import FakeClock, room_for
 
 

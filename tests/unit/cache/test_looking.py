@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from cache.commands import PageRead
 from cache.errors import TierUnavailable
-from cache.looking import Looking
-from cache.outcomes import Missed, MissReason
+from cache.l2.commands import PageRead
+from cache.tiers.inspector import Looking
+from cache.tiers.results import Missed, MissReason
 
 READ = PageRead("g", "t", 3, 0, 8 << 20)
 
@@ -51,7 +51,7 @@ async def test_a_whole_page_does_not_travel_with_records() -> None:
 async def test_a_page_that_cannot_be_had_says_why_within_its_time(
     remote: Paged, reason: MissReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cache.looking._PAGE_S", 0.01)
+    monkeypatch.setattr("cache.tiers.inspector._PAGE_S", 0.01)
 
     found = await looking(remote).page(READ)
 

@@ -8,11 +8,11 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.errors import CorruptArtefact
-from cache.manifest import Artefact, Index, Manifest, Model
-from cache.probe import FACT
-from serving.quality.inputs import open_inputs
+from cache.format.manifest import Artefact, Index, Manifest, Model
+from cache.model.input_sample import FACT
+from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
+from serving.quality.night_inputs import open_inputs
 from tests.unit.serving.world import World
 
 FILE = Artefact("some/file.bin", 1, "")

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cache.flightkeys import FlightKeys
-from cache.names import Names
+from cache.format.item_bytes import Names
+from cache.tiers.flight_keys import FlightKeys
 from tests.fakes import GENERATION, Night
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cache.artefacts import ArtefactStore
 from cache.errors import StoreError
-from cache.object_store import without_secrets
+from cache.store.artefacts import ArtefactStore
+from cache.store.object_store import without_secrets
 from tests.object_stores import (
     Forgetful,
     Odd,
@@ -124,7 +124,7 @@ def no_links(_source, _target):
 
 
 def test_without_hard_links_a_copy_is_fetched_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr("cache.artefacts.os.link", no_links)
+    monkeypatch.setattr("cache.store.artefacts.os.link", no_links)
     store = store_of(Odd, tmp_path)
     store.write("generations/x/file", b"data")
 
@@ -135,7 +135,7 @@ def test_without_hard_links_a_copy_is_fetched_all_the_same(tmp_path, monkeypatch
 def test_without_hard_links_nothing_is_written_once_and_the_error_says_what_to_do(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("cache.artefacts.os.link", no_links)
+    monkeypatch.setattr("cache.store.artefacts.os.link", no_links)
     store = ArtefactStore(str(tmp_path))
 
     with pytest.raises(StoreError, match=r"no hard links.*put `artifacts` on one that has"):

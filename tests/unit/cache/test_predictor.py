@@ -5,12 +5,12 @@ import pytest
 from onnx import load, numpy_helper
 
 from cache.errors import InvalidInput
-from cache.predictor import LiveInput
-from cache.records import decode
-from cache.tower import Histories
-from precompute.models import graphs
-from precompute.models.bundle import Bundle, ModelFile, write_bundle
-from precompute.scoring.topk import exact_topk
+from cache.format.records import decode
+from cache.model.predictor import LiveInput
+from cache.model.tower import Histories
+from precompute.bundles import graphs
+from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.topk.topk import exact_topk
 from tests.models import ITEMS, K, histories_of, make_predictor, train_small
 
 AT = 1_700_000_000
@@ -68,7 +68,7 @@ def test_an_item_sent_twice_counts_once_where_it_stood_last(world):
 
 
 def test_many_blocked_items_are_skipped_inside_the_index(world, monkeypatch):
-    monkeypatch.setattr("cache.search._FILTER_ABOVE", 4)
+    monkeypatch.setattr("cache.model.candidate_search._FILTER_ABOVE", 4)
     _, items = world
     blocked = list(range(0, items.count, 2))
 

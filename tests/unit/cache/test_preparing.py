@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cache.errors import InvalidInput
-from cache.predictor import LiveInput
-from cache.tower import Histories, Tower
+from cache.model.predictor import LiveInput
+from cache.model.tower import Histories, Tower
 from tests.models import ITEMS, histories_of, make_predictor, train_small
 
 

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.ranking import best, pack, rank, score, unpack
-from cache.records import NO_ITEM
+from cache.format.records import NO_ITEM
+from cache.model.ranking import best, pack, rank, score, unpack
 
 
 def test_order_is_score_then_ordinal():

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cache.errors import ConfigError, CorruptArtefact, UnfitValue
-from cache.keys import FORMAT
-from cache.records import (
+from cache.format.keys import FORMAT
+from cache.format.records import (
     NO_ITEM,
     Layout,
     absent,

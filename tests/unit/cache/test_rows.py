@@ -9,17 +9,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cache.columns import Rows, Wants
-from cache.commands import Packer, PageReads
-from cache.directory import Directory
 from cache.errors import TierUnavailable
-from cache.keys import Keyspace
-from cache.local import OVERHEAD_BYTES, LocalTier, NegativeCache
-from cache.locating import page_reads, reads_of
-from cache.outcomes import Found, Missed, MissReason, Outcome, View, Want
-from cache.records import absent
-from cache.singleflight import SingleFlight
-from cache.tiered import Tiered
+from cache.format.directory import Directory
+from cache.format.keys import Keyspace
+from cache.format.records import absent
+from cache.l2.commands import Packer, PageReads
+from cache.tiers.addressing import page_reads, reads_of
+from cache.tiers.batches import Rows, Wants
+from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
+from cache.tiers.results import Found, Missed, MissReason, Outcome, View, Want
+from cache.tiers.singleflight import SingleFlight
+from cache.tiers.tiered import Tiered
 from tests.fakes import DIGEST_A, GENERATION, FakeClock, FakeRemote, Night
 
 NIGHT = Night()
@@ -194,8 +194,8 @@ def test_reads_of_many_are_those_of_each() -> None:
 
 
 def test_what_a_packer_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache.commands._PIECES_MAX", 4)
-    monkeypatch.setattr("cache.commands._RUNS_MAX", 2)
+    monkeypatch.setattr("cache.l2.commands._PIECES_MAX", 4)
+    monkeypatch.setattr("cache.l2.commands._RUNS_MAX", 2)
     packer = Packer(Keyspace("a"))
     for number in range(30):
         numbers = [number % 7, number]

@@ -26,7 +26,7 @@ USERS = sorted(
 
 
 def test_only_what_must_imports_it_itself() -> None:
-    assert USERS == ["cache.runtime", "precompute.models.quantize"]
+    assert USERS == ["cache.model.runtime", "precompute.bundles.quantize"]
 
 
 @pytest.mark.parametrize("module", USERS)

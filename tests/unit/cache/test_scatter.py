@@ -8,8 +8,12 @@ import hiredis
 import numpy as np
 import pytest
 
-from cache.commands import (
+from cache.errors import TierUnavailable
+from cache.format.keys import Keyspace
+from cache.l2.cluster.fan_out import REDIRECTS_MAX, Scatter, Slots
+from cache.l2.commands import (
     Answer,
+    Asking,
     Command,
     Overlay,
     OverlayRead,
@@ -18,11 +22,8 @@ from cache.commands import (
     PageReads,
     unpack,
 )
-from cache.errors import TierUnavailable
-from cache.frames import Frames
-from cache.keys import Keyspace
-from cache.redirects import Asking, Redirected, is_redirect, refused
-from cache.scatter import REDIRECTS_MAX, Scatter, Slots
+from cache.l2.redirects import Redirected, is_redirect, refused
+from cache.l2.replies import Frames
 
 KEYS = Keyspace("default")
 DOWN = TierUnavailable("down", reason="connection")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from croniter import croniter
 
+from cache.control.schedule import CLOCKS_APART_S, MISSED_MAX, Schedule
 from cache.errors import ConfigError
-from cache.schedule import CLOCKS_APART_S, MISSED_MAX, Schedule
 
 HOUR_S = 3_600
 
@@ -165,7 +165,7 @@ def test_whoever_asks_again_in_the_same_second_computes_nothing(
         return croniter(*arguments, **more)
 
     schedule = Schedule("17 4 * * *", "Europe/Berlin", 600.0)
-    monkeypatch.setattr("cache.schedule.croniter", counted)
+    monkeypatch.setattr("cache.control.schedule.croniter", counted)
     now = 1_790_000_000.0
     first = [schedule.missed(now, now - 86_400), schedule.due(now)]
     once = len(computed)

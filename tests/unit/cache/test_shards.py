@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.advisor.shards import SPACE, Shards
-from cache.advisor.stack import RecencyStack
+from cache.mrc.lru_stack import RecencyStack
+from cache.mrc.shards import SPACE, Shards
 from tests.bench.traces import (
     capacities_of,
     lru_hit_ratio,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.singleflight import Abandoned, SingleFlight
+from cache.tiers.singleflight import Abandoned, SingleFlight
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import uuid
 import fsspec
 import pytest
 
-from cache.artefacts import ArtefactStore, last_change
+from cache.store.artefacts import ArtefactStore, last_change
 
 OLD, LIVE, MAKING = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2, 3))
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
-from cache.keys import hash_hex
-from cache.local import LocalTier, NegativeCache
-from cache.records import absent, pack_overlay
-from cache.tiered import Found, Missed, MissReason, Tiered, Want
+from cache.format.keys import hash_hex
+from cache.format.records import absent, pack_overlay
+from cache.tiers.l1 import LocalTier, NegativeCache
+from cache.tiers.tiered import Found, Missed, MissReason, Tiered, Want
 from tests.fakes import (
     DIGEST_A,
     DIGEST_B,

@@ -6,8 +6,8 @@ import pytest
 from redis.crc import key_slot
 
 from cache.errors import ConfigError
-from cache.keys import Keyspace
-from cache.topology import (
+from cache.format.keys import Keyspace
+from cache.l2.slots import (
     SLOTS,
     PageSlots,
     address_of,

@@ -7,9 +7,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import BundleError
-from cache.tower import Histories, InputSpec, Tower, TowerSpec, buckets_up_to
-from precompute.models import graphs
-from precompute.models.quantize import quantize_tower
+from cache.model.tower import Histories, InputSpec, Tower, TowerSpec, buckets_up_to
+from precompute.bundles import graphs
+from precompute.bundles.quantize import quantize_tower
 
 ITEMS, DIMS = 500, 24
 SPEC = TowerSpec(

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from cache.advisor.shards import SPACE, Touch
-from cache.advisor.trace import TRACE_MAX
-from cache.columns import Wants
 from cache.errors import TierUnavailable
-from cache.local import (
+from cache.mrc.shards import SPACE, Touch
+from cache.tiers.access_sample import TRACE_MAX
+from cache.tiers.batches import Wants
+from cache.tiers.l1 import (
     LIVE_BYTES,
     OVERHEAD_BYTES,
     LocalTier,
@@ -17,7 +17,7 @@ from cache.local import (
     Ready,
     size_of,
 )
-from cache.tiered import Tiered, Want
+from cache.tiers.tiered import Tiered, Want
 from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeClock, FakeRemote, Night
 
 NIGHT = Night()

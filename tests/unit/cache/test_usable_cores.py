@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from cache.cores import usable_cores
+from cache.process.cores import usable_cores
 
 
 def cgroup(tmp_path, lines, **files):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from precompute.arguments import parser_of_commands
+from precompute.cli.parser import parser_of_commands
 from serving.__main__ import _parser as parser_of_service
-from serving.why.command import _parser as parser_of_explain
+from serving.explain.cli import _parser as parser_of_explain
 from tests.unit.infra.test_monitoring import ALERTS, INFRA
 
 CASES: dict[str, list[Any]] = {
@@ -126,7 +126,7 @@ def test_a_command_of_the_runbook_exists(command: str) -> None:
             parser_of_service().parse_args(words[3:])
         case ["curl", "-s", address]:
             path = address.removeprefix("$LARDER")
-            assert path in (INFRA.parent / "serving/routes.py").read_text() and path
+            assert path in (INFRA.parent / "serving/http/routes.py").read_text() and path
         case ["airflow", "dags", _]:
             assert (INFRA.parent / f"dags/{words[3]}.py").is_file()
         case _:

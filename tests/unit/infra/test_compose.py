@@ -86,7 +86,10 @@ def test_a_dockerfile_copies_what_exists_and_is_sent_to_the_builder(dockerfile: 
 def test_an_image_builds_what_is_compiled_of_each_package_that_it_copies(dockerfile: Path) -> None:
     text = dockerfile.read_text()
 
-    for package, built in (("cache", "cache/_columns"), ("precompute", "precompute/scoring/_topk")):
+    for package, built in (
+        ("cache", "cache/native/_columns"),
+        ("precompute", "precompute/topk/_topk"),
+    ):
         folder, name = built.rsplit("/", 1)
         is_built = f"/native/{name}.so /native" in text
         assert is_built == (f"COPY {package} ./{package}\n" in text)

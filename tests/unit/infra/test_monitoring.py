@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from cache.absence import ABSENCES
+from cache.tiers.eviction_history import ABSENCES
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
-from serving.arms import ARMS
-from serving.metrics import OUTCOMES, SOURCES, STAGES
-from serving.quality.reasons import REASONS
+from serving.metrics.miss_reasons import REASONS
+from serving.metrics.registry import OUTCOMES, SOURCES, STAGES
+from serving.replica.canary_stats import ARMS
 from tests.exposed import labels
 
 INFRA = Path(__file__).parents[3] / "infra"

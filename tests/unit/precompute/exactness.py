@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from cache.records import NO_ITEM
-from cache.tower import Histories
-from precompute.scoring.topk import Scorer
+from cache.format.records import NO_ITEM
+from cache.model.tower import Histories
+from precompute.topk.topk import Scorer
 
 TOLERANCE = 1e-5
 """Relative; scores closer than this may change places."""

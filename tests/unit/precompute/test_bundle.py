@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache.artefacts import sha256_of
 from cache.errors import BundleError
-from precompute.models.bundle import FILE, Bundle
+from cache.store.artefacts import sha256_of
+from precompute.bundles.bundle import FILE, Bundle
 from tests.models import ITEMS, train_small
 
 

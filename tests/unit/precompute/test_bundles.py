@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from cache.errors import BundleError, ConfigError
-from precompute.config import NightConfig
-from precompute.models import bundles
-from precompute.models.bundle import Bundle
-from precompute.models.bundles import (
+from precompute.bundles import bundle_store
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_store import (
     chosen_at,
     chosen_bundle,
     hand_over,
     handed_over,
     sweep_bundles,
 )
+from precompute.config.settings import NightConfig
 from tests.models import train_small
 
 
@@ -80,7 +80,7 @@ def test_a_clock_that_went_back_does_not_make_an_older_bundle_the_last_one(host)
 
 
 def test_the_store_keeps_the_files_of_the_last_few_only(host, monkeypatch):
-    monkeypatch.setattr(bundles, "KEPT", 2)
+    monkeypatch.setattr(bundle_store, "KEPT", 2)
     digests = []
     for seed in (1, 2, 3):
         deliver(host("a"), seed)

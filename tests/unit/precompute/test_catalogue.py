@@ -7,13 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache.items import Ordinals
-from cache.keys import hash_id
-from precompute.catalogue import item_texts, open_items, write_catalogue
-from precompute.columns import text_hashes
-from precompute.config import NightConfig, Sources
-from precompute.unusable import Unusable
-from precompute.vocabulary import Vocabulary, as_strings
+from cache.format.item_table import Ordinals
+from cache.format.keys import hash_id
+from precompute.config.settings import NightConfig, Sources
+from precompute.partitions.catalogue import item_texts, open_items, write_catalogue
+from precompute.sources.columns import text_hashes
+from precompute.sources.unusable import Unusable
+from precompute.sources.vocabulary import Vocabulary, as_strings
 
 ITEMS = 100_000
 
@@ -76,7 +76,7 @@ def test_ids_with_one_hash_are_told_apart_by_the_next_seed(monkeypatch):
     def colliding(texts, seed):
         return np.zeros(len(texts), np.uint64) if seed == 0 else text_hashes(texts, seed)
 
-    monkeypatch.setattr("precompute.vocabulary.text_hashes", colliding)
+    monkeypatch.setattr("precompute.sources.vocabulary.text_hashes", colliding)
     found = Vocabulary.of(pa.chunked_array([["a", "b"], ["c"]]))
     assert found is not None
     assert found.places(pa.array(["c", "d", "a"])).tolist() == [2, -1, 0]

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cache import compiled
 from cache.errors import SourceError
-from cache.keys import hash_ids
-from precompute import columns
-from precompute.columns import Ids, read_ids
-from precompute.config import Sources, parse_time
-from precompute.sources import Interactions, read_interactions
+from cache.format.keys import hash_ids
+from cache.native import loader
+from precompute.config.settings import Sources, parse_time
+from precompute.sources import columns
+from precompute.sources.columns import Ids, read_ids
+from precompute.sources.readers import Interactions, read_interactions
 
 TEXTS = st.lists(st.text(min_size=1, max_size=3), max_size=30)
 
@@ -33,7 +33,7 @@ def whole(ids: Ids) -> list[str]:
 def engine(request, monkeypatch):
     """Every test runs with what is installed, and as if it had not been built."""
     if request.param == "plain":
-        monkeypatch.setattr(compiled, "columns", lambda: None)
+        monkeypatch.setattr(loader, "columns", lambda: None)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from precompute.releases.comparison import Comparison, Totals, decide, psi, shift
-from precompute.sections import CanaryConfig
-from serving.arms import Counts, Keys, bucket
+from precompute.canary.comparison import Comparison, Totals, decide, psi, shift
+from precompute.config.sections import CanaryConfig
+from serving.replica.canary_stats import Counts, Keys, bucket
 
 SEED = 1_703
 LIMITS = CanaryConfig(requests_min=100, feedback_event="click")

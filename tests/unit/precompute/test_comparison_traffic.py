@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cache.split import Split
-from precompute.releases.comparison import Comparison, Totals, decide
-from precompute.sections import CanaryConfig
-from serving.arms import Counts
+from cache.control.canary_split import Split
+from precompute.canary.comparison import Comparison, Totals, decide
+from precompute.config.sections import CanaryConfig
+from serving.replica.canary_stats import Counts
 
 USERS, REQUESTS, SPLITS, PERCENT = 20_000, 200_000, 25, 5.0
 REPLICAS = 2

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError
-from cache.tower import Histories
-from precompute.scoring import compiled
-from precompute.scoring.topk import Scorer
+from cache.model.tower import Histories
+from precompute.topk import compiled
+from precompute.topk.topk import Scorer
 from tests.unit.precompute.exactness import assert_exact, make
 
 BUILT = compiled.load({})

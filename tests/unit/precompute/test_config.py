@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cache.errors import ConfigError
-from precompute.config import GateThresholds, NightConfig, TableConfig, night_config
+from precompute.config.settings import GateThresholds, NightConfig, TableConfig, night_config
 
 
 def read(folder, text):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cache.artefacts import sha256_of
-from precompute.models import digests
-from precompute.models.digests import sha256_unchanged
+from cache.store.artefacts import sha256_of
+from precompute.bundles import digests
+from precompute.bundles.digests import sha256_unchanged
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ import orjson
 import pyarrow as pa
 import pytest
 
-from cache.artefacts import ArtefactStore
 from cache.errors import Conflict, CorruptArtefact, InvalidInput
-from precompute.columns import Ids
-from precompute.copies import record_copies
-from precompute.erasures.copies import declare_gone, note_left_out, sweep_notes
+from cache.store.artefacts import ArtefactStore
+from precompute.builds.copies import record_copies
+from precompute.control.control_keys import Row
+from precompute.control.states import State
+from precompute.erasing.holders import holders
 from precompute.erasures.erasure import (
     NOBODY,
     Erased,
@@ -21,10 +22,9 @@ from precompute.erasures.erasure import (
     mark_forgotten,
     request,
 )
-from precompute.erasures.holders import holders
-from precompute.releases.control import Row
-from precompute.releases.states import State
-from precompute.sources import Interactions
+from precompute.erasures.host_records import declare_gone, note_left_out, sweep_notes
+from precompute.sources.columns import Ids
+from precompute.sources.readers import Interactions
 
 G1, G2, G3 = (f"2026010{day}T000000Z-{'0' * 11}{day}" for day in (1, 2, 3))
 

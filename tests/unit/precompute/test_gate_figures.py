@@ -9,15 +9,15 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 
-from cache.keys import fingerprints
-from cache.manifest import Artefact, Producer, Table, TablePart
-from cache.records import NO_ITEM, Layout, encode_topk
-from cache.tower import Histories
-from precompute.gates.exact import _compare, _rows_equal
-from precompute.gates.live import psi
-from precompute.gates.models import row_cosines
-from precompute.gates.scan import Scan, depth_of, numbers_of, scan_table
-from precompute.gates.user_sample import sampled_shards
+from cache.format.keys import fingerprints
+from cache.format.manifest import Artefact, Producer, Table, TablePart
+from cache.format.records import NO_ITEM, Layout, encode_topk
+from cache.model.tower import Histories
+from precompute.gates.evidence.scan import Scan, depth_of, numbers_of, scan_table
+from precompute.gates.evidence.user_sample import sampled_shards
+from precompute.gates.rules.exact import _compare, _rows_equal
+from precompute.gates.rules.live import psi
+from precompute.gates.rules.models import row_cosines
 
 ITEMS, K, CUT = 50, 10, 1_769_904_000
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cache.artefacts import ArtefactStore, describe, generation_path
 from cache.errors import CorruptArtefact, StoreError
-from cache.manifest import Artefact
-from precompute.gates.files import NOTES, files, in_threads
+from cache.format.manifest import Artefact
+from cache.store.artefacts import ArtefactStore, describe, generation_path
+from precompute.gates.rules.files import NOTES, files, in_threads
 
 GENERATION = "20260131T000000Z-0123456789ab"
 
@@ -53,7 +53,7 @@ def cut_off(
 ) -> None:
     """A try that a store ends, which no longer answers."""
     with monkeypatch.context() as patched:
-        patched.setattr("precompute.gates.files.AT_ONCE", 1)
+        patched.setattr("precompute.gates.rules.files.AT_ONCE", 1)
         fetch = store.fetch
         asked: list[str] = []
 

@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from precompute.gates.candidate import Candidate
-from precompute.gates.host import disk_headroom, memory_headroom
-from precompute.releases.control import Replica
-from precompute.sections import GateThresholds
+from precompute.config.sections import GateThresholds
+from precompute.control.control_keys import Replica
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.rules.host import disk_headroom, memory_headroom
 
 MAPPED = 1_000
 ROOMY = 10**9

@@ -17,10 +17,13 @@ from cache.errors import (
     StoreError,
     TierUnavailable,
 )
-from cache.keys import Keyspace
-from precompute.config import GateThresholds, GovernorConfig
-from precompute.gates.candidate import Candidate
-from precompute.gates.evidence import Evidence
+from cache.format.keys import Keyspace
+from precompute.config.settings import GateThresholds, GovernorConfig
+from precompute.control.control_keys import Control
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.evidence import Evidence
+from precompute.gates.evidence.limits import TimeLimits
+from precompute.gates.evidence.verdict import Verdict, at_least, at_most, none_of, worst_of
 from precompute.gates.judge import (
     GATES,
     INTEGRITY,
@@ -31,10 +34,7 @@ from precompute.gates.judge import (
     run_gates,
     run_within,
 )
-from precompute.gates.limits import TimeLimits
-from precompute.gates.verdict import Verdict, at_least, at_most, none_of, worst_of
-from precompute.releases.control import Control
-from precompute.verifying import reason
+from precompute.steps.verify import reason
 
 GENERATION = "20260131T000000Z-0123456789ab"
 

@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from precompute.gates.candidate import Candidate
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.verdict import FIRST, UNREADABLE
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
-from precompute.gates.tables import tables_of_live
-from precompute.gates.verdict import FIRST, UNREADABLE
+from precompute.gates.rules.live import tables_of_live
 
 LIVE = {"lists": "topk", "likes": "topk", "vector": "vector"}
 

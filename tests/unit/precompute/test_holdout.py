@@ -3,9 +3,9 @@
 import numpy as np
 import pyarrow as pa
 
-from precompute.columns import Ids
-from precompute.gates.holdout import ITEMS_MAX, Holdout, read_holdout
-from precompute.sources import Interactions
+from precompute.partitions.holdout import ITEMS_MAX, Holdout, read_holdout
+from precompute.sources.columns import Ids
+from precompute.sources.readers import Interactions
 
 
 def batch(users, items):

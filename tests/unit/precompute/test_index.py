@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from cache.errors import ConfigError, CorruptArtefact
-from cache.search import Searcher
-from cache.tower import Histories
-from precompute.models import agreement
-from precompute.models import index as indexes
-from precompute.models.index import build_index, measure_recall, sample_queries
+from cache.model.candidate_search import Searcher
+from cache.model.tower import Histories
+from precompute.bundles import agreement
+from precompute.bundles import index as indexes
+from precompute.bundles.index import build_index, measure_recall, sample_queries
 
 
 @pytest.fixture(scope="module")

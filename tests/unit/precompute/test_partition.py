@@ -16,19 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.directory import Directory
 from cache.errors import ConfigError, CorruptArtefact, SourceError
-from cache.items import ItemTable, Ordinals
-from cache.keys import hash_ids
-from cache.records import Layout, encode_vectors
-from cache.tower import InputSpec, TowerSpec
-from precompute.config import NightConfig, Sources, parse_time
-from precompute.features import read_values
-from precompute.models import live_path
-from precompute.models.inputs import usable_inputs
-from precompute.scoring import shard_files
-from precompute.scoring.partition import partition, sort_unique
-from precompute.scoring.shard_files import (
+from cache.format.directory import Directory
+from cache.format.item_table import ItemTable, Ordinals
+from cache.format.keys import hash_ids
+from cache.format.records import Layout, encode_vectors
+from cache.model.tower import InputSpec, TowerSpec
+from precompute.config.settings import NightConfig, Sources, parse_time
+from precompute.partitions import shard_files
+from precompute.partitions.partition import partition, sort_unique
+from precompute.partitions.shard_files import (
     HASH,
     NAMING,
     ShardFiles,
@@ -36,16 +33,19 @@ from precompute.scoring.shard_files import (
     read_stream,
     shard_of,
 )
-from precompute.scoring.shard_input import (
+from precompute.partitions.shard_input import (
     ShardInput,
     count_distinct,
     places_of,
     read_shard,
     slice_shard,
 )
+from precompute.scoring.inputs import usable_inputs
 from precompute.scoring.tables import PageFile
 from precompute.scoring.users import PARTITION
-from precompute.sources import read_interactions
+from precompute.sources.features import read_values
+from precompute.sources.readers import read_interactions
+from precompute.steps import live_path
 
 USERS = ["007", "7", "ü/1", "u4", "u5"]
 
@@ -239,7 +239,7 @@ def test_many_slices_are_cut_in_two_passes_with_few_files_open(config, tmp_path,
     folder, scratch = tmp_path / "work", tmp_path / "scratch"
     partition(replace(config, shards=1), item_table(ITEMS), folder, before=None)
     whole = read_shard(folder, 0, history_limit=9)
-    monkeypatch.setattr("precompute.scoring.shard_input.FILES_MAX", 9)
+    monkeypatch.setattr("precompute.partitions.shard_input.FILES_MAX", 9)
     opened = []
     init = ShardFiles.__init__
 
@@ -266,7 +266,7 @@ def test_wide_features_make_slices_smaller(config, tmp_path, monkeypatch):
     )
     folder = tmp_path / "work"
     partition(config, item_table(ITEMS), folder, before=None, feature_columns=["taste"])
-    monkeypatch.setattr("precompute.scoring.shard_input.SLICE_BYTES", 6_000)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_BYTES", 6_000)
 
     slices = slice_shard(folder, 0, 1, tmp_path / "scratch")
     naming = slice_shard(folder, 0, 1, tmp_path / "naming", rows=3, kinds=NAMING)
@@ -295,7 +295,7 @@ def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path,
     folder = tmp_path / PARTITION
     partition(config, item_table(ITEMS), folder, before=None)
     whole = [read_shard(folder, shard, history_limit=9) for shard in range(config.shards)]
-    monkeypatch.setattr("precompute.scoring.shard_input.SLICE_ROWS", 3)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 3)
     monkeypatch.setattr(live_path, "fetch_partition", lambda *_: None)
 
     made: Any = SimpleNamespace(config=config, root=tmp_path)
@@ -334,7 +334,7 @@ def test_rows_of_nobody_are_corrupt(config, tmp_path):
 
 
 def test_a_collision_within_a_slice_is_seen(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("precompute.scoring.shard_input.SLICE_ROWS", 1)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 1)
     seeds = []
 
     def colliding(raws, seed):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.local import Entry, LocalKey, LocalTier, Ready
+from cache.tiers.l1 import Entry, LocalKey, LocalTier, Ready
 from precompute.planning.hits import hits, popularity_of, zipf
 
 MIB = 1 << 20

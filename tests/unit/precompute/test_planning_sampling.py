@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError, SourceError
-from precompute.config import NightConfig, Sources
+from precompute.config.settings import NightConfig, Sources
 from precompute.planning import sampling
 from precompute.planning.sampling import Distinct, draw
-from precompute.sources import read_features, read_interactions
+from precompute.sources.readers import read_features, read_interactions
 
 USERS = 400
 

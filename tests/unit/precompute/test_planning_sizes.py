@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import Refused
-from cache.records import Layout
-from precompute.config import GateThresholds, NightConfig
+from cache.format.records import Layout
+from precompute.config.generations_at_peak import generations_at_peak
+from precompute.config.settings import GateThresholds, NightConfig
 from precompute.planning.capacity import Limits, Node, demand_room, verdicts
 from precompute.planning.forecast import gpu_seconds, resized
 from precompute.planning.sizes import Pages, Shape
 from precompute.planning.spent import Run, Spent, grown, timed
 from precompute.planning.trial import Timings
-from precompute.room import generations_at_peak
 from precompute.scoring.tables import PageFile, sums_path
 
 LAYOUT = Layout("topk", 10, "f2")

@@ -6,9 +6,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import BundleError
-from cache.tower import Histories, InputSpec, Tower, TowerSpec
-from precompute.models.agreement import agreement, take
-from precompute.models.quantize import quantize_tower
+from cache.model.tower import Histories, InputSpec, Tower, TowerSpec
+from precompute.bundles.agreement import agreement, take
+from precompute.bundles.quantize import quantize_tower
 from tests.models import histories_of, train_small
 
 ITEMS, DIMS = 3000, 32

@@ -5,9 +5,9 @@ import pytest
 import scipy.sparse as sp
 
 from cache.errors import ConfigError, SourceError
-from cache.tower import Tower
-from precompute.models import reference
-from precompute.models.reference import ReferenceData, singular_vectors, spherical_clusters, train
+from cache.model.tower import Tower
+from precompute.bundles import reference
+from precompute.bundles.reference import ReferenceData, singular_vectors, spherical_clusters, train
 from tests.models import ITEMS, USERS, histories_of, train_small
 
 

@@ -13,9 +13,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from cache.errors import SourceError, StoreError
-from precompute.config import Sources, parse_time
-from precompute.source_files import pin, source_files
-from precompute.sources import read_features, read_interactions
+from precompute.config.settings import Sources, parse_time
+from precompute.sources.files import pin, source_files
+from precompute.sources.readers import read_features, read_interactions
 
 SECONDS = 1_700_000_000
 
@@ -272,7 +272,7 @@ def test_batches_of_wide_features_have_fewer_rows(tmp_path, monkeypatch):
     users = [f"u{row}" for row in range(1000)]
     table = pa.table({"user": users, "taste": wide})
     pq.write_table(table, tmp_path / "users.parquet", use_dictionary=False)
-    monkeypatch.setattr("precompute.sources.BATCH_BYTES", 50_000)
+    monkeypatch.setattr("precompute.sources.readers.BATCH_BYTES", 50_000)
 
     batches = list(read_features(tmp_path / "users.parquet", "user", ["taste"]))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from precompute.scoring.stages import Stages
+from precompute.partitions.stages import Stages
 
 PATIENCE_S = 10
 

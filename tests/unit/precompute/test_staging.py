@@ -3,9 +3,9 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from cache.keys import Keyspace
-from cache.releases import Canary, Pointer
-from precompute.releases.control import Control
+from cache.format.keys import Keyspace
+from cache.store.releases import Canary, Pointer
+from precompute.control.control_keys import Control
 from precompute.releases.staging import Stage
 
 ONE, TWO = "20260131T000000Z-aaaaaaaaaaaa", "20260201T000000Z-bbbbbbbbbbbb"

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import Conflict
-from cache.releases import MOVES, Action, Canary, Release
-from precompute.releases.states import ALLOWED, LEAVES, TRANSITIONS, State, demand, fold
+from cache.store.releases import MOVES, Action, Canary, Release
+from precompute.control.states import ALLOWED, LEAVES, TRANSITIONS, State, demand, fold
 
 
 def release(epoch, action, generation, *, done=True, expires_at=None):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from cache.errors import ConfigError
-from precompute.config import NightConfig
-from precompute.tasks import DagConfig
+from precompute.config.settings import NightConfig
+from precompute.config.tasks import DagConfig
 
 
 def written(folder: Path, text: str) -> dict[str, str]:

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError
-from cache.records import NO_ITEM
-from cache.tower import Histories
-from precompute.scoring import flat, topk
-from precompute.scoring.topk import Scorer, exact_topk
+from cache.format.records import NO_ITEM
+from cache.model.tower import Histories
+from precompute.topk import flat, topk
+from precompute.topk.topk import Scorer, exact_topk
 from tests.unit.precompute.exactness import assert_exact, brute, make
 
 

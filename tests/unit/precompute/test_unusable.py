@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import SourceError
-from cache.tower import InputSpec
-from precompute.config import Sources, parse_time
-from precompute.features import demand_type, read_values
-from precompute.moments import times_of_texts
-from precompute.sources import read_features, read_interactions
-from precompute.unusable import CASES, Unusable, ids_in, merged
+from cache.model.tower import InputSpec
+from precompute.config.settings import Sources, parse_time
+from precompute.sources.features import demand_type, read_values
+from precompute.sources.moments import times_of_texts
+from precompute.sources.readers import read_features, read_interactions
+from precompute.sources.unusable import CASES, Unusable, ids_in, merged
 
 GOOD = [("u1", "i1", 1_700_000_000), ("u2", "i2", 1_700_000_100)]
 

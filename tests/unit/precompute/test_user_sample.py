@@ -9,16 +9,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cache.directory import Directory
 from cache.errors import CorruptArtefact
-from cache.keys import hash_ids
-from cache.manifest import Artefact, DirectoryPart, EntitySet
-from precompute.columns import text_hashes
-from precompute.gates import entities as entities_gate
-from precompute.gates.scan import Marks
-from precompute.gates.user_sample import STRATA, names_of, sample_users, seen_by
-from precompute.scoring.shard_files import HASH
-from precompute.scoring.shard_input import read_shard
+from cache.format.directory import Directory
+from cache.format.keys import hash_ids
+from cache.format.manifest import Artefact, DirectoryPart, EntitySet
+from precompute.gates.evidence.scan import Marks
+from precompute.gates.evidence.user_sample import STRATA, names_of, sample_users, seen_by
+from precompute.gates.rules import entities as entities_gate
+from precompute.partitions.shard_files import HASH
+from precompute.partitions.shard_input import read_shard
+from precompute.sources.columns import text_hashes
 
 SEED = 4
 
@@ -72,7 +72,7 @@ def test_a_repeated_choice_is_no_new_one(tmp_path: Path) -> None:
 
 def test_a_large_shard_is_sampled_from_its_first_slice(tmp_path: Path, monkeypatch) -> None:
     directory, entities = write(tmp_path, clicks(900))
-    monkeypatch.setattr("precompute.scoring.shard_input.SLICE_ROWS", 300)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 300)
     sample = sample_users(tmp_path, entities, directory, history_limit=10)
     night = read_shard(tmp_path, 0, history_limit=10)
     assert 0 < sample.in_source < len(night.ids)
@@ -94,7 +94,7 @@ def test_rows_of_users_whom_the_partition_does_not_name_are_no_evidence(tmp_path
 
 def test_repeated_fingerprints_are_counted_a_range_at_a_time(tmp_path: Path, monkeypatch) -> None:
     """All fingerprints of a table in memory, twice, were 16 bytes for each user and table."""
-    monkeypatch.setattr("precompute.gates.scan.MARKS_AT_ONCE", 1000)
+    monkeypatch.setattr("precompute.gates.evidence.scan.MARKS_AT_ONCE", 1000)
     marks = np.random.default_rng(8).integers(0, 2**64 - 1, 20_000, np.uint64, endpoint=True)
     marks[[5, 17_000]] = marks[9]
     marks[[0, 19_999]] = 2**64 - 1

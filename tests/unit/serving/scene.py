@@ -7,19 +7,19 @@ from pathlib import Path
 
 import orjson
 
-from cache.artefacts import ArtefactStore
-from cache.blocklist import Blocklist
+from cache.control.staging_note import Staging
 from cache.errors import CorruptArtefact, TierUnavailable
-from cache.releases import Canary, Pointer, Release, done_path, intent_path
-from cache.staging import Staging
-from serving.clock import RedisClock
-from serving.follower import Follower
-from serving.heartbeat import Heartbeat
-from serving.host import Host
-from serving.reading import InThread
-from serving.refresh import Refresher
-from serving.shelf import Shelf
-from serving.snapshot import Snapshot
+from cache.store.artefacts import ArtefactStore
+from cache.store.blocklist import Blocklist
+from cache.store.releases import Canary, Pointer, Release, done_path, intent_path
+from serving.generations.holder import Shelf
+from serving.generations.pointer_follower import Follower
+from serving.generations.redis_clock import RedisClock
+from serving.generations.snapshot import Snapshot
+from serving.generations.store_threads import InThread
+from serving.replica.background import Refresher
+from serving.replica.heartbeat import Heartbeat
+from serving.replica.host import Host
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World
 

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from starlette.types import Message, Scope
 
-from cache.predictor import LiveInput
-from serving.admission import Admission
-from serving.front import ADMITTED, Front
-from serving.holding import Holding
-from serving.infer import Inferences
-from serving.ladder import Ladder
-from serving.live import Computed, Job, MicroBatcher, compute
-from serving.pulse import Pulse
-from serving.valve import Valve
+from cache.model.predictor import LiveInput
+from serving.admission.codel import Valve
+from serving.admission.controller import Admission
+from serving.admission.loop_lag import Pulse
+from serving.generations.served_set import Holding
+from serving.http.asgi_app import ADMITTED, Front
+from serving.lookup.inference import Inferences
+from serving.lookup.ladder import Ladder
+from serving.lookup.micro_batcher import Computed, Job, MicroBatcher, compute
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ask, entity, ids
 

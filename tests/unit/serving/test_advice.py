@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serving.advice import LARGEST, SMALLEST, STEPS, Curve, shown, together
+from serving.usage.l1_curve import LARGEST, SMALLEST, STEPS, Curve, shown, together
 
 POINTS = (LARGEST - SMALLEST) * STEPS + 1
 

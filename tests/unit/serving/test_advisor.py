@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from cache.advisor.shards import SPACE
-from cache.advisor.trace import TRACE_MAX, Trace
-from cache.local import Entry, LocalKey, LocalTier
-from cache.outcomes import Counters
-from serving.advisor import (
+from cache.mrc.shards import SPACE
+from cache.tiers.access_sample import TRACE_MAX, Trace
+from cache.tiers.l1 import Entry, LocalKey, LocalTier
+from cache.tiers.results import Counters
+from serving.generations.snapshot import Snapshot
+from serving.usage.l1_advisor import (
     BUSY_RATE,
     SAMPLED_MIN,
     STEP_S,
@@ -19,7 +20,6 @@ from serving.advisor import (
     TOUCHES_PER_S,
     Advisor,
 )
-from serving.snapshot import Snapshot
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World
 

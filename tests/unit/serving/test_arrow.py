@@ -11,18 +11,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from serving.arrow_flat import Malformed
-from serving.arrow_messages import Unsupported
-from serving.arrow_read import read
-from serving.arrow_request import batch, read_stream
-from serving.arrow_schema import Field
-from serving.arrow_write import Column, fixed_lists, flags, lists, numbers, stream, texts
-from serving.ask import Limits
-from serving.client_arrow import read_arrow_answers, write_arrow_ids
-from serving.client_failure import Garbled
-from serving.content import lookup_of
-from serving.media import Forms, forms
-from serving.problem import Problem
+from serving.arrow_ipc.flatbuffers import Malformed
+from serving.arrow_ipc.messages import Unsupported
+from serving.arrow_ipc.reader import read
+from serving.arrow_ipc.schema import Field
+from serving.arrow_ipc.writer import Column, fixed_lists, flags, lists, numbers, stream, texts
+from serving.client.arrow import read_arrow_answers, write_arrow_ids
+from serving.client.errors import Garbled
+from serving.requests.content import lookup_of
+from serving.requests.errors import Problem
+from serving.requests.lookup_arrow import batch, read_stream
+from serving.requests.models import Limits
+from serving.requests.negotiation import Forms, forms
 
 LIMITS = Limits(max_batch=50, max_history=8, max_exclude=8, deadline_ms=100, deadline_max_ms=1_000)
 FIELDS = (

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from cache.commands import OverlayRead
 from cache.errors import TierUnavailable
-from cache.keys import Keyspace
-from cache.lease import DONE, GIVEN_BACK, LeaseSwap, LeaseTake
-from cache.outcomes import Outcome, View, Want
-from serving.ask import Ask
-from serving.holding import Holding
-from serving.infer import Inferences
-from serving.ladder import Ladder
-from serving.lead import REST_S, Lead
-from serving.live import Computed, Job
+from cache.format.keys import Keyspace
+from cache.l2.commands import OverlayRead
+from cache.l2.lease_commands import DONE, GIVEN_BACK, LeaseSwap, LeaseTake
+from cache.tiers.results import Outcome, View, Want
+from serving.generations.served_set import Holding
+from serving.lookup.inference import Inferences
+from serving.lookup.ladder import Ladder
+from serving.lookup.leases import REST_S, Lead
+from serving.lookup.micro_batcher import Computed, Job
+from serving.requests.models import Ask
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ask, entity, ids
 

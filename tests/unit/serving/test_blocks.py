@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from serving.blocks import BLOCK_BYTES_MAX, Blocks
+from serving.fast_http.header_cache import BLOCK_BYTES_MAX, Blocks
 
 PLAIN = b"\r\nHost: a\r\n\r\n"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cache.artefacts import ArtefactStore, generation_path
-from cache.releases import Release, done_path, intent_path
-from serving.chronicle import UNKNOWN, Chronicle, open_refusal
+from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.releases import Release, done_path, intent_path
+from serving.replica.release_watch import UNKNOWN, Chronicle, open_refusal
 from tests.unit.serving.world import World
 
 MANIFEST = World().snapshot().manifest

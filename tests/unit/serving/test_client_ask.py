@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from serving.client import Entity, Options
-from serving.client_ask import as_id, many, one, score, split
+from serving.client.calls import as_id, many, one, score, split
 
 
 @pytest.mark.parametrize("wrong", [True, 1.5, None, b"u-1"])

@@ -13,22 +13,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cache import compiled
 from cache.errors import UnfitValue
-from cache.items import Lent
-from cache.keys import FORMAT
-from cache.manifest import Producer, Table
-from cache.names import Names
-from cache.numerals import Numerals
-from cache.records import NO_ITEM, Layout, encode_topk
-from cache.texts import Texts
-from serving import arrow_write, rows
-from serving.arrow_answers import Stored, answers_stream
-from serving.arrow_read import read
-from serving.arrow_rows import items_of
-from serving.arrow_schema import Field
+from cache.format.item_bytes import Names
+from cache.format.item_json import Texts
+from cache.format.item_table import Lent
+from cache.format.keys import FORMAT
+from cache.format.manifest import Producer, Table
+from cache.format.records import NO_ITEM, Layout, encode_topk
+from cache.native import loader
+from cache.native.number_text import Numerals
+from serving.arrow_ipc import writer
+from serving.arrow_ipc.reader import read
+from serving.arrow_ipc.schema import Field
+from serving.rendering import json_batch
+from serving.rendering.arrow_batch import Stored, answers_stream
+from serving.rendering.arrow_rows import items_of
 
-COLUMNS: Any = compiled.load({})
+COLUMNS: Any = loader.load({})
 pytestmark = pytest.mark.skipif(COLUMNS is None, reason="cache._columns was not built")
 NAMES = ["i-1", "ü", 'a"b', "c\\d", "e\nf", "x" * 256, "7", "/"]
 PLAIN = ["i-1", "ü", "7", "/", "x" * 256, "\x7f"]
@@ -36,13 +37,13 @@ PLAIN = ["i-1", "ü", "7", "/", "x" * 256, "\x7f"]
 
 @pytest.fixture(autouse=True, scope="module")
 def switched_on() -> Iterator[None]:
-    with patch.object(compiled, "columns", lambda: COLUMNS):
+    with patch.object(loader, "columns", lambda: COLUMNS):
         yield
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    with patch.object(compiled, "columns", lambda: None):
+    with patch.object(loader, "columns", lambda: None):
         yield
 
 
@@ -90,10 +91,10 @@ def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
             found["items"] %= np.uint32(len(NAMES) + 1)
     live = snapshot(NAMES, blocked)
 
-    is_plain = rows.plain(live, table(layout), found, k)
+    is_plain = json_batch.plain(live, table(layout), found, k)
 
     with interpreted():
-        assert is_plain.tolist() == rows.plain(live, table(layout), found, k).tolist()
+        assert is_plain.tolist() == json_batch.plain(live, table(layout), found, k).tolist()
     good = found[is_plain]
     if len(good):
         same(live, table(layout), good, k)
@@ -101,16 +102,16 @@ def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
 
 def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
     ids, ends = [f'"{at}ü",' for at in range(len(good))], [b"}"] * len(good)
-    numbers = rows.numbers(of, good, k)
-    texts = [rows.texts_of(live, of, ids, good, k, ends) for _ in range(2)][1]
+    numbers = json_batch.numbers(of, good, k)
+    texts = [json_batch.texts_of(live, of, ids, good, k, ends) for _ in range(2)][1]
     lookup: Any = SimpleNamespace(table=of, k=k, holding=SimpleNamespace(live=live))
     resolved: Any = SimpleNamespace(rows=good)
     named = items_of(lookup, resolved, slice(None))
     streamed = answers_stream(of, [b"i"] * len(good), {}, stored(numbers, named))
     with interpreted():
-        again = rows.numbers(of, good, k)
+        again = json_batch.numbers(of, good, k)
         assert numbers.view(np.uint32).tolist() == again.view(np.uint32).tolist()
-        assert texts == rows.texts_of(live, of, ids, good, k, ends)
+        assert texts == json_batch.texts_of(live, of, ids, good, k, ends)
         other = items_of(lookup, resolved, slice(None))
         assert named == other and named.sizes.tolist() == other.sizes.tolist()
         assert streamed == answers_stream(of, [b"i"] * len(good), {}, stored(again, other))
@@ -147,14 +148,14 @@ def test_every_score_is_written_as_orjson_writes_it(
     except UnfitValue:
         return
     live, k = snapshot(names), 2
-    is_plain = rows.plain(live, table(layout), good, k)
+    is_plain = json_batch.plain(live, table(layout), good, k)
     same(live, table(layout), good[is_plain], k)
-    (first, *_) = rows.texts_of(live, table(layout), ["x"], good[:1], k, [b"}"])
+    (first, *_) = json_batch.texts_of(live, table(layout), ["x"], good[:1], k, [b"}"])
 
     decoded = orjson.loads(first)
     assert decoded["items"] == [names[each] for each in ordinals[0, :k].tolist()]
     assert np.array(decoded["scores"], np.float32).tolist() == (
-        rows.numbers(table(layout), good[:1], k)[0].tolist()
+        json_batch.numbers(table(layout), good[:1], k)[0].tolist()
     )
 
 
@@ -183,7 +184,7 @@ def test_streams_are_put_together_alike(buffers: list[bytes], nodes: list[int]) 
     places = 0, 8, 16, 16 + 8 * len(nodes)
     given_ = (b"schema", b"\xff" * size, *places, 3, nodes, buffers, b"end")
 
-    assert COLUMNS.stream(*given_) == arrow_write.assembled(*given_)
+    assert COLUMNS.stream(*given_) == writer.assembled(*given_)
 
 
 @given(
@@ -193,9 +194,9 @@ def test_streams_are_put_together_alike(buffers: list[bytes], nodes: list[int]) 
 def test_a_column_is_cut_alike_and_refused_alike(
     ids: list[str | None], noise: list[tuple[int, int]]
 ) -> None:
-    column = arrow_write.texts([None if each is None else each.encode() for each in ids])
+    column = writer.texts([None if each is None else each.encode() for each in ids])
     field = Field("id", "utf8", True)
-    sent = bytearray(arrow_write.stream((field,), [column], len(ids)))
+    sent = bytearray(writer.stream((field,), [column], len(ids)))
     for back, byte in noise:
         sent[-1 - back % len(sent)] = byte
 
@@ -214,4 +215,4 @@ def test_ids_become_a_column_alike(ids: list[bytes | None]) -> None:
 
     assert (found is None) == (None in ids)
     if found is not None:
-        assert (b"", *found) == arrow_write.texts(ids).buffers
+        assert (b"", *found) == writer.texts(ids).buffers

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from cache.control.schedule import Schedule
 from cache.errors import ConfigError
-from cache.schedule import Schedule
-from precompute.config import NightConfig
-from serving.bounds import Bounds
-from serving.config import ServingConfig
+from precompute.config.settings import NightConfig
+from serving.config.bounds import Bounds
+from serving.config.settings import ServingConfig
 
 
 def test_the_environment_outranks_the_file_and_the_command_line_both(tmp_path: Path) -> None:

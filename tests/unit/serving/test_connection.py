@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from serving.bounds import Bounds
-from serving.inbound import BEHIND, PIECE
+from serving.config.bounds import Bounds
+from serving.fast_http.inbound import BEHIND, PIECE
 from tests.unit.serving.test_wire import KEPT, Connection, Front, Transport, get
 
 BOUNDS = Bounds(head_bytes=2_000, head_fields=10, connections_max=4, connections_new_max=3)

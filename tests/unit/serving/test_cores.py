@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cache.errors import ConfigError
-from serving.config import ServingConfig
-from serving.cores import check_cores, parse_cores, pin_thread, place_thread
+from serving.config.cpu_affinity import check_cores, parse_cores, pin_thread, place_thread
+from serving.config.settings import ServingConfig
 
 needs_pinning = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="threads cannot be pinned here"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from serving.cost import Cost
+from serving.lookup.batch_cost import Cost
 
 
 def learned(fixed: float, each: float, sizes: tuple[int, ...] = (1, 8, 32, 64)) -> Cost:

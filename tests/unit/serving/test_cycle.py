@@ -2,7 +2,7 @@
 
 import asyncio
 
-from serving.cycle import Cycle
+from serving.fast_http.asgi_exchange import Cycle
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]}
 

@@ -6,14 +6,14 @@ from typing import Any
 
 from prometheus_client.registry import CollectorRegistry
 
+from cache.control.schedule import MISSED_MAX, Schedule
 from cache.errors import TierUnavailable
-from cache.schedule import MISSED_MAX, Schedule
-from serving.chronicle import Chronicle
-from serving.events import TEXTS, Events
-from serving.figures import Figures
-from serving.lead import Counts
-from serving.nights import Nights
-from serving.room import Room
+from serving.lookup.leases import Counts
+from serving.metrics.event_counters import TEXTS, Events
+from serving.replica.freshness import Nights
+from serving.replica.night_metrics import Figures
+from serving.replica.redis_memory import Room
+from serving.replica.release_watch import Chronicle
 from tests.unit.serving.world import World
 
 MANIFEST = World().snapshot().manifest

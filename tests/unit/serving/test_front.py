@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from serving.admission import Admission
-from serving.ask import Limits
-from serving.bodies import Bodies
-from serving.front import Front
-from serving.plan import Queries
-from serving.problem import Problem
+from serving.admission.controller import Admission
+from serving.http.asgi_app import Front
+from serving.requests.body_budget import Bodies
+from serving.requests.errors import Problem
+from serving.requests.fast_parse import Queries
+from serving.requests.models import Limits
 
 PATH = "/v1/lookup/x/y"
 

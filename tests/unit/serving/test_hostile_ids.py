@@ -12,17 +12,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cache import compiled
-from cache.keys import ID_BYTES_MAX, canonical_id
-from cache.outcomes import Found
-from cache.records import Layout, encode_topk, encode_values, encode_vectors
-from serving import rows
-from serving.arrow_answers import NO_ITEMS, Stored, answers_stream
-from serving.arrow_request import batch, read_stream
-from serving.arrow_rows import items_of
-from serving.ask import Limits
-from serving.client_arrow import write_arrow_ids
-from serving.render import start_of
+from cache.format.keys import ID_BYTES_MAX, canonical_id
+from cache.format.records import Layout, encode_topk, encode_values, encode_vectors
+from cache.native import loader
+from cache.tiers.results import Found
+from serving.client.arrow import write_arrow_ids
+from serving.rendering import json_batch
+from serving.rendering.arrow_batch import NO_ITEMS, Stored, answers_stream
+from serving.rendering.arrow_rows import items_of
+from serving.rendering.json_single import start_of
+from serving.requests.lookup_arrow import batch, read_stream
+from serving.requests.models import Limits
 from tests import hostile
 from tests.unit.serving.test_compiled_rows import COLUMNS, snapshot, table
 
@@ -79,8 +79,8 @@ def test_rows_written_at_once_are_each_the_json_of_one(
     """An id that ended in a quote and a comma was cut in two, and its neighbour's answer with it."""
     live, good = snapshot(names), records(layout, len(ids), len(names))
 
-    with patch.object(compiled, "columns", lambda: columns):
-        texts = rows.texts_of(live, table(layout), ids, good, 2, [END] * len(ids))
+    with patch.object(loader, "columns", lambda: columns):
+        texts = json_batch.texts_of(live, table(layout), ids, good, 2, [END] * len(ids))
 
     assert [orjson.loads(each) for each in texts] == wanted(layout, ids, names)
 
@@ -110,9 +110,9 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
     lookup: Any = SimpleNamespace(table=table(layout), k=2, holding=SimpleNamespace(live=live))
     row = ("l1", "batch", "g", 1.5, "2026", None, None, None, None)
 
-    with patch.object(compiled, "columns", lambda: columns):
+    with patch.object(loader, "columns", lambda: columns):
         named = items_of(lookup, SimpleNamespace(rows=good), slice(None))  # type: ignore[arg-type]
-        numbers = rows.numbers(table(layout), good, 2)
+        numbers = json_batch.numbers(table(layout), good, 2)
         stored = Stored(np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named)
         sent = answers_stream(table(layout), [each.encode() for each in ids], {}, stored)
 
@@ -128,7 +128,7 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
 @given(ids=some_ids)
 @example(ids=list(hostile.EVERY))
 def test_a_stream_of_questions_is_read_as_it_was_asked(columns: Any, ids: list[str]) -> None:
-    with patch.object(compiled, "columns", lambda: columns):
+    with patch.object(loader, "columns", lambda: columns):
         asked = batch(read_stream(write_arrow_ids(ids, {}), LIMITS))
 
     assert asked is not None and [each.decode() for each in asked.raws] == ids

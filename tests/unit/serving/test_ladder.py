@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.blocklist import Blocklist
 from cache.errors import TierUnavailable
-from serving.answer import from_record
-from serving.case import Case
-from serving.holding import Holding
-from serving.ladder import Ladder
-from serving.problem import Problem
+from cache.store.blocklist import Blocklist
+from serving.generations.served_set import Holding
+from serving.lookup.entity import Case
+from serving.lookup.ladder import Ladder
+from serving.rendering.answer_fields import from_record
+from serving.requests.errors import Problem
 from tests.unit.serving.world import (
     DATA_UNTIL,
     GENERATION,
@@ -441,7 +441,7 @@ async def test_one_entity_whose_answer_cannot_be_built_costs_the_others_nothing(
             raise IndexError("planted")
         return from_record(snapshot, table, record, k, barred)
 
-    monkeypatch.setattr("serving.reply.from_record", fragile)
+    monkeypatch.setattr("serving.lookup.answer_builder.from_record", fragile)
     holding = Holding(world.snapshot(), world.snapshot(OLDER))
 
     answers = await look(world, holding, *(entity(name) for name in ("u2", "u3", "u4")))

@@ -5,12 +5,12 @@ from typing import Any
 import orjson
 import pytest
 
-from serving.admission import Admission
-from serving.arrow_schema import MEDIA_TYPE
-from serving.ask import Limits
-from serving.client_arrow import write_arrow_ids
-from serving.lateness import Lateness
-from serving.plan import Headers
+from serving.admission.controller import Admission
+from serving.admission.deadline_check import Lateness
+from serving.arrow_ipc.schema import MEDIA_TYPE
+from serving.client.arrow import write_arrow_ids
+from serving.requests.fast_parse import Headers
+from serving.requests.models import Limits
 
 LIMITS = Limits(1_000, 100, 100, deadline_ms=300.0, deadline_max_ms=10_000.0)
 WAIT_S = 0.5

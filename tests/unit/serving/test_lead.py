@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.keys import Keyspace, hash_hex
-from cache.lease import LeaseTake, Mark
-from cache.local import LocalTier, NegativeCache
-from cache.outcomes import Found
-from cache.tiered import Tiered
-from serving.holding import Holding
-from serving.infer import Inferences
-from serving.ladder import Ladder
-from serving.lead import REST_S, Lead
+from cache.format.keys import Keyspace, hash_hex
+from cache.l2.lease_commands import LeaseTake, Mark
+from cache.tiers.l1 import LocalTier, NegativeCache
+from cache.tiers.results import Found
+from cache.tiers.tiered import Tiered
+from serving.generations.served_set import Holding
+from serving.lookup.inference import Inferences
+from serving.lookup.ladder import Ladder
+from serving.lookup.leases import REST_S, Lead
 from tests.fakes import DIGEST_A, DIGEST_B, GENERATION, FakeClock, FakeRemote, Night
 from tests.unit.serving.world import World, ask, entity, ids
 

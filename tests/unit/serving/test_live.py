@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from cache.predictor import LiveInput
-from serving.live import Computed, Job, LiveUnavailable, MicroBatcher, Outcome, compute
-from serving.snapshot import Snapshot
+from cache.model.predictor import LiveInput
+from serving.generations.snapshot import Snapshot
+from serving.lookup.micro_batcher import (
+    Computed,
+    Job,
+    LiveUnavailable,
+    MicroBatcher,
+    Outcome,
+    compute,
+)
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ids
 

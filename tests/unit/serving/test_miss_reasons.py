@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from cache.absence import ABSENCES
-from cache.blocklist import Blocklist
 from cache.errors import TierUnavailable
-from cache.local import OVERHEAD_BYTES, LocalTier, NegativeCache
-from cache.tiered import Tiered
-from serving.holding import Holding
-from serving.infer import Inferences
-from serving.ladder import Ladder
-from serving.quality.reasons import REASONS
-from serving.quality.watch import Watch
+from cache.store.blocklist import Blocklist
+from cache.tiers.eviction_history import ABSENCES
+from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
+from cache.tiers.tiered import Tiered
+from serving.generations.served_set import Holding
+from serving.lookup.inference import Inferences
+from serving.lookup.ladder import Ladder
+from serving.metrics.miss_reasons import REASONS
+from serving.usage.request_observer import Watch
 from tests.unit.serving.world import GENERATION, OLDER, USERS, World, ask, entity, ids
 
 TABLES = ("user_topk", "user_vector", "user_affinity", "item_similar")

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.ask import Ask, Limits, ScoreAsk
-from serving.content import lookup_of, take
-from serving.options import with_deadline_header
-from serving.parse import lookup_url, score_ask
-from serving.problem import Problem
+from serving.requests.content import lookup_of, take
+from serving.requests.errors import Problem
+from serving.requests.lookup_json import lookup_url, score_ask
+from serving.requests.models import Ask, Limits, ScoreAsk
+from serving.requests.options import with_deadline_header
 from tests.unit.serving.world import LIMITS
 
 PREFIX = b"/v1/lookup/"

@@ -6,9 +6,9 @@ import numpy as np
 import orjson
 import pytest
 
-from serving.quality.cells import ERRORS, Cell, Key, half_width, merged, packed, wilson
-from serving.quality.compare import Sample
-from serving.quality.told import summary
+from serving.quality.aggregates import ERRORS, Cell, Key, half_width, merged, packed, wilson
+from serving.quality.comparison import Sample
+from serving.quality.shared_report import summary
 
 
 def sample(overlap: float, error: float = 0.01, *, is_exact: bool = False) -> Sample:

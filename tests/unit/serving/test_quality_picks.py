@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from cache.preparing import LiveInput
-from serving.quality.picks import QUEUE_BYTES, QUEUE_MAX, Pick, Picks
+from cache.model.input_preparation import LiveInput
+from serving.usage.answer_sampling import QUEUE_BYTES, QUEUE_MAX, Pick, Picks
 
 PICK = Pick("g1", "t", b"u1", "l1", "batch", 0.0)
 

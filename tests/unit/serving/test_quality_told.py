@@ -5,13 +5,13 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.keys import Keyspace
-from cache.sketch import Name
-from serving.quality.cells import Cell
-from serving.quality.reads import Reads
+from cache.control.hot_keys import Name
+from cache.format.keys import Keyspace
+from serving.quality.aggregates import Cell
 from serving.quality.results import Results
-from serving.quality.told import LIFE_S, Told
-from serving.quality.usage import Usage
+from serving.quality.shared_report import LIFE_S, Told
+from serving.usage.read_counts import Reads
+from serving.usage.table_usage import Usage
 from tests.unit.serving.world import World
 
 NOW = 1_000_000.0

@@ -4,10 +4,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from cache.keys import Keyspace, hash_id
-from cache.sketch import Name
-from serving.quality.reads import Reads
-from serving.quality.usage import Usage
+from cache.control.hot_keys import Name
+from cache.format.keys import Keyspace, hash_id
+from serving.usage.read_counts import Reads
+from serving.usage.table_usage import Usage
 from tests.unit.serving.world import World
 
 

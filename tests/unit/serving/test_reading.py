@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from serving.chronicle import Chronicle
-from serving.dashboard.archive import Archive
-from serving.reading import THREADS, StoreThreads
+from serving.dashboard.generation_history import Archive
+from serving.generations.store_threads import THREADS, StoreThreads
+from serving.replica.release_watch import Chronicle
 from tests.unit.serving.scene import A, B, Scene, pointer
 
 

@@ -10,13 +10,13 @@ import orjson
 import pytest
 from redis.exceptions import NoPermissionError
 
-from cache.blocklist import Blocklist, change_blocklist
+from cache.control.staging_note import Staging
 from cache.errors import StoreError
-from cache.releases import Pointer, Release, intent_path
-from cache.staging import Staging
-from precompute.releases.control import Replica
-from serving.snapshot import Snapshot
-from serving.verdict import judge
+from cache.store.blocklist import Blocklist, change_blocklist
+from cache.store.releases import Pointer, Release, intent_path
+from precompute.control.control_keys import Replica
+from serving.generations.pointer_rules import judge
+from serving.generations.snapshot import Snapshot
 from tests.unit.serving.scene import BOUND_S, A, B, C, Scene, pointer
 
 

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.commands import OverlayRead
 from cache.errors import TierUnavailable
-from cache.lease import LeaseTake
-from serving.answer import Answer
-from serving.ask import Ask
-from serving.holding import Holding
-from serving.infer import Inferences
-from serving.ladder import Ladder
-from serving.repeats import OFTEN, PROBE_EVERY, RARELY, WINDOW, Repeats
+from cache.l2.commands import OverlayRead
+from cache.l2.lease_commands import LeaseTake
+from serving.generations.served_set import Holding
+from serving.lookup.inference import Inferences
+from serving.lookup.ladder import Ladder
+from serving.lookup.repeat_rate import OFTEN, PROBE_EVERY, RARELY, WINDOW, Repeats
+from serving.rendering.answer_fields import Answer
+from serving.requests.models import Ask
 from tests.unit.serving.world import World, ask, entity, ids
 
 

@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from cache.keys import fingerprint
-from cache.records import Layout, decode, encode_vectors
-from serving.ask import Options, ScoreAsk
-from serving.holding import Holding
-from serving.score import _tolerance, rank_candidates
+from cache.format.keys import fingerprint
+from cache.format.records import Layout, decode, encode_vectors
+from serving.generations.served_set import Holding
+from serving.lookup.candidate_scoring import _tolerance, rank_candidates
+from serving.requests.models import Options, ScoreAsk
 from tests.unit.serving.world import World, entity, ids
 
 

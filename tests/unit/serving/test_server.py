@@ -12,10 +12,10 @@ import pytest
 import uvicorn
 import uvloop
 
-from serving.bounds import Bounds
-from serving.descriptors import HEADROOM, make_room
-from serving.server import Server
-from serving.wire import Shared, protocol
+from serving.config.bounds import Bounds
+from serving.fast_http.connection import Shared, protocol
+from serving.process.descriptors import HEADROOM, make_room
+from serving.process.server import Server
 from tests.integration.serving_app import eventually
 from tests.unit.serving.test_wire import Front, app, get, messages
 

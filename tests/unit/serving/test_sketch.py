@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from cache.blocklist import Blocklist
+from cache.control.hot_keys import LIFE_S, MEMBERS_MAX, Name, Report, hottest, member
 from cache.errors import TierUnavailable
-from cache.sketch import LIFE_S, MEMBERS_MAX, Name, Report, hottest, member
-from serving.sketch import RECENT, REPORTED, Recent, Sketch
-from serving.snapshot import Snapshot
+from cache.store.blocklist import Blocklist
+from serving.generations.snapshot import Snapshot
+from serving.usage.hot_keys import RECENT, REPORTED, Recent, Sketch
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World
 

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from cache.blocklist import Blocklist, change_blocklist
-from cache.releases import Canary, Pointer
-from cache.staging import Staging
-from serving.snapshot import Snapshot
+from cache.control.staging_note import Staging
+from cache.store.blocklist import Blocklist, change_blocklist
+from cache.store.releases import Canary, Pointer
+from serving.generations.snapshot import Snapshot
 from tests.unit.serving.scene import BOUND_S, REDIS_AHEAD_S, A, B, C, Scene, pointer
 
 

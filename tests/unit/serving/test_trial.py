@@ -7,16 +7,16 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.releases import Canary
-from cache.split import Split
-from serving.arms import EVENTS_MAX, Part
-from serving.ask import Limits, Options
-from serving.fields import read_id
-from serving.holding import Holding
-from serving.options import query_options, with_canary_header, with_headers
-from serving.parse import feedback_of, lookup_ask
-from serving.problem import Problem
-from serving.trial import Trial
+from cache.control.canary_split import Split
+from cache.store.releases import Canary
+from serving.generations.served_set import Holding
+from serving.replica.canary_router import Trial
+from serving.replica.canary_stats import EVENTS_MAX, Part
+from serving.requests.errors import Problem
+from serving.requests.fields import read_id
+from serving.requests.lookup_json import feedback_of, lookup_ask
+from serving.requests.models import Limits, Options
+from serving.requests.options import query_options, with_canary_header, with_headers
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
 
 KEYS = [f"key-{number}".encode() for number in range(20_000)]

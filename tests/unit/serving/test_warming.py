@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cache.blocklist import Blocklist
-from cache.keys import fingerprint
-from cache.sketch import Name
-from cache.tiered import View, Want
-from serving.warming import Warming
+from cache.control.hot_keys import Name
+from cache.format.keys import fingerprint
+from cache.store.blocklist import Blocklist
+from cache.tiers.tiered import View, Want
+from serving.lookup.l1_warmup import Warming
 from tests.fakes import FakeClock
 from tests.unit.serving.world import OLDER, USERS, World
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from serving import content, fields
-from serving.arrow_read import BATCHES_MAX
-from serving.ask import Entity
-from serving.case import Pace
-from serving.content import LARGE, beside, lookup_of, peek, refuse, take
-from serving.problem import Problem
-from serving.weight import has_more_values
+from serving.arrow_ipc.reader import BATCHES_MAX
+from serving.lookup.entity import Pace
+from serving.requests import content, fields
+from serving.requests.content import LARGE, beside, lookup_of, peek, refuse, take
+from serving.requests.errors import Problem
+from serving.requests.json_weight import has_more_values
+from serving.requests.models import Entity
 from tests import hostile
 from tests.unit.serving.world import LIMITS
 
@@ -43,7 +43,7 @@ def test_what_a_text_holds_is_counted_outside_its_strings(value: object, chunk: 
     text = orjson.dumps(value)
     count = separators(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("serving.weight._CHUNK", chunk)
+        patch.setattr("serving.requests.json_weight._CHUNK", chunk)
 
         assert not has_more_values(text, count)
         assert count == 0 or has_more_values(text, count - 1)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from serving.blocks import plain, without_length
-from serving.bounds import Bounds
-from serving.front import ADMITTED
-from serving.wire import Shared, Wire
+from serving.config.bounds import Bounds
+from serving.fast_http.connection import Shared, Wire
+from serving.fast_http.header_cache import plain, without_length
+from serving.http.asgi_app import ADMITTED
 
 READY = {b"/ready": b'{"a":1}', b"/ready?k=2": b"{}", b"/long": b"x" * 70_000}
 STORED = {

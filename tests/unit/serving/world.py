@@ -9,24 +9,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.blocklist import Blocklist
-from cache.directory import Directory
 from cache.errors import InvalidInput
-from cache.items import ItemTable
-from cache.keys import fingerprints, hash_ids
-from cache.local import LocalTier, NegativeCache
-from cache.manifest import Artefact, EntitySet, ItemFiles, Manifest, Producer, Table, TablePart
-from cache.outcomes import View
-from cache.predictor import LiveInput, Prepared
-from cache.records import Layout, encode_topk, encode_values, encode_vectors
-from cache.tiered import Tiered
-from serving.ask import Ask, Entity, Limits, Options
-from serving.config import ServingConfig
-from serving.infer import Inferences
-from serving.ladder import Ladder
-from serving.live import Computed, Job, LiveUnavailable, compute
-from serving.metrics import Metrics
-from serving.snapshot import Default, Snapshot
+from cache.format.directory import Directory
+from cache.format.item_table import ItemTable
+from cache.format.keys import fingerprints, hash_ids
+from cache.format.manifest import (
+    Artefact,
+    EntitySet,
+    ItemFiles,
+    Manifest,
+    Producer,
+    Table,
+    TablePart,
+)
+from cache.format.records import Layout, encode_topk, encode_values, encode_vectors
+from cache.model.predictor import LiveInput, Prepared
+from cache.store.blocklist import Blocklist
+from cache.tiers.l1 import LocalTier, NegativeCache
+from cache.tiers.results import View
+from cache.tiers.tiered import Tiered
+from serving.config.settings import ServingConfig
+from serving.generations.snapshot import Default, Snapshot
+from serving.lookup.inference import Inferences
+from serving.lookup.ladder import Ladder
+from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable, compute
+from serving.metrics.registry import Metrics
+from serving.requests.models import Ask, Entity, Limits, Options
 from tests.fakes import FakeClock, FakeRemote
 
 GENERATION = "20261120T000000Z-000000000001"

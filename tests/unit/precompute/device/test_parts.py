@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.ranking import pack, score, unpack
-from precompute.models.index import unit
-from precompute.scoring.flat import Compared, lengths
+from cache.model.ranking import pack, score, unpack
+from precompute.bundles.index import unit
+from precompute.topk.flat import Compared, lengths
 
 torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
 
-from precompute.scoring.device.exact import (  # noqa: E402
+from precompute.device.exact import (  # noqa: E402
     WORST,
     dots,
     in_order,
@@ -20,8 +20,8 @@ from precompute.scoring.device.exact import (  # noqa: E402
     scores_of,
     unsigned,
 )
-from precompute.scoring.device.items import LANES, DeviceItems  # noqa: E402
-from precompute.scoring.device.search import tiles  # noqa: E402
+from precompute.device.items import LANES, DeviceItems  # noqa: E402
+from precompute.device.search import tiles  # noqa: E402
 
 CPU = torch.device("cpu")
 SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 0.1], np.float32)
@@ -46,7 +46,7 @@ def test_sums_have_the_bits_of_numpy(dims, seed):
 
 def test_another_order_of_summation_is_noticed(monkeypatch):
     monkeypatch.setattr(
-        "precompute.scoring.device.exact.dots",
+        "precompute.device.exact.dots",
         lambda users, items: (items * users[:, None]).sum((2, 3)),
     )
 

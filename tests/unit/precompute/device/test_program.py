@@ -13,15 +13,15 @@ import orjson
 import pytest
 
 from cache.errors import BundleError, ConfigError
-from cache.tower import Histories, Tower
-from precompute.models.bundle import Bundle
-from precompute.models.reference import ReferenceData, train
+from cache.model.tower import Histories, Tower
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.reference import ReferenceData, train
 from precompute.scoring import towers
 from precompute.scoring.towers import ProgramTower
 
 torch = pytest.importorskip("torch", reason="programs need torch: make torch-env")
 
-from precompute.models.program import Program  # noqa: E402
+from precompute.bundles.program import Program  # noqa: E402
 
 ITEMS = 40
 NAMES = ("user_tower", "item_tower", "user_affinity")
@@ -143,8 +143,8 @@ def test_a_program_that_was_changed_does_not_open(bundle, tmp_path):
 
 
 def test_without_torch_programs_cannot_be_written(monkeypatch, tmp_path):
-    monkeypatch.delattr("precompute.models.exports")
-    monkeypatch.setitem(sys.modules, "precompute.models.exports", None)
+    monkeypatch.delattr("precompute.bundles.exports")
+    monkeypatch.setitem(sys.modules, "precompute.bundles.exports", None)
 
     with pytest.raises(ConfigError, match="extra `gpu`"):
         train(data(), tmp_path / "bundle", dims=12, programs=True)

@@ -8,15 +8,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError
-from cache.tower import Histories
-from precompute.scoring.topk import Scorer
+from cache.model.tower import Histories
+from precompute.topk.topk import Scorer
 from tests.unit.precompute.exactness import make
 
 torch = pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
 
-from precompute.scoring.device import scorer as device_scorer  # noqa: E402
-from precompute.scoring.device import search as device_search  # noqa: E402
-from precompute.scoring.device.scorer import DeviceScorer  # noqa: E402
+from precompute.device import scorer as device_scorer  # noqa: E402
+from precompute.device import search as device_search  # noqa: E402
+from precompute.device.scorer import DeviceScorer  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.artefacts import ArtefactStore, generation_path
-from cache.manifest import Artefact, ItemFiles, Manifest
-from cache.releases import Release, done_path, intent_path
-from serving.dashboard.archive import GENERATIONS_MAX, Archive
+from cache.format.manifest import Artefact, ItemFiles, Manifest
+from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.releases import Release, done_path, intent_path
+from serving.dashboard.generation_history import GENERATIONS_MAX, Archive
 
 G1, G2, G3 = (f"2026112{day}T000000Z-00000000000{day}" for day in (1, 2, 3))
 FILE = Artefact("f", 100, "")

@@ -9,13 +9,13 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.artefacts import ArtefactStore
-from cache.keys import Keyspace
-from cache.schedule import Schedule
-from serving.buckets import finer
-from serving.dashboard.board import ARCHIVE_S, READ_S, Dashboard
-from serving.nights import Nights
-from serving.problem import Problem
+from cache.control.schedule import Schedule
+from cache.format.keys import Keyspace
+from cache.store.artefacts import ArtefactStore
+from serving.dashboard.service import ARCHIVE_S, READ_S, Dashboard
+from serving.metrics.log_buckets import finer
+from serving.replica.freshness import Nights
+from serving.requests.errors import Problem
 from tests.fakes import FakeClock
 from tests.unit.serving.dashboard.hashes import FakeRedis
 
@@ -105,14 +105,14 @@ async def test_a_viewer_waits_for_a_bounded_time_and_two_readings_never_meet(
         return await ask_all(commands)
 
     monkeypatch.setattr(board.redis, "ask_all", hangs)
-    monkeypatch.setattr("serving.dashboard.board.DATA_S", 0.01)
+    monkeypatch.setattr("serving.dashboard.service.DATA_S", 0.01)
     board.clock.tick(READ_S)
     for _ in range(3):
         with pytest.raises(Problem, match=r"within 0.01 s"):
             await board.dashboard.data()
     assert len(readings) == 1
     gate.set()
-    monkeypatch.setattr("serving.dashboard.board.DATA_S", 5.0)
+    monkeypatch.setattr("serving.dashboard.service.DATA_S", 5.0)
     assert (await board.data())["whole"]
 
 

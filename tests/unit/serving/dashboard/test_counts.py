@@ -5,9 +5,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.dashboard.bins import BIN_S, BINS_MAX, Bins, start_of
-from serving.dashboard.counts import counted, difference, merged, pack, totals, unpack
-from serving.metrics import Metrics
+from serving.dashboard.counters import counted, difference, merged, pack, totals, unpack
+from serving.dashboard.time_bins import BIN_S, BINS_MAX, Bins, start_of
+from serving.metrics.registry import Metrics
 
 fields = st.one_of(
     st.sampled_from(["r", "e", "x", "a:l1", "m:not:plain", "s:parse"]),

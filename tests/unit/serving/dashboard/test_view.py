@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from serving.buckets import finer
-from serving.dashboard.document import DASHBOARD
+from serving.dashboard.aggregator import Seen
+from serving.dashboard.document import SETTLED_S, document, redis, replicas
+from serving.dashboard.document_schema import DASHBOARD
 from serving.dashboard.series import row
-from serving.dashboard.view import SETTLED_S, document, redis, replicas
-from serving.dashboard.whole import Seen
+from serving.metrics.log_buckets import finer
 
 BOUNDS = finer((0.001, 1.0))
 NOW = 1_000_000.0

@@ -3,12 +3,12 @@
 import orjson
 import pytest
 
-from cache.keys import Keyspace
-from serving.buckets import finer
-from serving.dashboard.bins import BIN_S, BINS_MAX
-from serving.dashboard.counts import Counts, merged
-from serving.dashboard.teller import _SWEEP, AT_ONCE, GONE_S, Teller
-from serving.dashboard.whole import _ALL_AGAIN_S, LATELY_BINS, SILENT_S, Seen, Whole
+from cache.format.keys import Keyspace
+from serving.dashboard.aggregator import _ALL_AGAIN_S, LATELY_BINS, SILENT_S, Seen, Whole
+from serving.dashboard.counters import Counts, merged
+from serving.dashboard.publisher import _SWEEP, AT_ONCE, GONE_S, Teller
+from serving.dashboard.time_bins import BIN_S, BINS_MAX
+from serving.metrics.log_buckets import finer
 from tests.fakes import FakeClock
 from tests.unit.serving.dashboard.hashes import FakeRedis
 

@@ -7,13 +7,13 @@ from typing import Any
 import orjson
 import pytest
 
-from serving.why.journal import RequestLog, log
-from serving.why.logs import BURST, Json, Limit, Text
-from serving.why.redact import LENGTH_MAX, Redactor, passwords_of
-from serving.why.request_id import accepted, new_id
-from serving.why.seen import CURRENT, Seen, Stage, note
-from serving.why.trace_context import Parent
-from serving.why.watch import Request, request_of, timing
+from serving.tracing.log_setup import BURST, Json, Limit, Text
+from serving.tracing.observer import Request, request_of, timing
+from serving.tracing.redaction import LENGTH_MAX, Redactor, passwords_of
+from serving.tracing.request_context import CURRENT, Seen, Stage, note
+from serving.tracing.request_id import accepted, new_id
+from serving.tracing.request_log import RequestLog, log
+from serving.tracing.trace_context import Parent
 from tests.fakes import FakeClock
 
 SECRETS = Redactor({"t0k3n"} | passwords_of("redis://larder:p%40ss@host:6379/0"))

@@ -1,0 +1,70 @@
+"""Item ids as the bytes that answers carry, kept once they were asked for."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from cache.format.item_json_rows import Lines
+from cache.format.text_table import LONGEST
+
+TEXTS_MAX = 1 << 18
+"""Ids kept as text: about 25 MB; beyond it what is asked next starts afresh."""
+
+
+class Texts:
+    """Each ordinal's id as a JSON string; `ids_of` reads those that are new.
+
+    JSON of ids none of which is longer than `longest` bytes is kept at one width.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
+        longest: int | None = None,
+    ) -> None:
+        self._count = count
+        self._ids_of = ids_of
+        self._known: NDArray[np.object_] | None = None
+        self._is_known = np.zeros(0, np.bool_)
+        self._kept = 0
+        self._lines = None
+        if longest is not None and longest <= LONGEST:
+            self._lines = Lines(count, longest, ids_of)
+
+    def row(self, ordinals: NDArray[np.uint32]) -> bytes:
+        """The texts of ordinals uint32[k], with commas between them."""
+        known = self._known
+        if known is not None:
+            found: list[bytes] = known[ordinals].tolist()
+            if None not in found:
+                return b",".join(found)
+        return b",".join(self.rows(ordinals[None])[0])
+
+    def lines(self, ordinals: NDArray[np.uint32]) -> list[bytes]:
+        """`row` of each of uint32[n, k]."""
+        if self._lines is not None and (lines := self._lines.of(ordinals)) is not None:
+            return lines
+        return [b",".join(row) for row in self.rows(ordinals)]
+
+    def rows(self, ordinals: NDArray[np.uint32]) -> list[list[bytes]]:
+        """Texts[n][k] of ordinals uint32[n, k], all of them below the table's count."""
+        known = self._known
+        if known is None:
+            known = self._known = np.full(self._count, None, object)
+            self._is_known = np.zeros(self._count, np.bool_)
+        if not self._is_known[ordinals].all():
+            self._read(known, np.unique(ordinals))
+        found: list[list[bytes]] = known[ordinals].tolist()
+        if self._kept > TEXTS_MAX:
+            self._known, self._kept = None, 0
+        return found
+
+    def _read(self, known: NDArray[np.object_], ordinals: NDArray[np.uint32]) -> None:
+        new = ordinals[~self._is_known[ordinals]]
+        for ordinal, text in zip(new.tolist(), self._ids_of(new), strict=True):
+            known[ordinal] = orjson.dumps(text)
+        self._is_known[new] = True
+        self._kept += len(new)

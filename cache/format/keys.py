@@ -1,0 +1,218 @@
+"""Identity: how ids, inputs and Redis keys become bytes. Pure."""
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from cache.errors import InvalidId, InvalidInput
+from cache.native import loader
+
+FORMAT = 1
+ID_BYTES_MAX = 256
+FINGERPRINT_SEED = 0x9E3779B97F4A7C15
+"""Independent of every directory seed, so a record proves whose it is even if the directory is wrong."""
+
+type_tags = {"str": b"s", "int": b"i", "float": b"f", "bool": b"b", "vector": b"v"}
+
+FeatureValue = str | int | float | bool | tuple[float, ...]
+
+
+def canonical_id(value: object) -> bytes:
+    """Bytes of an id: UTF-8 of a string, decimal form of an integer; raises InvalidId for all else."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise InvalidId(
+            f"an id is a string or an integer, not {type(value).__name__}",
+            kind=type(value).__name__,
+        )
+    try:
+        raw = (value if isinstance(value, str) else str(value)).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidId("an id must be valid Unicode (it holds a lone surrogate)") from error
+    if not 1 <= len(raw) <= ID_BYTES_MAX:
+        raise InvalidId(
+            f"an id has 1 to {ID_BYTES_MAX} bytes of UTF-8, this one has {len(raw)}",
+            size_bytes=len(raw),
+        )
+    return raw
+
+
+def hash_id(raw: bytes, seed: int) -> int:
+    """64-bit xxh3 of an id: its place in a directory."""
+    return xxhash.xxh3_64_intdigest(raw, seed)
+
+
+def hash_ids(raws: Sequence[bytes], seed: int) -> NDArray[np.uint64]:
+    """uint64[n] of `hash_id`."""
+    columns = loader.columns()
+    if columns is not None and type(raws) is list:
+        found = columns.hashes(raws, seed)
+        if found is not None:
+            return np.frombuffer(found, np.uint64)
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, raws, repeat(seed)), np.uint64, len(raws))
+
+
+def are_ids(raws: list[bytes]) -> bool:
+    """Whether each has a length that an id may have."""
+    if (columns := loader.columns()) is not None:
+        return columns.are_ids(raws, ID_BYTES_MAX)
+    lengths = list(map(len, raws))
+    return min(lengths, default=1) > 0 and max(lengths, default=1) <= ID_BYTES_MAX
+
+
+def fingerprint(raw: bytes) -> int:
+    """64-bit identity stored inside a record, from a seed of its own."""
+    return xxhash.xxh3_64_intdigest(raw, FINGERPRINT_SEED)
+
+
+def fingerprints(raws: Sequence[bytes]) -> NDArray[np.uint64]:
+    """uint64[n] of `fingerprint`."""
+    return hash_ids(raws, FINGERPRINT_SEED)
+
+
+def input_digest(
+    model_digest: str,
+    history: Sequence[bytes] | None,
+    features: Mapping[str, FeatureValue] | None,
+) -> bytes:
+    """16 bytes that differ whenever the model, the history or any feature differs.
+
+    Every part is typed and length-prefixed, so no two inputs share an encoding: 1, 1.0, True and "1" are four
+    values, an empty history is not a missing one. Raises InvalidInput for NaN and infinities; -0.0 is 0.0.
+    """
+    digest = xxhash.xxh3_128(_sized(model_digest.encode()))
+    if history is None:
+        digest.update(b"h-")
+    else:
+        digest.update(b"h" + struct.pack("<I", len(history)))
+        for raw in history:
+            digest.update(_sized(raw))
+    if features is None:
+        digest.update(b"f-")
+    else:
+        digest.update(b"f" + struct.pack("<I", len(features)))
+        for name in sorted(features):
+            digest.update(_sized(name.encode()) + _encode_feature(name, features[name]))
+    return digest.digest()
+
+
+def _sized(raw: bytes) -> bytes:
+    return struct.pack("<I", len(raw)) + raw
+
+
+def _encode_feature(name: str, value: FeatureValue) -> bytes:
+    match value:
+        case bool():
+            return type_tags["bool"] + bytes([value])
+        case int():
+            return type_tags["int"] + _sized(str(value).encode())
+        case float():
+            return type_tags["float"] + _finite(name, value)
+        case str():
+            return type_tags["str"] + _sized(value.encode())
+        case tuple():
+            return type_tags["vector"] + _sized(_all_finite(name, value))
+    raise InvalidInput(
+        f"feature {name!r} has the unsupported type {type(value).__name__}", field=name
+    )
+
+
+def _finite(name: str, value: float) -> bytes:
+    if not math.isfinite(value):
+        raise InvalidInput(f"feature {name!r} is {value}, which is not a finite number", field=name)
+    return struct.pack("<d", value + 0.0)  # -0.0 + 0.0 is 0.0
+
+
+def _all_finite(name: str, value: tuple[float, ...]) -> bytes:
+    numbers = [part + 0.0 for part in value]  # as above
+    if not all(map(math.isfinite, numbers)):
+        _finite(name, next(each for each in numbers if not math.isfinite(each)))
+    return struct.pack(f"<{len(numbers)}d", *numbers)
+
+
+def hash_hex(key: int | bytes) -> str:
+    """The overlay key's last part: 16 hex digits for an entity hash, 32 for an id-less feature key."""
+    return key.hex() if isinstance(key, bytes) else f"{key:016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Keyspace:
+    """Redis keys of one namespace; control keys share a slot in Redis Cluster, pages and overlays spread."""
+
+    namespace: str
+
+    @property
+    def live(self) -> str:
+        """The pointer."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:live"
+
+    @property
+    def next(self) -> str:
+        """The generation that replicas are asked to hold ready."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:next"
+
+    @property
+    def generations(self) -> str:
+        """Hash: generation id -> state."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:generations"
+
+    @property
+    def replicas(self) -> str:
+        """Sorted set of serving replicas by heartbeat."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:replicas"
+
+    def hot(self, hour: int) -> str:
+        """Sorted set of table and id by how often it was asked for in one hour (since 1970, Redis' clock)."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:hot:{hour}"
+
+    def bin(self, start: int) -> str:
+        """Hash: worker -> what it counted in the seconds from `start` (Unix) on; for the dashboard."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:dash:{start}"
+
+    @property
+    def workers(self) -> str:
+        """Hash: worker -> what it counted in all, and how it stands; for the dashboard."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:dash:workers"
+
+    def cold(self, day: int) -> str:
+        """The same of ids that the live generation did not know, in one day."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:cold:{day}"
+
+    def read(self, generation: str, table: str) -> str:
+        """HyperLogLog of the entities of a table that were read at least once."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:read:{generation}:{table}"
+
+    @property
+    def quality(self) -> str:
+        """Hash: replica -> what it found of the quality of its answers, as JSON."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:quality"
+
+    @property
+    def channel(self) -> str:
+        """Pub/sub channel that shortens what polling would find anyway."""
+        return f"larder:{FORMAT}:{{{self.namespace}}}:changes"
+
+    def page(self, generation: str, table: str, page: int) -> str:
+        """One page of a table."""
+        return f"larder:{FORMAT}:{self.namespace}:g:{generation}:{table}:{page}"
+
+    def pages(self, generation: str, table: str) -> bytes:
+        """What the names of all pages of a table begin with, before the number."""
+        return f"larder:{FORMAT}:{self.namespace}:g:{generation}:{table}:".encode()
+
+    def loaded(self, generation: str) -> str:
+        """Hash: "table/part" -> digest of the pages that are wholly in Redis."""
+        return f"larder:{FORMAT}:{self.namespace}:g:{generation}:loaded"
+
+    def overlay(self, generation: str, table: str, hash_hex: str) -> str:
+        """One record written through by live inference."""
+        return f"larder:{FORMAT}:{self.namespace}:w:{generation}:{table}:{hash_hex}"
+
+    def lease(self, generation: str, table: str, hash_hex: str, digest: bytes) -> str:
+        """Who computes the overlay for one input: beside the overlay, under the same rights."""
+        return f"{self.overlay(generation, table, hash_hex)}:{digest.hex()}"

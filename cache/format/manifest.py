@@ -1,0 +1,260 @@
+"""The manifest: everything there is to know about one generation, as one immutable value. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Self
+
+import orjson
+
+from cache.errors import CorruptArtefact
+from cache.format.keys import FORMAT
+from cache.format.records import Kind, Layout
+
+EntityKind = Literal["user", "item"]
+GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
+"""`data_until` in UTC, then a digest of configuration, bundle and inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Artefact:
+    """One file of a generation: path relative to its root, with what it must measure.
+
+    Raises ValueError for a path that could lead out of that root: files are fetched, written and hashed by it.
+    """
+
+    path: str
+    size_bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if not _stays_inside(self.path):
+            raise ValueError(f"{self.path!r} is no path below a generation")
+
+
+def _stays_inside(path: object) -> bool:
+    """Whether it names one file below a folder, on every system and object store."""
+    if not isinstance(path, str) or "\\" in path or "\0" in path:
+        return False
+    return not {"", ".", ".."} & set(path.split("/"))
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryPart:
+    """One shard's sorted hashes; `first_hash` is where the shard's range begins, not its first entity."""
+
+    first_hash: int
+    count: int
+    file: Artefact
+
+
+@dataclass(frozen=True, slots=True)
+class EntitySet:
+    """All entities of one kind, sorted by hash; tables of the same entity share it."""
+
+    name: EntityKind
+    seed: int
+    count: int
+    parts: tuple[DirectoryPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TablePart:
+    """One shard's pages in one file; `sums` holds the xxh3-64 of every page as uint64."""
+
+    first_page: int
+    pages: int
+    count: int
+    file: Artefact
+    sums: Artefact
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """What computes a table's records when there is no stored one."""
+
+    kind: Literal["topk", "similar", "tower", "value", "none"]
+    model: str | None = None
+    index: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One kind of prediction for one kind of entity."""
+
+    name: str
+    entity: EntityKind
+    producer: Producer
+    layout: Layout
+    records_per_page: int
+    parts: tuple[TablePart, ...]
+    labels: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        """topk, vector or value."""
+        return self.layout.kind
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of a full page."""
+        return self.records_per_page * self.layout.size_bytes
+
+    @property
+    def pages(self) -> int:
+        """Pages of all parts."""
+        return sum(part.pages for part in self.parts)
+
+    def locate(self, part: int, position: int) -> tuple[int, int]:
+        """(page, byte offset in it) of the record at `position` within part `part`."""
+        page, slot = divmod(position, self.records_per_page)
+        return self.parts[part].first_page + page, slot * self.layout.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An ONNX model of the generation; `spec` is what `cache.model.tower.TowerSpec` reads."""
+
+    name: str
+    fp32: Artefact
+    int8: Artefact | None
+    digest: str
+    spec: Mapping[str, Any]
+    agreement: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """A FAISS index over the item vectors, position = ordinal."""
+
+    metric: Literal["inner_product", "cosine"]
+    kind: str
+    file: Artefact
+    recall: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemFiles:
+    """The item table: ids by ordinal, vectors, and where the model keeps each item."""
+
+    ids: Artefact
+    offsets: Artefact
+    vectors: Artefact
+    model_index: Artefact
+    count: int
+    dims: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One generation; `data_until` and `created_at` are Unix seconds."""
+
+    namespace: str
+    generation: str
+    data_until: int
+    created_at: int
+    bundle_digest: str
+    inputs_digest: str
+    entity_sets: Mapping[str, EntitySet]
+    items: ItemFiles
+    tables: Mapping[str, Table]
+    models: Mapping[str, Model]
+    indexes: Mapping[str, Index]
+    defaults: Artefact
+    gates: tuple[Mapping[str, Any], ...] = ()
+    timings: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def to_bytes(self) -> bytes:
+        """Readable JSON with sorted keys: equal manifests are equal bytes."""
+        return orjson.dumps(
+            asdict(self),
+            option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
+        )
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Self:
+        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        try:
+            data = orjson.loads(raw)
+            if data["format"] != FORMAT:
+                raise CorruptArtefact(
+                    f"manifest of format {data['format']}, this program reads {FORMAT}"
+                )
+            return cls(
+                **{
+                    **data,
+                    "entity_sets": {
+                        name: _entity_set(each) for name, each in data["entity_sets"].items()
+                    },
+                    "items": _item_files(data["items"]),
+                    "tables": {name: _table(each) for name, each in data["tables"].items()},
+                    "models": {name: _model(each) for name, each in data["models"].items()},
+                    "indexes": {name: _index(each) for name, each in data["indexes"].items()},
+                    "defaults": Artefact(**data["defaults"]),
+                    "gates": tuple(data["gates"]),
+                }
+            )
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptArtefact(f"not a manifest: {error}") from error
+
+    def artefacts(self) -> list[Artefact]:
+        """Every file a serving host needs; pages live in Redis and stay in the store."""
+        files = [
+            self.items.ids,
+            self.items.offsets,
+            self.items.vectors,
+            self.items.model_index,
+            self.defaults,
+        ]
+        files += [part.file for entities in self.entity_sets.values() for part in entities.parts]
+        files += [index.file for index in self.indexes.values()]
+        for model in self.models.values():
+            files += [model.fp32] + ([model.int8] if model.int8 else [])
+        return files
+
+    def pages(self) -> list[Artefact]:
+        """Every file of pages and their checksums."""
+        parts = [part for table in self.tables.values() for part in table.parts]
+        return [artefact for part in parts for artefact in (part.file, part.sums)]
+
+
+def _artefact(data: dict[str, Any] | None) -> Artefact | None:
+    return None if data is None else Artefact(**data)
+
+
+def _entity_set(data: dict[str, Any]) -> EntitySet:
+    parts = tuple(
+        DirectoryPart(**{**part, "file": Artefact(**part["file"])}) for part in data["parts"]
+    )
+    return EntitySet(**{**data, "parts": parts})
+
+
+def _item_files(data: dict[str, Any]) -> ItemFiles:
+    files = {name: Artefact(**data[name]) for name in ("ids", "offsets", "vectors", "model_index")}
+    return ItemFiles(**{**data, **files})
+
+
+def _table(data: dict[str, Any]) -> Table:
+    parts = tuple(
+        TablePart(**{**part, "file": Artefact(**part["file"]), "sums": Artefact(**part["sums"])})
+        for part in data["parts"]
+    )
+    return Table(
+        **{
+            **data,
+            "producer": Producer(**data["producer"]),
+            "layout": Layout(**data["layout"]),
+            "parts": parts,
+            "labels": tuple(data["labels"]),
+        }
+    )
+
+
+def _model(data: dict[str, Any]) -> Model:
+    return Model(**{**data, "fp32": Artefact(**data["fp32"]), "int8": _artefact(data["int8"])})
+
+
+def _index(data: dict[str, Any]) -> Index:
+    return Index(**{**data, "file": Artefact(**data["file"])})

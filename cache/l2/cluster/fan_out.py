@@ -1,0 +1,187 @@
+"""One caller's commands, spread over the nodes that hold their keys, and their answers put together again."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from redis.crc import key_slot
+
+from cache.errors import TierUnavailable
+from cache.format.keys import Keyspace
+from cache.l2.cluster.nodes import Nodes
+from cache.l2.commands import (
+    Answer,
+    Asking,
+    Command,
+    OverlayRead,
+    OverlayWrite,
+    PageRead,
+    PageReads,
+)
+from cache.l2.pipeline import Keep, Part
+from cache.l2.redirects import Redirected
+from cache.l2.replies import Frames
+from cache.l2.slots import PageSlots
+from cache.l2.tier import RemoteTier
+
+log = logging.getLogger(__name__)
+
+REDIRECTS_MAX: Final = 3
+"""Times that a command is sent on: from a stale map to the old owner, from there to the new one, once more for luck."""
+
+_RUNS_MAX: Final = 16
+
+
+class Slots:
+    """The slot of every command's key; a table's pages are remembered."""
+
+    def __init__(self, keys: Keyspace) -> None:
+        self._keys = keys
+        self._pages: dict[tuple[str, str], PageSlots] = {}
+
+    def of(self, commands: Sequence[Command]) -> Iterable[int]:
+        """In order."""
+        if isinstance(commands, PageReads):
+            slot_of = self._table(commands.generation, commands.table).__getitem__
+            return map(slot_of, commands.pages.tolist())
+        return map(self.of_one, commands)
+
+    def of_one(self, command: Command) -> int:
+        """Of one command."""
+        if isinstance(command, PageRead):
+            return self._table(command.generation, command.table)[command.page]
+        if isinstance(command, OverlayRead | OverlayWrite):
+            return key_slot(self._keys.overlay(*command[:3]).encode())
+        if isinstance(command, Asking):
+            return self.of_one(command.command)
+        return key_slot(command.key.encode())
+
+    def _table(self, generation: str, table: str) -> PageSlots:
+        found = self._pages.get((generation, table))
+        if found is None:
+            if len(self._pages) >= _RUNS_MAX:
+                self._pages.clear()
+            found = self._pages[generation, table] = PageSlots(self._keys, generation, table)
+        return found
+
+
+class Scatter:
+    """Ends when the last node has answered or was given up by its own tier: each waits for its own deadline only.
+
+    What a node redirects is sent on, `REDIRECTS_MAX` times at most and within `window_s` of the first one.
+    """
+
+    def __init__(
+        self, commands: Sequence[Command], keep: Keep, nodes: Nodes, slots: Slots, window_s: float
+    ) -> None:
+        self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._commands, self._nodes, self._slots, self._window_s = commands, nodes, slots, window_s
+        self._part = Part(commands, b"", 0, self.result, keep)
+        self._answers: list[Answer] = []
+        self._columns: list[tuple[Sequence[int], Frames]] = []
+        self._parts = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def send(self) -> "asyncio.Future[Any]":
+        """To each node its own; nothing is awaited."""
+        groups: dict[RemoteTier | None, list[int]] = {}
+        owner = self._nodes.of_slot
+        for place, slot in enumerate(self._slots.of(self._commands)):
+            groups.setdefault(owner(slot), []).append(place)
+        if len(groups) == 1:
+            (tier,) = groups
+            if tier is not None:
+                tier.submit(self._commands, self._all_landed)
+                return self.result
+        self._expect(len(groups))
+        for tier, places in groups.items():
+            if tier is None:
+                self._nobody(places)
+            else:
+                tier.submit(_some(self._commands, places), partial(self._landed, places, 0))
+        return self.result
+
+    def _expect(self, parts: int) -> None:
+        why = TierUnavailable("Redis did not answer in time", reason="timeout")
+        self._answers = [why] * len(self._commands)  # also what has not landed at the window's end
+        self._parts = parts
+
+    def _all_landed(self, answers: Sequence[Answer]) -> None:
+        if isinstance(answers, Frames):  # as they are, for who reads columns
+            self._part.land(answers)
+            return
+        self._expect(1)
+        self._landed(range(len(answers)), 0, answers)
+
+    def _nobody(self, places: Sequence[int]) -> None:
+        self._nodes.refresh_soon()
+        why = TierUnavailable("no node of the Redis Cluster serves this slot", reason="connection")
+        self._landed(places, REDIRECTS_MAX, [why] * len(places))
+
+    def _landed(self, places: Sequence[int], hop: int, answers: Sequence[Answer]) -> None:
+        if self.result.done():  # by whoever left, or by the window's end
+            return
+        try:
+            self._take(places, hop, answers)
+        except Exception as error:  # whatever a node said: who waits has no other end
+            log.exception("what a node answered cannot be taken")
+            strange = TierUnavailable(f"a strange answer: {error!r}", reason="connection")
+            self._part.land([strange] * len(self._commands))
+
+    def _take(self, places: Sequence[int], hop: int, answers: Sequence[Answer]) -> None:
+        self._parts -= 1
+        if isinstance(answers, Frames):
+            self._columns.append((places, answers))
+        else:
+            moved: list[int] = []
+            for place, answer in zip(places, answers, strict=True):
+                self._answers[place] = answer
+                if isinstance(answer, TierUnavailable):
+                    moved.append(place)
+            if moved:
+                self._follow(moved, hop)
+        if not self._parts:
+            self._end()
+
+    def _follow(self, places: Sequence[int], hop: int) -> None:
+        """Send on what was redirected; a node that failed makes its keys misses and the map worth a look."""
+        onward: dict[tuple[str, bool], list[int]] = {}
+        for place in places:
+            answer = self._answers[place]
+            if not isinstance(answer, Redirected):
+                self._nodes.refresh_soon()
+            elif hop < REDIRECTS_MAX:
+                onward.setdefault((answer.address, answer.is_ask), []).append(place)
+                if not answer.is_ask:
+                    self._nodes.learn(answer.slot, answer.address)
+        self._parts += len(onward)
+        if onward and self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._window_s, self._end)
+        for (address, is_ask), each in onward.items():
+            commands = [self._commands[place] for place in each]
+            self._nodes.at(address).submit(
+                [Asking(command) for command in commands] if is_ask else commands,
+                partial(self._landed, each, hop + 1),
+            )
+
+    def _end(self) -> None:
+        """With what there is; a command that is still on its way was not answered in time, or only redirected."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if sum(len(places) for places, _ in self._columns) == len(self._commands):
+            self._part.land(Frames.merged(self._columns))  # for who reads columns
+            return
+        for places, frames in self._columns:
+            for place, payload in zip(places, frames.payloads(), strict=True):
+                self._answers[place] = payload
+        self._part.land(self._answers)
+
+
+def _some(commands: Sequence[Command], places: Sequence[int]) -> Sequence[Command]:
+    if isinstance(commands, PageReads):
+        pages, offsets = commands.pages.take(places), commands.offsets.take(places)
+        return PageReads(commands.generation, commands.table, pages, offsets, commands.length)
+    return [commands[place] for place in places]

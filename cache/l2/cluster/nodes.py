@@ -1,0 +1,154 @@
+"""The nodes of a Redis Cluster as readers use them: a tier for each, and which of them serves a slot."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from cache.errors import TierUnavailable
+from cache.format.keys import Keyspace
+from cache.l2.circuit_breaker import Breaker
+from cache.l2.slots import SLOTS, Owners, address_of, node_url, owners_of, seed_urls
+from cache.l2.tier import RemoteConfig, RemoteTier
+
+REFRESH_PAUSE_S: Final = 1.0
+"""Between two looks at the slot map that somebody's trouble asks for: a dead node costs one look per second."""
+
+_NO_MAP: Final = "no node of the Redis Cluster has told yet who serves which slot"
+
+
+class Nodes:
+    """One tier per master, with wires and a breaker of its own, so that one that is dead holds up no other.
+
+    The map is looked up again whenever a node redirects or fails; a redirection counts at once.
+    """
+
+    def __init__(
+        self, config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker]
+    ) -> None:
+        self.refreshes = 0
+        self._config, self._keyspace, self._new_breaker = config, keyspace, new_breaker
+        self._seeds = seed_urls(config.url)
+        self._tiers: dict[str, RemoteTier] = {}
+        self._owners: list[RemoteTier | None] = [None] * SLOTS
+        self._unlisted: set[str] = set()
+        self._refreshing: asyncio.Task[None] | None = None
+        self._refreshed_at = float("-inf")
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        # Of nodes that left: counters never fall.
+        self.gone_batches = self.gone_commands = self.gone_shed = self.gone_opened = 0
+
+    @property
+    def tiers(self) -> list[RemoteTier]:
+        """Of every node that is known."""
+        return list(self._tiers.values())
+
+    def of_slot(self, slot: int) -> RemoteTier | None:
+        """Who serves a slot, as far as is known."""
+        return self._owners[slot]
+
+    def at(self, address: str) -> RemoteTier:
+        """The tier of the node at "host:port", which connects when it is first used."""
+        tier = self._tiers.get(address)
+        if tier is None:
+            tier = self._tiers[address] = self._open(node_url(self._seeds[0], address))
+        return tier
+
+    def learn(self, slot: int, address: str) -> None:
+        """A node said that another one serves this slot."""
+        self._owners[slot] = self.at(address)
+        self.refresh_soon()
+
+    def refresh_soon(self) -> None:
+        """Look at the map again in the background, unless that was done within the last second."""
+        now = asyncio.get_running_loop().time()
+        if now - self._refreshed_at >= REFRESH_PAUSE_S and not self._is_closed:
+            self._refresh()
+
+    async def ready(self) -> None:
+        """Return once there is a map; raises TierUnavailable when no node tells one."""
+        if not self._tiers:
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Look at the map now, together with whoever is looking already; TierUnavailable when no node tells it."""
+        if self._is_closed:
+            raise TierUnavailable("this client was closed", reason="connection")
+        await asyncio.shield(self._refresh())
+
+    async def aclose(self) -> None:
+        """Closes every tier."""
+        self._is_closed = True
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+        await asyncio.gather(*(tier.aclose() for tier in self._tiers.values()), *self._closing)
+
+    def _refresh(self) -> "asyncio.Task[None]":
+        if self._refreshing is None:
+            loop = asyncio.get_running_loop()
+            self._refreshed_at = loop.time()
+            self._refreshing = loop.create_task(self._look())
+            self._refreshing.add_done_callback(self._looked)
+        return self._refreshing
+
+    def _looked(self, task: "asyncio.Task[None]") -> None:
+        self._refreshing = None
+        if not task.cancelled():
+            task.exception()  # whoever awaits it is told; nobody else has to be
+
+    async def _look(self) -> None:
+        """The first map without a gap, else the one with the fewest: a node that came back empty knows only itself."""
+        best: Owners = {}
+        # Those that are out of order last: each may cost a time-out.
+        known = sorted(self._tiers.items(), key=lambda _: random.random())
+        for address, tier in sorted(known, key=lambda each: each[1].breaker.state != "closed"):
+            best = max(best, await self._asked(tier, address), key=len)
+            if len(best) == SLOTS:
+                break
+        for url in self._seeds if len(best) < SLOTS else ():
+            if address_of(url) in self._tiers:
+                continue
+            seed = self._open(url)
+            try:
+                best = max(best, await self._asked(seed, address_of(url)), key=len)
+            finally:
+                await seed.aclose()
+            if len(best) == SLOTS:
+                break
+        if not best:
+            raise TierUnavailable(_NO_MAP, reason="connection")
+        self.refreshes += 1
+        self._adopt(best)
+
+    async def _asked(self, tier: RemoteTier, address: str) -> Owners:
+        try:
+            async with asyncio.timeout(self._config.control_timeout_s):
+                return owners_of(await tier.slots(), address)
+        except (TierUnavailable, TimeoutError, ValueError, TypeError):
+            return {}
+
+    def _adopt(self, owners: Owners) -> None:
+        tiers = {address: self.at(address) for address in set(owners.values())}
+        self._owners = [
+            None if address is None else tiers[address] for address in map(owners.get, range(SLOTS))
+        ]
+        absent = set(self._tiers) - set(tiers)
+        # A node that left may still owe replies, and a slot on its way names one that serves nothing yet.
+        for address in absent & self._unlisted:
+            self._retire(self._tiers.pop(address))
+        self._unlisted = absent & set(self._tiers)
+
+    def _retire(self, tier: RemoteTier) -> None:
+        self.gone_batches += tier.batches
+        self.gone_commands += tier.commands
+        self.gone_shed += tier.shed
+        self.gone_opened += tier.breaker.opened
+        task = asyncio.get_running_loop().create_task(tier.aclose())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _open(self, url: str) -> RemoteTier:
+        return RemoteTier(replace(self._config, url=url), self._keyspace, self._new_breaker())

@@ -1,0 +1,42 @@
+"""One caller's share of a pipeline."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cache.l2.commands import Answer, Command
+
+Keep = Callable[[Sequence[Answer]], Any]
+
+
+def as_it_is(answers: Sequence[Answer]) -> Sequence[Answer]:
+    """Keeps all."""
+    return answers
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What one caller asks in a turn, and the future of what it keeps of the answers."""
+
+    commands: Sequence[Command]
+    packed: bytes
+    count: int
+    answers: asyncio.Future[Any]
+    keep: Keep
+    length: int = 0
+    """Of every reply, in bytes, if all is found; 0 where replies differ."""
+
+    def land(self, answers: Sequence[Answer]) -> None:
+        """Ends the part."""
+        # A caller that left has cancelled its future; its replies end here.
+        if self.answers.done():
+            return
+        try:
+            kept = self.keep(answers)
+        except (
+            Exception
+        ) as error:  # costs one caller its answer, and none of the others of this turn
+            self.answers.set_exception(error)
+        else:
+            self.answers.set_result(kept)

@@ -1,0 +1,106 @@
+"""Replies of one length, as they lie in what came from the socket: no object for each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.native import loader
+
+_END = b"\r\n"
+
+
+class Frames(Sequence[bytes]):
+    """`count` RESP bulk strings of `length` bytes each, one behind the other in `data`."""
+
+    __slots__ = ("_at", "_count", "_data", "_length", "_stride")
+
+    def __init__(self, data: bytes, count: int, length: int, first: int = 0) -> None:
+        self._data = data
+        self._count = count
+        self._length = length
+        self._stride = stride(length)
+        self._at = len(_head(length)) + first * self._stride
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> bytes:  # type: ignore[override]  # nobody slices replies
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        start = self._at + index * self._stride
+        return self._data[start : start + self._length]
+
+    def payloads(self) -> list[bytes]:
+        """A copy of each."""
+        data, length, last = self._data, self._length, self._at + self._count * self._stride
+        return [data[at : at + length] for at in range(self._at, last, self._stride)]
+
+    def part(self, first: int, count: int) -> "Frames":
+        """`count` of them from `first` on."""
+        if first + count > self._count:
+            raise IndexError(first + count)
+        at = first + (self._at - len(_head(self._length))) // self._stride
+        return Frames(self._data, count, self._length, at)
+
+    @classmethod
+    def merged(cls, parts: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
+        """One run of replies, all of one length, from runs and the place of each reply of them in the whole."""
+        count, length = sum(len(places) for places, _ in parts), parts[0][1]._length
+        whole = np.empty(count, f"V{stride(length)}")
+        for places, frames in parts:
+            first = frames._at - len(_head(length))
+            whole[np.asarray(places)] = np.ndarray(
+                frames._count, whole.dtype, frames._data, first, (frames._stride,)
+            )
+        return cls(whole.tobytes(), count, length)
+
+    def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """All as records of `dtype`: one copy, aligned as numpy likes it."""
+        if dtype.itemsize != self._length:
+            raise ValueError(f"a reply has {self._length} bytes, a record {dtype.itemsize}")
+        return _every(self._data, self._at, self._count, self._length, self._stride).view(dtype)
+
+    def sound(
+        self, dtype: np.dtype[Any], fingerprints: NDArray[np.uint64], record_format: int
+    ) -> NDArray[Any] | None:
+        """`rows`, if every record is of that format and has the fingerprint at its place, and that can be told fast."""
+        columns = loader.columns()
+        if columns is None or dtype.itemsize != self._length:
+            return None
+        copy, count = columns.records_of(
+            self._data, self._at, self._stride, self._count, self._length, fingerprints,
+            record_format,
+        )  # fmt: skip
+        return np.frombuffer(copy, dtype) if count == self._count else None
+
+
+def stride(length: int) -> int:
+    """Bytes of a bulk string of `length` with all that belongs to it."""
+    return len(_head(length)) + length + len(_END)
+
+
+def could_be(data: bytes, count: int, length: int) -> bool:
+    """Whether `data` is the beginning of, or begins with, `count` bulk strings of `length` bytes."""
+    if (columns := loader.columns()) is not None:
+        return columns.could_be(data, count, length)
+    head, step = _head(length), stride(length)
+    whole = min(count, len(data) // step)
+    if whole and not (
+        _every(data, 0, whole, len(head), step).tobytes() == head * whole
+        and _every(data, step - len(_END), whole, len(_END), step).tobytes() == _END * whole
+    ):
+        return False
+    # A reply of another length shows in its first bytes: none is waited for in vain.
+    rest = data[whole * step : whole * step + len(head)] if whole < count else b""
+    return head.startswith(rest)
+
+
+def _every(data: bytes, at: int, count: int, size: int, step: int) -> NDArray[np.void]:
+    """A copy of `size` bytes at `at` and at each `step` from there."""
+    return np.ndarray((count,), f"V{size}", data, at, (step,)).copy()
+
+
+def _head(length: int) -> bytes:
+    return b"$%d\r\n" % length

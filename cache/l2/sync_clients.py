@@ -1,0 +1,129 @@
+"""Synchronous clients of one server or of a Redis Cluster, and the servers behind a client."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import redis
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry
+
+from cache.l2.slots import SLOTS, address_of, is_cluster, join_address, seed_urls
+
+RETRIES = 2
+"""After an error a command is sent again this often, each time by a new slot map."""
+
+Pool = Callable[..., redis.ConnectionPool]
+
+
+class Cluster(RedisCluster):
+    """redis-py's client of a Redis Cluster, which can be opened once more with connections of its own.
+
+    It needs no full coverage: with a node down, work on the others' keys goes on.
+    """
+
+    def __init__(self, url: str, settings: dict[str, Any]) -> None:
+        seed, *others = seed_urls(url)
+        self.named = url, settings
+        super().__init__(
+            url=seed,
+            startup_nodes=[_node(each) for each in others],
+            require_full_coverage=False,
+            retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), RETRIES),
+            maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            **settings,
+        )
+
+    def close(self) -> None:
+        """Every connection to every node, which redis-py's own leaves to the garbage collector."""
+        for node in self.nodes_manager.nodes_cache.values():
+            if node.redis_connection is not None:
+                disconnect(node.redis_connection)
+
+
+def _node(url: str) -> ClusterNode:
+    host, _, port = address_of(url).rpartition(":")
+    return ClusterNode(host.strip("[]"), int(port))  # type: ignore[no-untyped-call]
+
+
+def open_client(url: str, **settings: Any) -> "redis.Redis":
+    """A client of the server or cluster at `url`; of a cluster it takes commands on keys as `redis.Redis` does.
+
+    Raises ConfigError or ValueError for a URL that cannot be used, redis-py's errors when no node of a cluster answers.
+    """
+    if not is_cluster(url):
+        return redis.Redis.from_url(url, **settings)
+    settings.pop("retry", None)
+    return cast("redis.Redis", Cluster(url, settings))
+
+
+def disconnect(client: "redis.Redis") -> None:
+    """Close every connection of a client, also where its pool was handed to it."""
+    if isinstance(client, Cluster):
+        client.close()
+    else:
+        client.connection_pool.disconnect()
+
+
+def another(client: "redis.Redis", pool: Pool = redis.ConnectionPool, **changes: Any) -> Any:
+    """A client of the same server or cluster whose connections are its own, from `pool`, with other settings."""
+    if not isinstance(client, Cluster):
+        mine = client.connection_pool
+        settings = {**mine.connection_kwargs, **changes}
+        return redis.Redis(connection_pool=pool(connection_class=mine.connection_class, **settings))
+    changes.pop("retry", None)
+    url, settings = client.named
+    again = Cluster(url, {**settings, **changes})
+    nodes = again.nodes_manager
+    nodes.connection_pool_class = pool
+    for node in nodes.nodes_cache.values():
+        if node.redis_connection is not None:
+            disconnect(node.redis_connection)
+            node.redis_connection = None
+    return again
+
+
+def masters(client: "redis.Redis") -> dict[str, "redis.Redis"]:
+    """A plain client of each server that takes writes: "primary", in a cluster "primary host:port"."""
+    if not isinstance(client, Cluster):
+        return {"primary": client}
+    return {
+        f"primary {join_address(node.host, node.port)}": client.get_redis_connection(node)
+        for node in sorted(client.get_primaries(), key=lambda each: (each.host, each.port))
+    }
+
+
+def home(client: "redis.Redis", key: str) -> "redis.Redis":
+    """A plain client of the server that holds `key`."""
+    if not isinstance(client, Cluster):
+        return client
+    return client.get_redis_connection(client.get_node_from_key(key))
+
+
+def by_server(
+    client: "redis.Redis", names: Sequence[str] | Sequence[bytes]
+) -> Iterable[tuple["redis.Redis", Sequence[int]]]:
+    """A plain client of each server that holds some of these keys, and the places of those in `names`."""
+    if not isinstance(client, Cluster):
+        return [(client, range(len(names)))]
+    found: dict[str, tuple[redis.Redis, list[int]]] = {}
+    for place, name in enumerate(names):
+        node = client.get_node_from_key(name)
+        entry = found.get(node.name)
+        if entry is None:
+            entry = found[node.name] = (client.get_redis_connection(node), [])
+        entry[1].append(place)
+    return found.values()
+
+
+def shares(client: "redis.Redis") -> dict[str, float]:
+    """Of each server of `masters`: how much of the keyspace is its own, of 1."""
+    if not isinstance(client, Cluster):
+        return {"primary": 1.0}
+    slots = client.nodes_manager.slots_cache
+    found = dict.fromkeys(masters(client), 0.0)
+    for nodes in slots.values():
+        name = f"primary {join_address(nodes[0].host, nodes[0].port)}"
+        found[name] = found.get(name, 0.0) + 1 / SLOTS
+    return found

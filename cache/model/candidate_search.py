@@ -1,0 +1,93 @@
+"""Candidate search over a generation's FAISS index; positions are ordinals."""
+
+from pathlib import Path
+from typing import Any, Self
+
+import faiss as faiss_module
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import CorruptArtefact
+from cache.model.ranking import Metric
+
+faiss: Any = faiss_module  # its type stubs lag behind what the module has
+_QUERIES_PER_CALL = 16
+"""FAISS changes its kernel, and so the last bits, with the number of queries: never enough of them for that."""
+_SLACK_MIN = 32
+_FILTER_ABOVE = 64
+
+
+class Searcher:
+    """A read-only index mapped from its file; thread-safe."""
+
+    def __init__(self, index: Any, metric: Metric, threads: int) -> None:
+        self.count: int = index.ntotal
+        self.dims: int = index.d
+        self.metric = metric
+        self._index = index
+        self._threads = threads
+
+    @classmethod
+    def open(
+        cls, path: Path, metric: Metric, *, count: int | None = None, threads: int = 1
+    ) -> Self:
+        """Map an index file; raises CorruptArtefact if it is none, or holds not `count` vectors."""
+        try:
+            # The only flag with which processes share the index's memory.
+            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+        except RuntimeError as error:
+            raise CorruptArtefact(f"{path.name} is not a FAISS index: {error}") from error
+        if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+            raise CorruptArtefact(f"{path.name} does not search by inner product")
+        if count is not None and index.ntotal != count:
+            raise CorruptArtefact(
+                f"{path.name} holds {index.ntotal} vectors, the generation has {count} items",
+                count=index.ntotal,
+            )
+        return cls(index, metric, threads)
+
+    def fetch(self, k: int, excluded: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many candidates each row needs for k answers after its own exclusions, int64 [n].
+
+        Rounded up by the row's own numbers only (k plus a power of two), so that rows with like needs
+        search together and no row's answer depends on the others.
+        """
+        slack = 1 << np.ceil(np.log2(np.maximum(excluded + 16, _SLACK_MIN))).astype(np.int64)
+        counts: NDArray[np.int64] = np.minimum(k + slack, self.count)
+        return counts
+
+    def search(
+        self, queries: NDArray[np.float32], count: int, blocked: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        """Ordinals int64 [n, count] of the best candidates, -1 where there are no more.
+
+        Many blocked ordinals are filtered inside the index; a few are cheaper to over-fetch.
+        """
+        # OpenMP keeps this per thread; searches come from any thread of a pool.
+        faiss.omp_set_num_threads(self._threads)
+        if self.metric == "cosine":
+            lengths = np.linalg.norm(queries, axis=1, keepdims=True)
+            queries = (queries / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+        found = np.empty((len(queries), count), np.int64)
+        parameters = None if blocked is None else self._without(blocked)
+        for start in range(0, len(queries), _QUERIES_PER_CALL):
+            rows = slice(start, start + _QUERIES_PER_CALL)
+            part = np.ascontiguousarray(queries[rows], np.float32)
+            found[rows] = self._index.search(part, count, params=parameters)[1]
+        return found
+
+    @staticmethod
+    def filters(blocked: NDArray[np.int64]) -> bool:
+        """True when so many items are blocked that the index should skip them itself."""
+        return len(blocked) > _FILTER_ABOVE
+
+    def _without(self, blocked: NDArray[np.int64]) -> Any:
+        allowed = np.ones(self.count, np.bool_)
+        allowed[blocked[(blocked >= 0) & (blocked < self.count)]] = False
+        selector = faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+        index = faiss.downcast_index(self._index)
+        if isinstance(index, faiss.IndexIVF):
+            return faiss.SearchParametersIVF(sel=selector, nprobe=index.nprobe)
+        if isinstance(index, faiss.IndexHNSW):
+            return faiss.SearchParametersHNSW(sel=selector, efSearch=index.hnsw.efSearch)
+        return faiss.SearchParameters(sel=selector)

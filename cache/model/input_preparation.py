@@ -1,0 +1,95 @@
+"""What callers sent becomes what a tower takes: a whole batch at once. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import InvalidInput
+from cache.format.item_table import ItemTable, Ordinals
+from cache.format.keys import FeatureValue
+from cache.model.feature_checks import check_features
+from cache.model.tower import TowerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LiveInput:
+    """What a caller sent to compute from; `item` is the ordinal of an item table's entity."""
+
+    history: tuple[bytes, ...] | None = None
+    features: Mapping[str, FeatureValue] | None = None
+    item: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """Input ready for its tower; `excluded` (distinct) never appears in the answer, `dropped` ids the model lacks."""
+
+    table: str
+    history: NDArray[np.int64]
+    features: Mapping[str, FeatureValue]
+    item_index: int
+    excluded: NDArray[np.int64]
+    dropped: int
+
+
+def prepare_all(
+    table: str, spec: TowerSpec, items: ItemTable, sources: Sequence[LiveInput]
+) -> list[Prepared | InvalidInput | None]:
+    """Per input: ready for the tower, None if nothing usable was sent, or what is wrong with its features.
+
+    One look-up serves all histories, so that the fixed cost of numpy's calls is paid once per batch.
+    """
+    ids: list[bytes] = []
+    ends = [0]
+    for source in sources:
+        if source.history:
+            ids += latest_of_each(source.history)
+        ends.append(len(ids))
+    ordinals = items.ordinals_of(ids)
+    indices = items.to_model(ordinals)
+    known, known_ends = _kept(indices, ends)
+    excluded, excluded_ends = _kept(ordinals, ends)
+    own = np.array([-1 if each.item is None else each.item for each in sources], np.int64)
+    own_indices = items.to_model(Ordinals(own)).tolist() if own.max(initial=-1) >= 0 else None
+    binds = {each.bind for each in spec.inputs}
+    found: list[Prepared | InvalidInput | None] = []
+    for row, source in enumerate(sources):
+        history = known[known_ends[row] : known_ends[row + 1]]
+        barred = excluded[excluded_ends[row] : excluded_ends[row + 1]]
+        item_index = -1
+        if source.item is not None:
+            item_index = -1 if own_indices is None else own_indices[row]
+            barred = np.union1d(barred, [source.item])
+        try:
+            features = _features(spec, source)
+        except InvalidInput as error:
+            found.append(error.with_traceback(None))  # which holds this list, and so itself
+            continue
+        is_usable = not (
+            ("feature" in binds and source.features is None)
+            or ("item_index" in binds and item_index < 0)
+            or (binds == {"history"} and not len(history))
+        )
+        dropped = ends[row + 1] - ends[row] - len(history)
+        found.append(
+            Prepared(table, history, features, item_index, barred, dropped) if is_usable else None
+        )
+    return found
+
+
+def latest_of_each(history: Sequence[bytes]) -> list[bytes]:
+    """Each item once, where it stood last: as the night groups its histories."""
+    return list(dict.fromkeys(reversed(history)))[::-1]
+
+
+def _kept(numbers: NDArray[np.int64], ends: Sequence[int]) -> tuple[NDArray[np.int64], list[int]]:
+    """The numbers that are not -1, and where each row of them ends."""
+    is_known = numbers >= 0
+    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_known)])
+    return numbers[is_known], before[np.asarray(ends)].tolist()
+
+
+def _features(spec: TowerSpec, source: LiveInput) -> dict[str, FeatureValue]:
+    return {} if source.features is None else check_features(spec.features, source.features)

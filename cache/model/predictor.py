@@ -1,0 +1,219 @@
+"""The one live path: tower, candidate search, exact re-score, record. Synchronous; the skew gate runs it too."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import InvalidInput
+from cache.format.item_table import ItemTable
+from cache.format.keys import FeatureValue
+from cache.format.manifest import Manifest, Model, Table
+from cache.format.records import encode_topk, encode_values, encode_vectors
+from cache.model.candidate_search import Searcher
+from cache.model.feature_checks import stack_features
+from cache.model.input_preparation import LiveInput, Prepared, prepare_all
+from cache.model.ranking import Metric, rank, score
+from cache.model.tower import Histories, InputSpec, Tower, TowerSpec
+
+__all__ = ["LiveInput", "ModelPrecision", "Predictor", "Prepared"]
+
+ModelPrecision = Literal["int8", "fp32"]
+
+_NOTHING = np.empty(0, np.int64)
+
+
+class Predictor:
+    """Towers and indexes of one generation; thread-safe."""
+
+    def __init__(
+        self,
+        tables: Mapping[str, Table],
+        items: ItemTable,
+        towers: Mapping[str, Tower],
+        searchers: Mapping[str, Searcher],
+        precisions: Mapping[str, ModelPrecision],
+        model_digest: str,
+    ) -> None:
+        self.model_digest = model_digest
+        self.precisions = precisions
+        self._tables = tables
+        self._items = items
+        self._towers = towers
+        self._searchers = searchers
+
+    @classmethod
+    def open(
+        cls,
+        manifest: Manifest,
+        root: Path,
+        items: ItemTable,
+        *,
+        precision: ModelPrecision = "int8",
+        threads: int = 1,
+        cores: Sequence[int] = (),
+    ) -> Self:
+        """Load what the tables' producers name; `threads` per inference and search, the towers' own kept on `cores`.
+
+        A model that the night could not quantize runs in fp32, and `precisions` says so.
+        """
+        wanted = {table.producer.model for table in manifest.tables.values()}
+        towers: dict[str, Tower] = {}
+        precisions: dict[str, ModelPrecision] = {}
+        for name, model in manifest.models.items():
+            if name in wanted:
+                spec = TowerSpec.from_json(model.spec)
+                precisions[name], file = _file(model, precision)
+                towers[name] = Tower.open(root / file, spec, threads=threads, cores=cores)
+        searchers = {
+            name: Searcher.open(
+                root / index.file.path, index.metric, count=items.count, threads=threads
+            )
+            for name, index in manifest.indexes.items()
+        }
+        digest = hashlib.sha256()
+        for name, chosen in sorted(precisions.items()):
+            digest.update(f"{name}\0{chosen}\0{manifest.models[name].digest}\0".encode())
+        return cls(manifest.tables, items, towers, searchers, precisions, digest.hexdigest())
+
+    def supports(self, table: str) -> bool:
+        """True if the table has a producer whose model and index are here."""
+        known = self._tables.get(table)
+        if known is None or known.producer.model not in self._towers:
+            return False
+        return known.kind != "topk" or known.producer.index in self._searchers
+
+    def prepare(self, table: str, source: LiveInput) -> Prepared | None:
+        """Input for the table's tower, or None if nothing usable was sent (unknown items are dropped).
+
+        Raises InvalidInput for features that the model does not take as sent.
+        """
+        (found,) = self.prepare_all(table, [source])
+        if isinstance(found, InvalidInput):
+            raise found
+        return found
+
+    def prepare_all(
+        self, table: str, sources: Sequence[LiveInput]
+    ) -> list[Prepared | InvalidInput | None]:
+        """The same for many inputs at once; an error stands where its input was."""
+        return prepare_all(table, self._tower(table).spec, self._items, sources)
+
+    def predict(
+        self,
+        table: str,
+        batch: Sequence[Prepared],
+        fingerprints: Sequence[int],
+        scored_at: int,
+        *,
+        blocked: NDArray[np.int64] = _NOTHING,
+    ) -> list[bytes]:
+        """One record per input, marked live, in the table's layout; raises UnfitValue for unfit numbers."""
+        layout = self._tables[table].layout
+        prints = np.array(fingerprints, np.uint64)
+        outputs = self.vectors(batch)
+        match layout.kind:
+            case "topk":
+                found = self._best(table, batch, outputs, layout.width, blocked)
+                records = encode_topk(layout, prints, *found, scored_at, live=True)
+            case "vector":
+                records = encode_vectors(layout, prints, outputs, scored_at, live=True)
+            case _:
+                records = encode_values(layout, prints, outputs, scored_at, live=True)
+        data, size = records.tobytes(), layout.size_bytes
+        return [data[start : start + size] for start in range(0, len(data), size)]
+
+    def vectors(self, batch: Sequence[Prepared]) -> NDArray[np.float32]:
+        """The tower's outputs float32 [n, dims] for inputs prepared for the same table."""
+        tower = self._tower(batch[0].table)
+        inputs = {each.name: _column(each, batch) for each in tower.spec.inputs}
+        return tower.run(inputs)
+
+    def score(self, prepared: Prepared, ordinals: NDArray[np.int64]) -> NDArray[np.float32]:
+        """float32 [n] scores of the given items for one input."""
+        return self.score_vector(prepared.table, self.vectors([prepared])[0], ordinals)
+
+    def score_vector(
+        self, table: str, vector: NDArray[np.float32], ordinals: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """float32 [n] scores of the given items for a vector, by the metric of a top-K table."""
+        index = self._tables[table].producer.index
+        searcher = self._searchers.get(str(index))
+        metric: Metric = "inner_product" if searcher is None else searcher.metric
+        scores: NDArray[np.float32] = score(
+            vector[None], self._items.vectors, ordinals[None], metric
+        )[0]
+        return scores
+
+    def warm(self) -> None:
+        """Run every supported table once at each padded length, so that no request pays for the first time."""
+        for name, table in self._tables.items():
+            if not self.supports(name) or not self._items.count:
+                continue
+            tower = self._tower(name)
+            for length in tower.buckets or (1,):
+                blank = {each.name: _blank(each) for each in tower.spec.features}
+                prepared = Prepared(name, np.zeros(length, np.int64), blank, 0, _NOTHING, 0)
+                output = self.vectors([prepared])
+                if table.kind == "topk":
+                    self._best(name, [prepared], output, table.layout.width, _NOTHING)
+
+    def _tower(self, table: str) -> Tower:
+        if not self.supports(table):
+            raise InvalidInput(f"table {table!r} has no live producer", table=table)
+        return self._towers[str(self._tables[table].producer.model)]
+
+    def _best(
+        self,
+        table: str,
+        batch: Sequence[Prepared],
+        vectors: NDArray[np.float32],
+        k: int,
+        blocked: NDArray[np.int64],
+    ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+        searcher = self._searchers[str(self._tables[table].producer.index)]
+        inside = searcher.filters(blocked)
+        outside = _NOTHING if inside else blocked
+        excluded = [each.excluded for each in batch]
+        if len(outside):
+            excluded = [np.concatenate([each, outside]) for each in excluded]
+        counts = searcher.fetch(k, np.array([len(each) for each in excluded]))
+        ordinals = np.empty((len(batch), k), np.uint32)
+        scores = np.empty((len(batch), k), np.float32)
+        for count in np.unique(counts):
+            rows = np.flatnonzero(counts == count)
+            candidates = searcher.search(vectors[rows], int(count), blocked if inside else None)
+            ordinals[rows], scores[rows] = rank(
+                vectors[rows],
+                self._items.vectors,
+                candidates,
+                [excluded[row] for row in rows],
+                k,
+                metric=searcher.metric,
+            )
+        return ordinals, scores
+
+
+def _file(model: Model, precision: ModelPrecision) -> tuple[ModelPrecision, str]:
+    if precision == "int8" and model.int8 is not None:
+        return "int8", model.int8.path
+    return "fp32", model.fp32.path
+
+
+def _column(each: InputSpec, batch: Sequence[Prepared]) -> Histories | NDArray[Any]:
+    match each.bind:
+        case "history":
+            return Histories.of([prepared.history for prepared in batch])
+        case "item_index":
+            return np.array([prepared.item_index for prepared in batch], each.dtype)
+        case _:
+            return stack_features(each, [prepared.features[each.name] for prepared in batch])
+
+
+def _blank(each: InputSpec) -> FeatureValue:
+    if each.dtype == "string":
+        return ""
+    return 0 if each.width is None else (0.0,) * each.width

@@ -1,0 +1,350 @@
+"""A tower: one ONNX model with its inputs bound by name, run so that a row never depends on its batch."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import BundleError
+from cache.model.runtime import ort
+
+Bind = Literal["history", "item_index", "feature"]
+Dtype = Literal["int32", "int64", "float32", "string"]
+
+_ONNX_TYPES = {"int32": "int32", "int64": "int64", "float32": "float", "string": "string"}
+_SHORTEST_BUCKET = 16
+_TILE_NUMBERS = 1 << 21
+"""Gathered numbers (rows x padded length x dims) per run: 8 MB stay in the caches, and memory stays bounded."""
+_TILE_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One ONNX input: int [n, length] for a history, [n] for an index, [n] or [n, width] for a feature."""
+
+    name: str
+    bind: Bind
+    dtype: Dtype
+    column: str | None = None
+    width: int | None = None
+    max_length: int | None = None
+    pad: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bind == "history" and (not self.max_length or self.pad is None):
+            raise BundleError(
+                f"history input {self.name!r} needs max_length and pad", input=self.name
+            )
+        if self.bind != "feature" and self.dtype not in ("int32", "int64"):
+            raise BundleError(
+                f"{self.bind} input {self.name!r} holds indices: int32 or int64, not {self.dtype}",
+                input=self.name,
+            )
+        if self.bind == "feature" and not self.column:
+            raise BundleError(f"feature input {self.name!r} names no column", input=self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSpec:
+    """What a tower takes and gives: the part of `bundle.json` that travels into the manifest."""
+
+    inputs: tuple[InputSpec, ...]
+    output: str
+    output_dims: int
+
+    @property
+    def history(self) -> InputSpec | None:
+        """The history input, if the tower has one."""
+        return next((each for each in self.inputs if each.bind == "history"), None)
+
+    @property
+    def features(self) -> tuple[InputSpec, ...]:
+        """Inputs that are filled from the caller's feature columns."""
+        return tuple(each for each in self.inputs if each.bind == "feature")
+
+    def to_json(self) -> dict[str, Any]:
+        """For `bundle.json` and the manifest."""
+        return {
+            "inputs": [asdict(each) for each in self.inputs],
+            "output": self.output,
+            "output_dims": self.output_dims,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Reads `to_json`; raises BundleError for anything else."""
+        try:
+            inputs = tuple(InputSpec(**each) for each in data["inputs"])
+            return cls(inputs, str(data["output"]), int(data["output_dims"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise BundleError(f"not a tower specification: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Histories:
+    """Model indices of many histories: row r is `indices[indptr[r]:indptr[r + 1]]`, oldest first."""
+
+    indptr: NDArray[np.int64]
+    indices: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: Sequence[NDArray[np.int64] | Sequence[int]]) -> Self:
+        """From one sequence per row."""
+        lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+        indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        if not indptr[-1]:
+            return cls(indptr, np.empty(0, np.int64))
+        return cls(indptr, np.concatenate([np.asarray(row, np.int64) for row in rows]))
+
+    def __len__(self) -> int:
+        return len(self.indptr) - 1
+
+    def take(self, rows: NDArray[np.int64]) -> Self:
+        """Some of the rows, in the order given."""
+        starts, ends = self.indptr[rows], self.indptr[rows + 1]
+        indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - starts)])
+        shifts = np.repeat(starts - indptr[:-1], ends - starts)
+        return type(self)(indptr, self.indices[np.arange(indptr[-1]) + shifts])
+
+    def padded(
+        self,
+        rows: NDArray[np.int64],
+        length: int,
+        pad: int,
+        dtype: str,
+        out: NDArray[Any] | None = None,
+    ) -> NDArray[np.int32] | NDArray[np.int64]:
+        """Matrix [len(rows), length] (`out`, if given): the last `length` indices of each row, then `pad`."""
+        ends = self.indptr[rows + 1]
+        counts = np.minimum(ends - self.indptr[rows], length)
+        slots = np.arange(length)
+        used = slots < counts[:, None]
+        matrix = np.empty((len(rows), length), dtype) if out is None else out
+        matrix.fill(pad)
+        matrix[used] = self.indices[((ends - counts)[:, None] + slots)[used]]
+        return matrix
+
+
+Inputs = Mapping[str, Histories | NDArray[Any]]
+"""By the tower's own input names; every value has the same number of rows."""
+
+
+class Tower:
+    """One ONNX session; thread-safe, and a row's answer does not depend on the rows beside it."""
+
+    def __init__(
+        self, session: ort.InferenceSession, spec: TowerSpec, buckets: tuple[int, ...]
+    ) -> None:
+        self.spec = spec
+        self.buckets = buckets
+        self._session = session
+        self._buffers = _Buffers()
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        spec: TowerSpec,
+        *,
+        threads: int = 1,
+        cores: Sequence[int] = (),
+        gpu: int | None = None,
+    ) -> Self:
+        """Load a model; raises BundleError naming both sides when a name, dtype or shape does not fit.
+
+        `threads` run one inference, the caller's being one of them; the others stay on `cores`, if any are named. `gpu`
+        runs it there, if ONNX Runtime has its CUDA provider; then the rows beside a row may decide its last bits.
+        """
+        options = _options(threads, cores)
+        try:
+            session = ort.InferenceSession(str(path), options, providers=_providers(gpu))
+        except Exception as error:  # ONNX Runtime's errors share no base class of their own
+            raise BundleError(
+                f"{path.name} is not a model that ONNX Runtime opens: {error}"
+            ) from error
+        return cls(session, spec, _check(path.name, session, spec))
+
+    def run(self, inputs: Inputs) -> NDArray[np.float32]:
+        """Outputs float32 [n, output_dims].
+
+        Histories are padded to a length that their own length decides (powers of two up to
+        `max_length`), and run grouped by it: so neither padding nor order of summation depends on
+        the batch.
+        """
+        out = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
+        for rows, feed in self._batches(inputs, self._buffers):
+            out[rows] = self._session.run([self.spec.output], feed)[0]
+        return out
+
+    def batches(
+        self, inputs: Inputs
+    ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]]:
+        """(row numbers, what ONNX Runtime is fed for them): the batches that `run` runs."""
+        return self._batches(inputs, None)
+
+    def _batches(
+        self, inputs: Inputs, buffers: "_Buffers | None"
+    ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]]:
+        histories = next((each for each in inputs.values() if isinstance(each, Histories)), None)
+        if histories is None:
+            lengths: tuple[int, ...] = (0,)
+            which = np.zeros(rows_of(inputs), np.int64)
+        else:
+            lengths = self.buckets
+            which = np.minimum(
+                np.searchsorted(lengths, np.diff(histories.indptr)), len(lengths) - 1
+            )
+        for bucket in np.unique(which):
+            length = lengths[bucket]
+            members = np.flatnonzero(which == bucket)
+            numbers = max(1, length) * self.spec.output_dims
+            step = max(1, min(_TILE_ROWS, _TILE_NUMBERS // numbers))
+            for start in range(0, len(members), step):
+                rows = members[start : start + step]
+                yield rows, self._feed(inputs, rows, length, buffers)
+
+    def _feed(
+        self,
+        inputs: Inputs,
+        rows: NDArray[np.int64],
+        length: int,
+        buffers: "_Buffers | None",
+    ) -> dict[str, NDArray[Any]]:
+        feed: dict[str, NDArray[Any]] = {}
+        for each in self.spec.inputs:
+            value = inputs[each.name]
+            if isinstance(value, Histories):
+                space = None
+                if buffers is not None:
+                    space = buffers.matrix(each.name, len(rows), length, each.dtype)
+                feed[each.name] = value.padded(rows, length, each.pad or 0, each.dtype, space)
+            elif each.dtype == "string":
+                feed[each.name] = value[rows].astype(object)
+            else:
+                feed[each.name] = np.ascontiguousarray(value[rows], each.dtype)
+        return feed
+
+
+class _Buffers(threading.local):
+    """Space for padded histories, per thread and input: made once for the largest batch so far, then reused.
+
+    A tile bounds it: 16 MB at most.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[str, NDArray[Any]] = {}
+
+    def matrix(self, name: str, rows: int, length: int, dtype: str) -> NDArray[Any]:
+        """[rows, length], with whatever was there before; valid until the thread asks again."""
+        size = rows * length
+        flat = self._flat.get(name)
+        if flat is None or len(flat) < size:
+            flat = self._flat[name] = np.empty(1 << (size - 1).bit_length(), dtype)
+        return flat[:size].reshape(rows, length)
+
+
+def _providers(gpu: int | None) -> list[Any]:
+    cuda = "CUDAExecutionProvider"
+    if gpu is None or cuda not in ort.get_available_providers():
+        return ["CPUExecutionProvider"]
+    return [(cuda, {"device_id": gpu, "use_tf32": 0}), "CPUExecutionProvider"]
+
+
+def _options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # An idle pool that spins would take the cores from the event loop beside it.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    if cores and threads > 1:
+        # ONNX Runtime counts processors from 1, and wants a set for each thread but the caller's own.
+        each = ",".join(str(core + 1) for core in cores)
+        affinities = ";".join([each] * (threads - 1))
+        options.add_session_config_entry("session.intra_op_thread_affinities", affinities)
+    return options
+
+
+def rows_of(inputs: Inputs) -> int:
+    """How many rows a set of inputs has."""
+    return len(next(iter(inputs.values())))
+
+
+def buckets_up_to(max_length: int) -> tuple[int, ...]:
+    """Padded lengths: powers of two from 16, ending with `max_length` itself."""
+    lengths = []
+    length = _SHORTEST_BUCKET
+    while length < max_length:
+        lengths.append(length)
+        length *= 2
+    return (*lengths, max_length)
+
+
+def _check(file: str, session: ort.InferenceSession, spec: TowerSpec) -> tuple[int, ...]:
+    found = {each.name: each for each in session.get_inputs()}
+    wanted = {each.name: each for each in spec.inputs}
+    if not wanted or found.keys() != wanted.keys():
+        raise BundleError(
+            f"{file} has the inputs {sorted(found)}, the specification binds {sorted(wanted)}",
+            onnx=sorted(found),
+            specification=sorted(wanted),
+        )
+    if sum(each.bind == "history" for each in spec.inputs) > 1:
+        raise BundleError(f"{file}: a tower has one history input at most")
+    buckets: tuple[int, ...] = ()
+    for name, each in wanted.items():
+        onnx_type, shape = found[name].type, list(found[name].shape)
+        if onnx_type != f"tensor({_ONNX_TYPES[each.dtype]})":
+            raise BundleError(
+                f"{file}: input {name!r} is {onnx_type} in the model, {each.dtype} in the specification",
+                input=name,
+            )
+        inner: list[int | None] = (
+            [None] if each.bind == "history" else [each.width] if each.width else []
+        )
+        if len(shape) != 1 + len(inner) or isinstance(shape[0], int):
+            raise BundleError(
+                f"{file}: input {name!r} has shape {shape} in the model; the specification "
+                f"({each.bind}) needs [rows, any number of them{', ...' if inner else ''}]",
+                input=name,
+            )
+        if inner and inner[0] and isinstance(shape[1], int) and shape[1] != inner[0]:
+            raise BundleError(
+                f"{file}: input {name!r} has width {shape[1]} in the model, {inner[0]} in the specification",
+                input=name,
+            )
+        if each.bind == "history":
+            fixed = shape[1] if isinstance(shape[1], int) else None
+            if fixed is not None and fixed != each.max_length:
+                raise BundleError(
+                    f"{file}: input {name!r} has length {fixed} in the model, max_length "
+                    f"{each.max_length} in the specification",
+                    input=name,
+                )
+            buckets = (fixed,) if fixed is not None else buckets_up_to(each.max_length or 1)
+    _check_output(file, session, spec)
+    return buckets
+
+
+def _check_output(file: str, session: ort.InferenceSession, spec: TowerSpec) -> None:
+    outputs = {each.name: each for each in session.get_outputs()}
+    if spec.output not in outputs:
+        raise BundleError(
+            f"{file} has the outputs {sorted(outputs)}, the specification wants {spec.output!r}",
+            onnx=sorted(outputs),
+            specification=spec.output,
+        )
+    output = outputs[spec.output]
+    shape = list(output.shape)
+    dims = shape[1] if len(shape) == 2 and isinstance(shape[1], int) else spec.output_dims
+    if output.type != "tensor(float)" or len(shape) != 2 or dims != spec.output_dims:
+        raise BundleError(
+            f"{file}: output {spec.output!r} is {output.type} {shape} in the model, the specification "
+            f"says float32 [rows, {spec.output_dims}]",
+            output=spec.output,
+        )

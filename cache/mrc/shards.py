@@ -1,0 +1,132 @@
+"""A miss-ratio curve of LRU from a sample of its keys: SHARDS (Waldspurger et al., FAST '15), of fixed size."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
+
+from cache.mrc.lru_stack import RecencyStack
+
+SPACE = 1 << 64
+Touch = tuple[int, int]
+"""A key's spot, and its size; the size is negative if the key was stored, or moved, without a read that counts."""
+
+_STEP = 1 << 32
+"""The threshold is a multiple of it: the upper half of a spot decides, the lower half only tells keys apart."""
+
+
+class Shards:
+    """Hit ratios of LRU caches of the given `capacities` (ascending), in whatever unit sizes are given in.
+
+    A key is known by its spot, a uniform hash in [0, 2^64): it is in the sample if its spot is at most `last`. At the
+    beginning every key is; when there are more than `keys_max`, the one with the greatest spot leaves, and the
+    threshold falls to it. A distance is what was touched of the sample divided by its rate, and each read counts for as
+    many as the sample stands for. SHARDS-adj: reads that the sample has too few or too many of, compared with all,
+    count as ones of the shortest distance. Keys deeper than the greatest capacity are dropped: none would hold them.
+    """
+
+    def __init__(self, capacities: Sequence[int], keys_max: int) -> None:
+        self.last = SPACE - 1
+        self.sampled = 0
+        self._capacities = tuple(capacities)
+        self._keys_max = keys_max
+        self._stack = RecencyStack(keys_max)
+        self._greatest: list[int] = []  # a heap of negated spots
+        self._rate = 1.0
+        self._hits = [0.0] * (len(capacities) + 1)
+        self._weight = self._found = self._reads = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Share of all keys that is sampled."""
+        return self._rate
+
+    @property
+    def keys(self) -> int:
+        """In the sample."""
+        return len(self._stack)
+
+    @property
+    def reads(self) -> float:
+        """All that were counted, aged."""
+        return self._reads
+
+    def count(self, found: int, reads: int) -> None:
+        """So many reads were made, of sampled keys and of others; `found`: those that some capacity would answer."""
+        self._found += found
+        self._reads += reads
+
+    def take(self, touches: Sequence[Touch], place: int = 0) -> None:
+        """Touches in their order, at most `keys_max`; `place` is added to each size.
+
+        Keys that are not sampled (any more) are left alone; stores move keys, and count for nothing.
+        """
+        stack = self._stack
+        if len(touches) > stack.left:
+            self._close_up()
+        hits, capacities, touch = self._hits, self._capacities, stack.touch
+        last, weight, weights, sampled = self.last, 1 / self._rate, 0.0, 0
+        for spot, size in touches:
+            if spot > last:
+                continue
+            if size < 0:
+                above = touch(spot, place - size)
+            else:
+                above = touch(spot, size + place)
+                weights += weight
+                sampled += 1
+                if above is not None:
+                    hits[bisect_left(capacities, above * weight + size + place)] += weight
+            if above is None:
+                heappush(self._greatest, -spot)
+                if len(stack) > self._keys_max:
+                    self._fall(-self._greatest[0])
+                    last, weight = self.last, 1 / self._rate
+        self.sampled += sampled
+        self._weight += weights
+
+    def age(self, factor: float) -> None:
+        """Let all reads so far count for less; `factor` in [0, 1]."""
+        self._hits = [count * factor for count in self._hits]
+        self._weight *= factor
+        self._found *= factor
+        self._reads *= factor
+
+    def lower(self, rate: float) -> None:
+        """Sample at most this share of the keys from now on."""
+        if rate < self._rate:
+            self._fall(int(rate * SPACE))
+
+    def restart(self) -> None:
+        """Forget the keys and sample all that come; the reads so far stay counted."""
+        self._stack = RecencyStack(self._keys_max)
+        self._greatest = []
+        self.last, self._rate = SPACE - 1, 1.0
+
+    def hit_ratios(self) -> list[float]:
+        """Of all reads, for each capacity; 0 before the first read."""
+        if not self._reads:
+            return [0.0] * len(self._capacities)
+        hits = accumulate(self._hits[:-1], initial=self._found - self._weight)
+        next(hits)
+        return [min(1.0, max(0.0, each / self._reads)) for each in hits]
+
+    def entries(self) -> list[int]:
+        """How many of the keys read of late each capacity holds."""
+        depths = [capacity * self._rate for capacity in self._capacities]
+        return [round(count / self._rate) for count in self._stack.within(depths)]
+
+    def _fall(self, spot: int) -> None:
+        """Sample only what is below the spot's multiple of `_STEP`."""
+        self.last = max(_STEP, spot // _STEP * _STEP) - 1
+        self._rate = (self.last + 1) / SPACE
+        greatest = self._greatest
+        while greatest and -greatest[0] > self.last:
+            self._stack.forget(-heappop(greatest))
+
+    def _close_up(self) -> None:
+        before = len(self._stack)
+        self._stack.close_up(self._capacities[-1] * self._rate)
+        if len(self._stack) < before:
+            self._greatest = [-spot for spot in self._stack]
+            heapify(self._greatest)

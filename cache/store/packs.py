@@ -1,0 +1,49 @@
+"""Packs: copies of many write-once files in one, so that reading a long history asks the store for few.
+
+The files themselves stay where they are and stay the truth: whatever a pack lacks, or a pack that cannot be read, costs
+requests and nothing else.
+"""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+
+import orjson
+
+from cache.errors import LarderError
+from cache.store.artefacts import ArtefactStore
+
+PACK_FILES = 100
+"""From so many files on that no pack holds, whoever has read them all packs them."""
+
+_PACK = re.compile(r"pack-[0-9a-f]{16}\.json")
+
+
+def read_files(
+    store: ArtefactStore, folder: str, listed: Collection[str], wanted: Collection[str]
+) -> tuple[dict[str, bytes], set[str]]:
+    """Contents of `wanted` write-once files by name, those that are there; and which of them no pack holds.
+
+    `listed`: all names in the folder. Two rounds of requests at most, however many files.
+    """
+    found: dict[str, bytes] = {}
+    if wanted:
+        packs = [f"{folder}/{name}" for name in sorted(listed) if _PACK.fullmatch(name)]
+        for raw in store.read_many(packs).values():
+            with contextlib.suppress(orjson.JSONDecodeError, AttributeError):
+                held: dict[str, str] = orjson.loads(raw)
+                found |= {name: held[name].encode() for name in held.keys() & set(wanted)}
+    loose = [name for name in wanted if name not in found]
+    read = store.read_many([f"{folder}/{name}" for name in loose])
+    found |= {name: read[f"{folder}/{name}"] for name in loose if f"{folder}/{name}" in read}
+    return found, {name for name in loose if name in found}
+
+
+def pack(store: ArtefactStore, folder: str, files: Mapping[str, bytes]) -> None:
+    """Keep these together, once they are many and whoever read them found them sound; nobody waits for success."""
+    if len(files) < PACK_FILES:
+        return
+    body = orjson.dumps({name: raw.decode() for name, raw in sorted(files.items())})
+    with contextlib.suppress(LarderError):
+        store.write_once(f"{folder}/pack-{hashlib.sha256(body).hexdigest()[:16]}.json", body)

@@ -1,0 +1,271 @@
+"""Release records: the write-once history of what was published, rolled back, refused or pinned."""
+
+import hashlib
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Self, cast, get_args
+
+import orjson
+
+from cache.errors import CorruptArtefact
+from cache.format.manifest import GENERATION
+from cache.store.artefacts import ArtefactStore
+from cache.store.packs import pack, read_files
+
+Action = Literal[
+    "publish", "roll_back", "restore", "canary", "end_canary",
+    "refuse", "override", "pin", "unpin", "verify", "abandon", "retire",
+]  # fmt: skip
+MOVES: frozenset[str] = frozenset({"publish", "roll_back", "restore"})
+"""Actions that make a generation live."""
+
+POINTED: frozenset[str] = MOVES | {"canary", "end_canary"}
+"""Actions that write the pointer: an intent first, completed once the pointer has moved."""
+
+LIST_TRIES = 3
+"""How often the folder of the records is listed when one of them seems to be missing."""
+
+LAST_MOMENT = 253_402_300_799
+"""The end of the year 9999 in Unix seconds: later times have no date."""
+
+EPOCHS = 2**53
+"""Whole numbers from here on are not exact in Lua, which compares epochs; nothing could follow the greatest."""
+
+# Whatever else somebody leaves in the folder (notes, an editor's copy) is no record.
+_INTENT = re.compile(r"(0|[1-9][0-9]*)\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One entry; `number` is its place in the history, from 1 on without gaps, so no record lands before another.
+
+    `epoch` grows with it, `at` is Unix seconds. A record of an earlier version has no number: its place is its epoch.
+    Of a canary: `generation` is the one tried out, `percent` its share, `rule` the feedback event that decides,
+    `abandoned` how it ended. Of an override: `rule` is the gate's name. Of a retirement: `pages`, table -> how many, so
+    that pages which an older snapshot of Redis brings back can be removed when the manifest is long gone. Of an intent:
+    `expected`, the epoch of the pointer that it is to replace.
+    """
+
+    epoch: int
+    action: Action
+    generation: str
+    previous: str | None
+    attempt: str
+    at: float
+    reason: str = ""
+    manifest_sha256: str = ""
+    done: bool = False
+    expires_at: float | None = None
+    percent: float | None = None
+    rule: str = ""
+    abandoned: bool = False
+    pages: Mapping[str, int] | None = None
+    expected: int | None = None
+    number: int = 0
+
+    @property
+    def place(self) -> int:
+        """Under which number it is stored."""
+        return self.number or self.epoch
+
+    def to_bytes(self) -> bytes:
+        """JSON without `done`, which is the existence of a second file."""
+        kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "done"}
+        return orjson.dumps(kept, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, *, done: bool) -> Self:
+        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        try:
+            record = cls(**orjson.loads(raw), done=done)
+            numbers = (record.epoch, record.number)
+            if not all(isinstance(each, int) for each in numbers) or not isinstance(
+                record.generation, str
+            ):
+                raise TypeError("epoch and number are integers, generation is a string")
+            if record.action not in get_args(Action):
+                raise TypeError(f"no action is called {record.action!r}")
+            if not _is_number(record.at, LAST_MOMENT):
+                raise TypeError(f"{record.at!r} is no time in Unix seconds")
+        except (orjson.JSONDecodeError, TypeError) as error:
+            raise CorruptArtefact(f"not a release record: {error}") from error
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A verified generation that answers `percent` of the requests, whole; since when, Unix seconds.
+
+    `event`: the feedback that decides about it, which every replica counts under its own name.
+    """
+
+    generation: str
+    percent: float
+    since: float
+    event: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """The value of the live key; `canary` is set while another generation is tried out."""
+
+    generation: str
+    epoch: int
+    previous: str | None
+    attempt: str
+    published_at: float
+    canary: Canary | None = None
+
+    def to_bytes(self) -> bytes:
+        """JSON as stored in Redis."""
+        return orjson.dumps(self)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Self:
+        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        try:
+            data = orjson.loads(raw)
+            pointer = cls(
+                **{**data, "canary": Canary(**data["canary"]) if data.get("canary") else None}
+            )
+            pointer._check()
+        except (orjson.JSONDecodeError, TypeError, AttributeError) as error:
+            raise CorruptArtefact(f"not a pointer: {error}") from error
+        return pointer
+
+    def _check(self) -> None:
+        """Raises TypeError: who followed one with a time or a share that is none would fail at every look, for ever."""
+        canary = self.canary
+        named = [self.generation, *filter(None, (self.previous, canary and canary.generation))]
+        if not all(isinstance(each, str) and GENERATION.fullmatch(each) for each in named):
+            raise TypeError(f"{named} are not generation ids")
+        if type(self.epoch) is not int or not 0 <= self.epoch < EPOCHS:
+            raise TypeError(f"epoch is {self.epoch!r}, not a whole number below 2**53")
+        texts = [self.attempt, *([canary.event] if canary else [])]
+        if not all(isinstance(each, str) for each in texts):
+            raise TypeError(f"{texts} are not texts")
+        for at in (self.published_at, *([canary.since] if canary else [])):
+            if not _is_number(at, LAST_MOMENT):
+                raise TypeError(f"{at!r} is no time in Unix seconds")
+        if canary and not _is_number(canary.percent, 100):
+            raise TypeError(f"a canary of {canary.percent!r} percent")
+
+
+def _is_number(value: object, largest: float) -> bool:
+    return type(value) in (int, float) and 0 <= cast(float, value) <= largest
+
+
+def manifest_digest(raw: bytes) -> str:
+    """SHA-256 of what a manifest says of its generation: all but verdicts and timings, which verifying writes anew."""
+    kept = {
+        name: value for name, value in orjson.loads(raw).items() if name not in ("gates", "timings")
+    }
+    return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def intent_path(number: int) -> str:
+    """Store path of a release record."""
+    return f"releases/{number}.json"
+
+
+def done_path(number: int) -> str:
+    """Store path of the mark that a pointer move happened."""
+    return f"releases/{number}.done"
+
+
+def all_releases(
+    store: ArtefactStore, known: MutableMapping[int, Release] | None = None, *, packs: bool = False
+) -> list[Release]:
+    """Every record, oldest first. What is `known` by number is not read again: a record never changes.
+
+    `packs`: many that had to be read one by one are packed, for whoever comes next; readers of a store only read.
+    Raises CorruptArtefact, naming the file, for one that is missing or cannot be read: without it nobody knows what is
+    live.
+    """
+    known = {} if known is None else known
+    missing = 0
+    for _ in range(LIST_TRIES):
+        records = _listed(store, known, packs=packs)
+        if not (missing := _missing(records)):
+            return records
+        # A folder that grows while it is listed may show the newer of two files only.
+    path = intent_path(missing)
+    raise CorruptArtefact(
+        f"{path} in {store.url} is missing, though later records are there: put the file back from a copy of the store",
+        path=path,
+    )
+
+
+def _listed(
+    store: ArtefactStore, known: MutableMapping[int, Release], *, packs: bool
+) -> list[Release]:
+    names = set(store.names("releases"))
+    numbers = sorted(int(found[1]) for name in names if (found := _INTENT.fullmatch(name)))
+    files = {number: f"{number}.json" for number in numbers if number not in known}
+    raws, loose = read_files(store, "releases", names, list(files.values()))
+    records: list[Release] = []
+    for number in numbers:
+        done = f"{number}.done" in names
+        if (record := known.get(number)) is None:
+            raw = raws.get(files[number])
+            if raw is None:
+                continue
+            epoch = records[-1].epoch if records else 0
+            record = _read(store, number, raw, done=done, after=epoch)
+        known[number] = record if record.done == done else replace(record, done=done)
+        records.append(known[number])
+    if packs:
+        pack(store, "releases", {name: raws[name] for name in loose})
+    return records
+
+
+def _missing(records: Sequence[Release]) -> int:
+    """The first place that is empty though a later record was written by one who saw it taken; 0: none."""
+    before = 0
+    for each in records:
+        if each.number and each.number != before + 1:
+            return each.number - 1
+        before = each.place
+    return 0
+
+
+def _read(store: ArtefactStore, number: int, raw: bytes, *, done: bool, after: int) -> Release:
+    try:
+        record = Release.from_bytes(raw, done=done)
+        if record.place != number:
+            raise CorruptArtefact(f"the record {record.place} under another's name")
+        if record.epoch <= after:
+            raise CorruptArtefact(f"its epoch {record.epoch} is not above {after}, the one before")
+    except CorruptArtefact as error:
+        path = intent_path(number)
+        raise CorruptArtefact(
+            f"{path} in {store.url} cannot be read ({error.message}): put the file back from a copy of the store; "
+            "if it never was a release record, move it aside",
+            path=path,
+        ) from error
+    return record
+
+
+def newest_release(store: ArtefactStore) -> Release | None:
+    """The newest completed move of the pointer: where a replica starts when Redis cannot be asked."""
+    return newest_move(all_releases(store))
+
+
+def newest_move(releases: Sequence[Release]) -> Release | None:
+    """The last completed publish, rollback or restore among records in order."""
+    return next((each for each in reversed(releases) if each.action in MOVES and each.done), None)
+
+
+def released_manifest(releases: Sequence[Release], generation: str) -> str:
+    """Digest of the manifest as last published or verified again; empty when no record carries one."""
+    return next(
+        (
+            each.manifest_sha256
+            for each in reversed(releases)
+            if each.generation == generation
+            and each.manifest_sha256
+            and (each.action == "verify" or (each.action == "publish" and each.done))
+        ),
+        "",
+    )

@@ -1,0 +1,86 @@
+"""What L1 is asked for, as far as it is sampled: written by readers, read by whoever keeps the curve."""
+
+from collections import deque
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import repeat
+
+import numpy as np
+import xxhash
+
+from cache.mrc.shards import SPACE, Touch
+from cache.tiers.batches import Wants
+from cache.tiers.l1 import LIVE_BYTES, OVERHEAD_BYTES, Ready, size_of
+from cache.tiers.results import Found, Outcome, Want
+
+TRACE_MAX = 16_384
+"""Reads remembered until they are taken; more push out the oldest."""
+
+
+class Trace(deque[Touch]):
+    """A reader that is not sampled pays for one comparison with `last`, the greatest spot in the sample.
+
+    Sizes are bytes in L1, the place in the table left out. A spot is an id's fingerprint; its lower half also tells
+    tables and generations apart, so whether a key is sampled can be told from the fingerprint alone. `generation` is
+    the one that was begun last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=TRACE_MAX)
+        self.generation: str | None = None
+        self.sample(-1)
+
+    def sample(self, last: int) -> None:
+        """Take spots up to `last` from now on; -1: none."""
+        self.last = last
+        self._last = np.uint64(max(0, last))
+
+    def begin(self, generation: str | None) -> None:
+        """Take all spots again, unless the generation is the same as before."""
+        if generation != self.generation:
+            self.generation = generation
+            if self.last >= 0:
+                self.sample(SPACE - 1)
+
+    def kept(self, generation: str, fingerprint: int, ready: Ready) -> Ready:
+        """An answer of the live generation, about to be kept, with what its readers are to write if it is sampled.
+
+        What is not sampled now is not until the next generation, so readers need not look again.
+        """
+        self.begin(generation)
+        if fingerprint > self.last:
+            return ready
+        spot = fingerprint ^ _salt(generation, "") ^ xxhash.xxh32_intdigest(ready.request)
+        self.append((spot, -size_of(ready)))
+        return ready._replace(stamp=-ready.stamp, touch=(spot, size_of(ready)))
+
+    def one(self, generation: str, want: Want, outcome: Outcome | None) -> None:
+        """A record was asked for, with this outcome; one that is not found is in no L1 of any size."""
+        if want[2] <= self.last and type(outcome) is Found:
+            size = len(outcome.record) + OVERHEAD_BYTES + LIVE_BYTES * outcome.live
+            self.append((want.fingerprint ^ _salt(generation, want.table.name), size))
+
+    def rows(self, generation: str, wants: Wants, others: Mapping[int, Outcome]) -> None:
+        """The same for a batch; `others` are the outcomes that are no rows, by place."""
+        if self.last < 0:
+            return
+        places = np.flatnonzero(wants.fingerprints <= self._last)
+        if others:
+            for place in others:
+                self.one(generation, wants.one(place), others[place])
+            places = np.setdiff1d(places, list(others))
+        if len(places):
+            salt = np.uint64(_salt(generation, wants.table.name))
+            spots = (wants.fingerprints[places] ^ salt).tolist()
+            self.extend(zip(spots, repeat(wants.table.layout.size_bytes + OVERHEAD_BYTES)))
+
+    def put(self, generation: str, want: Want, size_bytes: int) -> None:
+        """A live record was stored for later readers."""
+        if want[2] <= self.last:
+            spot = want.fingerprint ^ _salt(generation, want.table.name)
+            self.append((spot, -(size_bytes + OVERHEAD_BYTES + LIVE_BYTES)))
+
+
+@lru_cache(maxsize=256)
+def _salt(generation: str, table: str) -> int:
+    return xxhash.xxh32_intdigest(f"{generation}\n{table}".encode())

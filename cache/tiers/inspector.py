@@ -1,0 +1,97 @@
+"""What both tiers would say, for somebody who only looks: nothing is filled, moved or counted."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+from cache.errors import TierUnavailable
+from cache.format.keys import FORMAT
+from cache.format.records import peek_fingerprint, peek_format
+from cache.l2.commands import Answer, Overlay, PageRead
+from cache.tiers.addressing import reads_of
+from cache.tiers.l1 import LocalKey
+from cache.tiers.results import (
+    MISSED,
+    Found,
+    Missed,
+    MissReason,
+    Outcome,
+    View,
+    Want,
+    unavailable,
+    unsound,
+)
+from cache.tiers.tiered import Remote, Tiered, judge, live_key, overlay_entry
+
+_PAGE_S = 3.0
+"""How long a whole page may take, which has megabytes where a record has hundreds of bytes."""
+
+
+class PagedRemote(Remote, Protocol):
+    """L2, of which somebody may look at whole pages."""
+
+    async def page(self, read: PageRead) -> bytes | None:
+        """A page, apart from what readers wait for; raises TierUnavailable."""
+
+
+class Looking:
+    """Reads of records are real ones: they count for the breaker, and fail as any read does."""
+
+    def __init__(
+        self, tiers: Tiered, remote: PagedRemote, timer: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._local = tiers.local
+        self._negative = tiers.negative
+        self._remote = remote
+        self._timer = timer
+
+    def l1(self, view: View, want: Want) -> Outcome | None:
+        """What L1 says; None if it holds nothing of this entity."""
+        key = LocalKey(view.generation, want.table.name, want.key)
+        entry = self._local.look(key)
+        if entry is not None:
+            return judge(entry, want, "l1")
+        if want.position < 0 and key in self._negative:
+            return MISSED[MissReason.NEGATIVE]
+        return None
+
+    def beside(self, view: View, want: Want) -> Outcome | None:
+        """The live answer that stands in while a page is out of reach, if one is kept."""
+        if want.position < 0 or want.digest is None:
+            return None
+        key = LocalKey(view.generation, want.table.name, want.key)
+        entry = self._local.look(live_key(key, want.digest))
+        return None if entry is None else judge(entry, want, "l1")
+
+    async def l2(self, view: View, want: Want) -> Outcome:
+        """What a read of L2 comes to."""
+        asked_at = self._timer()
+        answer = await self._remote.submit(reads_of(view, (want,)), _only)
+        if isinstance(answer, TierUnavailable):
+            return unavailable(answer)
+        if want.position < 0:
+            if answer is None:
+                return MISSED[MissReason.NOT_IN_GENERATION]
+            entry = overlay_entry(want, cast(Overlay, answer), asked_at)
+            return entry if isinstance(entry, Missed) else judge(entry, want, "l2")
+        if not isinstance(answer, bytes):
+            return MISSED[MissReason.PAGE_MISSING]
+        if peek_format(answer) != FORMAT or peek_fingerprint(answer) != want.fingerprint:
+            return MISSED[unsound(answer, want.fingerprint)]
+        return Found(answer, "l2", False, None)
+
+    async def page(self, read: PageRead) -> bytes | Missed:
+        """A whole page, or why it cannot be had."""
+        try:
+            async with asyncio.timeout(_PAGE_S):
+                found = await self._remote.page(read)
+        except TierUnavailable as error:
+            return unavailable(error)
+        except TimeoutError:
+            return MISSED[MissReason.L2_TIMEOUT]
+        return MISSED[MissReason.PAGE_MISSING] if found is None else found
+
+
+def _only(answers: Sequence[Answer]) -> Answer:
+    return answers[0]

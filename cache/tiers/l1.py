@@ -1,0 +1,233 @@
+"""L1: records of this process, bounded by bytes."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from sys import getsizeof
+from typing import Any, NamedTuple
+
+from cachetools import TTLCache
+
+from cache.tiers.eviction_history import Absences
+
+OVERHEAD_BYTES = 328
+"""Memory per entry besides the record and the table: key, entry, two numbers, and what the allocator rounds up."""
+
+LIVE_BYTES = 96
+"""What digest and expiry of a live answer add to it."""
+
+READY_BYTES = 416
+"""The same for a ready answer, whose key is the request's own bytes."""
+
+
+_FILLED = 32
+"""Records that may be too many for a moment."""
+_TIMES = 64
+"""A tier holds at least so many times what is filled in at once."""
+
+
+class LocalKey(NamedTuple):
+    """What a record is called here; the generation is part of it, so nothing is ever invalidated."""
+
+    generation: str
+    table: str
+    key: int | bytes
+
+
+class Entry(NamedTuple):
+    """One record; `digest` and `expires_at` (monotonic seconds) are None for what the night computed."""
+
+    record: bytes
+    fingerprint: int
+    digest: bytes | None = None
+    expires_at: float | None = None
+
+
+class Ready(NamedTuple):
+    """An answer as it is sent, but for its age, which goes between `head` and `tail`.
+
+    `stamp` is that of what it was made from, positive: under any other it counts for nothing. `asked`: table and id.
+    `touch`: its spot and bytes in the sample of what L1 is asked for (`cache.mrc`), if it is in there; then the
+    stamp is negated, so that readers of all others need not look.
+    """
+
+    stamp: int
+    head: bytes
+    tail: bytes
+    data_until: int
+    asked: tuple[str, bytes]
+    request: bytes
+    touch: tuple[int, int] | None = None
+
+
+def size_of(entry: Entry | Ready) -> int:
+    """Bytes of one entry without its place in the table."""
+    if isinstance(entry, Ready):
+        sent = len(entry.head) + len(entry.tail) + len(entry.request)
+        return sent + len(entry.asked[1]) + READY_BYTES
+    live = 0 if entry.digest is None else LIVE_BYTES
+    return len(entry.record) + OVERHEAD_BYTES + live
+
+
+class LocalTier:
+    """Least recently used records go first; an entry past its life is never returned.
+
+    The table is counted as it is, not per entry: under churn Python sizes it for three to six times what it holds.
+    """
+
+    def __init__(self, max_bytes: int, timer: Callable[[], float] = time.monotonic) -> None:
+        self.too_large = 0
+        self.ready_tables: set[str] = set()
+        """All of which an answer was ever kept."""
+        self._timer = timer
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[LocalKey | bytes, Entry | Ready] = OrderedDict()
+        self._find, self._touch = self._entries.get, self._entries.move_to_end
+        self._bytes = 0
+        self.absences = Absences(self._entries.__contains__, timer)
+        self._evicted = self.absences.evicted.note
+
+    def get(self, key: LocalKey) -> Entry | None:
+        """The entry, unless it is absent or its life is over."""
+        entry: Entry | None = self._find(key)  # type: ignore[assignment]  # a LocalKey names a record
+        if entry is None:
+            return None
+        if entry[3] is None or entry[3] > self._timer():
+            self._touch(key)
+            return entry
+        self._drop(key)
+        self.absences.expired.note(key)
+        return None
+
+    def look(self, key: LocalKey) -> Entry | None:
+        """`get` for somebody who only looks: it changes neither what is held nor what goes first."""
+        entry: Entry | None = self._find(key)  # type: ignore[assignment]  # as above
+        is_over = entry is None or (entry[3] is not None and entry[3] <= self._timer())
+        return None if is_over else entry
+
+    def get_many(self, keys: Sequence[LocalKey]) -> list[Entry | None]:
+        """`get` of each."""
+        found: list[Any] = list(map(self._find, keys))
+        return [self.get(key) for key in keys] if any(found) else found
+
+    def takes(self, size_bytes: int) -> bool:
+        """Whether a record of this size fits at all; one that does not is counted when it comes."""
+        return size_bytes + OVERHEAD_BYTES <= self._max_bytes
+
+    def ready(self, request: bytes) -> Ready | None:
+        """What was kept for exactly this request; whether it still counts is for its stamp to say."""
+        ready = self._find(request)
+        if ready is not None:
+            self._touch(request)
+        return ready  # type: ignore[return-value]  # bytes name a ready answer
+
+    def keep(self, ready: Ready) -> None:
+        """Keeps an answer beside its record, within the same bound."""
+        self.ready_tables.add(ready.asked[0])
+        self._put(ready.request, ready)
+
+    def unsampled(self, ready: Ready) -> None:
+        """From now on its readers write nothing: the sample has left it out."""
+        if self._find(ready.request) is ready:
+            self._entries[ready.request] = ready._replace(stamp=abs(ready.stamp), touch=None)
+
+    def put(self, key: LocalKey, entry: Entry) -> None:
+        """Stores or replaces; an entry larger than the whole tier is left out and counted."""
+        self._put(key, entry)
+
+    def fill(
+        self, keys: Sequence[LocalKey], records: Sequence[bytes], prints: Sequence[int]
+    ) -> None:
+        """`put` of records of one size that the night computed; room is made for some of them at a time."""
+        entries, size_bytes = self._entries, len(records[0]) + OVERHEAD_BYTES if records else 0
+        # A table grows for those who come at once: in a small tier that would push out more than they need.
+        at_once = max(1, min(_FILLED, self._max_bytes // (_TIMES * max(1, size_bytes))))
+        for start in range(0, len(keys), at_once):
+            some = slice(start, start + at_once)
+            for key, entry in zip(keys[some], map(Entry, records[some], prints[some]), strict=True):
+                if (before := entries.get(key)) is not None:
+                    self._bytes -= size_of(before)
+                    self._touch(key)
+                entries[key] = entry
+                self._bytes += size_bytes
+            self._make_room()
+
+    def _put(self, key: LocalKey | bytes, entry: Entry | Ready) -> None:
+        entries, size_bytes = self._entries, size_of(entry)
+        if (before := entries.get(key)) is not None:
+            self._bytes -= size_of(before)
+            self._touch(key)
+        entries[key] = entry
+        self._bytes += size_bytes
+        if size_bytes > self._max_bytes:
+            self._drop(key)
+            self.too_large += 1
+        self._make_room()
+
+    def _make_room(self) -> None:
+        entries, most, gone = self._entries, self._max_bytes, list[Hashable]()
+        while self._bytes + getsizeof(entries) > most and entries:
+            key, oldest = entries.popitem(last=False)
+            if type(oldest) is Entry and oldest[2] is None:
+                self._bytes -= len(oldest[0]) + OVERHEAD_BYTES
+            else:
+                self._bytes -= size_of(oldest)
+            if type(key) is not bytes:  # of a ready answer the record may still be here
+                gone.append(key)
+        if gone:
+            self.absences.evicted.note_all(gone)
+        if not entries:
+            entries.clear()  # an emptied table keeps its memory
+
+    def _drop(self, key: LocalKey | bytes) -> None:
+        if (entry := self._entries.pop(key, None)) is not None:
+            self._bytes -= size_of(entry)
+
+    def discard(self, key: LocalKey) -> None:
+        """Forgets the key if it is there."""
+        self._drop(key)
+        self._evicted(key)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def size_bytes(self) -> int:
+        """All entries and their table, never above `max_bytes`."""
+        return self._bytes + getsizeof(self._entries) if self._entries else 0
+
+    @property
+    def max_bytes(self) -> int:
+        """The bound."""
+        return self._max_bytes
+
+    @property
+    def place_bytes(self) -> int:
+        """Of the table, per entry."""
+        return getsizeof(self._entries) // len(self._entries) if self._entries else 0
+
+
+class NegativeCache:
+    """Keys that were looked up a moment ago and are nowhere; apart from L1, so a flood of them evicts nothing."""
+
+    def __init__(
+        self, max_entries: int, ttl_s: float, timer: Callable[[], float] = time.monotonic
+    ) -> None:
+        # cachetools takes no entry into a cache of none.
+        self._keys: TTLCache[LocalKey, None] = TTLCache(max(0, max_entries), ttl_s, timer)
+
+    def __contains__(self, key: LocalKey) -> bool:
+        return key in self._keys
+
+    def add(self, key: LocalKey) -> None:
+        """Remembers the key for its time; the one not added for longest makes room."""
+        if self._keys.maxsize >= 1:
+            self._keys[key] = None
+
+    def discard(self, key: LocalKey) -> None:
+        """Forgets the key: a record for it exists now."""
+        if key in self._keys:  # nearly always not, and then at a third of what `pop` or `del` cost
+            self._keys.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._keys)

@@ -1,0 +1,154 @@
+"""What a read asks for and how it can end."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import TierUnavailable
+from cache.format.directory import Directory
+from cache.format.manifest import Table
+from cache.format.records import is_absent
+from cache.l2.lease_commands import Bid
+
+
+class MissReason(StrEnum):
+    """Why there is no stored answer; each miss has exactly one."""
+
+    NOT_IN_GENERATION = "not_in_generation"
+    NEGATIVE = "negative"
+    UNREAD = "overlay_unread"
+    EXPIRED = "expired"
+    INPUT_CHANGED = "input_changed"
+    PAGE_MISSING = "page_missing"
+    CORRUPT = "corrupt"
+    L2_TIMEOUT = "l2_timeout"
+    L2_DOWN = "l2_down"
+    BREAKER_OPEN = "breaker_open"
+
+
+OUTAGES = frozenset(
+    {
+        MissReason.PAGE_MISSING,
+        MissReason.CORRUPT,
+        MissReason.L2_TIMEOUT,
+        MissReason.L2_DOWN,
+        MissReason.BREAKER_OPEN,
+    }
+)
+"""What the night has computed is out of reach for a while."""
+
+
+STANDS_IN = OUTAGES | {MissReason.NOT_IN_GENERATION}
+"""Where the night has a place for an entity, and a live answer kept beside it does for a while."""
+
+
+class Want(NamedTuple):
+    """One entity's record in one table.
+
+    `key` is the hash of its id, or the 16-byte digest of an id-less input; `position` is -1 when the night did not
+    know it; `digest` is that of the input the caller sent, None if it sent none. `bid` is for the lease of what will
+    be computed unless an overlay is read; `here_only` leaves the overlay unread, wherever L1 lacks it.
+    """
+
+    table: Table
+    key: int | bytes
+    fingerprint: int
+    position: int
+    digest: bytes | None = None
+    bid: Bid | None = None
+    here_only: bool = False
+
+
+class Found(NamedTuple):
+    """A record whose fingerprint is the wanted one; `expires_at` (monotonic) is None for what the night computed.
+
+    `reason` is set when this stands in, for a while, for a record of the night that is out of reach.
+    """
+
+    record: bytes
+    tier: Literal["l1", "l2"]
+    live: bool
+    expires_at: float | None
+    reason: MissReason | None = None
+
+
+class Missed(NamedTuple):
+    """No stored answer, and why."""
+
+    reason: MissReason
+
+
+Outcome = Found | Missed
+
+MISSED = {reason: Missed(reason) for reason in MissReason}
+_UNAVAILABLE = {
+    "timeout": MISSED[MissReason.L2_TIMEOUT],
+    "connection": MISSED[MissReason.L2_DOWN],
+    "breaker_open": MISSED[MissReason.BREAKER_OPEN],
+}
+
+
+def unavailable(why: TierUnavailable) -> Missed:
+    """What it means for a read that L2 could not answer."""
+    return _UNAVAILABLE[str(why.details["reason"])]
+
+
+def unsound(record: bytes, fingerprint: int) -> MissReason:
+    """Why a record from a page is no answer: the night had none to give this entity, or it is not what it should be."""
+    absent = is_absent(record, fingerprint)
+    return MissReason.NOT_IN_GENERATION if absent else MissReason.CORRUPT
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a read needs of a snapshot, captured once per request."""
+
+    generation: str
+    directories: Mapping[str, Directory]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Every want that was asked for is counted once: in `l1`, `l2` or one of `missed`.
+
+    `l1` are records found there, in `records`, and answers that were ready to be sent, in `ready`. Those are counted
+    some at a time: `flush` adds what is still to be counted.
+    """
+
+    records: int = 0
+    ready: int = 0
+    l2: int = 0
+    missed: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    l2_reads: int = 0
+    flush: Callable[[], None] = lambda: None
+
+    def count(self, outcomes: Sequence[Outcome]) -> None:
+        """Adds one request's outcomes."""
+        for outcome in outcomes:
+            if type(outcome) is Missed:
+                self.missed[outcome.reason] += 1
+            elif outcome.tier == "l1":  # type: ignore[union-attr]
+                self.records += 1
+            else:
+                self.l2 += 1
+
+    def count_rows(self, is_l2: NDArray[np.bool_], others: Mapping[int, Outcome]) -> None:
+        """The same for as many rows: from which tier each is, but for those at the places of `others`."""
+        l2 = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[place]) for place in others)
+        self.l2 += l2
+        self.records += len(is_l2) - l2 - len(others)
+        self.count(list(others.values()))
+
+    @property
+    def l1(self) -> int:
+        """What L1 answered."""
+        return self.records + self.ready
+
+    @property
+    def total(self) -> int:
+        """All outcomes."""
+        return self.l1 + self.l2 + sum(self.missed.values())

@@ -1,0 +1,281 @@
+"""One computation per key at a time, whoever asks and whoever gives up."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from cache.native import loader
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+_LATE: Sequence[Any] = []
+"""By identity: what a waiter gets whose time is over."""
+
+
+class Abandoned(RuntimeError):
+    """The work was cancelled from outside while callers were waiting; they themselves were not cancelled."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight(Generic[K, V]):
+    keys: Collection[K]
+    """In the order of what the work yields."""
+    is_single: bool = False
+    """The work yields one value and no sequence of them."""
+    work: asyncio.Future[Any] = field(init=False)
+    is_under_way: bool = True
+    waiters: dict[asyncio.Future[Sequence[V]], None] = field(default_factory=dict)
+    _places: dict[K, int] | None = None
+
+    def place(self, key: K) -> int:
+        """Of a key in what the work yields: most flights of many are never asked."""
+        if self._places is None:
+            self._places = _numbered(self.keys)
+        return self._places[key]
+
+
+class Boarded(NamedTuple, Generic[K, V]):
+    """A place in a flight, to be given back by `leave`."""
+
+    flight: _Flight[K, V]
+    place: int
+    waiter: asyncio.Future[Sequence[V]]
+    """Done when the flight has landed."""
+
+    def value(self) -> V:
+        """What came of it, once the waiter is done; raises as the work did."""
+        return self.waiter.result()[self.place]
+
+
+class SingleFlight(Generic[K, V]):
+    """Callers of the same key share one piece of work.
+
+    The work belongs to no caller: a cancelled one leaves alone, and only when the last has left is the work
+    cancelled. Every way it can end (value, error, cancellation) reaches every waiter. After groupcache's singleflight.
+    """
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.shared = 0
+        self._flights: dict[K, _Flight[K, V]] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._flights
+
+    async def do(self, key: K, work: Callable[[], Awaitable[V]]) -> V:
+        """The value of `key`: from the flight under way, else from `work()`, whose errors all waiters get."""
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._take_off((key,), work(), is_single=True)
+        else:
+            self.shared += 1
+        return (await self._wait(flight))[flight.place(key)]
+
+    async def do_one(
+        self, key: K, work: Callable[[], asyncio.Future[list[V]]], within_s: float | None = None
+    ) -> V:
+        """The same for work that is a future of one value: a caller and its work in one coroutine.
+
+        Raises TimeoutError for a caller that has no more than `within_s`; it leaves alone, too.
+        """
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._take_off((key,), work())
+        else:
+            self.shared += 1
+        waiter = self._join(flight)
+        # Less than half of what `asyncio.timeout` costs.
+        late = None if within_s is None else _call_later(within_s, waiter)
+        try:
+            if (values := await waiter) is not _LATE:
+                return values[flight.place(key)]
+        finally:
+            if late is not None:
+                late.cancel()
+            self._leave(flight, waiter)
+        raise TimeoutError
+
+    def board(self, key: K, work: Callable[[], Awaitable[V]]) -> Boarded[K, V]:
+        """A place for a caller that waits for many keys at once, without a coroutine for each."""
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._take_off((key,), work(), is_single=True)
+        else:
+            self.shared += 1
+        return Boarded(flight, flight.place(key), self._join(flight))
+
+    def leave(self, place: Boarded[K, V]) -> None:
+        """Ends what `board` began, whether the flight has landed or not."""
+        self._leave(place.flight, place.waiter)
+
+    async def do_many(
+        self, keys: Sequence[K], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]
+    ) -> list[V]:
+        """Values in the order of `keys`; one `work(new keys)` for all keys that have no flight yet."""
+        flights = self._flights
+        if len(keys) == 1 and (flight := flights.get(keys[0])) is not None:
+            self.shared += 1
+            return [(await self._wait(flight))[flight.place(keys[0])]]
+        new = [key for key in dict.fromkeys(keys) if key not in flights]
+        self.shared += len(keys) - len(new)
+        if new:
+            own = self._take_off(new, work(tuple(new)))
+            if len(new) == len(keys):
+                return list(await self._wait(own))
+        joined = [flights[key] for key in keys]
+        landed = await self._wait_all(joined)
+        return [landed[id(each)][each.place(key)] for key, each in zip(keys, joined, strict=True)]
+
+    async def do_batch(
+        self, keys: Sequence[K], work: Callable[[Sequence[int]], Awaitable[Sequence[V]]]
+    ) -> tuple[Sequence[int], Sequence[V], dict[int, V]]:
+        """The same for values that are kept together: `work` is told the places of the keys without a flight.
+
+        Returns those places, what `work` gave as it gave it, and the values of all other places.
+        """
+        named = list(keys)
+        flight: _Flight[K, V] = _Flight(named)
+        rest = board(self._flights, named, flight)
+        if not rest:
+            self._begin(flight, work, range(len(keys)))
+            return range(len(keys)), await self._wait(flight), {}
+        joined = {place: self._flights[keys[place]] for place in rest}
+        first = [place for place in range(len(keys)) if place not in joined]
+        flight.keys = [keys[place] for place in first]
+        own = self._begin(flight, work, first) if first else None
+        self.shared += len(rest)
+        landed = await self._wait_all([*joined.values(), *([] if own is None else [own])])
+        others = {
+            place: landed[id(flight)][flight.place(keys[place])] for place, flight in joined.items()
+        }
+        return first, () if own is None else landed[id(own)], others
+
+    async def _wait_all(self, flights: Sequence[_Flight[K, V]]) -> dict[int, Sequence[V]]:
+        joined = {id(flight): flight for flight in flights}
+        waiting = {each: self._join(flight) for each, flight in joined.items()}
+        try:
+            return {each: await waiter for each, waiter in waiting.items()}
+        finally:
+            for each, waiter in waiting.items():
+                self._leave(joined[each], waiter)
+
+    async def _wait(self, flight: _Flight[K, V]) -> Sequence[V]:
+        # Nothing awaits between looking the flight up and joining it: it can neither land nor be abandoned unseen.
+        waiter = self._join(flight)
+        try:
+            return await waiter
+        finally:
+            self._leave(flight, waiter)
+
+    def _take_off(
+        self, keys: Collection[K], work: Awaitable[Any], *, is_single: bool = False
+    ) -> _Flight[K, V]:
+        # A future is used as it is; a coroutine becomes a task of its own, detached from the caller.
+        flight: _Flight[K, V] = _Flight(keys, is_single)
+        flight.work = asyncio.ensure_future(work)
+        self.started += len(keys)
+        self._flights.update(dict.fromkeys(keys, flight))
+        flight.work.add_done_callback(lambda _: self._land(flight))
+        return flight
+
+    def _begin(
+        self,
+        flight: _Flight[K, V],
+        work: Callable[[Sequence[int]], Awaitable[Sequence[V]]],
+        places: Sequence[int],
+    ) -> _Flight[K, V]:
+        """The work of a flight that is named already."""
+        try:
+            flight.work = asyncio.ensure_future(work(places))
+        except BaseException:
+            self._forget(flight)
+            raise
+        self.started += len(places)
+        flight.work.add_done_callback(lambda _: self._land(flight))
+        return flight
+
+    def _join(self, flight: _Flight[K, V]) -> asyncio.Future[Sequence[V]]:
+        waiter: asyncio.Future[Sequence[V]] = asyncio.get_running_loop().create_future()
+        flight.waiters[waiter] = None
+        return waiter
+
+    def _leave(self, flight: _Flight[K, V], waiter: asyncio.Future[Sequence[V]]) -> None:
+        flight.waiters.pop(waiter, None)
+        if waiter.done() and not waiter.cancelled():
+            waiter.exception()  # seen: a waiter of several flights raises only the first error
+        if not flight.waiters and not flight.work.done():
+            # Forgotten at once: a newcomer must not board what is being cancelled.
+            self._forget(flight)
+            flight.work.cancel()
+
+    def _land(self, flight: _Flight[K, V]) -> None:
+        self._forget(flight)
+        error: BaseException | None
+        if flight.work.cancelled():
+            error = Abandoned(f"the work for {next(iter(flight.keys))!r} was cancelled")
+        else:
+            error = flight.work.exception()
+        values: Sequence[V] = ()
+        if error is None:
+            values = (flight.work.result(),) if flight.is_single else flight.work.result()
+        for waiter in flight.waiters:
+            if waiter.done():
+                continue
+            if error is not None:
+                waiter.set_exception(error)
+            else:
+                waiter.set_result(values)
+
+    def _forget(self, flight: _Flight[K, V]) -> None:
+        # Nobody takes off under a key that is under way: until now all of them are this flight's.
+        if flight.is_under_way:
+            flight.is_under_way = False
+            leave(self._flights, flight.keys)
+
+
+def _call_later(seconds: float, waiter: asyncio.Future[Any]) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(seconds, _end_late, waiter)
+
+
+def _end_late(waiter: asyncio.Future[Any]) -> None:
+    # A value and no error: that would hold the frames of whoever waits, and they the waiter.
+    if not waiter.done():
+        waiter.set_result(_LATE)
+
+
+def _numbered(keys: Collection[K]) -> dict[K, int]:
+    return dict(zip(keys, range(len(keys)), strict=True))
+
+
+def board(under_way: dict[K, V], keys: list[K], work: V) -> list[int]:
+    """Puts `work` under each key that is not there yet; the places of the others."""
+    if (columns := loader.columns()) is not None:
+        return columns.board(under_way, keys, work)
+    new = dict.fromkeys(keys, work)
+    if len(new) == len(keys) and under_way.keys().isdisjoint(new):
+        under_way.update(new)
+        return []
+    rest: list[int] = []
+    for place, key in enumerate(keys):
+        if key in under_way:
+            rest.append(place)
+        else:
+            under_way[key] = work
+    return rest
+
+
+def leave(under_way: dict[K, V], keys: Collection[K]) -> None:
+    """Takes away each key that is there."""
+    columns = loader.columns()
+    if columns is not None and type(keys) is list:
+        columns.leave(under_way, keys)
+    else:
+        deque(map(under_way.pop, keys, repeat(None)), maxlen=0)

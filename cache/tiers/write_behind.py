@@ -1,0 +1,91 @@
+"""Overlay writes in the background: bounded, merged, counted."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+from cache.errors import TierUnavailable
+from cache.l2.commands import OverlayWrite
+
+_AT_ONCE = 256
+_AT_ONCE_S = 0.001
+"""Who waits no longer than that is written as it is."""
+
+Write = Callable[[Sequence[OverlayWrite]], Awaitable[list[TierUnavailable | None]]]
+
+
+class WriteBehind:
+    """Every write handed over ends as stored, failed or dropped; none is retried, for each can be recomputed.
+
+    Waiting shortens the life of what is written, so that it ends when the answer's does.
+    """
+
+    def __init__(
+        self, write: Write, max_bytes: int, timer: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.stored = 0
+        self.failed = 0
+        self.dropped = 0
+        self._write = write
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._timer = timer
+        self._queue: deque[tuple[OverlayWrite, float]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, write: OverlayWrite) -> None:
+        """Queues the write, or drops it when `max_bytes` of payload are already waiting."""
+        if self._bytes + len(write.payload) > self._max_bytes:
+            self.dropped += 1
+            return
+        self._bytes += len(write.payload)
+        self._queue.append((write, self._timer() + write.ttl_s))
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._drain())
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Stores what is queued as far as `timeout_s` allows and drops the rest."""
+        task = self._task
+        if task is not None:
+            await asyncio.wait({task}, timeout=timeout_s)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self.dropped += len(self._queue)
+        self._queue.clear()
+        self._bytes = 0
+
+    async def _drain(self) -> None:
+        under_way = 0
+        try:
+            while self._queue:
+                writes = self._next()
+                if not (under_way := len(writes)):
+                    continue
+                errors = await self._write(writes)
+                under_way = 0
+                failed = sum(error is not None for error in errors)
+                self.failed += failed
+                self.stored += len(errors) - failed
+        finally:
+            self.failed += under_way
+            self._task = None
+
+    def _next(self) -> list[OverlayWrite]:
+        """Some of those that wait, with what is left of their lives; what has none left is dropped."""
+        writes: list[OverlayWrite] = []
+        now = self._timer()
+        for _ in range(min(_AT_ONCE, len(self._queue))):
+            write, ends_at = self._queue.popleft()
+            self._bytes -= len(write.payload)
+            left_s = ends_at - now
+            if left_s <= 0:
+                self.dropped += 1
+            elif left_s >= write.ttl_s - _AT_ONCE_S:
+                writes.append(write)
+            else:
+                writes.append(OverlayWrite(*write[:4], left_s, write[5]))
+        return writes

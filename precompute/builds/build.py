@@ -1,0 +1,166 @@
+"""One build: where a generation's files and its work files lie while the night makes it."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+from cache.errors import BundleError, StoreError, UnknownGeneration
+from cache.format.manifest import Artefact, Manifest, Model
+from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
+from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
+from precompute.config.settings import NightConfig
+from precompute.erasures.erasure import Erased, all_erasures
+from precompute.partitions import catalogue
+from precompute.partitions.shard_files import KINDS
+
+CUT_FORMAT = "%Y%m%dT%H%M%SZ"
+"""How a generation id begins: with its cut, in UTC, so older data sorts first."""
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """A small report, atomically; numpy numbers allowed."""
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2
+    write_atomically(path, orjson.dumps(value, option=options))
+
+
+def generation_id(
+    cut: datetime, config: NightConfig, bundle_digest: str, inputs_digest: str
+) -> str:
+    """`data_until` in UTC and a digest of everything that decides the result: a retry finds its own work."""
+    whole = hashlib.sha256(config.semantic())
+    whole.update(f"|{bundle_digest}|{inputs_digest}".encode())
+    return f"{cut.astimezone(UTC):{CUT_FORMAT}}-{whole.hexdigest()[:12]}"
+
+
+def cut_of(generation: str) -> int:
+    """`data_until` of a generation id, Unix seconds."""
+    return int(datetime.strptime(generation[:16], CUT_FORMAT).replace(tzinfo=UTC).timestamp())
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A generation in the making; `root` is this host's folder of it."""
+
+    config: NightConfig
+    store: ArtefactStore
+    generation: str
+
+    @classmethod
+    def of(cls, config: NightConfig, build: Mapping[str, Any]) -> Self:
+        """From what a step was handed."""
+        return cls(config, config.store(), str(build["generation"]))
+
+    @property
+    def root(self) -> Path:
+        """Local folder of the generation."""
+        return self.store.local(generation_path(self.generation))
+
+    def path(self, name: str) -> Path:
+        """Local place of a file to be written; its folder exists."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def finish(self, *names: str) -> None:
+        """Hand finished local files to the store."""
+        for name in names:
+            self.store.put(generation_path(self.generation, name))
+
+    def fetch(self, name: str) -> Path:
+        """A file that an earlier step, perhaps on another host, has finished."""
+        return self.store.fetch(generation_path(self.generation, name))
+
+    def describe(self, name: str) -> Artefact:
+        """Manifest entry of a finished file."""
+        return describe(self.root, name)
+
+    def report(self, name: str, value: Mapping[str, Any]) -> None:
+        """Finish a step: its report is written last, so it proves that the files before it are whole."""
+        write_json(self.path(f"work/{name}.json"), value)
+        self.finish(f"work/{name}.json")
+
+    def read_report(self, name: str) -> dict[str, Any] | None:
+        """A step's report, None when the step has not finished; a store that does not answer raises StoreError."""
+        raw = self.store.read(generation_path(self.generation, f"work/{name}.json"))
+        if raw is None:
+            return None
+        found: dict[str, Any] = orjson.loads(raw)
+        return found
+
+    def need(self, name: str) -> dict[str, Any]:
+        """A report that must be there."""
+        found = self.read_report(name)
+        if found is None:
+            if self.generation not in self.store.names("generations"):
+                raise UnknownGeneration(
+                    f"{self.generation} is unknown in {self.store.url}: `status` lists what there is",
+                    generation=self.generation,
+                )
+            raise StoreError(f"{self.generation}: step {name!r} has not finished; run it first")
+        return found
+
+
+def open_bundle(build: Build) -> Bundle:
+    """The bundle as `begin` pinned it into the generation."""
+    begun = build.need("begin")
+    for name in begun["bundle_files"]:
+        build.fetch(f"bundle/{name}")
+    bundle = Bundle.read(build.root / "bundle")
+    if bundle.digest != begun["bundle_digest"]:
+        raise BundleError(
+            f"the bundle of {build.generation} has digest {bundle.digest}, `begin` pinned {begun['bundle_digest']}"
+        )
+    return bundle
+
+
+def fetch_model(build: Build, model: BundleModel) -> Path:
+    """A model's own ONNX file; raises BundleError when it is not the one that `begin` tried."""
+    path = build.fetch(f"models/{model.name}.fp32.onnx")
+    demand_sha256(path, model.sha256)
+    return path
+
+
+def erased_from(build: Build) -> Erased:
+    """What `begin` left out of this build because it is erased."""
+    numbers = set(build.need("begin").get("erased", ()))
+    return Erased.of(each for each in all_erasures(build.store) if each.number in numbers)
+
+
+def model_entry(
+    build: Build, bundle: Bundle, name: str, int8: bool, agreement: Mapping[str, Any]
+) -> Model:
+    """A bundle's model as the manifest lists it."""
+    source = next(each for each in bundle.models if each.name == name)
+    return Model(
+        name=name,
+        fp32=build.describe(f"models/{name}.fp32.onnx"),
+        int8=build.describe(f"models/{name}.int8.onnx") if int8 else None,
+        digest=source.sha256,
+        spec=source.spec.to_json(),
+        agreement=agreement,
+    )
+
+
+def read_sealed(build: Build) -> Manifest | None:
+    """The build's manifest, None before it is sealed."""
+    raw = build.store.read(generation_path(build.generation, "manifest.json"))
+    return None if raw is None else Manifest.from_bytes(raw)
+
+
+def fetch_items(build: Build) -> None:
+    """The catalogue's files, all but the vectors."""
+    names = [catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX]
+    names += [catalogue.directory_file("item", shard) for shard in range(build.config.shards)]
+    for name in names:
+        build.fetch(name)
+
+
+def fetch_partition(build: Build, shard: int) -> None:
+    """A shard's partition of the sources."""
+    for kind in KINDS:
+        build.fetch(f"work/partition/{shard:04d}.{kind}")

@@ -1,0 +1,43 @@
+"""What a step leaves on its host: copies of a remote store, recorded before they come and swept by the next step."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from cache.errors import StoreError
+from cache.store.artefacts import COPY_IDLE_S, ArtefactStore
+from precompute.config.settings import NightConfig
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_this_host(
+    step: Callable[Concatenate[NightConfig, Mapping[str, Any], P], R],
+) -> Callable[Concatenate[NightConfig, Mapping[str, Any], P], R]:
+    """A step that first removes this host's old copies, and records that it will have some of its generation."""
+
+    @functools.wraps(step)
+    def run(
+        config: NightConfig, build: Mapping[str, Any], /, *arguments: P.args, **options: P.kwargs
+    ) -> R:
+        store, generation = config.store(), str(build["generation"])
+        sweep_copies(store, in_use=[generation])
+        record_copies(store, generation)
+        return step(config, build, *arguments, **options)
+
+    return run
+
+
+def sweep_copies(store: ArtefactStore, *, in_use: Collection[str] = ()) -> None:
+    """Remove copies of generations that the store no longer has; a store that does not answer is the step's affair."""
+    with contextlib.suppress(StoreError, OSError):
+        store.sweep_host_copies(in_use, before=time.time() - COPY_IDLE_S)
+
+
+def record_copies(store: ArtefactStore, generation: str) -> None:
+    """Tell the store, if it is a remote one, that this host is about to have files of a generation."""
+    if store.copies is not None:
+        store.copies.record(generation)

@@ -1,0 +1,34 @@
+"""What killed programs and retired generations left on this host: unfinished files, copies, half-made bundles."""
+
+from collections.abc import Collection
+
+from cache.store.artefacts import COPY_IDLE_S
+from precompute.bundles.bundle_store import sweep_bundles
+from precompute.bundles.bundle_swap import heal, sweep_training
+from precompute.config.settings import NightConfig
+from precompute.control.states import UNFINISHED
+from precompute.erasures.host_records import sweep_notes
+from precompute.releases.release_log import ReleaseLog
+
+UNFINISHED_S = 86_400.0
+"""How long nothing must have touched an unfinished file before it counts as left over."""
+
+
+def sweep_leftovers(
+    config: NightConfig, releases: ReleaseLog, *, in_use: Collection[str] = ()
+) -> int:
+    """Remove them, by this host's own clock; how many there were. Nothing readers hold or a night makes is touched."""
+    store, now, bundle = releases.store, releases.clock(), config.path(config.bundle)
+    view = releases.view()
+    held = {each for replica in releases.control.replicas() for each in replica.holds}
+    wanted = {each for each, row in view.rows.items() if row.state in UNFINISHED}
+    wanted |= {*in_use, *held, *filter(None, (view.ledger.live, view.ledger.previous))}
+    heal(bundle)
+    swept = len(store.sweep_host_copies(wanted, before=now - COPY_IDLE_S))
+    sweep_notes(store, wanted)
+    return (
+        swept
+        + store.sweep_unfinished(before=now - UNFINISHED_S)
+        + sweep_bundles(store)
+        + sweep_training(bundle, before=now - UNFINISHED_S)
+    )

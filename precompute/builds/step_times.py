@@ -1,0 +1,32 @@
+"""How long the late steps of a night took, left beside the generation for who shows it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Literal
+
+import orjson
+
+from cache.errors import LarderError
+from cache.store.artefacts import generation_path
+from precompute.builds.build import Build
+
+LateStep = Literal["assemble", "load", "publish", "warm"]
+"""Steps that end after the manifest, which has the times of the others, is sealed."""
+
+
+@contextmanager
+def timed(made: Build, step: LateStep) -> Iterator[None]:
+    """Writes when the block began (Unix seconds) and the seconds it took, if it ends well.
+
+    A repeat that found the work done is shorter, and does not replace what the work took.
+    """
+    began_at, started = time.time(), time.perf_counter()
+    yield
+    seconds = time.perf_counter() - started
+    path = generation_path(made.generation, f"times/{step}.json")
+    with suppress(LarderError, OSError, ValueError, TypeError, KeyError):  # it is for show
+        before = made.store.read(path)
+        if before is None or float(orjson.loads(before)["seconds"]) < seconds:
+            told = {"began_at": round(began_at, 3), "seconds": round(seconds, 3)}
+            made.store.write(path, orjson.dumps(told))

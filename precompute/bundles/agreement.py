@@ -1,0 +1,138 @@
+"""How far the int8 form of a model agrees with its fp32 form: measured on real inputs, never assumed."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.model.ranking import Metric, unpack
+from cache.model.tower import Histories, Inputs, Tower, rows_of
+from precompute.bundles.index import best_with, tiles
+
+TOP = 20
+ROWS_AT_ONCE = 256
+_INVARIANCE_SIZES = (1, 2, 3, 17, 64)
+
+
+def agreement(
+    fp32: Tower,
+    int8: Tower,
+    inputs: Inputs,
+    item_vectors: NDArray[np.float32] | None = None,
+    *,
+    metric: Metric = "inner_product",
+    excluded: Histories | None = None,
+) -> dict[str, Any]:
+    """Overlap of the top 20 (given `item_vectors` float32 [items, dims]), score error, batch invariance, speed.
+
+    `score_error_p99` is relative to the largest score of the row; without item vectors, the error of
+    the outputs relative to the row's largest one, and the top 1 instead of the top 20. `excluded`
+    holds ordinals per row (their history) that count on neither side.
+    """
+    exact, approximate = fp32.run(inputs), int8.run(inputs)
+    facts: dict[str, Any] = {"rows": rows_of(inputs)}
+    if item_vectors is None:
+        facts["overlap_at_1"] = float((exact.argmax(axis=1) == approximate.argmax(axis=1)).mean())
+        facts["score_error_p99"] = float(np.percentile(_errors(exact, approximate), 99))
+    else:
+        top = min(TOP, len(item_vectors))
+        overlap, errors = _compare(exact, approximate, item_vectors, top, metric, excluded)
+        facts[f"overlap_at_{TOP}"] = float(overlap.mean())
+        facts[f"overlap_at_{TOP}_p1"] = float(np.percentile(overlap, 1))
+        facts["score_error_p99"] = float(np.percentile(errors, 99))
+    facts["batch_invariant"] = _is_invariant(int8, inputs, approximate)
+    for name, rows in (("single", 1), ("batch_32", 32)):
+        some = take(inputs, np.arange(min(rows, rows_of(inputs))))
+        slow, fast = _seconds(lambda x=some: fp32.run(x)), _seconds(lambda x=some: int8.run(x))  # type: ignore[misc]
+        facts[f"speedup_{name}"] = round(slow / fast, 3)
+    return facts
+
+
+def list_overlaps(
+    exact: NDArray[np.float32],
+    approximate: NDArray[np.float32],
+    item_vectors: NDArray[np.float32],
+    metric: Metric,
+    excluded: Histories,
+) -> NDArray[np.float64]:
+    """float64 [n]: the share of each row's exact top 20 that the approximate vectors find, history left out."""
+    top = min(TOP, len(item_vectors))
+    return _compare(exact, approximate, np.asarray(item_vectors), top, metric, excluded)[0]
+
+
+def take(inputs: Inputs, rows: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:
+    """The same inputs for some of their rows."""
+    return {
+        name: value.take(rows) if isinstance(value, Histories) else value[rows]
+        for name, value in inputs.items()
+    }
+
+
+def _compare(
+    exact: NDArray[np.float32],
+    approximate: NDArray[np.float32],
+    item_vectors: NDArray[np.float32],
+    top: int,
+    metric: Metric,
+    excluded: Histories | None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    overlap, errors = np.empty(len(exact)), np.empty(len(exact))
+    for start in range(0, len(exact), ROWS_AT_ONCE):
+        rows = np.arange(start, min(start + ROWS_AT_ONCE, len(exact)))
+        gone = Histories.of([()] * len(rows)) if excluded is None else excluded.take(rows)
+        lists, errors[rows] = _tops(
+            (exact[rows], approximate[rows]), item_vectors, top, metric, gone
+        )
+        overlap[rows] = [
+            len(np.intersect1d(first, second)) / top for first, second in zip(*lists, strict=True)
+        ]
+    return overlap, errors
+
+
+def _tops(
+    both: tuple[NDArray[np.float32], NDArray[np.float32]],
+    item_vectors: NDArray[np.float32],
+    top: int,
+    metric: Metric,
+    gone: Histories,
+) -> tuple[list[NDArray[np.uint32]], NDArray[np.float64]]:
+    """(the best items of each row, of both kinds of vectors; the largest error by the largest score)."""
+    row_of = np.repeat(np.arange(len(gone)), np.diff(gone.indptr))
+    keys = [np.empty((len(gone), 0), np.uint64) for _ in both]
+    largest, error = np.full(len(gone), 1e-30), np.zeros(len(gone))
+    for start, part in tiles(item_vectors, metric):
+        ours, theirs = (vectors @ part.T for vectors in both)
+        largest = np.maximum(largest, np.abs(ours).max(axis=1))
+        error = np.maximum(error, np.abs(ours - theirs).max(axis=1))
+        inside = (gone.indices >= start) & (gone.indices < start + len(part))
+        for place, scores in enumerate((ours, theirs)):
+            scores[row_of[inside], gone.indices[inside] - start] = -np.inf
+            keys[place] = best_with(keys[place], scores, start, top)
+    return [unpack(each, top)[0] for each in keys], error / largest
+
+
+def _errors(exact: NDArray[np.float32], approximate: NDArray[np.float32]) -> NDArray[np.float64]:
+    largest = np.maximum(np.abs(exact).max(axis=1), 1e-30)
+    errors: NDArray[np.float64] = np.abs(exact - approximate).max(axis=1) / largest
+    return errors
+
+
+def _is_invariant(tower: Tower, inputs: Inputs, whole: NDArray[np.float32]) -> bool:
+    for size in _INVARIANCE_SIZES:
+        rows = np.arange(min(size, len(whole)))
+        if not np.array_equal(tower.run(take(inputs, rows)), whole[rows]):
+            return False
+    return True
+
+
+def _seconds(run: Callable[[], object], rounds: int = 20) -> float:
+    run()
+    spent = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        run()
+        spent.append(time.perf_counter() - started)
+    return statistics.median(spent)

@@ -1,0 +1,325 @@
+"""The model bundle: a folder with `bundle.json`, the item ids in the model's own order, and ONNX files."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from cache.errors import BundleError
+from cache.format.keys import ID_BYTES_MAX
+from cache.format.manifest import EntityKind
+from cache.model.ranking import Metric
+from cache.model.tower import Tower, TowerSpec
+from cache.store.artefacts import sha256_of, write_atomically
+from precompute.bundles.digests import sha256_unchanged
+from precompute.sources.columns import raws_of
+from precompute.sources.vocabulary import Vocabulary, as_strings
+
+FORMAT = 1
+FILE = "bundle.json"
+ITEMS_FILE = "items.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class BundleModel:
+    """One ONNX file of a bundle with what it takes and gives; `labels` only for a value model.
+
+    `program` is the same model as a `torch.export` program, if the bundle carries one. Checksums are those that
+    `bundle.json` lists: `demand_sha256` before a file is opened.
+    """
+
+    name: str
+    path: Path
+    sha256: str
+    entity: EntityKind
+    spec: TowerSpec
+    labels: tuple[str, ...] = ()
+    program: Path | None = None
+    program_sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemsFile:
+    """The file of the item ids, as `bundle.json` lists it."""
+
+    path: Path
+    sha256: str
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """A bundle; place r of its `vocabulary` is the item that the model calls r."""
+
+    path: Path
+    name: str
+    version: str
+    digest: str
+    dims: int
+    metric: Metric
+    items: ItemsFile
+    user_tower: BundleModel
+    item_tower: BundleModel
+    values: Mapping[str, BundleModel]
+    training: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Checksums first, then the models; raises BundleError naming both sides of any mismatch."""
+        bundle = cls.read(path)
+        bundle.verify()
+        bundle.try_models()
+        return bundle
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What the bundle says of itself; neither its items nor the models' files are read."""
+        try:
+            raw = (path / FILE).read_bytes()
+            data = orjson.loads(raw)
+        except (OSError, orjson.JSONDecodeError) as error:
+            raise BundleError(f"{path} holds no readable {FILE}: {error}") from error
+        if data.get("format") != FORMAT:
+            raise BundleError(
+                f"{FILE} has format {data.get('format')}, this program reads {FORMAT}"
+            )
+        try:
+            dims, metric = int(data["dims"]), data["metric"]
+            listed = [
+                ("user_tower", "user", data["user_tower"]),
+                ("item_tower", "item", data["item_tower"]),
+                *(
+                    (name, each["entity"], each)
+                    for name, each in sorted(data.get("values", {}).items())
+                ),
+            ]
+            user, item, *others = (_model(path, *each) for each in listed)
+            listed_items = data["items"]
+            items = ItemsFile(
+                _file(path, listed_items), str(listed_items["sha256"]), int(listed_items["count"])
+            )
+            name, version = str(data["name"]), str(data["version"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BundleError(f"{FILE} lacks or misuses {error}") from error
+        if metric not in ("inner_product", "cosine"):
+            raise BundleError(f"{FILE} says metric {metric!r}; it is inner_product or cosine")
+        for tower in (user, item):
+            if tower.spec.output_dims != dims:
+                raise BundleError(
+                    f"{tower.name} gives {tower.spec.output_dims} dimensions, {FILE} says {dims}",
+                    dims=dims,
+                )
+        digest = hashlib.sha256(raw).hexdigest()
+        return cls(
+            path, name, version, digest, dims, metric, items,
+            user, item, {each.name: each for each in others}, data.get("training", {}),
+        )  # fmt: skip
+
+    def verify(self) -> None:
+        """Raises BundleError for a file that is not the one that was put in, or items that cannot be ids."""
+        _ = self.vocabulary
+        with ThreadPoolExecutor() as pool:  # each is the size of the catalogue, and read whole
+            for _ in pool.map(_verify_model, self.models):
+                pass
+
+    def try_models(self, path_of: Callable[[BundleModel], Path] = lambda model: model.path) -> None:
+        """Opens each model's file, or a copy of it, once; raises BundleError where it is not what the bundle says."""
+
+        def check(model: BundleModel) -> None:
+            _check_model(model, path_of(model), self.items.count)
+
+        with ThreadPoolExecutor() as pool:
+            for _ in pool.map(check, self.models):
+                pass
+
+    @property
+    def models(self) -> tuple[BundleModel, ...]:
+        """Towers and value models."""
+        return (self.user_tower, self.item_tower, *self.values.values())
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The item ids in the model's own order, read when first wanted."""
+        return _read_items(self.items)
+
+    @cached_property
+    def item_ids(self) -> tuple[bytes, ...]:
+        """The vocabulary as Python objects, for catalogues that are small."""
+        return tuple(raws_of(self.vocabulary.texts))
+
+    @property
+    def vocabulary_digest(self) -> str:
+        """SHA-256 over the item ids in the model's own order, each with its length."""
+        whole = hashlib.sha256()
+        for chunk in self.vocabulary.texts.chunks:
+            raws = raws_of(chunk)
+            whole.update(b"".join([len(raw).to_bytes(2, "little") + raw for raw in raws]))
+        return whole.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One model to be written into a bundle: serialised ONNX, its specification, and a torch.export archive if any."""
+
+    onnx: bytes
+    spec: TowerSpec
+    entity: EntityKind = "user"
+    labels: tuple[str, ...] = ()
+    program: bytes | None = None
+
+
+def write_bundle(
+    path: Path,
+    *,
+    name: str,
+    version: str,
+    dims: int,
+    item_ids: Sequence[str],
+    user_tower: ModelFile,
+    item_tower: ModelFile,
+    values: Mapping[str, ModelFile] | None = None,
+    metric: Metric = "inner_product",
+    training: Mapping[str, Any] | None = None,
+) -> Bundle:
+    """Write a bundle (`bundle.json` last, so that half a bundle never opens) and open it."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / FILE).unlink(missing_ok=True)
+    pq.write_table(pa.table({"id": pa.array(list(item_ids), pa.string())}), path / ITEMS_FILE)
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "name": name,
+        "version": version,
+        "dims": dims,
+        "metric": metric,
+        "items": {
+            "path": ITEMS_FILE,
+            "count": len(item_ids),
+            "sha256": sha256_of(path / ITEMS_FILE),
+        },
+        "user_tower": _write_model(path, "user_tower", user_tower),
+        "item_tower": _write_model(path, "item_tower", item_tower),
+        "values": {
+            key: {
+                "entity": each.entity,
+                "labels": list(each.labels),
+                **_write_model(path, key, each),
+            }
+            for key, each in (values or {}).items()
+        },
+        "training": dict(training or {}),
+    }
+    write_atomically(path / FILE, orjson.dumps(data, option=orjson.OPT_INDENT_2))
+    return Bundle.open(path)
+
+
+def _write_model(path: Path, name: str, model: ModelFile) -> dict[str, Any]:
+    file = path / f"{name}.onnx"
+    write_atomically(file, model.onnx)
+    written = {"path": file.name, "sha256": sha256_of(file), **model.spec.to_json()}
+    if model.program is not None:
+        beside = path / f"{name}.pt2"
+        write_atomically(beside, model.program)
+        written["program"] = {"path": beside.name, "sha256": sha256_of(beside)}
+    return written
+
+
+def demand_sha256(path: Path, wanted: str) -> None:
+    """Raises BundleError for a file of a bundle that holds anything else."""
+    if (found := sha256_unchanged(path)) != wanted:
+        raise BundleError(f"{path.name} has SHA-256 {found}, {FILE} says {wanted}", path=path.name)
+
+
+def _verify_model(model: BundleModel) -> None:
+    demand_sha256(model.path, model.sha256)
+    if model.program is not None:
+        demand_sha256(model.program, model.program_sha256)
+
+
+def _file(path: Path, data: Mapping[str, Any]) -> Path:
+    folder = path.resolve()
+    file = (folder / str(data["path"])).resolve()
+    if not file.is_relative_to(folder):
+        raise BundleError(f"{FILE} names {data['path']}, which lies outside the bundle")
+    if not file.is_file():
+        raise BundleError(f"{FILE} names {data['path']}, which is missing", path=str(data["path"]))
+    return file
+
+
+def _model(
+    path: Path, name: str, entity: Literal["user", "item"], data: Mapping[str, Any]
+) -> BundleModel:
+    if entity not in ("user", "item"):
+        raise BundleError(f"{name} is for the entity {entity!r}; it is user or item", model=name)
+    spec = TowerSpec.from_json(data)
+    labels = tuple(str(label) for label in data.get("labels", ()))
+    if labels and len(labels) != spec.output_dims:
+        raise BundleError(
+            f"{name} gives {spec.output_dims} numbers, {FILE} has {len(labels)} labels for them",
+            model=name,
+        )
+    program = data.get("program")
+    return BundleModel(
+        name, _file(path, data), str(data["sha256"]), entity, spec, labels,
+        _file(path, program) if program else None,
+        str(program["sha256"]) if program else "",
+    )  # fmt: skip
+
+
+def _check_model(model: BundleModel, path: Path, items: int) -> None:
+    """Open the model once, and refuse weights beside its file and a padding index that is one of the items."""
+    try:
+        Tower.open(path, model.spec)
+    except BundleError:
+        if path == model.path:
+            raise
+        Tower.open(model.path, model.spec)  # what is wrong with the model itself is told as such
+        raise BundleError(
+            f"{model.name} keeps weights in files beside {model.path.name} (ONNX external data), which no generation "
+            "carries: save it as one file, of at most 2 GiB (onnx.load, then onnx.save; a larger table of items fits "
+            "with fewer dimensions)",
+            model=model.name,
+        ) from None
+    history = model.spec.history
+    if history is not None and history.pad is not None and 0 <= history.pad < items:
+        raise BundleError(
+            f"{model.name} pads with {history.pad}, which is one of the {items} items",
+            model=model.name,
+        )
+
+
+def _read_items(items: ItemsFile) -> Vocabulary:
+    demand_sha256(items.path, items.sha256)
+    table, name = pq.read_table(items.path), items.path.name
+    if table.column_names != ["id"] or not (
+        pa.types.is_string(table.schema.field("id").type)
+        or pa.types.is_large_string(table.schema.field("id").type)
+    ):
+        raise BundleError(f"{name} holds {table.schema}, not one string column `id`")
+    column = table.column("id")
+    try:
+        column.validate(full=True)  # of UTF-8, too
+    except pa.ArrowInvalid as error:
+        raise BundleError(f"{name}: {error}; ids are UTF-8") from error
+    sizes = pc.min_max(pc.binary_length(column)).as_py()
+    fits = not len(column) or ((sizes["min"] or 0) >= 1 and sizes["max"] <= ID_BYTES_MAX)
+    if column.null_count or not fits:
+        raise BundleError(
+            f"{name}: {column.null_count} ids are missing, the others have {sizes['min']} to "
+            f"{sizes['max']}: ids have 1 to {ID_BYTES_MAX} bytes"
+        )
+    if len(column) != items.count:
+        raise BundleError(
+            f"{name} holds {len(column)} items, {FILE} says {items.count}", count=len(column)
+        )
+    found = Vocabulary.of(as_strings(column))
+    if found is None:
+        raise BundleError(f"{name} names an item twice")
+    return found

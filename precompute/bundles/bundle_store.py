@@ -1,0 +1,178 @@
+"""Bundles in the artefact store, by digest: how a model travels from the host that made it to those of a night.
+
+bundles/<digest>/...                 the files, never changed
+bundles/<unix ms>-<digest>.json      one for each time a bundle was handed over; the last one counts
+"""
+
+import logging
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from cache.errors import BundleError, ConfigError, StoreError
+from cache.store.artefacts import ArtefactStore, last_change, sha256_of, take_file, written_beside
+from precompute.bundles.bundle import FILE, Bundle
+from precompute.bundles.bundle_swap import heal
+from precompute.config.settings import NightConfig
+
+COPIES = 3
+COPY_PAUSE_S = 0.5
+KEPT = 3
+"""Bundles of which the store keeps the files: a generation has its own."""
+
+_RECORD = re.compile(r"(\d{13})-([0-9a-f]{64})\.json")
+
+_log = logging.getLogger(__name__)
+
+
+class HandedOver(NamedTuple):
+    """A bundle became the one that nights use."""
+
+    unix_ms: int
+    digest: str
+
+    @property
+    def path(self) -> str:
+        """Its record in the store, which lists the files."""
+        return f"bundles/{self.unix_ms:013d}-{self.digest}.json"
+
+
+def handed_over(store: ArtefactStore) -> list[HandedOver]:
+    """All that were, the last one last."""
+    found = map(_RECORD.fullmatch, store.names("bundles"))
+    return sorted(HandedOver(int(each[1]), each[2]) for each in found if each)
+
+
+def hand_over(
+    store: ArtefactStore, bundle: Bundle, *, clock: Callable[[], float] = time.time
+) -> HandedOver:
+    """Put a bundle, which stands still and is verified, into the store, and make it the one that nights use."""
+    last = handed_over(store)[-1:]
+    if last and last[0].digest == bundle.digest:
+        return last[0]
+    names = sorted(
+        each.relative_to(bundle.path).as_posix()
+        for each in bundle.path.rglob("*")
+        if each.is_file()
+    )
+    for name in names:
+        path = _file(bundle.digest, name)
+        with written_beside(store.local(path)) as beside:
+            shutil.copyfile(bundle.path / name, beside)
+        store.put(path)
+    _forget_copies(store, bundle.digest)
+    after = last[0].unix_ms + 1 if last else 0
+    new = HandedOver(max(int(clock() * 1000), after), bundle.digest)
+    record = {"name": bundle.name, "version": bundle.version, "files": names}
+    store.write_once(new.path, orjson.dumps(record))
+    return new
+
+
+@contextmanager
+def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
+    """A private copy, whole and verified, of the bundle for a night: whatever is trained meanwhile does not touch it.
+
+    That is the folder `config.bundle`, if it holds what was never handed over before (then it is now), else the last
+    one in the store: a host whose folder is older than what another host trained uses the newer one.
+    """
+    store, source = config.store(), config.path(config.bundle)
+    # Hidden, so that nothing that lists the store sees it.
+    beside = store.local(f".bundle.{secrets.token_hex(4)}.part")
+    heal(source)
+    try:
+        known = handed_over(store)
+        if (newest := _superseding(source, known)) is not None:
+            yield _fetched(store, newest, beside)
+        elif source.exists():
+            bundle = _copied(source, beside)
+            hand_over(store, bundle)
+            yield bundle
+        else:
+            raise ConfigError(
+                f"there is no bundle at {source}, nor in {store.url}/bundles: set `bundle`, or run `train` first"
+            )
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def chosen_at(config: NightConfig) -> float | None:
+    """When the bundle for a night came, Unix seconds; None where there is none."""
+    source = config.path(config.bundle)
+    newest = _superseding(source, handed_over(config.store()))
+    if newest is not None:
+        return newest.unix_ms / 1000
+    return (source / FILE).stat().st_mtime if (source / FILE).is_file() else None
+
+
+def sweep_bundles(store: ArtefactStore) -> int:
+    """Remove the files of all bundles but the last few; how many bundles went."""
+    recent = {each.digest for each in handed_over(store)[-KEPT:]}
+    gone = [each for each in store.names("bundles") if len(each) == 64 and each not in recent]
+    for digest in gone:
+        store.delete(f"bundles/{digest}")
+    return len(gone)
+
+
+def _superseding(source: Path, known: list[HandedOver]) -> HandedOver | None:
+    """What the store has instead of a folder; None if the folder is new, or the same, or all that there is."""
+    digest = sha256_of(source / FILE) if (source / FILE).is_file() else None
+    digests = [each.digest for each in known]
+    if not known or (source.exists() and (digest not in digests or digest == digests[-1])):
+        return None
+    if digest is not None:
+        _log.warning(
+            "the bundle at %s (%s) was followed by %s, which is used; `precompute hand-over %s` goes back to it",
+            source, digest[:12], digests[-1][:12], source,
+        )  # fmt: skip
+    return known[-1]
+
+
+def _fetched(store: ArtefactStore, wanted: HandedOver, beside: Path) -> Bundle:
+    raw = store.read(wanted.path)
+    if raw is None:
+        raise StoreError(f"{wanted.path} is no longer in {store.url}")
+    for name in orjson.loads(raw)["files"]:
+        take_file(store.fetch(_file(wanted.digest, name)), beside / name)
+    _forget_copies(store, wanted.digest)
+    bundle = Bundle.read(beside)
+    bundle.verify()
+    if bundle.digest != wanted.digest:
+        raise BundleError(f"the bundle {wanted.digest} in {store.url} has digest {bundle.digest}")
+    return bundle
+
+
+def _copied(source: Path, beside: Path) -> Bundle:
+    for left in reversed(range(COPIES)):
+        before = last_change(source)
+        try:
+            shutil.copytree(source, beside)
+            copy = Bundle.read(beside)
+            copy.verify()
+            return copy
+        except (OSError, BundleError) as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            if not left:
+                if isinstance(error, BundleError) and last_change(source) == before:
+                    raise  # nobody is writing it: it is like that
+                raise StoreError(f"cannot copy the bundle at {source}: {error}") from error
+        time.sleep(
+            COPY_PAUSE_S
+        )  # replaced while it was copied, perhaps: then another copy is whole
+    raise AssertionError("unreachable")
+
+
+def _file(digest: str, name: str) -> str:
+    return f"bundles/{digest}/{name}"
+
+
+def _forget_copies(store: ArtefactStore, digest: str) -> None:
+    """Of a remote store: what is needed of it lies in the generation."""
+    if store.folder is None:
+        shutil.rmtree(store.local(f"bundles/{digest}"), ignore_errors=True)

@@ -1,0 +1,244 @@
+"""Building the FAISS index of the live path: kind chosen by measurement, recall read back from the file."""
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import faiss as faiss_module
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import ConfigError
+from cache.model.candidate_search import Searcher
+from cache.model.ranking import Metric, best, pack, unpack
+from cache.store.artefacts import written_beside
+
+IndexKind = Literal["auto", "flat", "ivf", "hnsw"]
+
+RECALL_WANTED = 0.99
+RECALL_AT = 100
+SAMPLE = 256
+FLAT_BELOW = 10_000
+"""Items up to which `auto` takes the flat index."""
+
+faiss: Any = faiss_module  # its type stubs lag behind what the module has
+
+TILE_ITEMS = 1 << 14
+"""Items compared with all queries at once: some 200 MB with 256 of them."""
+
+_WORTH_IT = 0.7
+_TRAINING_PER_LIST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class IndexReport:
+    """What was built; `recall` is that of the top 100 among the candidates, of all, head and tail queries.
+
+    `search_ms` is one query's median on one thread, `flat_ms` the same for the flat index if measured.
+    """
+
+    kind: str
+    seconds: float
+    size_bytes: int
+    recall: float
+    recall_head: float
+    recall_tail: float
+    search_ms: float
+    flat_ms: float | None
+
+
+def build_index(
+    vectors: NDArray[np.float32],
+    metric: Metric,
+    path: Path,
+    kind: IndexKind = "auto",
+    seed: int = 0,
+    *,
+    queries: NDArray[np.float32] | None = None,
+) -> IndexReport:
+    """Write an index over `vectors` float32 [items, dims] (position = ordinal) beside, fsync, rename.
+
+    `auto`: flat while there are few items; else the inverted file whose probes reach 99 % of the exact
+    top 100, if that answers in less than 0.7 of the flat index's time. `queries` are real users; items
+    themselves stand in when there are none.
+    """
+    if kind not in ("auto", "flat", "ivf", "hnsw"):
+        raise ConfigError(f"index kind {kind!r} is none of auto, flat, ivf, hnsw")
+    started = time.perf_counter()
+    sample = sample_queries(vectors if queries is None else queries, seed)
+    flat_ms: float | None = None
+    chosen: IndexKind = "flat" if kind == "auto" and len(vectors) < FLAT_BELOW else kind
+    if chosen == "auto":
+        flat = _write(_flat(vectors, metric), path, metric)
+        exact = _candidates(flat, sample)
+        flat_ms = _search_ms(flat, sample)
+        index = _inverted(vectors, metric, seed)
+        _widen(index, Searcher(index, metric, 1), sample, exact)
+        searcher = _write(index, path, metric)
+        ivf_ms = _search_ms(searcher, sample)
+        recall = measure_recall(searcher, vectors, sample)
+        if ivf_ms > _WORTH_IT * flat_ms or recall[0] < RECALL_WANTED:
+            searcher, name = _write(_flat(vectors, metric), path, metric), "flat"
+        else:
+            name = f"ivf{index.nlist}-nprobe{index.nprobe}"
+    elif chosen == "ivf":
+        index = _inverted(vectors, metric, seed)
+        _widen(index, Searcher(index, metric, 1), sample, _exact(vectors, sample, metric))
+        searcher, name = _write(index, path, metric), f"ivf{index.nlist}-nprobe{index.nprobe}"
+    elif chosen == "hnsw":
+        index = _graph(vectors, metric)
+        searcher, name = _write(index, path, metric), f"hnsw32-ef{index.hnsw.efSearch}"
+    else:
+        searcher, name = _write(_flat(vectors, metric), path, metric), "flat"
+    recall = measure_recall(searcher, vectors, sample)
+    return IndexReport(
+        name,
+        time.perf_counter() - started,
+        path.stat().st_size,
+        *recall,
+        _search_ms(searcher, sample),
+        flat_ms,
+    )
+
+
+def sample_queries(vectors: NDArray[np.float32], seed: int = 0) -> NDArray[np.float32]:
+    """Up to 256 rows: half from the tenth with the longest vectors (the head), then half from the rest."""
+    order = np.argsort(-lengths_of(vectors), kind="stable")
+    cut = max(1, len(order) // 10)
+    rng = np.random.default_rng(seed)
+    parts = [
+        rng.choice(each, min(SAMPLE // 2, len(each)), replace=False)
+        for each in (order[:cut], order[cut:])
+    ]
+    chosen: NDArray[np.float32] = vectors[np.concatenate(parts)]
+    return chosen
+
+
+def measure_recall(
+    searcher: Searcher, vectors: NDArray[np.float32], sample: NDArray[np.float32]
+) -> tuple[float, float, float]:
+    """(all, head, tail) share of the exact top 100 that the index finds, for `sample_queries`' sample."""
+    hits = _overlap(_exact(vectors, sample, searcher.metric), _candidates(searcher, sample))
+    head = max(1, len(hits) // 2)
+    tail = hits[head:] if len(hits) > head else hits
+    return float(hits.mean()), float(hits[:head].mean()), float(tail.mean())
+
+
+def unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rows divided by their length; zero rows stay zero."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    divided: NDArray[np.float32] = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+    return divided
+
+
+def tiles(
+    vectors: NDArray[np.float32], metric: Metric = "inner_product"
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """(first ordinal, rows as they are compared) over all items, so that no step holds a matrix of all of them."""
+    for start in range(0, len(vectors), TILE_ITEMS):
+        part = vectors[start : start + TILE_ITEMS]
+        yield start, np.ascontiguousarray(unit(part) if metric == "cosine" else part, np.float32)
+
+
+def best_with(
+    keys: NDArray[np.uint64], scores: NDArray[np.float32], start: int, k: int
+) -> NDArray[np.uint64]:
+    """The best k of each row, of `cache.model.ranking`'s keys so far and of the scores of the items from `start` on."""
+    left = max(0, scores.shape[1] - k)
+    found = np.argpartition(scores, left, axis=1)[:, left:]
+    more = pack(np.take_along_axis(scores, found, axis=1), found + start)
+    return best(np.concatenate([keys, more], axis=1), k)
+
+
+def lengths_of(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """float32 [n]: the length of each row."""
+    parts = [np.linalg.norm(part, axis=1) for _, part in tiles(vectors)]
+    return np.concatenate([np.empty(0, np.float32), *parts])
+
+
+def _filled(index: Any, vectors: NDArray[np.float32], metric: Metric) -> Any:
+    for _, part in tiles(vectors, metric):
+        index.add(part)
+    return index
+
+
+def _flat(vectors: NDArray[np.float32], metric: Metric) -> Any:
+    return _filled(faiss.IndexFlatIP(vectors.shape[1]), vectors, metric)
+
+
+def list_count(items: int) -> int:
+    """Lists of an inverted file."""
+    return max(1, min(4096, round(math.sqrt(items) * 1.25), items // 8))
+
+
+def _inverted(vectors: NDArray[np.float32], metric: Metric, seed: int) -> Any:
+    (count, dims), lists = vectors.shape, list_count(len(vectors))
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dims), dims, lists, faiss.METRIC_INNER_PRODUCT)
+    index.cp.seed = seed + 1
+    rng = np.random.default_rng(seed)
+    some = rng.choice(count, min(count, lists * _TRAINING_PER_LIST), replace=False)
+    trained = vectors[np.sort(some)]
+    index.train(unit(trained) if metric == "cosine" else trained)
+    return _filled(index, vectors, metric)
+
+
+def _graph(vectors: NDArray[np.float32], metric: Metric) -> Any:
+    index = faiss.IndexHNSWFlat(vectors.shape[1], 32, faiss.METRIC_INNER_PRODUCT)
+    index.hnsw.efConstruction = 80
+    index.hnsw.efSearch = 512
+    return _filled(index, vectors, metric)
+
+
+def _widen(
+    index: Any, searcher: Searcher, sample: NDArray[np.float32], exact: NDArray[np.int64]
+) -> None:
+    """Double the probes until the sample's recall is reached."""
+    index.nprobe = min(8, index.nlist)
+    while index.nprobe < index.nlist:
+        # A margin of a tenth of the allowed loss: the gate measures other queries.
+        if _overlap(exact, _candidates(searcher, sample)).mean() >= 1 - 0.9 * (1 - RECALL_WANTED):
+            return
+        index.nprobe = min(index.nlist, index.nprobe * 2)
+
+
+def _write(index: Any, path: Path, metric: Metric) -> Searcher:
+    """Write beside, fsync, rename (a mapped index must never be overwritten), and map it back."""
+    with written_beside(path) as beside:
+        faiss.write_index(index, str(beside))
+    return Searcher.open(path, metric)
+
+
+def _exact(
+    vectors: NDArray[np.float32], sample: NDArray[np.float32], metric: Metric
+) -> NDArray[np.int64]:
+    """int64 [n, up to 100]: ordinals of the best items of each query, best first, from one tile after another."""
+    queries = unit(sample) if metric == "cosine" else sample
+    keys = np.empty((len(sample), 0), np.uint64)
+    for start, part in tiles(vectors, metric):
+        keys = best_with(keys, queries @ part.T, start, RECALL_AT)
+    return unpack(keys, keys.shape[1])[0].astype(np.int64)
+
+
+def _candidates(searcher: Searcher, sample: NDArray[np.float32]) -> NDArray[np.int64]:
+    wanted = min(RECALL_AT, searcher.count)
+    return searcher.search(sample, int(searcher.fetch(wanted, np.zeros(1, np.int64))[0]))
+
+
+def _overlap(exact: NDArray[np.int64], found: NDArray[np.int64]) -> NDArray[np.float64]:
+    return np.array(
+        [np.isin(ours, theirs).mean() for ours, theirs in zip(exact, found, strict=True)]
+    )
+
+
+def _search_ms(searcher: Searcher, sample: NDArray[np.float32], rounds: int = 32) -> float:
+    count = int(searcher.fetch(min(RECALL_AT, searcher.count), np.zeros(1, np.int64))[0])
+    spent = []
+    for row in range(min(rounds, len(sample))):
+        started = time.perf_counter()
+        searcher.search(sample[row : row + 1], count)
+        spent.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(spent)

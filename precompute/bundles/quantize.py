@@ -1,0 +1,218 @@
+"""The live tower in int8: static scales only, so that a row's answer never depends on its batch.
+
+Embedding tables become int8 rows with one scale each; products with constant weights become static
+QDQ S8S8 per channel, calibrated on real inputs (ONNX Runtime's dynamic scheme is not batch-invariant).
+"""
+
+import cache.model.runtime  # noqa: F401 - before any other import of ONNX Runtime, see there
+
+# isort: split
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization.quant_utils import add_pre_process_metadata
+
+from cache.errors import BundleError
+from cache.model.tower import Inputs, Tower, TowerSpec
+from cache.store.artefacts import write_atomically
+
+_PRODUCTS = ("MatMul", "Gemm")
+_OPSET_MIN = 13  # from there on, axes are inputs
+_LAST, _MIDDLE = "larder_last_axis", "larder_middle_axis"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeReport:
+    """What became int8, and the sizes before and after."""
+
+    tables: int
+    products: int
+    fp32_bytes: int
+    int8_bytes: int
+    seconds: float
+
+
+def quantize_tower(
+    fp32: Path, spec: TowerSpec, calibration: Inputs, out: Path, *, rows_max: int = 512
+) -> QuantizeReport:
+    """Write the int8 form of a tower to `out`; raises BundleError when nothing in it can be int8.
+
+    `calibration` holds real inputs; at most `rows_max` of their rows are used.
+    """
+    started = time.perf_counter()
+    model = onnx.load(fp32)
+    opset = next((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 0)
+    if opset < _OPSET_MIN:
+        raise BundleError(f"{fp32.name} has opset {opset}, quantizing needs {_OPSET_MIN} or newer")
+    products = sum(1 for node in model.graph.node if _is_product(model.graph, node))
+    if products:
+        model = _quantize_products(fp32, spec, calibration, rows_max)
+    tables = _quantize_tables(model.graph)
+    if not tables and not products:
+        raise BundleError(f"{fp32.name} holds no embedding table and no product to quantize")
+    write_atomically(out, model.SerializeToString(deterministic=True))
+    return QuantizeReport(
+        tables, products, fp32.stat().st_size, out.stat().st_size, time.perf_counter() - started
+    )
+
+
+class _Reader(CalibrationDataReader):  # type: ignore[misc]
+    """Feeds the batches that the tower itself would run, cut to `rows_max` rows in all."""
+
+    def __init__(self, tower: Tower, inputs: Inputs, rows_max: int) -> None:
+        self._feeds = self._limited(tower, inputs, rows_max)
+
+    def get_next(self) -> dict[str, NDArray[Any]] | None:
+        return next(self._feeds, None)
+
+    @staticmethod
+    def _limited(tower: Tower, inputs: Inputs, left: int) -> Iterator[dict[str, NDArray[Any]]]:
+        feeds = [feed for _, feed in tower.batches(inputs)]
+        # Each padded length gets its share: long histories have the largest activations.
+        share = max(1, left // max(1, len(feeds)))
+        for feed in feeds:
+            yield {name: value[:share] for name, value in feed.items()}
+
+
+def _is_product(graph: onnx.GraphProto, node: onnx.NodeProto) -> bool:
+    constants = {each.name for each in graph.initializer}
+    return node.op_type in _PRODUCTS and node.input[1] in constants
+
+
+def _quantize_products(
+    fp32: Path, spec: TowerSpec, calibration: Inputs, rows_max: int
+) -> onnx.ModelProto:
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "source.onnx", Path(folder) / "products.onnx"
+        # Shapes are all that the pre-processing would add here (its symbolic form needs sympy).
+        model = onnx.shape_inference.infer_shapes(onnx.load(fp32))
+        add_pre_process_metadata(model)
+        onnx.save(model, source)
+        quantize_static(
+            str(source),
+            str(target),
+            _Reader(Tower.open(fp32, spec), calibration, rows_max),
+            quant_format=QuantFormat.QDQ,
+            activation_type=QuantType.QInt8,
+            weight_type=QuantType.QInt8,
+            per_channel=True,
+            op_types_to_quantize=list(_PRODUCTS),
+            extra_options={"MatMulConstBOnly": True},
+        )
+        return onnx.load(target)
+
+
+def _quantize_tables(graph: onnx.GraphProto) -> int:
+    """Replace every Gather from a constant float table; returns how many tables became int8."""
+    constants = {each.name: each for each in graph.initializer}
+    gathers = {
+        index: constants[node.input[0]]
+        for index, node in enumerate(graph.node)
+        if node.op_type == "Gather"
+        and node.input[0] in constants
+        and _is_table(constants[node.input[0]], node)
+    }
+    for table in {table.name: table for table in gathers.values()}.values():
+        _add_rows(graph, table)
+    nodes: list[onnx.NodeProto] = []
+    summed: dict[str, onnx.NodeProto] = {}
+    for index, node in enumerate(graph.node):
+        if index in gathers:
+            total = _sum_after(graph, node)
+            if total is None:
+                nodes += _gather_rows(node)
+            else:
+                summed[total.output[0]] = node
+        elif node.output[0] in summed:
+            nodes += _sum_rows(summed[node.output[0]], node)
+        else:
+            nodes.append(node)
+    for name, axis in ((_LAST, -1), (_MIDDLE, 1)):
+        graph.initializer.append(numpy_helper.from_array(np.array([axis], np.int64), name))
+    used = {name for node in nodes for name in node.input}
+    kept = [each for each in graph.initializer if each.name in used]
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(kept)
+    return len({table.name for table in gathers.values()})
+
+
+def _sum_after(graph: onnx.GraphProto, gather: onnx.NodeProto) -> onnx.NodeProto | None:
+    """The ReduceSum over the length that is all that happens to the gathered rows, if so."""
+    rows = gather.output[0]
+    users = [node for node in graph.node if rows in node.input]
+    ranks = {each.name: len(each.type.tensor_type.shape.dim) for each in graph.input}
+    if len(users) != 1 or users[0].op_type != "ReduceSum" or ranks.get(gather.input[1]) != 2:
+        return None
+    if rows in {each.name for each in graph.output} or len(users[0].input) < 2:
+        return None
+    keeps = next((each.i for each in users[0].attribute if each.name == "keepdims"), 1)
+    return users[0] if not keeps and _constant(graph, users[0].input[1]) in ([1], [-2]) else None
+
+
+def _constant(graph: onnx.GraphProto, name: str) -> list[int] | None:
+    for each in graph.initializer:
+        if each.name == name:
+            return [int(value) for value in numpy_helper.to_array(each).ravel()]
+    for node in graph.node:
+        if node.op_type == "Constant" and name in node.output:
+            value = next(each.t for each in node.attribute if each.name == "value")
+            return [int(each) for each in numpy_helper.to_array(value).ravel()]
+    return None
+
+
+def _is_table(table: onnx.TensorProto, node: onnx.NodeProto) -> bool:
+    axis = next((each.i for each in node.attribute if each.name == "axis"), 0)
+    is_matrix = table.data_type == TensorProto.FLOAT and len(table.dims) == 2
+    return is_matrix and axis == 0
+
+
+def _add_rows(graph: onnx.GraphProto, table: onnx.TensorProto) -> None:
+    rows = numpy_helper.to_array(table)
+    scales = (np.abs(rows).max(axis=1) / 127).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # of a row that is not finite, its scale is not either
+        whole = np.rint(rows / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8)
+    graph.initializer.append(numpy_helper.from_array(whole, f"{table.name}_int8"))
+    graph.initializer.append(numpy_helper.from_array(scales, f"{table.name}_scale"))
+
+
+def _gather_rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Gather int8 rows and their scales, multiply: element by element, so batch-invariant."""
+    table, index, out = node.input[0], node.input[1], node.output[0]
+    return [
+        helper.make_node("Gather", [f"{table}_int8", index], [f"{out}_int8"], name=f"{out}_rows"),
+        helper.make_node(
+            "Gather", [f"{table}_scale", index], [f"{out}_scale"], name=f"{out}_scales"
+        ),
+        helper.make_node("Cast", [f"{out}_int8"], [f"{out}_float"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", [f"{out}_scale", _LAST], [f"{out}_wide"]),
+        helper.make_node("Mul", [f"{out}_float", f"{out}_wide"], [out], name=node.name),
+    ]
+
+
+def _sum_rows(node: onnx.NodeProto, total: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """The sum of gathered rows as one product per row of the batch: scales [1, L] x int8 rows [L, dims].
+
+    Measured 1.5 to 4 times as fast as multiplying and summing in turn; and while ReduceSum adds in
+    another order when the batch has one row, each of these products has the same shape in any batch.
+    """
+    table, index, out = node.input[0], node.input[1], total.output[0]
+    return [
+        helper.make_node("Gather", [f"{table}_int8", index], [f"{out}_int8"], name=f"{out}_rows"),
+        helper.make_node(
+            "Gather", [f"{table}_scale", index], [f"{out}_scale"], name=f"{out}_scales"
+        ),
+        helper.make_node("Cast", [f"{out}_int8"], [f"{out}_float"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", [f"{out}_scale", _MIDDLE], [f"{out}_weights"]),
+        helper.make_node("MatMul", [f"{out}_weights", f"{out}_float"], [f"{out}_tall"]),
+        helper.make_node("Squeeze", [f"{out}_tall", _MIDDLE], [out], name=total.name),
+    ]

@@ -1,0 +1,246 @@
+"""A canary held against the live generation by what replicas counted of both, and what follows from it. Pure.
+
+The split is over keys, so keys are what is counted: each once, by its first answer. Counted by request, a handful of
+busy keys would be most of either arm, and two arms of one generation would differ by who is among them. A measure
+speaks against the canary where it is above its limit and above what two arms of one generation come to by chance
+(`ALPHA` of all such canaries at most); above its limit only, it leaves the question open. With n and m keys,
+
+- score_psi by chance is (1/n + 1/m) times a chi-square with bins - 1 degrees of freedom (Yurdakul and Naranjo,
+  "Statistical properties of the population stability index", 2020; its quantile after Wilson and Hilferty, 1931),
+- each share that source_shift sums differs by chance by at most what Bernstein's inequality allows,
+- events are a Poisson count given how often they came under live; events of one key that hang together vary more.
+
+n is smaller than the number of keys counted, as one key may have been counted by every replica and replicas keep
+samples of different rates (Kish's effective sample size).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any, Literal, Self
+
+from precompute.config.sections import CanaryConfig
+
+Verdict = Literal["publish", "abandon", "undecided"]
+
+ALPHA = 1e-4
+"""How often a measure of two arms of one generation may be taken for more than chance."""
+
+KEYS_FOR_EVIDENCE = 100
+"""Below so many keys nothing is evidence: the approximations above need some."""
+
+_Z = NormalDist().inv_cdf(1 - ALPHA)
+_BINS = 10
+_SMOOTHING = 0.5
+
+
+@dataclass(slots=True)
+class Totals:
+    """One arm over all replicas: requests and feedback; of its keys, each once, what answered and top scores by bucket.
+
+    `keys`, `kinds`, `scores` and `score_sum` are estimates for all keys; `certain`: how many independent keys they
+    are worth.
+    """
+
+    requests: int = 0
+    keys: float = 0.0
+    kinds: Counter[str] = field(default_factory=Counter)
+    scores: Counter[int] = field(default_factory=Counter)
+    score_sum: float = 0.0
+    feedback: Counter[str] = field(default_factory=Counter)
+    _squares: float = 0.0
+    _replicas: int = 0
+
+    @classmethod
+    def of(cls, counted: Iterable[Mapping[str, Any]]) -> Self:
+        """The sum of what heartbeats carry of this arm."""
+        total = cls()
+        for each in counted:
+            total.requests += int(each["requests"])
+            total.feedback.update(each["feedback"])
+            keys, weight = int(each["keys"]), int(each["weight"])
+            if not keys:
+                continue
+            total._replicas += 1
+            total._squares += weight * weight * keys
+            total.keys += weight * keys
+            total.kinds.update({kind: weight * count for kind, count in each["kinds"].items()})
+            total.scores.update({int(at): weight * count for at, count in each["scores"].items()})
+            total.score_sum += weight * float(each["score_sum"])
+        return total
+
+    @property
+    def certain(self) -> float:
+        """Keys as independent as if each had been counted once and alike."""
+        return self.keys**2 / self._squares / self._replicas if self.keys else 0.0
+
+    @property
+    def mean_score(self) -> float | None:
+        """Of the best score of each key's first list."""
+        lists = self.scores.total()
+        return self.score_sum / lists if lists else None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`source_shift`: half the sum of the differences of shares, 0 to 1; `score_psi`: 0 = the same distribution.
+
+    `chance`: how large each of them may be between two arms of one generation. `feedback`: event -> its rate per
+    request under the canary over that under live, None without any under live; `feedback_chance`: how far below 1 that
+    may be by chance.
+    """
+
+    requests: Mapping[str, int]
+    keys: Mapping[str, int]
+    source_shift: float
+    score_psi: float
+    chance: Mapping[str, float]
+    mean_scores: Mapping[str, float | None]
+    feedback: Mapping[str, float | None]
+    feedback_chance: Mapping[str, float]
+
+    @classmethod
+    def of(cls, live: Totals, canary: Totals) -> Self:
+        """What the two arms come to."""
+        events = sorted({*live.feedback, *canary.feedback})
+        return cls(
+            {"live": live.requests, "canary": canary.requests},
+            {"live": int(live.certain), "canary": int(canary.certain)},
+            shift(live.kinds, canary.kinds),
+            psi(live.scores, canary.scores),
+            {
+                "source_shift": shift_by_chance(live, canary),
+                "score_psi": psi_by_chance(live, canary),
+            },
+            {"live": live.mean_score, "canary": canary.mean_score},
+            {event: _ratio(event, live, canary) for event in events},
+            {event: _ratio_by_chance(event, live, canary) for event in events},
+        )
+
+
+def shift(one: Mapping[str, int], other: Mapping[str, int]) -> float:
+    """Total variation distance of two mixes."""
+    all_one, all_other = sum(one.values()), sum(other.values())
+    if not all_one or not all_other:
+        return 0.0 if all_one == all_other else 1.0
+    names = {*one, *other}
+    return 0.5 * sum(
+        abs(one.get(name, 0) / all_one - other.get(name, 0) / all_other) for name in names
+    )
+
+
+def psi(expected: Mapping[int, int], found: Mapping[int, int]) -> float:
+    """Population stability index over at most ten bins of about equal weight in `expected`; inf if one is empty."""
+    all_expected, all_found = sum(expected.values()), sum(found.values())
+    if not all_expected or not all_found:
+        return 0.0 if all_expected == all_found else math.inf
+    bins: list[list[float]] = [[0.0, 0.0]]
+    for at in sorted({*expected, *found}):
+        if bins[-1][0] >= all_expected / _BINS:
+            bins.append([0.0, 0.0])
+        bins[-1][0] += expected.get(at, 0)
+        bins[-1][1] += found.get(at, 0)
+    total = 0.0
+    for one, other in bins:
+        share = (one + _SMOOTHING) / (all_expected + _SMOOTHING * len(bins))
+        share_found = (other + _SMOOTHING) / (all_found + _SMOOTHING * len(bins))
+        total += (share_found - share) * math.log(share_found / share)
+    return total
+
+
+def shift_by_chance(live: Totals, canary: Totals) -> float:
+    """The source_shift that two arms of one generation exceed at most `ALPHA` of the time."""
+    if not live.certain or not canary.certain:
+        return math.inf
+    kinds = {*live.kinds, *canary.kinds}
+    deviation = math.log(2 * len(kinds) / ALPHA)
+    apart = 1 / live.certain + 1 / canary.certain
+    allowed = deviation / (3 * min(live.certain, canary.certain)) * len(kinds)
+    for kind in kinds:
+        share = (live.kinds[kind] + canary.kinds[kind]) / (live.keys + canary.keys)
+        allowed += math.sqrt(2 * share * (1 - share) * deviation * apart)
+    return min(1.0, 0.5 * allowed)
+
+
+def psi_by_chance(live: Totals, canary: Totals) -> float:
+    """The score_psi that two arms of one generation exceed at most `ALPHA` of the time."""
+    if not live.certain or not canary.certain:
+        return math.inf
+    apart = 0.0
+    for each in (live, canary):
+        lists = (
+            each.scores.total() or each.keys
+        )  # an arm without a single list is as sure as its keys are many
+        apart += each.keys / (lists * each.certain)
+    free = _BINS - 1
+    spread = 2 / (9 * free)
+    quantile: float = free * (1 - spread + _Z * math.sqrt(spread)) ** 3
+    return apart * quantile
+
+
+def _ratio_by_chance(event: str, live: Totals, canary: Totals) -> float:
+    if not live.feedback[event] or not live.requests or not canary.requests:
+        return math.inf
+    expected = live.feedback[event] * canary.requests / live.requests
+    return _Z * math.sqrt(1 / expected + 1 / live.feedback[event])
+
+
+def _ratio(event: str, live: Totals, canary: Totals) -> float | None:
+    if not live.feedback[event] or not live.requests or not canary.requests:
+        return None
+    return (canary.feedback[event] / canary.requests) / (live.feedback[event] / live.requests)
+
+
+def decide(found: Comparison, limits: CanaryConfig) -> tuple[Verdict, list[str]]:
+    """Publish when every measure is there and within its limit, abandon on evidence against; the reasons for either.
+
+    What was counted too seldom to tell leaves it undecided, with what is missing.
+    """
+    against: list[str] = []
+    missing: list[str] = []
+    for what, counted, least in (
+        ("requests", found.requests, limits.requests_min),
+        ("keys", found.keys, limits.keys_min),
+    ):
+        missing += [
+            f"{arm} answered {count} {what}, at least {least} are needed"
+            for arm, count in counted.items()
+            if count < least
+        ]
+    for name, value, limit in (
+        ("source_shift", found.source_shift, limits.source_shift_max),
+        ("score_psi", found.score_psi, limits.score_psi_max),
+    ):
+        chance = found.chance[name]
+        if value > limit:
+            said = f"{name} {value:.4f} is above {limit:g}"
+            if value > chance:
+                against.append(said)
+            else:
+                missing.append(f"{said}, but up to {chance:.4f} may be chance with so few keys")
+        elif not value <= limit:
+            missing.append(f"{name} is not known")
+    if limits.feedback_event:
+        _weigh_feedback(found, limits, against, missing)
+    # Two keys can differ by anything.
+    if against and min(found.keys.values()) >= min(limits.keys_min, KEYS_FOR_EVIDENCE):
+        return "abandon", against
+    return ("undecided", against + missing) if against or missing else ("publish", [])
+
+
+def _weigh_feedback(
+    found: Comparison, limits: CanaryConfig, against: list[str], missing: list[str]
+) -> None:
+    event, least = limits.feedback_event, limits.feedback_ratio_min
+    ratio = found.feedback.get(event)
+    if ratio is None:
+        missing.append(f"nothing was reported as {event}")
+    elif not ratio >= least:
+        said = f"{event} per request is {ratio:.4f} of live's, at least {least:g} is needed"
+        chance = found.feedback_chance[event]
+        if ratio < 1 - chance:
+            against.append(said)
+        else:
+            missing.append(f"{said}, but it may be chance down to {max(0.0, 1 - chance):.4f}")

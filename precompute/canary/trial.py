@@ -1,0 +1,233 @@
+"""Trying a verified generation on a share of the requests: started, watched, then published or abandoned."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cache.errors import ConfigError, Conflict, Refused
+from cache.store.releases import Canary, Release
+from precompute.builds.build import Build
+from precompute.bulk.governor import open_governor
+from precompute.canary.comparison import Comparison, Totals, decide
+from precompute.config.progress import Progress, Step, quiet
+from precompute.config.settings import NightConfig
+from precompute.config.validation import demand_reason
+from precompute.control.control_keys import Control, Replica
+from precompute.control.states import State, demand
+from precompute.releases.attempts import new_attempt
+from precompute.releases.registry import open_releases
+from precompute.releases.release import Releases
+from precompute.releases.staging import Stage, staged
+from precompute.steps.publish import publish as publish_generation
+
+
+def start(
+    config: NightConfig,
+    generation: str | None,
+    *,
+    percent: float | None = None,
+    attempt: str,
+    progress: Progress = quiet,
+) -> Step:
+    """Once replicas hold it ready, let a verified generation (by default the newest) answer a share of the requests.
+
+    A canary that runs keeps its share unless another one is named, which starts its counts anew.
+
+    Raises Conflict when there is none, when it may not be published either, or when replicas do not become ready.
+    """
+    if percent is not None and not 0 < percent <= 100:
+        raise ConfigError(f"percent is above 0 and at most 100, not {percent:g}", field="percent")
+    with (
+        open_releases(config) as releases,
+        open_governor(config.governor, releases.control) as governor,
+    ):
+        chosen = generation or _newest_verified(releases.control)
+        running = releases.control.pointer()
+        canary = None if running is None else running.canary
+        share, changes = config.canary.percent if percent is None else percent, None
+        if canary is not None and canary.generation == chosen:
+            share = canary.percent if percent is None else percent
+            changes = canary.percent if share != canary.percent else None
+        if canary is None or (canary.generation, canary.percent) != (chosen, share):
+            state = releases.state(chosen)
+            if state is not State.LIVE:
+                demand("canary", chosen, state)
+            # What may not be published is not tried out either; pages that Redis has lost are streamed again.
+            report = Build.of(config, {"generation": chosen}).read_report("verified") or {}
+            moved = releases.prepare(chosen, attempt=attempt, verified=report, governor=governor)
+            if moved is not None:
+                raise Conflict(f"{chosen} is live already", generation=chosen)
+            with staged(releases.control, chosen, config.flip, attempt=attempt, progress=progress):
+                releases.start_canary(
+                    chosen, share, attempt, verified=report, event=config.canary.feedback_event,
+                    governor=governor,
+                )  # fmt: skip
+        else:
+            Stage(releases.control).clear(attempt, chosen)
+    restarted = f"the share was {changes:g} %, so counting starts anew" if changes else None
+    return {"generation": chosen, "percent": share, **({"note": restarted} if restarted else {})}
+
+
+def _newest_verified(control: Control) -> str:
+    pointer = control.pointer()
+    if pointer is not None and pointer.canary is not None:
+        return pointer.canary.generation  # a retry of the start
+    rows = control.rows()
+    verified = sorted(each for each, row in rows.items() if row.state is State.VERIFIED)
+    if not verified:
+        raise Conflict("no generation is verified and waiting: run the night up to `verify` first")
+    return verified[-1]
+
+
+def _running(control: Control, generation: str | None = None) -> Canary:
+    pointer = control.pointer()
+    canary = None if pointer is None else pointer.canary
+    if canary is None:
+        which = "" if generation is None else f" of {generation}"
+        raise Conflict(f"no canary{which} is running: start one with `canary start GENERATION`")
+    if generation not in (None, canary.generation):
+        raise Conflict(
+            f"no canary of {generation} is running: the one that runs is {canary.generation}",
+            generation=canary.generation,
+        )
+    return canary
+
+
+def compare(replicas: Sequence[Replica], canary: Canary) -> Comparison:
+    """Both arms, over the replicas that live; those that have counted nothing yet add nothing."""
+    counted = [
+        each.canary["arms"]
+        for each in replicas
+        if each.canary is not None and each.canary["since"] == canary.since
+    ]
+    return Comparison.of(*(Totals.of(arms[arm] for arms in counted) for arm in ("live", "canary")))
+
+
+def status(config: NightConfig) -> Step:
+    """The canary that is running, both arms compared, and what would follow from it now."""
+    with open_releases(config) as releases:
+        canary = _running(releases.control)
+        replicas = releases.control.replicas()
+        found, seconds = compare(replicas, canary), releases.clock() - canary.since
+    verdict, against = decide(found, config.canary)
+    return {
+        "generation": canary.generation,
+        "percent": canary.percent,
+        "seconds": round(seconds, 1),
+        "replicas": len(replicas),
+        "holding": sum(canary.generation in each.ready for each in replicas),
+        **asdict(found),
+        "verdict": verdict,
+        "against": against,
+    }
+
+
+def publish(
+    config: NightConfig,
+    generation: str | None = None,
+    *,
+    attempt: str,
+    progress: Progress = quiet,
+) -> Step:
+    """The canary's generation made live for everybody, as any other; Conflict when another than the one named runs."""
+    with open_releases(config) as releases:
+        chosen = _running(releases.control, generation).generation
+    return publish_generation(config, {"generation": chosen}, attempt=attempt, progress=progress)
+
+
+def abandon(
+    config: NightConfig, generation: str | None = None, *, reason: str, attempt: str
+) -> Step:
+    """Every request is answered from the live generation again, and this one is never published.
+
+    Raises ConfigError without a reason, Conflict when another canary than the one named runs.
+    """
+    demand_reason("abandoning a canary", reason)
+    with open_releases(config) as releases:
+        # Whoever was killed right after ending it asks again, and finds its own work.
+        if (ended := _ended_by(releases, attempt, generation)) is not None:
+            releases.end_canary(attempt, reason, abandon=True)  # a Conflict unless it still stands
+            return {"generation": ended.generation, "abandoned": ended.reason}
+        chosen = _running(releases.control, generation).generation
+        releases.end_canary(attempt, reason, abandon=True)
+    return {"generation": chosen, "abandoned": reason}
+
+
+def _ended_by(releases: Releases, attempt: str, generation: str | None = None) -> Release | None:
+    """The record of the canary that this very attempt abandoned."""
+    return next(
+        (
+            each
+            for each in reversed(releases.settle())
+            if each.action == "end_canary" and each.attempt == attempt and each.done
+            and each.abandoned and generation in (None, each.generation)
+        ),
+        None,
+    )  # fmt: skip
+
+
+def is_over(config: NightConfig, generation: str) -> bool:
+    """Whether the canary has run for `wait_s` and can be decided about, or `wait_max_s`, or does not run any more."""
+    with open_releases(config) as releases:
+        pointer = releases.control.pointer()
+        canary = None if pointer is None else pointer.canary
+        if canary is None or canary.generation != generation:
+            return True
+        seconds, replicas = releases.clock() - canary.since, releases.control.replicas()
+    if seconds < config.canary.wait_s:
+        return False
+    decided = decide(compare(replicas, canary), config.canary)[0] != "undecided"
+    return decided or seconds >= config.canary.wait_max_s
+
+
+def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
+    """Publish the canary, or abandon it and raise Refused with everything that speaks against it.
+
+    Raises Conflict, and leaves it running, while too little was counted to tell.
+    """
+    with open_releases(config) as releases:
+        pointer = releases.control.pointer()
+        if pointer is not None and pointer.generation == generation:
+            return {"generation": generation, "published": True}
+        canary = None if pointer is None else pointer.canary
+        is_over = canary is None or canary.generation != generation
+        if is_over and (ended := _ended_by(releases, attempt, generation)) is not None:
+            raise Refused(f"{generation} was abandoned: {ended.reason}", rule="canary")
+        found = compare(releases.control.replicas(), _running(releases.control, generation))
+        verdict, against = decide(found, config.canary)
+        if verdict == "undecided":
+            raise Conflict(
+                f"{generation} goes on as a canary, for nothing decides about it yet: {'; '.join(against)}. Conclude "
+                "again later, or end it by `canary publish` or `canary abandon`",
+                **asdict(found),
+            )
+        if verdict == "abandon":
+            reason = "canary: " + "; ".join(against)
+            releases.end_canary(attempt, reason, abandon=True)
+            raise Refused(
+                f"{generation} was abandoned, the live generation goes on: {'; '.join(against)}",
+                rule="canary",
+                **asdict(found),
+            )
+    publish_generation(config, {"generation": generation}, attempt=attempt)
+    return {"generation": generation, "published": True, **asdict(found)}
+
+
+def command(
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    """`canary start|status|publish|abandon`."""
+    attempt: str = arguments.attempt or new_attempt()
+    match arguments.action:
+        case "start":
+            return start(
+                config, arguments.generation, percent=arguments.percent, attempt=attempt,
+                progress=progress,
+            )  # fmt: skip
+        case "publish":
+            return publish(config, arguments.generation, attempt=attempt, progress=progress)
+        case "abandon":
+            reason = demand_reason("abandoning a canary", arguments.reason)
+            return abandon(config, arguments.generation, reason=reason, attempt=attempt)
+    return status(config)

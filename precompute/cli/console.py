@@ -1,0 +1,108 @@
+"""What the shell shows: bars while it works, tables when it is done."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+from precompute.config.progress import Progress, quiet
+from precompute.steps.night import size_text
+
+PLAIN_COLUMNS = 1_000
+BYTES = ("load pages", "restore pages")
+
+Found = dict[str, Any] | Sequence[Table | str | Text]
+
+NOT_WELL = 3
+"""Exit code of a command that did what it should, and found something that is not as it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a command shows, with an exit code of its own; a text is written as it is."""
+
+    shown: Found | str
+    code: int = 0
+
+
+out = Console()
+err = Console(stderr=True, soft_wrap=True)
+
+
+@contextmanager
+def bars_on(err: Console, *, is_quiet: bool) -> Iterator[Progress]:
+    """Bars while the block runs, on a terminal only."""
+    if is_quiet or not err.is_terminal:
+        yield quiet
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        _Count(),
+        _Rate(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=err, transient=True, redirect_stdout=False) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                for task in tasks.values():
+                    # Steps follow one another; a thousand shards would fill more than a screen.
+                    bars.update(task, visible=False)
+                tasks[what] = bars.add_task(what, total=total or None)
+            bars.update(tasks[what], completed=done, total=total or None, visible=True)
+
+        yield progress
+
+
+class _Count(ProgressColumn):
+    """How much is done, of how much where that is known."""
+
+    def render(self, task: Task) -> Text:
+        show = size_text if task.description in BYTES else "{:,.0f}".format
+        total = "" if task.total is None else f"/{show(task.total)}"
+        return Text(f"{show(task.completed)}{total}", style="progress.download")
+
+
+class _Rate(ProgressColumn):
+    """How much a second, lately."""
+
+    def render(self, task: Task) -> Text:
+        if not task.speed:
+            return Text("")
+        rate = size_text(task.speed) if task.description in BYTES else f"{task.speed:,.0f}"
+        return Text(f"{rate}/s", style="progress.data.speed")
+
+
+def show(found: Found | str, out: Console) -> None:
+    """For eyes; where nobody looks, plain and never wrapped."""
+    if isinstance(found, str):
+        out.file.write(f"{found}\n")
+        return
+    if isinstance(found, dict):
+        table = Table(show_header=False, box=None)
+        for name, value in found.items():
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            table.add_row(name, Text(text))
+        found = [table]
+    console = out if out.is_terminal else Console(width=PLAIN_COLUMNS, no_color=True)
+    for each in found:
+        if isinstance(each, Table) and not out.is_terminal:
+            each.box = None
+        console.print(each, highlight=False)

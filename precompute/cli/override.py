@@ -1,0 +1,66 @@
+"""Override: a person lets a generation pass a gate, and says why; the reason is kept with it."""
+
+import argparse
+import uuid
+from typing import Any
+
+from cache.errors import Conflict, UnknownGeneration
+from cache.store.artefacts import read_manifest
+from precompute.config.progress import Progress
+from precompute.config.settings import NightConfig
+from precompute.gates.judge import demand_overridable
+from precompute.releases.registry import open_releases
+from precompute.releases.release import Releases
+
+
+def override(config: NightConfig, generation: str, *, rule: str, reason: str, attempt: str) -> None:
+    """Record that `rule` may fail for this generation; its next `verify` passes it and keeps the reason.
+
+    Raises Refused for a rule that protects integrity or is none, ConfigError without a reason, Conflict for a
+    generation that is published, retired or unknown, or that this rule has not refused.
+    """
+    demand_overridable(rule)
+    with open_releases(config) as releases:
+        _demand_refusal(releases, generation, rule)
+        releases.override(generation, rule=rule, reason=reason, attempt=attempt)
+
+
+def _demand_refusal(releases: Releases, generation: str, rule: str) -> None:
+    """Raises Conflict unless a verification has failed by the rule: nobody waves through what nobody has seen."""
+    try:
+        gates = read_manifest(releases.store, generation).gates
+    except UnknownGeneration:
+        gates = ()
+    failed = {str(each["rule"]) for each in gates if not each["passed"] or each.get("overridden")}
+    refused = (
+        each
+        for each in releases.history()
+        if each.action == "refuse" and each.generation == generation
+    )
+    if rule in failed or any(_names(each.reason, rule) for each in refused):
+        return
+    found = f"what failed is {', '.join(sorted(failed))}" if failed else "no rule of it failed"
+    raise Conflict(
+        f"{rule} has not refused {generation}, so there is nothing to override: {found}; `verify` says what does",
+        generation=generation,
+        rule=rule,
+    )
+
+
+def _names(reasons: str, rule: str) -> bool:
+    """Whether the reasons of a refusal, as `verify` writes them, name the rule."""
+    return any(each.startswith(f"{rule} is ") for each in reasons.split("; "))
+
+
+def command(
+    config: NightConfig, arguments: argparse.Namespace, _progress: Progress
+) -> dict[str, Any]:
+    """One rule overridden; what to run next."""
+    attempt = f"shell-{uuid.uuid4().hex[:12]}"
+    generation, rule = arguments.generation, arguments.rule
+    override(config, generation, rule=rule, reason=arguments.reason, attempt=attempt)
+    return {
+        "generation": generation,
+        "overridden": rule,
+        "next": f"python -m precompute verify {generation}",
+    }

@@ -1,0 +1,198 @@
+"""The command line: what may be asked, and which command answers."""
+
+import argparse
+from pathlib import Path
+
+from precompute.canary.trial import command as canary
+from precompute.cli import commands as run_by
+from precompute.cli import plan as planning
+from precompute.cli import worklist
+from precompute.cli.commands import Command
+from precompute.cli.erase import erase
+from precompute.cli.override import command as override
+from precompute.cli.temporary_redis import load_again, nothing, verify_again
+
+
+def parser_of_commands() -> argparse.ArgumentParser:
+    """Each command sets `run`, which Redis it needs, and how a new one is prepared."""
+    parser = argparse.ArgumentParser(
+        prog="python -m precompute",
+        description="Precompute predictions for every known entity and publish them as one generation.",
+        epilog="Settings: a TOML file (--config or LARDER_CONFIG), then LARDER_ARTIFACTS, LARDER_NAMESPACE, "
+        "LARDER_STATE and REDIS_URL. Without REDIS_URL a server of our own runs for the life of the command, or "
+        "that of a running `make serve` is joined. Single steps keep their state in Redis: with REDIS_URL set "
+        "they need not load their generation again each time.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file with the night's settings")
+    parser.add_argument("--namespace", help="keeps several Larders apart in one Redis")
+    parser.add_argument(
+        "--artifacts", metavar="URL", type=_place, help="artefact store: a folder or an fsspec URL"
+    )
+    parser.add_argument(
+        "--state", metavar="DIR", type=_place, help="this host's own files (default .larder)"
+    )
+    parser.add_argument("--bundle", metavar="DIR", type=_place, help="the model bundle")
+    parser.add_argument("--shards", type=int, help="hash ranges to score separately")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.add_argument("--debug", action="store_true", help="tracebacks of errors")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(
+        name: str, run: Command, text: str, *, generation: bool = False
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run, redis="own", prepare=nothing)
+        if generation:
+            command.add_argument(
+                "generation", help="generation id, as `begin` and `status` print it"
+            )
+        return command
+
+    for name, run, text in (
+        (
+            "night",
+            run_by.night,
+            "the whole night: begin, score, index, load, verify, publish, warm, retire",
+        ),
+        ("train", run_by.train, "train the reference bundle on the configured sources"),
+        ("begin", run_by.begin, "name the generation, pin its inputs, partition the sources"),
+    ):
+        command = add(name, run, text)
+        default = (
+            "use all"
+            if name == "train"
+            else "data_until of the settings, else use all and name the generation after the newest change of an input "
+            "file, so that a repeat goes on where this one stopped"
+        )
+        command.add_argument(
+            "--data-until", metavar="TIME", help=f"cut of the data, ISO 8601 (default: {default})"
+        )
+        command.add_argument("--attempt", help="name of this attempt; a repeat is recognised by it")
+        if name == "train":
+            command.set_defaults(redis="none")
+    command = add(
+        "hand-over",
+        run_by.hand_over_bundle,
+        "put a bundle into the store for the nights of all hosts",
+    )
+    command.add_argument("folder", help="with bundle.json; relative to the configuration")
+    command.set_defaults(redis="none")
+    command = add("score", run_by.score, "score all shards, or one", generation=True)
+    command.add_argument("--shard", type=int)
+    command.set_defaults(redis="none")
+    for name, run, text in (
+        ("index", run_by.index, "build the FAISS indexes"),
+        ("quantize", run_by.quantize, "make and compare the int8 models"),
+    ):
+        add(name, run, text, generation=True).set_defaults(redis="none")
+    add("load", run_by.load, "stream the pages into Redis", generation=True)
+    add("verify", run_by.verify, "run the gates", generation=True).set_defaults(prepare=load_again)
+    command = add(
+        "override",
+        override,
+        "let a refused generation pass one rule, with a reason",
+        generation=True,
+    )
+    command.add_argument("--rule", required=True, help="the rule, as the refusal names it")
+    command.add_argument(
+        "--reason", required=True, help="kept in the release record and the manifest"
+    )
+    command = add("publish", run_by.publish, "make a verified generation live", generation=True)
+    command.add_argument("--attempt")
+    command.set_defaults(prepare=verify_again)
+    add("warm", run_by.warm, "wait until every replica answers from it", generation=True)
+    command = add(
+        "canary",
+        canary,
+        "try a verified generation on a share of the requests, then publish or abandon it",
+    )
+    command.add_argument("action", choices=("start", "status", "publish", "abandon"))
+    command.add_argument(
+        "generation",
+        nargs="?",
+        help="to start with (default: the newest that is verified), or that publish or abandon must find running",
+    )
+    command.add_argument(
+        "--percent",
+        type=float,
+        help="share of the requests (default: that of the canary that runs, else percent of [canary]); a change of it "
+        "starts the counts anew",
+    )
+    command.add_argument("--reason", help="of abandon; kept in the release record")
+    command.add_argument("--attempt")
+    command = add("roll-back", run_by.roll_back, "make an earlier generation live again")
+    command.set_defaults(prepare=load_again)
+    command.add_argument("--to", metavar="GENERATION", help="default: the previous one")
+    command.add_argument("--reason", required=True, help="kept in the release record")
+    command.add_argument("--attempt")
+    add("retire", run_by.retire, "remove generations that nobody needs")
+    command = add("restore", run_by.restore, "rebuild a lost Redis from the artefact store")
+    command.add_argument(
+        "--adopt",
+        action="store_true",
+        help="also where Redis holds a pointer that no release record explains: the artefact store decides",
+    )
+    command.add_argument("--reason", help="of --adopt; kept in the release record")
+    command = add("pin", run_by.pin, "keep a generation from being retired", generation=True)
+    command.add_argument("--reason", required=True)
+    command.add_argument("--days", type=float, help="how long (default: until unpinned)")
+    command.set_defaults(unpin=False)
+    add("unpin", run_by.pin, "lift a pin", generation=True).set_defaults(unpin=True)
+    for name, text in (("block", "never serve these"), ("unblock", "serve these again")):
+        command = add(name, run_by.block, f"{text}; effective within seconds")
+        command.add_argument("--item", action="append", default=[], metavar="ID")
+        command.add_argument("--entity", action="append", default=[], metavar="ID")
+        command.set_defaults(unblock=name == "unblock", redis="if running")
+    command = add(
+        "erase",
+        erase,
+        "block an entity at once, leave it out of every night from now on, and report when nothing holds it any more",
+    )
+    command.add_argument("entity", nargs="?", metavar="ENTITY", help="its id")
+    command.add_argument(
+        "--as", dest="kind", choices=("user", "item"), default="user", help="default: user"
+    )
+    command.add_argument("--list", action="store_true", help="all erasures, open and done")
+    command.add_argument("--status", action="store_true", help="only show how this one stands")
+    command.add_argument(
+        "--forget", action="store_true", help="re-admit it to later nights and to answers"
+    )
+    command.add_argument("--reason", help="why it is re-admitted; kept in the record")
+    command.add_argument(
+        "--gone",
+        metavar="HOST",
+        help="a host, or a pattern of hosts, that will never run again: its copies hold no erasure up any more",
+    )
+    command.set_defaults(redis="if running")
+    command = add(
+        "status",
+        run_by.status,
+        "generations with state, size, gates and pins, replicas, the next one expected; exit code 3 where not all is "
+        "well, also without Redis",
+    )
+    command.add_argument("--json", action="store_true", help="for programs")
+    command.set_defaults(redis="if running")
+    command = add(
+        "worklist",
+        worklist.worklist,
+        "ids that callers ask for and that no night knows, most asked first",
+    )
+    command.add_argument(
+        "--limit", type=int, default=worklist.LIMIT, help="shown (default: %(default)s)"
+    )
+    command.add_argument(
+        "--export",
+        metavar="FILE",
+        type=_place,
+        help="all of them as CSV: table, entity, reads, standing",
+    )
+    command.set_defaults(redis="if running")
+    command = add("plan", planning.plan, planning.DESCRIPTION)
+    planning.add_options(command)
+    command.set_defaults(redis="if running")
+    return parser
+
+
+def _place(text: str) -> str:
+    """A path on the command line is relative to the current folder."""
+    return text if "://" in text else str(Path(text).absolute())

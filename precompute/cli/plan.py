@@ -1,0 +1,242 @@
+"""The command `plan`: its options, and the forecast as a table or as JSON."""
+
+import argparse
+import math
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+from numpy.typing import NDArray
+from rich.markup import escape
+from rich.table import Table
+
+from cache.errors import ConfigError, SourceError
+from precompute.cli.console import Found, out, show
+from precompute.config.generations_at_peak import generations_at_peak
+from precompute.config.progress import Progress
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
+from precompute.gates.evidence.verdict import Verdict
+from precompute.planning.capacity import demand_room, limits_of
+from precompute.planning.forecast import Asked, Forecast, forecast, judged
+from precompute.planning.memory import step_bytes
+from precompute.planning.spent import Spent
+from precompute.sources.readers import read_features
+from precompute.steps.night import size_text
+
+DESCRIPTION = (
+    "what a night and its service would need, from a sample of the real inputs: bytes in Redis, on readers' hosts and "
+    "on disk, minutes of scoring and loading, hit rates of L1; refused where the generations of a night at its peak "
+    "would not fit"
+)
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """What may be asked; what is left out is counted in the inputs."""
+    default = Asked()
+    for name, text in (
+        ("users", "users (default: counted)"),
+        ("items", "items; scoring is extrapolated from half of those there are and all of them"),
+        ("k", "length of the users' lists"),
+        ("dims", "dimensions of the vectors; scoring is extrapolated in proportion"),
+    ):
+        command.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    command.add_argument("--qps", type=float, help="requests per second, of all processes")
+    command.add_argument(
+        "--processes",
+        type=int,
+        default=default.processes,
+        help="service processes, each with an L1 (default 1)",
+    )
+    command.add_argument(
+        "--l1-mb", type=int, nargs="+", metavar="MIB", default=list(default.l1_mib),
+        help="sizes of L1 per process, in MiB (default 64 256 1024)",
+    )  # fmt: skip
+    command.add_argument(
+        "--requests", metavar="FILE",
+        help="ids that were asked for, one row each: Parquet with the sources' user column, else text, one a line",
+    )  # fmt: skip
+    command.add_argument(
+        "--zipf", type=float, metavar="S", default=default.zipf,
+        help="without --requests: the user of rank r is asked for in proportion to r ** -S (default 1.0)",
+    )  # fmt: skip
+    command.add_argument(
+        "--answer-bytes", type=int, metavar="N",
+        help="bytes of a single lookup's answer, kept beside its record; 0 where only batches are asked for "
+        "(default: from K and the ids)",
+    )  # fmt: skip
+    command.add_argument(
+        "--gpu-users-per-s",
+        type=float,
+        metavar="RATE",
+        help="also say how long scoring takes at this rate",
+    )
+    command.add_argument(
+        "--redis-gb",
+        type=float,
+        metavar="GB",
+        help="memory of each Redis node, not the configured one's",
+    )
+    command.add_argument(
+        "--redis-nodes", type=int, metavar="N", help="masters, with --redis-gb (default 1)"
+    )
+    command.add_argument(
+        "--host-gb", type=float, metavar="GB", help="memory of a reader's host (default: free here)"
+    )
+    command.add_argument(
+        "--disk-gb", type=float, metavar="GB", help="disk for the artefacts (default: free here)"
+    )
+    command.add_argument(
+        "--sample",
+        type=float,
+        default=default.sample,
+        help="share of the users (default 0.01, at least 1,024 users)",
+    )
+    command.add_argument(
+        "--seconds",
+        type=float,
+        default=default.seconds,
+        help="how long to time users and items, each (default 20)",
+    )
+    command.add_argument("--data-until", metavar="TIME", help="cut of the data, ISO 8601")
+    command.add_argument("--json", action="store_true", help="one JSON object, bytes and seconds")
+
+
+def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
+    """Shows the forecast; raises Refused where it would not fit."""
+    asked = _asked(arguments)
+    if config.redis_url and arguments.redis_gb is None:  # before a minute's work
+        with connect(config.redis_url, config.redis_timeout_s) as client:
+            Control(client, config.keyspace()).check_policy()
+    requests = None if arguments.requests is None else _counts(Path(arguments.requests), config)
+    found = forecast(config, asked, requests, progress=progress)
+    limits = limits_of(
+        config, record_bytes=max(each.size_bytes for _, each in found.shape.layouts.values()),
+        redis_gb=arguments.redis_gb, nodes=arguments.redis_nodes,
+        host_gb=arguments.host_gb, disk_gb=arguments.disk_gb,
+    )  # fmt: skip
+    verdicts = judged(config, found, limits)
+    generations = generations_at_peak(config.keep)
+    shown = (
+        _json(found, verdicts, generations)
+        if arguments.json
+        else _tables(found, verdicts, asked, generations)
+    )
+    if not all(each.passed for each in verdicts):
+        show(shown, out)
+        demand_room(verdicts)
+    return shown
+
+
+def _asked(arguments: argparse.Namespace) -> Asked:
+    """Raises ConfigError for what cannot be."""
+    above = ("users", "items", "k", "dims", "qps", "processes", "gpu_users_per_s", "redis_gb", "redis_nodes",
+             "host_gb", "disk_gb", "sample", "seconds")  # fmt: skip
+    for name in above:
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < math.inf:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is a number above 0, not {value:g}", field=name)
+    if arguments.sample > 1:
+        raise ConfigError(f"--sample is a share of 1, not {arguments.sample:g}", field="sample")
+    if min(arguments.l1_mb) < 1:
+        raise ConfigError("--l1-mb are sizes in MiB, from 1 on", field="l1_mb")
+    if arguments.answer_bytes is not None and arguments.answer_bytes < 0:
+        raise ConfigError("--answer-bytes is 0 or more", field="answer_bytes")
+    if not 0 <= arguments.zipf <= 10:
+        raise ConfigError(f"--zipf is 0 to 10, not {arguments.zipf:g}", field="zipf")
+    if arguments.redis_nodes is not None and arguments.redis_gb is None:
+        raise ConfigError(
+            "--redis-nodes goes with --redis-gb, the memory of each", field="redis_nodes"
+        )
+    return Asked(
+        arguments.users, arguments.items, arguments.k, arguments.dims, arguments.qps,
+        arguments.processes, arguments.sample, arguments.seconds, arguments.data_until,
+        tuple(arguments.l1_mb), arguments.zipf, arguments.answer_bytes, arguments.gpu_users_per_s,
+    )  # fmt: skip
+
+
+def _counts(path: Path, config: NightConfig) -> NDArray[np.int64]:
+    """How often each id of a log occurs."""
+    try:
+        if path.suffix in (".parquet", ".pq"):
+            parts = [ids.texts() for ids, _ in read_features(path, config.sources.user_column, ())]
+        else:
+            named = pa.csv.ReadOptions(column_names=["user"])
+            text = pa.csv.ConvertOptions(column_types={"user": pa.string()})
+            parts = pa.csv.read_csv(path, read_options=named, convert_options=text)["user"].chunks
+    except (OSError, pa.ArrowException) as error:
+        raise SourceError(f"cannot read {path}: {error}", path=str(path)) from error
+    counts = pc.value_counts(pa.chunked_array(parts, pa.string())).field("counts")
+    if not len(counts):
+        raise SourceError(f"{path} names no user", path=str(path))
+    return np.asarray(counts, np.int64)
+
+
+def _json(found: Forecast, verdicts: list[Verdict], generations: int) -> Found:
+    told = {
+        **found.to_json(),
+        "generations": generations,
+        "verdicts": [each.to_json() for each in verdicts],
+    }
+    return [escape(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())]
+
+
+def _tables(found: Forecast, verdicts: list[Verdict], asked: Asked, generations: int) -> Found:
+    shape, timings = found.shape, found.timings
+    sizes = Table("what", "one generation", f"{generations} at the peak", title=_title(found))
+    for column in sizes.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for name, size in (
+        ("Redis", found.redis_bytes),
+        ("directories", shape.directory_bytes),
+        ("a reader's host", shape.mapped_bytes),
+        ("artefact store", shape.disk_bytes),
+    ):
+        sizes.add_row(name, size_text(size), size_text(generations * size))
+    times = Table("step", "minutes", "processor minutes", "of it")
+    scoring = timings.all
+    parts = {"items embedded": timings.embed, "users": timings.users, "items": timings.items}
+    times.add_row(
+        "score",
+        *_minutes(scoring),
+        ", ".join(f"{name} {each.wall_s / 60:.2f}" for name, each in parts.items()),
+    )
+    if found.gpu_s is not None:
+        rate = f"at the stated {asked.gpu_users_per_s:,.0f} users/s"
+        times.add_row("score on a GPU", f"{found.gpu_s / 60:.2f}", "", rate)
+    times.add_row("load", *_minutes(found.load), f"beside readers at most {found.floor_s / 60:.2f}")
+    memory = Table("step", "memory at most")
+    memory.columns[1].justify = "right"
+    for step, found_bytes in step_bytes(shape).items():
+        memory.add_row(step, size_text(found_bytes))
+    rates = Table("L1 per process", "entries", "hits, L1 full", "hits, first day", "L2 reads/s")
+    for each in found.hits:
+        cold = "" if each.from_cold is None else f"{each.from_cold:.1%}"
+        reads = "" if asked.qps is None else f"{asked.qps * (1 - each.steady):,.0f}"
+        rates.add_row(
+            size_text(each.max_bytes), f"{each.entries:,.0f}", f"{each.steady:.1%}", cold, reads
+        )
+    gates = Table("rule", "found", "allowed", "")
+    for verdict in verdicts:
+        mark = "" if verdict.passed else "[red]refused[/red] "
+        gates.add_row(
+            verdict.rule, f"{verdict.value}", f"{verdict.threshold}", mark + escape(verdict.note)
+        )
+    for column in (*times.columns[1:3], *rates.columns):
+        column.justify, column.no_wrap = "right", True
+    busy = "other programs were busy here meanwhile: by the clock, times are too long"
+    notes = [timings.note] * bool(timings.note) + [busy] * found.is_busy
+    return [sizes, times, *map(escape, notes), memory, rates, gates]
+
+
+def _title(found: Forecast) -> str:
+    shape = found.shape
+    return f"{shape.users:,} users, {shape.items:,} items of {shape.dims} dimensions, from {found.sample_users:,} users"
+
+
+def _minutes(spent: Spent) -> tuple[str, str]:
+    return f"{spent.wall_s / 60:.2f}", f"{spent.cpu_s / 60:.2f}"

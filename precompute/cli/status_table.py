@@ -1,0 +1,82 @@
+"""`status` for eyes. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from precompute.cli.status_report import ABSENT, AWAY
+from precompute.steps.night import size_text
+
+_COLUMNS = ("generation", "state", "data until", "Redis", "store", "gates", "notes")
+
+
+def shown(told: Mapping[str, Any]) -> list[Table | str | Text]:
+    """A verdict, the generations, then everything else in a line each."""
+    table = Table(*_COLUMNS, title=f"namespace {told['namespace']}")
+    for each in told["generations"]:
+        table.add_row(*_row(each))
+    lines = ["all is well"] if told["well"] else [f"not well: {each}" for each in told["problems"]]
+    lines += list(_lines(told))
+    return [table, *map(Text, lines)]
+
+
+def _row(each: Mapping[str, Any]) -> tuple[str, ...]:
+    notes = list(each["roles"])
+    if each["pinned"]:
+        until = each["pinned_until"]
+        notes.append("pinned" + (f" until {until}" if until else ""))
+    return (
+        each["generation"],
+        each["state"],
+        each["data_until"] or "-",
+        _size(each["redis_bytes"]),
+        _size(each["store_bytes"]),
+        _gates(each["gates"]),
+        " ".join(notes),
+    )
+
+
+def _size(size_bytes: int | None) -> str:
+    return "-" if size_bytes is None else size_text(size_bytes)
+
+
+def _gates(gates: Mapping[str, Any] | None) -> str:
+    if gates is None:
+        return "-"
+    if not gates["run"]:
+        return "not run"
+    failed, overrides = [each["rule"] for each in gates["failed"]], gates["overrides"]
+    waived = f"; waived: {', '.join(overrides)}" if overrides else ""
+    return (f"failed: {', '.join(failed)}" if failed else f"{gates['run']} passed") + waived
+
+
+def _lines(told: Mapping[str, Any]) -> list[str]:
+    schedule, redis = told["schedule"], told["redis"]
+    state = "missing" if schedule["missing"] else "there"
+    due = f"due: the generation of {schedule['due']} is {state}"
+    after = f"next at {schedule['next']}, expected by {schedule['next_expected_by']}"
+    lines = [f"{due}; {after} ({schedule['cron']}, {schedule['timezone']})"]
+    if redis["state"] == AWAY:
+        lines.append(
+            "this is what the artefact store knows; who was loaded or verified, Redis would"
+        )
+    elif redis["state"] == ABSENT:
+        lines.append(
+            "no Redis is configured and none runs here: this is what the artefact store knows"
+        )
+    else:
+        epoch = told["epoch"]
+        lines.append(
+            "Redis has no pointer: nothing published, or lost (restore)"
+            if epoch is None
+            else f"epoch {epoch}"
+        )
+        if limit := redis.get("limit_bytes"):
+            lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit)}")
+    if (canary := told["canary"]) is not None:
+        lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
+    lines.append(f"{len(told['replicas'])} replicas, blocklist version {told['blocklist_version']}")
+    lines.append(f"{told['erasures_pending']} erasures pending (erase --list)")
+    return lines

@@ -1,0 +1,77 @@
+"""The Redis of one command: the configured one, or one of our own filled with what the command needs."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from cache.process.redis_server import redis_url, running_server
+from precompute.cli.commands import roll_back
+from precompute.config.progress import Progress
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
+from precompute.control.states import ALLOWED, State
+from precompute.releases.attempts import new_attempt
+from precompute.releases.release import Releases
+from precompute.steps import pipeline
+
+_LOADABLE = (*ALLOWED["load"], State.SUPERSEDED, None)
+
+
+@contextmanager
+def redis_for(
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
+) -> Iterator[NightConfig]:
+    """The configured Redis, or one of our own for the life of this command, with what the command needs in it.
+
+    A command that only tells replicas something joins a server that runs, and does without when there is none.
+    """
+    state, need = config.path(config.state), arguments.redis
+    if config.redis_url or need == "none":
+        yield config
+    elif need == "if running":
+        found = running_server(state)
+        yield replace(config, redis_url=found.url if found else None)
+    else:
+        is_new = running_server(state) is None
+        with redis_url(state, None) as url:
+            ready = replace(config, redis_url=url)
+            _fill(ready, progress)
+            if is_new:
+                arguments.prepare(ready, arguments, progress)
+            yield ready
+
+
+def _fill(config: NightConfig, progress: Progress) -> None:
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        releases = Releases(config.store(), Control(client, config.keyspace()))
+        # What is no pointer is left to the command, which may be the one that removes it.
+        empty = not client.exists(releases.control.keys.live) and releases.ledger().live is not None
+    if empty:
+        pipeline.restore(config, attempt=new_attempt(), progress=progress)
+
+
+def nothing(_config: NightConfig, _arguments: argparse.Namespace, _progress: Progress) -> None:
+    """What most commands need of a new server beyond what was published."""
+
+
+def load_again(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
+    """The pages of the generation that a step is about: the server that held them ended with its command."""
+    name = "to" if arguments.run is roll_back else "generation"
+    if (generation := getattr(arguments, name)) and _state(config, generation) in _LOADABLE:
+        pipeline.load(config, {"generation": generation}, progress=progress)
+
+
+def verify_again(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
+    """The registry of the server that knew about an earlier `verify` is gone: the gates speak again."""
+    load_again(config, arguments, progress)
+    # A refused or rolled-back one is lifted by `verify` alone, never on the way to a publish.
+    if _state(config, arguments.generation) in (State.LOADED, State.VERIFIED):
+        pipeline.verify(
+            config, {"generation": arguments.generation}, attempt=new_attempt(), progress=progress
+        )
+
+
+def _state(config: NightConfig, generation: str) -> State | None:
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        return Releases(config.store(), Control(client, config.keyspace())).state(generation)

@@ -1,0 +1,131 @@
+"""The command `worklist`: ids that callers ask for and that no night knows, most asked first.
+
+The night scores everybody for whom its sources hold what the model wants; this says for whom they do not, so that who
+owns the sources can add it. Order of scoring would change nothing: all of a generation is published at once.
+"""
+
+import argparse
+import csv
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from cache.control.hot_keys import COLD, Name, hour_of
+from cache.errors import ConfigError, LarderError, StoreError
+from cache.format.directory import Directory
+from cache.format.keys import hash_id
+from cache.format.manifest import EntityKind
+from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
+from cache.store.blocklist import latest_blocklist
+from precompute.cli.console import Found, err
+from precompute.config.progress import Progress
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
+from precompute.erasures.erasure import all_erasures
+from precompute.partitions import holdout
+
+LIMIT = 50
+
+
+class Line(NamedTuple):
+    """One id; `standing` is known (by the live generation, by now), coming (it acted after the cut) or no input."""
+
+    table: str
+    entity: str
+    reads: int
+    standing: str
+
+
+def worklist(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Found:
+    """The ids as a table, and as a file if one is named."""
+    if arguments.limit < 1:
+        raise ConfigError(f"--limit is 1 or more, not {arguments.limit}", field="limit")
+    store = config.store()
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        control = Control(client, config.keyspace())
+        counts, pointer = read(control), control.pointer()
+    found = lines(store, counts, None if pointer is None else pointer.generation)
+    if arguments.export is not None:
+        export(found, Path(arguments.export))
+    shown = Table("table", "id", "reads", "standing")
+    shown.columns[2].justify = "right"
+    for each in found[: arguments.limit]:
+        shown.add_row(each.table, each.entity, str(each.reads), each.standing)
+    standings = Counter(each.standing for each in found)
+    said = ", ".join(f"{count} {standing}" for standing, count in standings.most_common())
+    return [shown, f"{len(found)} ids: {said}" if found else "nothing was asked for in vain"]
+
+
+def read(control: Control) -> dict[Name, int]:
+    """How often which id was asked for in vain, this day and the last, over all replicas."""
+    day, counts = hour_of(control.time(), COLD), Counter[Name]()
+    for each in (day, day - 1):
+        key = control.keys.cold(each)
+        pairs: Any = control.client.zrevrange(key, 0, -1, withscores=True)
+        for raw, count in pairs:
+            table, _, entity = raw.partition(b":")
+            counts[table.decode(errors="replace"), entity] += int(count)
+    return dict(counts)
+
+
+def lines(store: ArtefactStore, counts: Mapping[Name, int], live: str | None) -> list[Line]:
+    """Most asked first, without what is blocked or erased, whatever a replica has told meanwhile."""
+    barred = {each.raw for each in all_erasures(store) if each.is_in_force}
+    blocked = latest_blocklist(store)
+    barred |= set(blocked.entities) | set(blocked.users) | set(blocked.items)
+    known = Known(store, live)
+    found = [
+        Line(table, raw.decode(errors="replace"), count, known.standing(table, raw))
+        for (table, raw), count in counts.items()
+        if raw not in barred
+    ]
+    return sorted(found, key=lambda each: (-each.reads, each.table, each.entity))
+
+
+class Known:
+    """What the live generation knows, and of whom it knows that they acted after its cut (a bounded sample)."""
+
+    def __init__(self, store: ArtefactStore, live: str | None) -> None:
+        self._tables: dict[str, EntityKind] = {}
+        self._directories: dict[str, Directory] = {}
+        self._coming: frozenset[str] = frozenset()
+        if live is None:
+            return
+        try:
+            manifest = read_manifest(store, live)
+            root = store.local(generation_path(live))
+            self._tables = {name: each.entity for name, each in manifest.tables.items()}
+            for name, entities in manifest.entity_sets.items():
+                for part in entities.parts:
+                    fetch_checked(store, live, part.file)
+                self._directories[name] = Directory.open(root, entities)
+            store.fetch(generation_path(live, holdout.FILE))
+            self._coming = frozenset(holdout.read_holdout(root))
+        except (
+            StoreError,
+            FileNotFoundError,
+        ):  # the holdout, kept or not, decides no more than a word
+            return
+        except LarderError as error:
+            err.print(f"{live} cannot be looked at: {error.message}", markup=False)
+
+    def standing(self, table: str, raw: bytes) -> str:
+        """One word for an id."""
+        entity = self._tables.get(table)
+        directory = self._directories.get(str(entity))
+        if directory is not None and directory.find(hash_id(raw, directory.seed)) >= 0:
+            return "known"
+        if entity == "user" and raw.decode(errors="replace") in self._coming:
+            return "coming"
+        return "no input"
+
+
+def export(found: Sequence[Line], path: Path) -> None:
+    """CSV with a head, for whoever fills the sources; ids are quoted where they must be."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(Line._fields)
+        writer.writerows(found)

@@ -1,0 +1,14 @@
+"""What a step tells while it works, and what it hands on."""
+
+from collections.abc import Callable
+from typing import Any
+
+Step = dict[str, Any]
+"""What a step hands on: small and JSON-able."""
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, total): called often, from one thread; drawing is the caller's business."""
+
+
+def quiet(_what: str, _done: int, _total: int) -> None:
+    """A `Progress` that shows nothing."""

@@ -1,0 +1,306 @@
+"""Control keys in Redis: pointer, registry, replicas. The only writer of the pointer."""
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+import redis
+
+from cache.errors import Conflict, CorruptArtefact, Refused
+from cache.format.keys import Keyspace
+from cache.l2.sync_clients import home, masters
+from cache.store.releases import Pointer
+from precompute.control.connection import connect as connect
+from precompute.control.connection import translated as translated
+from precompute.control.states import State
+
+log = logging.getLogger(__name__)
+
+REPLICA_DEAD_S = 3.0
+"""A replica that missed three beats of one second is gone; so is one whose beat lies as far in the future."""
+
+REPLICA_FORGOTTEN_S = 86_400.0
+
+# Allowed at full memory: publishing and rolling back must work exactly when Redis is in trouble. An own attempt
+# found in place, under a later epoch than the mover saw, means that the reply to an earlier, successful call was lost.
+# The rows are looked at here because a retirement or a refusal may have come in since the mover looked: 2 = the
+# target may not, 0 = look again. What a roll back jumps over may be retired by now: that row is final.
+_MOVE = """#!lua flags=allow-oom
+local found = redis.call('GET', KEYS[1])
+local to = cjson.decode(ARGV[2])
+local function canary_of(pointer)
+  if type(pointer.canary) ~= 'table' then return '' end
+  return pointer.canary.generation .. ' ' .. pointer.canary.percent
+end
+if found then
+  local pointer = cjson.decode(found)
+  if string.format('%.0f', pointer.epoch) ~= ARGV[1] then
+    local is_own = pointer.attempt == to.attempt and pointer.generation == to.generation
+    if is_own and canary_of(pointer) == canary_of(to) and pointer.epoch > tonumber(ARGV[1]) then
+      return {1, found}
+    end
+    return {0, found}
+  end
+elseif ARGV[1] ~= '0' then
+  return {0, ''}
+end
+local function state_of(generation)
+  local row = redis.call('HGET', KEYS[2], generation)
+  return row and cjson.decode(row).state or 'unknown'
+end
+local state = state_of(to.generation)
+if state == 'retired' then return {2, state, to.generation} end
+if ARGV[3] ~= '' and not string.find(ARGV[3], ' ' .. state .. ' ', 1, true) then
+  return {2, state, to.generation}
+end
+if type(to.canary) == 'table' and state_of(to.canary.generation) ~= 'verified' then
+  return {2, state_of(to.canary.generation), to.canary.generation}
+end
+if type(to.previous) == 'string' and state_of(to.previous) == 'retired' then return {0, found or ''} end
+redis.call('SET', KEYS[1], ARGV[2])
+for i = 4, #ARGV, 2 do
+  local was = state_of(ARGV[i])
+  local is_gone = was == 'unknown' and cjson.decode(ARGV[i + 1]).state == 'rolled_back'
+  if was ~= 'retired' and not is_gone then redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+end
+redis.call('PUBLISH', KEYS[3], 'pointer')
+return {1, ARGV[2]}
+"""
+
+# Rows change only while the pointer is the one that the writer looked at; a retired row is final.
+_MARK = """#!lua flags=allow-oom
+local found = redis.call('GET', KEYS[1])
+local pointer = found and cjson.decode(found)
+if (pointer and string.format('%.0f', pointer.epoch) or '0') ~= ARGV[1] then return 0 end
+for i = 3, #ARGV, 2 do
+  if pointer and ARGV[2] ~= '' then
+    if pointer.generation == ARGV[i] then return 2 end
+    if type(pointer.canary) == 'table' and pointer.canary.generation == ARGV[i] then return 2 end
+    if ARGV[2] == 'previous' and pointer.previous == ARGV[i] then return 2 end
+  end
+end
+for i = 3, #ARGV, 2 do
+  local row = redis.call('HGET', KEYS[2], ARGV[i])
+  local final = row and cjson.decode(row).state == 'retired'
+  if not final or cjson.decode(ARGV[i + 1]).state == 'retired' then
+    redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+  end
+end
+return 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A generation's row in the registry; `at` is Unix seconds."""
+
+    state: State
+    at: float
+    reason: str = ""
+
+    def to_bytes(self) -> bytes:
+        """JSON as stored."""
+        return orjson.dumps({"state": self.state, "at": self.at, "reason": self.reason})
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> "Row":
+        """Reads `to_bytes`; raises ValueError, TypeError or KeyError for anything else."""
+        data = orjson.loads(raw)
+        return cls(State(data["state"]), float(data["at"]), str(data.get("reason", "")))
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A serving replica's last heartbeat; times are Redis' own, Unix seconds.
+
+    `ready`: loaded and warmed, `failed`: generation -> why it cannot be loaded there, `l2_p99_ms`: over the last
+    few seconds, `canary`: what it counted while one runs, `overlay_ttl_s`: how long its overlays live at most,
+    `memory_available_bytes` and `disk_free_bytes`: what its host, or its container, has left.
+    """
+
+    name: str
+    beat_at: float
+    serving: str | None
+    holds: tuple[str, ...]
+    epoch: int | None = None
+    ready: tuple[str, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
+    swapped_at: float | None = None
+    warm_s: float | None = None
+    l2_p99_ms: float | None = None
+    canary: Mapping[str, Any] | None = None
+    overlay_ttl_s: float | None = None
+    memory_available_bytes: int | None = None
+    disk_free_bytes: int | None = None
+
+    @classmethod
+    def from_beat(cls, raw: bytes, beat_at: float) -> "Replica":
+        """Reads a heartbeat's payload; raises ValueError, TypeError, KeyError or AttributeError for anything else."""
+        data = orjson.loads(raw)
+        return cls(
+            str(data["replica"]), beat_at, data.get("serving"), tuple(data.get("holds", ())),
+            data.get("epoch"), tuple(data.get("ready", ())), data.get("failed") or {},
+            data.get("swapped_at"), data.get("warm_s"), data.get("l2_p99_ms"), data.get("canary"),
+            data.get("overlay_ttl_s"), data.get("memory_available_bytes"), data.get("disk_free_bytes"),
+        )  # fmt: skip
+
+
+class Control:
+    """Reads and writes one namespace's control keys."""
+
+    def __init__(self, client: "redis.Redis", keys: Keyspace) -> None:
+        self.client = client
+        self.keys = keys
+        self._told: set[bytes] = set()
+
+    def pointer(self) -> Pointer | None:
+        """What is live in Redis, None after a loss; raises CorruptArtefact for what is no pointer."""
+        raw: Any = self.client.get(self.keys.live)
+        try:
+            return None if raw is None else Pointer.from_bytes(raw)
+        except CorruptArtefact as error:
+            raise CorruptArtefact(
+                f"the key {self.keys.live} holds no pointer of Larder ({error.message}): run "
+                '`python -m precompute restore --adopt --reason "..."`, which replaces it',
+                key=self.keys.live,
+            ) from error
+
+    def move(
+        self,
+        to: Pointer,
+        *,
+        expected_epoch: int,
+        rows: Mapping[str, Row],
+        allowed: Collection[State] = (),
+    ) -> Pointer | None:
+        """Compare-and-set: the pointer now in place if the move took effect (now or by an earlier try), else None.
+
+        Raises Conflict when the target's row is retired or in none of the `allowed` states, and when a canary's is
+        not verified.
+        """
+        states = f" {' '.join(sorted(allowed))} " if allowed else ""
+        arguments: list[Any] = [str(expected_epoch), to.to_bytes(), states]
+        for generation, row in rows.items():
+            arguments += [generation, row.to_bytes()]
+        names = (self.keys.live, self.keys.generations, self.keys.channel)
+        reply: Any = self.client.eval(_MOVE, len(names), *names, *arguments)
+        moved, raw = reply[:2]
+        if moved == 2:
+            state, generation = raw.decode(), reply[2].decode()
+            what = "made live" if generation == to.generation else "tried out"
+            raise Conflict(
+                f"{generation} cannot be {what}: it is {state} by now",
+                generation=generation,
+                state=state,
+            )
+        return Pointer.from_bytes(raw) if moved else None
+
+    def mark(
+        self,
+        rows: Mapping[str, Row],
+        *,
+        expected_epoch: int,
+        unless: Literal["", "live", "previous"] = "",
+    ) -> bool:
+        """Write rows if the pointer is still of this epoch (0: there is none), else False; retired ones stay so.
+
+        Raises Conflict when the pointer names one of them as live or canary (or, with "previous", as that).
+        """
+        arguments: list[Any] = [str(expected_epoch), unless]
+        for generation, row in rows.items():
+            arguments += [generation, row.to_bytes()]
+        names = (self.keys.live, self.keys.generations)
+        marked: Any = self.client.eval(_MARK, len(names), *names, *arguments)
+        if marked == 2:
+            raise Conflict(f"the pointer names one of {', '.join(rows)}: readers depend on it")
+        return bool(marked)
+
+    def rows(self) -> dict[str, Row]:
+        """The whole registry; raises CorruptArtefact for a row that cannot be read."""
+        raw: Any = self.client.hgetall(self.keys.generations)
+        found = {}
+        for name, value in raw.items():
+            generation = name.decode(errors="replace")
+            try:
+                found[generation] = Row.from_bytes(value)
+            except (ValueError, TypeError, KeyError) as error:
+                raise CorruptArtefact(
+                    f"the registry row of {generation} in namespace {self.keys.namespace} cannot be read "
+                    f"({type(error).__name__}: {error}): remove it with `redis-cli HDEL {self.keys.generations} "
+                    f"{generation}`, then run `python -m precompute restore`",
+                    key=self.keys.generations,
+                    generation=generation,
+                ) from error
+        return found
+
+    def set_row(self, generation: str, row: Row) -> None:
+        """Write one row."""
+        self.client.hset(self.keys.generations, generation, row.to_bytes())
+
+    def drop_row(self, generation: str) -> None:
+        """Forget a generation; only when no overlay of it can still live."""
+        self.client.hdel(self.keys.generations, generation)
+
+    def announce(self, what: Literal["pointer", "blocklist"]) -> None:
+        """Tell listening replicas to look now instead of at their next poll."""
+        self.client.publish(self.keys.channel, what)
+
+    def time(self) -> float:
+        """Redis' own clock, Unix seconds: what heartbeats and staging notes are compared with."""
+        seconds, microseconds = home(self.client, self.keys.live).time()
+        return float(seconds) + float(microseconds) / 1e6
+
+    def replicas(self, now: float | None = None) -> list[Replica]:
+        """Replicas that have not missed three beats; what is no heartbeat is skipped, and logged once."""
+        now = self.time() if now is None else now
+        raw: Any = self.client.zrangebyscore(
+            self.keys.replicas, now - REPLICA_DEAD_S, now + REPLICA_DEAD_S, withscores=True
+        )
+        found: dict[str, Replica] = {}
+        for value, beat_at in raw:
+            try:
+                replica = Replica.from_beat(value, float(beat_at))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                if value not in self._told:
+                    self._told.add(value)
+                    log.warning("%s holds what is no heartbeat: %.80r", self.keys.replicas, value)
+                continue
+            found[replica.name] = replica
+        return list(found.values())
+
+    def forget_dead_replicas(
+        self, now: float | None = None, after_s: float = REPLICA_FORGOTTEN_S
+    ) -> int:
+        """Drop replicas silent for a day, or ahead of Redis' clock; a living one is back with its next beat."""
+        now = self.time() if now is None else now
+        remove: Any = self.client.zremrangebyscore
+        ahead = f"({now + REPLICA_DEAD_S!r}"
+        return int(remove(self.keys.replicas, "-inf", now - after_s)) + int(
+            remove(self.keys.replicas, ahead, "+inf")
+        )
+
+    def check_policy(self) -> str:
+        """The eviction policy (of a cluster, the first node's); refuses one that could evict published pages."""
+        policies = {name: _policy(server) for name, server in masters(self.client).items()}
+        for name, policy in policies.items():
+            if not policy.startswith(("volatile-", "noeviction")):
+                where = "" if name == "primary" else f" ({name})"
+                raise Refused(
+                    f"Redis{where} has maxmemory-policy {policy or 'unknown'}, which may evict published pages; set "
+                    "volatile-lru",
+                    rule="maxmemory_policy",
+                    value=policy,
+                    threshold="volatile-* or noeviction",
+                )
+        return next(iter(policies.values()))
+
+
+def _policy(server: "redis.Redis") -> str:
+    try:
+        raw: Any = server.config_get("maxmemory-policy")
+        return str(raw.get("maxmemory-policy", ""))
+    except redis.exceptions.RedisError:  # managed services forbid CONFIG; INFO says it as well
+        info: Any = server.info("memory")
+        return str(info.get("maxmemory_policy", ""))

@@ -1,0 +1,4 @@
+"""Exact top-K on GPUs, by torch.
+
+Imports topk. Start at `scorer`.
+"""

@@ -1,0 +1,70 @@
+"""Exact scores on a torch device: the sums of `cache.model.ranking.score`, in its order, so with its bits."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cache.model.ranking import score
+
+LANES = 4
+_TURN = 16
+WORST = torch.iinfo(torch.int64).min
+"""The key of no pair at all."""
+
+
+def in_order(vectors: torch.Tensor) -> torch.Tensor:
+    """float32 [n, dims] as [n, steps, 4]: the numbers in the order in which numpy's einsum adds their products.
+
+    Four lanes; of each sixteen numbers the last four first, then what is left, padded with zeros. The same order stands
+    in `native/exact.h`.
+    """
+    dims = vectors.shape[1]
+    padded = torch.nn.functional.pad(vectors, (0, -dims % LANES))
+    steps = padded.shape[1] // LANES
+    turned = [
+        step
+        for start in range(0, dims // _TURN * LANES, LANES)
+        for step in range(start + LANES - 1, start - 1, -1)
+    ]
+    order = torch.tensor([*turned, *range(len(turned), steps)], device=vectors.device)
+    return padded.view(len(padded), steps, LANES)[:, order].contiguous()
+
+
+def dots(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    """float32 [n, c]: users [n, steps, 4] by their candidates [n, c, steps, 4], both `in_order`.
+
+    Products and sums are steps of their own: a multiply-add that is fused rounds once where numpy rounds twice.
+    """
+    sums = torch.zeros((*items.shape[:2], LANES), device=items.device)
+    for step in range(items.shape[2]):
+        sums += items[:, :, step] * users[:, None, step]
+    return (sums[..., 0] + sums[..., 1]) + (sums[..., 2] + sums[..., 3])
+
+
+def keys_of(scores: torch.Tensor, ordinals: torch.Tensor) -> torch.Tensor:
+    """`cache.model.ranking.pack` as int64, its highest bit turned over: torch compares signed numbers."""
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
+
+
+def scores_of(keys: torch.Tensor) -> torch.Tensor:
+    """The float32 scores of `keys_of`."""
+    ordered = (keys >> 32).to(torch.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def unsigned(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The keys as `cache.model.ranking.unpack` takes them."""
+    return keys.view(np.uint64) ^ np.uint64(1 << 63)
+
+
+def same_bits(dims: int, device: torch.device) -> bool:
+    """Whether this device's sums have the bits of this numpy."""
+    rng = np.random.default_rng(dims)
+    users = rng.standard_normal((3, dims), np.float32)
+    items = rng.standard_normal((64, dims), np.float32)
+    wanted = score(users, items, np.tile(np.arange(64), (3, 1)))
+    ours = in_order(torch.from_numpy(items).to(device)).expand(3, -1, -1, -1)
+    found = dots(in_order(torch.from_numpy(users).to(device)), ours).cpu().numpy()
+    return bool(np.array_equal(found.view(np.uint32), wanted.view(np.uint32)))

@@ -1,0 +1,210 @@
+"""Items on a torch device: float32 for the scores that decide, half precision for the products that choose."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from precompute.device.exact import in_order
+from precompute.topk.compiled import own_lengths
+from precompute.topk.flat import Compared
+
+LANES = 64
+"""Neighbouring columns belong to different groups: the largest of a group is then found in whole rows."""
+
+_ROUND_UP = 1 + 1e-5
+_LEAST = 1e-12
+_NORMAL = {torch.float16: 2.0**-14}
+"""Smaller numbers are left to the residual: not every GPU multiplies them."""
+_OUT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
+_UNDERFLOW = 2.0**-24
+_MULTIPLE = 8
+_PART = 1 << 16
+_PROBED = 256
+_GROUP_MOST, _GROUP_LEAST = 64, 4
+_CANDIDATES = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queries:
+    """Users [n, ...] in the units of the items: `codes` half, `length` and `residual` float32 [n], rounded up."""
+
+    exact: torch.Tensor
+    own: torch.Tensor | None
+    codes: torch.Tensor
+    length: torch.Tensor
+    residual: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Some items, longest first, as the columns of a product, in groups of `size` that share a bound.
+
+    Column `block * size * LANES + row * LANES + lane` belongs to group `block * LANES + lane`. `ordinals` int64
+    [columns], `places` int64 [items + 1] the other way round (-1 where left out; the last entry is nobody's);
+    `longest` and `residual` float32 [groups], rounded up; `padding` are the columns that are no items.
+    """
+
+    codes: torch.Tensor
+    ordinals: torch.Tensor
+    places: torch.Tensor
+    longest: torch.Tensor
+    residual: torch.Tensor
+    padding: torch.Tensor
+    size: int
+
+    @property
+    def block(self) -> int:
+        """Columns of one block: a product covers whole ones."""
+        return self.size * LANES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceItems:
+    """All items; `order` int64 [items] holds ordinals by falling length, `codes`, `length`, `residual` follow it."""
+
+    exact: torch.Tensor
+    own: torch.Tensor | None
+    order: torch.Tensor
+    codes: torch.Tensor
+    length: torch.Tensor
+    residual: torch.Tensor
+    scale: float
+    error: float
+    """A product's rounding and that of the exact score, relative to both lengths."""
+    whole: Columns
+
+    @classmethod
+    def of(cls, compared: Compared, device: torch.device, dtype: torch.dtype) -> Self:
+        """Raises torch.OutOfMemoryError where the device has no room for them."""
+        dims = compared.vectors.shape[1]
+        scale = float(np.ldexp(1.0, -int(np.frexp(compared.longest)[1])))
+        order = np.argsort(-compared.sizes, kind="stable")
+        scales = np.full(_PART, scale)
+        exact, parts = [], []
+        for start in range(0, len(order), _PART):  # so that copies on their way stay small
+            part = order[start : start + _PART]
+            parts.append(encoded(compared.filtering[part], scales[: len(part)], device, dtype))
+            exact.append(in_order(moved(compared.vectors[start : start + _PART], device)))
+        codes, length, residual = (torch.cat(each) for each in zip(*parts, strict=True))
+        own = own_lengths(compared.vectors) if compared.metric == "cosine" else None
+        where = moved(order, device)
+        return cls(
+            torch.cat(exact), None if own is None else moved(own, device),
+            where, codes, length, residual, scale,
+            _OUT[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
+            _columns(codes, length, residual, where, len(order)),
+        )  # fmt: skip
+
+    def holds(self) -> bool:
+        """Whether this device's products keep to the error that is allowed for: float32 sums, none of its numbers lost.
+
+        Of positive numbers, whose partial sums are as large as they get: sums in half precision show.
+        """
+        device, dtype = self.codes.device, self.codes.dtype
+        users = np.random.default_rng(0).random((_PROBED, self.codes.shape[1]), np.float32)
+        shrunk = np.full(_PROBED, 1.0 / self.codes.shape[1])  # no longer than one
+        codes, length, _ = encoded(users, shrunk, device, dtype)
+        some = self.codes[:: max(1, len(self.codes) // _PROBED)].abs()
+        exact = codes.double() @ some.double().T
+        error = (codes @ some.T).double() - exact
+        allowed = self.error * length[:, None] * some.double().square().sum(1).sqrt() + _UNDERFLOW
+        return bool((error.abs() <= allowed).all())
+
+    def only(self, allowed: torch.Tensor) -> Columns:
+        """The columns of some items; `allowed` bool [items] by ordinal."""
+        ranks = allowed[self.order].nonzero()[:, 0]
+        return _columns(
+            self.codes[ranks], self.length[ranks], self.residual[ranks], self.order[ranks], len(self.order)
+        )  # fmt: skip
+
+    def queries(
+        self,
+        users: NDArray[np.float32],
+        compared: NDArray[np.float32],
+        sizes: NDArray[np.float64],
+    ) -> Queries:
+        """Users float32 [n, dims] as scored and as compared (unit vectors for cosine), `sizes` the latter's lengths."""
+        device = self.codes.device
+        scale = np.ldexp(1.0, -np.frexp(sizes)[1])
+        codes, length, residual = encoded(compared, scale, device, self.codes.dtype)
+        own = None if self.own is None else moved(own_lengths(users), device)
+        return Queries(
+            in_order(moved(users, device)), own, codes, length, residual,
+            moved(scale.astype(np.float32), device),
+        )  # fmt: skip
+
+    def margin(
+        self, columns: Columns, groups: slice, length: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """float32 [n, groups]: what a product may differ from the score, both vectors scaled.
+
+        `length` and `residual` [n] are the users'. With codes q and rests r: |u v - q q'| <= |q| |r'| + |r| |v|, and
+        the sums are rounded.
+        """
+        longest, rest = columns.longest[groups], columns.residual[groups]
+        weight = rest + self.error * (longest + rest)
+        return (length + residual)[:, None] * weight + residual[:, None] * longest + _UNDERFLOW
+
+
+def encoded(
+    vectors: NDArray[np.float32],
+    scale: NDArray[np.float64],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes [n, width], lengths float32 [n], residual lengths float32 [n]) of float32 [n, dims] times `scale` [n].
+
+    Scales are powers of two: nothing is rounded but by the code itself. What is rounded is measured, not estimated.
+    """
+    scaled = moved(vectors, device) * moved(scale.astype(np.float32), device)[:, None]
+    codes = scaled.to(dtype)
+    if (least := _NORMAL.get(dtype)) is not None:
+        codes = torch.where(codes.abs() < least, torch.zeros_like(codes), codes)
+    rest = (scaled - codes.to(torch.float32)).double()
+    length, residual = (_above(each.square().sum(1).sqrt()) for each in (scaled.double(), rest))
+    return torch.nn.functional.pad(codes, (0, -codes.shape[1] % _MULTIPLE)), length, residual
+
+
+def moved(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """On the device; to a GPU from pinned memory, so that the copy waits for nobody."""
+    found = torch.from_numpy(
+        np.require(array, requirements=("C", "W"))
+    )  # torch shares no memory that is read-only
+    if device.type != "cuda":
+        return found
+    return found.pin_memory().to(device, non_blocking=True)
+
+
+def _above(lengths: torch.Tensor) -> torch.Tensor:
+    return (lengths * _ROUND_UP + _LEAST).to(torch.float32)
+
+
+def _columns(
+    codes: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor, items: int
+) -> Columns:  # fmt: skip
+    """Everything by rank; `items` counts all there are."""
+    count, device = len(order), codes.device
+    # Reading a group's K best costs about as much as its column is wide: both are small at the square root.
+    wanted = max(1, count // _CANDIDATES) ** 0.5
+    size = min(_GROUP_MOST, max(_GROUP_LEAST, 1 << round(float(np.log2(wanted)))))
+    block = size * LANES
+    total = -(-max(1, count) // block) * block
+    ranks = torch.arange(total, device=device).view(-1, LANES, size).transpose(1, 2).reshape(-1)
+    known = ranks < count
+    laid = torch.zeros((total, codes.shape[1]), dtype=codes.dtype, device=device)
+    laid[known] = codes[ranks[known]]
+    ordinals = torch.full((total,), items, device=device)
+    ordinals[known] = order[ranks[known]]
+    places = torch.full((items + 1,), -1, device=device)
+    places[ordinals[known]] = known.nonzero()[:, 0]
+    pad = (0, total - count)
+    longest, rest = (
+        torch.nn.functional.pad(each, pad).view(-1, size).amax(1) for each in (length, residual)
+    )
+    return Columns(
+        laid, ordinals, places, longest, rest, (~known).nonzero()[:, 0], size
+    )  # fmt: skip

@@ -1,0 +1,276 @@
+"""`Scorer` on a torch device: slabs of users in two streams, so that copies, products and selection overlap."""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cache.model.ranking import Metric, unpack
+from cache.model.tower import Histories
+from precompute.bundles.index import unit
+from precompute.device.exact import same_bits, unsigned
+from precompute.device.items import Columns, DeviceItems, moved
+from precompute.device.search import Shape, search
+from precompute.topk.compiled import fits
+from precompute.topk.flat import Compared, Top, lengths
+from precompute.topk.topk import Scorer, checked
+
+STREAMS = 2
+"""Slabs under way on a GPU: while one is copied or sorted the other is multiplied."""
+
+_SPARES = (32, 480)
+"""Candidates beside k and its quarter: at first, and again for the few whose list was not certain."""
+_ROWS_MOST, _ROWS_LEAST = 4096, 256
+_SHARE = 0.5
+_PROCESSOR_BYTES = 256 << 20
+_SIZES = (1e-36, 1e36)
+"""Lengths that a power of two scales to one."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """One call of `top`."""
+
+    users: NDArray[np.float32]
+    k: int
+    gone: Histories
+    columns: Columns
+    out: Top
+    told: Callable[[int], None]
+    room_bytes: int
+
+
+class DeviceScorer:
+    """Items on one device, ready to be searched exactly; answers with the bits of `Scorer`."""
+
+    def __init__(self, compared: Compared, items: DeviceItems) -> None:
+        self._compared = compared
+        self._items = items
+        self._device = items.codes.device
+        self._changing = threading.Lock()
+        self._parts = 1
+        self._streams = threading.local()
+        self.has_failed = False
+        """Whether the device gave up for good: the processor then does the rest."""
+
+    @classmethod
+    def of(
+        cls,
+        vectors: NDArray[np.float32],
+        metric: Metric,
+        device: str,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Self | None:
+        """As `Scorer.of`; None, and why in the log, where the device cannot be relied on or has no room.
+
+        `dtype` is that of the products: half on a GPU, float32 elsewhere.
+        """
+        where = torch.device(device)
+        # Half-precision products are summed in float32, and float32 ones are not rounded to TF32.
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+        compared = Compared.of(np.ascontiguousarray(vectors), metric)
+        sizes = lengths(compared.vectors) if metric == "cosine" else compared.sizes
+        certain = len(sizes) > 0 and _SIZES[0] < sizes.max() < _SIZES[1]
+        if not certain or (metric == "cosine" and not fits(compared, compared.vectors).all()):
+            _log.warning("the lengths of these vectors are beyond what %s is certain about", device)
+            return None
+        chosen = dtype or (torch.float32 if where.type == "cpu" else torch.float16)
+        try:
+            if not same_bits(vectors.shape[1], where):
+                _log.warning("%s adds in another order than this numpy: not used", device)
+                return None
+            items = DeviceItems.of(compared, where, chosen)
+            _settle(where)
+            if not items.holds():
+                _log.warning("the products of %s are rougher than %s is: not used", device, chosen)
+                return None
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            _log.warning("%s cannot hold %d items: %s", device, len(sizes), error)
+            return None
+        return cls(compared, items)
+
+    def top(
+        self,
+        users: NDArray[np.float32],
+        k: int,
+        excluded: Histories | None = None,
+        *,
+        allowed: NDArray[np.bool_] | None = None,
+        threads: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Top:
+        """As `Scorer.top`; `threads` are those of what is left to the processor."""
+        users, gone = checked(self._compared, users, k, excluded, allowed)
+        out = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
+        told = progress or (lambda _: None)
+        sizes = lengths(users)
+        certain = fits(self._compared, users) & (
+            (sizes == 0) | ((sizes > _SIZES[0]) & (sizes < _SIZES[1]))
+        )
+        left = np.flatnonzero(certain)
+        try:
+            asked = _Asked(users, k, gone, self._columns(allowed), out, told, self._room_bytes())
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            self._give_up(error)
+        else:
+            for spare in _SPARES:
+                if len(left) and not self.has_failed:
+                    left = self._attempt(asked, left, k + k // 4 + spare)
+        left = np.union1d(left, np.flatnonzero(~certain))
+        if len(left):
+            rest = self._whole_rest if self.has_failed else self._few
+            part = rest.top(
+                users[left], k, gone.take(left), allowed=allowed, threads=threads, progress=told
+            )
+            out[0][left], out[1][left] = part
+        return out
+
+    @cached_property
+    def _few(self) -> Scorer:
+        """For lists that no number of candidates makes certain: not worth laying the items out."""
+        return Scorer.of(self._compared.vectors, self._compared.metric, engine=False)
+
+    @cached_property
+    def _whole_rest(self) -> Scorer:
+        return Scorer.of(self._compared.vectors, self._compared.metric)
+
+    def _columns(self, allowed: NDArray[np.bool_] | None) -> Columns:
+        if allowed is None or self.has_failed:
+            return self._items.whole
+        columns = self._items.only(torch.from_numpy(allowed).to(self._device))
+        _settle(self._device)
+        return columns
+
+    def _attempt(self, asked: _Asked, rows: NDArray[np.int64], fetch: int) -> NDArray[np.int64]:
+        """Scores some users; those of them whose list is not certain."""
+        streams = STREAMS if self._device.type == "cuda" else 1
+        step = self._shape(asked, fetch).users
+        slabs = [rows[start : start + step] for start in range(0, len(rows), step)]
+        with ThreadPoolExecutor(streams, "device") as pool:
+            return np.concatenate([*pool.map(partial(self._slab, asked, fetch), slabs)])
+
+    def _slab(self, asked: _Asked, fetch: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """In smaller pieces where the device runs out of memory; what is left to others."""
+        pieces, left = [rows], []
+        while pieces:
+            piece = pieces.pop()
+            if self.has_failed:
+                left.append(piece)
+                continue
+            shape = self._shape(asked, fetch)
+            if len(piece) > shape.users:
+                pieces += np.array_split(piece, -(-len(piece) // shape.users))
+                continue
+            try:
+                uncertain = self._search(asked, shape, piece)
+            except RuntimeError as error:
+                if _is_full(error):
+                    self._shrink(asked, shape, error)
+                elif isinstance(error, torch.AcceleratorError):
+                    self._give_up(error)
+                else:
+                    raise
+                pieces.append(piece)
+                continue
+            left.append(uncertain)
+            asked.told(len(piece) - len(uncertain))
+        return np.concatenate(left)
+
+    def _search(self, asked: _Asked, shape: Shape, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        with self._stream():
+            users = np.ascontiguousarray(asked.users[rows])
+            compared = unit(users) if self._compared.metric == "cosine" else users
+            queries = self._items.queries(users, compared, lengths(compared))
+            gone, items = asked.gone.take(rows), len(self._compared.vectors)
+            owners = np.repeat(np.arange(len(rows)), np.diff(gone.indptr))
+            known = (gone.indices >= 0) & (gone.indices < items)
+            pairs = moved(owners[known], self._device), moved(gone.indices[known], self._device)
+            found = search(self._items, asked.columns, queries, pairs, asked.k, shape)
+            keys, certain = (_fetched(each) for each in found)
+            _settle(self._device)
+        good, where = certain.numpy(), keys.numpy()
+        ordinals, scores = unpack(unsigned(where[good]), asked.k)
+        asked.out[0][rows[good]], asked.out[1][rows[good]] = ordinals, scores
+        uncertain: NDArray[np.int64] = rows[~good]
+        return uncertain
+
+    def _stream(self) -> Any:
+        """This thread's stream."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        if not hasattr(self._streams, "own"):
+            self._streams.own = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._streams.own)
+
+    def _room_bytes(self) -> int:
+        """What one slab may take of the memory that is free now."""
+        if self._device.type != "cuda":
+            return _PROCESSOR_BYTES
+        free, _ = torch.cuda.mem_get_info(self._device)
+        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return int((free + kept) * _SHARE / STREAMS)
+
+    def _shape(self, asked: _Asked, fetch: int) -> Shape:
+        """The widest product that has room, of as many users as fill the device."""
+        columns, room = asked.columns, asked.room_bytes // self._parts
+        total, block = len(columns.ordinals), columns.block
+        per_column = self._items.codes.element_size() + 16 / columns.size
+        fetch = min(fetch, total)
+        per_user = min(fetch * columns.size, total) * 28 + fetch * 64
+        whole = int(room // (per_user + total * per_column))
+        if whole >= _ROWS_LEAST:
+            return Shape(min(whole, _ROWS_MOST), total, fetch)
+        width = int((room / _ROWS_LEAST - per_user) / per_column) // block * block
+        if width >= block:
+            return Shape(_ROWS_LEAST, width, fetch)
+        return Shape(max(1, int(room // (per_user + block * per_column))), block, fetch)
+
+    def _shrink(self, asked: _Asked, shape: Shape, error: Exception) -> None:
+        """Half as much at once from now on; gives up where that is nothing."""
+        if shape.users == 1 and shape.columns <= asked.columns.block:
+            self._give_up(error)
+            return
+        with self._changing:
+            if self._shape(asked, shape.fetch) == shape:  # else another slab was first
+                self._parts *= 2
+                _log.info("%s: out of memory with %s; going on with half", self._device, shape)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _give_up(self, error: Exception) -> None:
+        with self._changing:
+            if not self.has_failed:
+                self.has_failed = True
+                _log.warning("%s failed, the processor goes on: %s", self._device, error)
+
+
+def _is_full(error: RuntimeError) -> bool:
+    """cuBLAS has an error of its own for a device without room."""
+    return isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
+
+
+def _fetched(found: torch.Tensor) -> torch.Tensor:
+    """On its way to the host, into pinned memory: there once the stream has settled."""
+    if found.device.type != "cuda":
+        return found
+    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+    return host.copy_(found, non_blocking=True)
+
+
+def _settle(device: torch.device) -> None:
+    """Waits for this thread's stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,195 @@
+"""Some users against all columns: half-precision products choose candidates, float32 decides, and it is certified.
+
+Items lie longest first in groups; a group's largest product plus what rounding may hide bounds all its scores, so the
+best groups hold the best items. What was left out anywhere has a bound: a list is certain where its last exact score
+is above all of them. Later tiles are multiplied only for users whose list a shorter item can still enter (as LEMP and
+FEXIPRO prune by length: Teflioudi et al. 2015, Li et al. 2017).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from precompute.device.exact import WORST, dots, keys_of, scores_of
+from precompute.device.items import LANES, Columns, DeviceItems, Queries
+
+_FIRST = 8
+"""The longest items, one part of so many, are multiplied first; each tile then doubles what was done."""
+_SPLIT_BLOCKS = 32
+_EXACT_NUMBERS = {"cuda": 1 << 26, "cpu": 1 << 20}
+"""Of candidates gathered at once: a GPU wants long steps, a processor what its caches hold."""
+_NOTHING = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How much at once: `users` rows by `columns` of products, `fetch` candidates for each user."""
+
+    users: int
+    columns: int
+    fetch: int
+
+
+@dataclass(slots=True, eq=False)
+class _Found:
+    """The best candidates so far, [n, fetch], and the highest bound of what was left out, [n]."""
+
+    upper: torch.Tensor
+    lower: torch.Tensor
+    column: torch.Tensor
+    left_out: torch.Tensor
+
+    def merge(
+        self, rows: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, column: torch.Tensor
+    ) -> None:
+        """New candidates [rows, any number] join those of some rows; the worst bounds go."""
+        uppers = torch.cat([self.upper[rows], upper], 1)
+        best, at = uppers.topk(self.upper.shape[1], 1)
+        self.upper[rows] = best
+        self.lower[rows] = torch.cat([self.lower[rows], lower], 1).gather(1, at)
+        self.column[rows] = torch.cat([self.column[rows], column], 1).gather(1, at)
+        self.leave_out(rows, best[:, -1])
+
+    def leave_out(self, rows: torch.Tensor, bounds: torch.Tensor) -> None:
+        """Nothing that was left out of some rows has a higher bound than these [rows]."""
+        self.left_out[rows] = torch.maximum(self.left_out[rows], bounds)
+
+
+def tiles(columns: Columns, most: int) -> Iterator[slice]:
+    """Whole blocks of columns, at most `most` at a time; small ones first where there are many."""
+    total, block = len(columns.ordinals), columns.block
+    start = 0
+    while start < total:
+        width = most // block * block or block
+        if total >= _SPLIT_BLOCKS * block:
+            width = min(width, max(start, total // _FIRST // block * block))
+        yield slice(start, min(start + width, total))
+        start += width
+
+
+def search(
+    items: DeviceItems,
+    columns: Columns,
+    queries: Queries,
+    gone: tuple[torch.Tensor, torch.Tensor],
+    k: int,
+    shape: Shape,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keys int64 [n, k] descending, WORST where there is no item; certain bool [n]).
+
+    `gone` are pairs (row, ordinal) that may not appear; an ordinal that is not one is len(items.order).
+    """
+    users, device = len(queries.codes), queries.codes.device
+    fetch = min(shape.fetch, len(columns.ordinals))
+    found = _Found(
+        torch.full((users, fetch), _NOTHING, device=device),
+        torch.full((users, fetch), _NOTHING, device=device),
+        torch.zeros((users, fetch), dtype=torch.int64, device=device),
+        torch.full((users,), _NOTHING, device=device),
+    )
+    owners, hidden = gone[0], columns.places[gone[1]]
+    rows = torch.arange(users, device=device)
+    for tile in tiles(columns, shape.columns):
+        if tile.start:
+            rows = rows[_still_open(items, columns, queries, found, rows, tile, k)]
+        if not len(rows):
+            break
+        _look(items, columns, queries, found, rows, (owners, hidden), tile)
+    keys = _exact(items, columns, queries, found)
+    best = keys.topk(min(k, fetch), 1)[0]
+    if best.shape[1] < k:
+        best = torch.nn.functional.pad(best, (0, k - best.shape[1]), value=WORST)
+    last = scores_of(best[:, -1]) * queries.scale * items.scale
+    certain = (found.left_out == _NOTHING) | ((best[:, -1] != WORST) & (last > found.left_out))
+    return best, certain
+
+
+def _still_open(
+    items: DeviceItems,
+    columns: Columns,
+    queries: Queries,
+    found: _Found,
+    rows: torch.Tensor,
+    tile: slice,
+    k: int,
+) -> torch.Tensor:
+    """Which of the rows [m] an item of this tile, or of one behind it, can still enter."""
+    if found.lower.shape[1] < k:
+        return torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    group = tile.start // columns.size
+    first = slice(group, group + 1)  # no later group is longer
+    length, residual = queries.length[rows], queries.residual[rows]
+    reach = length * columns.longest[group] + items.margin(columns, first, length, residual)[:, 0]
+    kth = found.lower[rows].topk(k, 1)[0][:, -1]
+    return kth <= reach
+
+
+def _look(
+    items: DeviceItems,
+    columns: Columns,
+    queries: Queries,
+    found: _Found,
+    rows: torch.Tensor,
+    gone: tuple[torch.Tensor, torch.Tensor],
+    tile: slice,
+) -> None:
+    """One product of some rows, and what of it may be among the best."""
+    size, fetch = columns.size, found.upper.shape[1]
+    product = queries.codes[rows] @ columns.codes[tile].T
+    _hide(product, columns, gone, rows, len(queries.codes), tile)
+    most = product.view(len(rows), -1, size, LANES).amax(2).view(len(rows), -1)
+    groups = slice(tile.start // size, tile.stop // size)
+    margin = items.margin(columns, groups, queries.length[rows], queries.residual[rows])
+    bounds = most.to(torch.float32) + margin
+    best, at = bounds.topk(min(fetch, bounds.shape[1]), 1)
+    if best.shape[1] < bounds.shape[1]:
+        found.leave_out(rows, best[:, -1])
+    inside = torch.arange(0, columns.block, LANES, device=rows.device)
+    column = (at // LANES * columns.block + at % LANES)[:, :, None] + inside
+    column = column.view(len(rows), -1)
+    scores = product.gather(1, column).to(torch.float32)
+    slack = margin.gather(1, at).repeat_interleave(size, 1)
+    upper, which = (scores + slack).topk(min(fetch, column.shape[1]), 1)
+    if upper.shape[1] < column.shape[1]:
+        found.leave_out(rows, upper[:, -1])
+    lower = upper - 2 * slack.gather(1, which)
+    found.merge(rows, upper, lower, column.gather(1, which) + tile.start)
+
+
+def _hide(
+    product: torch.Tensor,
+    columns: Columns,
+    gone: tuple[torch.Tensor, torch.Tensor],
+    rows: torch.Tensor,
+    users: int,
+    tile: slice,
+) -> None:
+    """What is excluded, and what is no item, gets the score of nothing."""
+    owners, hidden = gone
+    where = torch.full((users,), -1, device=rows.device)
+    where[rows] = torch.arange(len(rows), device=rows.device)
+    owners = where[owners]
+    inside = (hidden >= tile.start) & (hidden < tile.stop) & (owners >= 0)
+    product[owners[inside], hidden[inside] - tile.start] = _NOTHING
+    padding = columns.padding
+    padding = padding[(padding >= tile.start) & (padding < tile.stop)]
+    product.index_fill_(1, padding - tile.start, _NOTHING)
+
+
+def _exact(items: DeviceItems, columns: Columns, queries: Queries, found: _Found) -> torch.Tensor:
+    """The keys of all candidates, int64 [n, fetch], by their exact scores."""
+    users, fetch = found.column.shape
+    keys = torch.empty((users, fetch), dtype=torch.int64, device=found.column.device)
+    numbers = _EXACT_NUMBERS[found.column.device.type]
+    step = max(1, numbers // (fetch * items.exact[0].numel()))
+    for start in range(0, users, step):
+        rows = slice(start, start + step)
+        ordinals = columns.ordinals[found.column[rows]]
+        ordinals = ordinals.clamp(max=len(items.order) - 1)  # of columns that are no items
+        scores = dots(queries.exact[rows], items.exact[ordinals])
+        if items.own is not None and queries.own is not None:
+            lengths = items.own[ordinals] * queries.own[rows, None]
+            scores = torch.where(lengths > 0, scores / lengths, torch.zeros_like(scores))
+        keys[rows] = keys_of(scores, ordinals)
+    return keys.masked_fill_(found.upper == _NOTHING, WORST)

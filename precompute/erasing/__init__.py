@@ -1,0 +1,4 @@
+"""Erasing an entity: which generations and hosts still hold it, and what is done until none does.
+
+Imports erasures, partitions and releases. Start at `erasing`.
+"""

@@ -1,0 +1,85 @@
+"""Copies of generations on hosts, as these have recorded them in the store: an erasure waits until they are gone."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import orjson
+
+from cache.errors import Conflict
+from cache.store.artefacts import ArtefactStore
+from cache.store.host_copies import FOLDER, record_path
+
+_BEGUN = "begun.json"
+"""Beside the records of a generation: what it left out, kept for when its own files are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Files of a generation on a host, there since `at` (Unix seconds, by that host's clock)."""
+
+    generation: str
+    host: str
+    at: float
+
+
+def note_left_out(store: ArtefactStore, generation: str, numbers: Iterable[int]) -> None:
+    """Keep the numbers of the erasures that a generation leaves out, before any host has a copy of it."""
+    if store.copies is not None:
+        body = orjson.dumps({"erased": list(numbers)})
+        store.write(f"{FOLDER}/{generation}/{_BEGUN}", body)
+
+
+def left_out(store: ArtefactStore, generation: str) -> set[int]:
+    """Those numbers; none where that cannot be told, so that every erasure counts as held."""
+    raw = store.read(f"{FOLDER}/{generation}/{_BEGUN}")
+    try:
+        return set() if raw is None else set(orjson.loads(raw)["erased"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return set()
+
+
+def copies_on_hosts(store: ArtefactStore, *, but: Collection[str] = ()) -> list[Copy]:
+    """What is recorded, of generations other than `but`; of a local store nothing is a copy."""
+    if store.copies is None:
+        return []
+    hosts = [
+        (generation, name.removesuffix(".json"))
+        for generation in store.names(FOLDER)
+        if generation not in but
+        for name in store.names(f"{FOLDER}/{generation}")
+        if name.endswith(".json") and name != _BEGUN
+    ]
+    bodies = store.read_many([record_path(*each) for each in hosts])
+    return [
+        Copy(*each, _at(bodies[path])) for each in hosts if (path := record_path(*each)) in bodies
+    ]
+
+
+def _at(raw: bytes) -> float:
+    try:
+        return float(orjson.loads(raw)["at"])
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return 0.0  # the name says all that matters
+
+
+def declare_gone(store: ArtefactStore, pattern: str) -> list[Copy]:
+    """Forget the copies of hosts that will never run again, by name or pattern; raises Conflict when none has any."""
+    copies = copies_on_hosts(store)
+    gone = [each for each in copies if fnmatchcase(each.host, pattern)]
+    if not gone:
+        known = ", ".join(sorted({each.host for each in copies})) or "no host"
+        raise Conflict(f"no copy is recorded of a host {pattern!r}; {known} has some")
+    for each in gone:
+        store.delete(record_path(each.generation, each.host))
+    return gone
+
+
+def sweep_notes(store: ArtefactStore, wanted: Collection[str]) -> None:
+    """Remove what was noted of generations that no host, and not the store, has any more."""
+    if store.copies is None:
+        return
+    stored = {*store.names("generations"), *wanted}
+    for generation in store.names(FOLDER):
+        if generation not in stored and store.names(f"{FOLDER}/{generation}") == [_BEGUN]:
+            store.delete(f"{FOLDER}/{generation}")

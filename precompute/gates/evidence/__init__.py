@@ -1,0 +1,4 @@
+"""Evidence that gates share: a candidate, its samples, scans of its records, and the verdict of one rule.
+
+Imports scoring. Start at `candidate`.
+"""

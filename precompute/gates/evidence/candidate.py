@@ -1,0 +1,71 @@
+"""A candidate: a loaded generation with all that its gates may look at."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from cache.format.item_table import ItemTable
+from cache.format.manifest import Manifest
+from precompute.config.settings import GateThresholds, GovernorConfig
+from precompute.control.control_keys import Control
+from precompute.erasures.erasure import NOBODY, Erased
+from precompute.gates.evidence.evidence import Evidence
+from precompute.gates.evidence.verdict import FIRST, UNREADABLE, Verdict
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A loaded generation with what its gates may look at; `live` is None for the first one ever.
+
+    `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
+    may hold, `erased` what this night left out because it had to, `governor` how reading pages back spares readers
+    (None: not at all), `unreadable` the live generation whose manifest cannot be read, `keep` how many superseded ones
+    sweeps leave. `evidence` is gathered once for all gates.
+    """
+
+    manifest: Manifest
+    root: Path
+    items: ItemTable
+    control: Control
+    live: Manifest | None
+    thresholds: GateThresholds
+    history_limit: int
+    live_root: Path | None = None
+    pages_bytes: int | None = None
+    erased: Erased = NOBODY
+    governor: GovernorConfig | None = None
+    given: Evidence | None = field(default=None, repr=False)
+    unreadable: str | None = None
+    keep: int = 1
+
+    def __post_init__(self) -> None:
+        if self.given is None:
+            found = Evidence(
+                self.manifest, self.root, self.items, self.history_limit, self.live, self.live_root
+            )
+            object.__setattr__(self, "given", found)
+
+    @property
+    def evidence(self) -> Evidence:
+        """What several gates look at."""
+        return cast(Evidence, self.given)
+
+    @property
+    def baseline(self) -> str | None:
+        """The live generation's id."""
+        return None if self.live is None else self.live.generation
+
+    def uncompared(self, rule: str, threshold: float | str | None) -> Verdict:
+        """Of a gate that has no live manifest to compare with: passed only where nothing was ever live."""
+        if self.unreadable is None:
+            return Verdict(rule, True, None, threshold, FIRST)
+        return Verdict(rule, False, None, threshold, UNREADABLE, self.unreadable)
+
+    @property
+    def is_retrained(self) -> bool:
+        """Whether another bundle made it than made the live generation."""
+        return self.live is not None and self.live.bundle_digest != self.manifest.bundle_digest
+
+
+Gate = Callable[[Candidate], Verdict]

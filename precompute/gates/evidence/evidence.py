@@ -1,0 +1,197 @@
+"""Evidence: what several gates look at, gathered once and without Redis."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import CorruptArtefact
+from cache.format.directory import Directory
+from cache.format.item_table import ItemTable, Ordinals
+from cache.format.keys import hash_ids
+from cache.format.manifest import Manifest, Table
+from cache.model.tower import Histories, Inputs, Tower
+from cache.store.artefacts import generation_path
+from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.bundles.index import lengths_of
+from precompute.gates.evidence.scan import Scan, read_records, scan_table
+from precompute.gates.evidence.user_sample import UserSample, sample_users
+from precompute.partitions.catalogue import (
+    ITEM_FEATURES,
+    item_features,
+    item_texts,
+    ordinals_of_texts,
+)
+from precompute.scoring.inputs import bind, usable_inputs
+
+ITEM_STRATUM = 64
+
+
+def few(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """At most `count` of the rows, evenly spread."""
+    picked = np.linspace(0, len(rows) - 1, min(count, len(rows)))
+    return rows[np.unique(picked.astype(np.int64))]
+
+
+class Evidence:
+    """Lazily gathered facts of one candidate; what cannot be gathered raises in every gate that wants it."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        root: Path,
+        items: ItemTable,
+        history_limit: int,
+        live: Manifest | None,
+        live_root: Path | None,
+    ) -> None:
+        self.manifest = manifest
+        self.root = root
+        self.items = items
+        self._history_limit = history_limit
+        self._live = live
+        self._live_root = live_root
+
+    @cached_property
+    def scans(self) -> Mapping[str, Scan]:
+        """A scan of every table."""
+        return {
+            name: scan_table(self.root, self.manifest, table)
+            for name, table in self.manifest.tables.items()
+        }
+
+    @cached_property
+    def directories(self) -> Mapping[str, Directory]:
+        """The directory of every entity set."""
+        return {
+            name: Directory.open(self.root, entities)
+            for name, entities in self.manifest.entity_sets.items()
+        }
+
+    @cached_property
+    def bundle(self) -> Bundle:
+        """The bundle that `begin` pinned, its own checksums verified."""
+        return Bundle.open(self.root / "bundle")
+
+    @cached_property
+    def users(self) -> UserSample:
+        """Sampled users with their inputs."""
+        return sample_users(
+            self.root / "work/partition",
+            self.manifest.entity_sets["user"],
+            self.directories["user"],
+            history_limit=self._history_limit,
+        )
+
+    @cached_property
+    def live_items(self) -> ItemTable | None:
+        """The live generation's item table; None for the first generation."""
+        if self._live is None:
+            return None
+        if self._live_root is None:
+            raise CorruptArtefact(
+                f"the files of {generation_path(self._live.generation)} are not here"
+            )
+        return ItemTable.open(self._live_root, self._live)
+
+    @cached_property
+    def live_users(self) -> Directory | None:
+        """The live generation's directory of users; None for the first generation."""
+        if self._live is None:
+            return None
+        if self._live_root is None:
+            raise CorruptArtefact(
+                f"the files of {generation_path(self._live.generation)} are not here"
+            )
+        return Directory.open(self._live_root, self._live.entity_sets["user"])
+
+    @cached_property
+    def live_ordinals(self) -> NDArray[np.int64]:
+        """int64[live items]: the live generation's items as ordinals of this one; a negative one of its own if gone."""
+        if self.live_items is None:
+            return np.empty(0, np.int64)
+        found = ordinals_of_texts(self.items, item_texts(self.live_items))
+        return np.where(found >= 0, found, -1 - np.arange(len(found)))
+
+    @cached_property
+    def users_in_live(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(positions here, positions in the live generation) of the sampled users that both have."""
+        if self.live_users is None:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        hashes = hash_ids(self.users.users.ids, self.live_users.seed)
+        before = self.live_users.find_many(hashes)
+        return self.users.positions[before >= 0], before[before >= 0]
+
+    @cached_property
+    def item_strata(self) -> Mapping[str, NDArray[np.int64]]:
+        """Ordinals of items with the longest vectors (head), the shortest, new against the live one, and any."""
+        lengths = lengths_of(self.items.vectors)
+        order = np.argsort(-lengths, kind="stable")
+        spread = np.unique(np.linspace(0, self.items.count - 1, 2 * ITEM_STRATUM).astype(np.int64))
+        strata = {"head": order[:ITEM_STRATUM], "tail": order[-ITEM_STRATUM:], "spread": spread}
+        if self.live_items is not None:
+            new = np.flatnonzero(ordinals_of_texts(self.live_items, item_texts(self.items)) < 0)
+            strata["new"] = new[:ITEM_STRATUM]
+        return {name: rows for name, rows in strata.items() if len(rows)}
+
+    @cached_property
+    def item_rows(self) -> NDArray[np.int64]:
+        """All sampled items, ascending."""
+        return np.unique(np.concatenate(list(self.item_strata.values())))
+
+    def user_inputs(self, model: BundleModel) -> tuple[Inputs, NDArray[np.int64]]:
+        """(inputs, rows of the sample that have them) for a model of users."""
+        usable, histories, features = usable_inputs(
+            self.items, self.users.users, {model.name: model.spec}
+        )
+        bound = bind(
+            model.spec,
+            histories=histories.take(usable),
+            features={name: value[usable] for name, value in features[model.name].items()},
+        )
+        return bound, usable
+
+    def item_inputs(self, model: BundleModel, rows: NDArray[np.int64]) -> Inputs:
+        """Inputs of items for a model of items."""
+        features, _ = self._item_features(model)
+        return bind(
+            model.spec,
+            features={name: value[rows] for name, value in features.items()},
+            index=self.items.to_model(Ordinals(rows)),
+        )
+
+    def item_rows_for(self, model: BundleModel) -> NDArray[np.int64]:
+        """Those of the sampled items that have what a model of items wants."""
+        return self.item_rows[self._item_features(model)[1][self.item_rows]]
+
+    def _item_features(
+        self, model: BundleModel
+    ) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
+        return item_features(self.root / ITEM_FEATURES, model.spec, self.items.count)
+
+    def run(self, model: BundleModel, inputs: Inputs) -> NDArray[np.float32]:
+        """A model's full-precision outputs, from the bundle's own file."""
+        return Tower.open(model.path, model.spec).run(inputs)
+
+    @cached_property
+    def user_vectors(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """(vectors float32 [n, dims], their rows of the sample)."""
+        inputs, rows = self.user_inputs(self.bundle.user_tower)
+        vectors = self.run(self.bundle.user_tower, inputs)
+        finite = np.isfinite(vectors).all(axis=1)  # whose is not has no record
+        return vectors[finite], rows[finite]
+
+    @cached_property
+    def seen(self) -> Histories:
+        """Ordinals of each sampled user's history: what must not be recommended."""
+        return Histories(self.users.users.indptr, self.users.users.ordinals)
+
+    def records_of(self, table: Table, positions: NDArray[np.int64]) -> NDArray[Any]:
+        """Records at positions of the table's directory, from the page files."""
+        ends = np.cumsum([part.count for part in table.parts])
+        parts = np.searchsorted(ends, positions, "right")
+        starts = np.concatenate([[0], ends[:-1]])
+        return read_records(self.root, table, parts, positions - starts[parts])

@@ -1,0 +1,209 @@
+"""A stratified sample of the users of a generation, with what the night knew of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.errors import CorruptArtefact
+from cache.format.directory import Directory
+from cache.format.manifest import EntitySet
+from precompute.partitions.shard_files import HASH, NAMING, read_batches, read_stream, shard_paths
+from precompute.partitions.shard_input import ShardInput, scratch_folder, slice_shard
+from precompute.sources.columns import raws_of, text_hashes
+
+SHARDS_MAX: Final = 16
+"""Partition files read at most: all of a usual night, spread over the hash range of a large one."""
+
+STRATA: Final = ("head", "tail", "new", "recent", "spread")
+PER_STRATUM: Final = 80
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UserSample:
+    """Users with a record: longest histories (head), shortest, newest, most recently active, and any.
+
+    `rows` names each stratum's rows of `users`; `positions` are theirs in the directory, `last` the time at which they
+    last chose an item for the first time (microseconds since 1970). `with_record` counts the users of the slices that
+    were read.
+    """
+
+    users: ShardInput
+    positions: NDArray[np.int64]
+    last: NDArray[np.int64]
+    rows: Mapping[str, NDArray[np.int64]]
+    in_source: int
+    with_record: int
+
+
+def sampled_shards(entities: EntitySet) -> list[int]:
+    """The shards whose partition files gates read."""
+    found = len(entities.parts)
+    return sorted(
+        {shard * found // min(found, SHARDS_MAX) for shard in range(min(found, SHARDS_MAX))}
+    )
+
+
+def names_of(folder: Path, shard: int) -> Iterator[Any]:
+    """Arrow strings: every user that a shard's partition names, some of them again."""
+    for path in shard_paths(folder, shard, NAMING):
+        for batch in read_batches(path, fields=[0]):
+            yield batch.column("user")
+
+
+def seen_by(folder: Path, shard: int, users: Sequence[str]) -> set[tuple[str, int]]:
+    """(user, ordinal) of all that these users chose before the cut."""
+    wanted = pa.array(users, pa.string())
+    user_of: dict[int, str] = {}
+    for path in shard_paths(folder, shard, NAMING):
+        for batch in read_batches(path, fields=[0, 1]):
+            found = batch.filter(pc.is_in(batch.column("user"), value_set=wanted))
+            user_of |= dict(
+                zip(*(each.to_pylist() for each in reversed(found.columns)), strict=True)
+            )
+    hashes = pa.array(list(user_of), pa.uint64())
+    pairs: set[tuple[str, int]] = set()
+    for batch in read_batches(folder / f"{shard:04d}.rows"):
+        found = batch.filter(pc.is_in(batch.column(HASH), value_set=hashes))
+        whose, chosen = (found.column(name).to_pylist() for name in (HASH, "ordinal"))
+        pairs |= {(user_of[user], ordinal) for user, ordinal in zip(whose, chosen, strict=True)}
+    return pairs
+
+
+def _users(folder: Path, shard: int) -> Any:
+    """Every distinct user that a slice names, with the hash."""
+    named = [read_stream(path) for path in shard_paths(folder, shard, NAMING)]
+    return (
+        pa.concat_tables([each.select(["user", HASH]) for each in named])
+        .group_by(["user", HASH], use_threads=False)
+        .aggregate([])
+    )
+
+
+def sample_users(
+    folder: Path, entities: EntitySet, directory: Directory, *, history_limit: int
+) -> UserSample:
+    """Choose among the users of the first slice of each shard that gates read; the same files give the same sample."""
+    shards = sampled_shards(entities)
+    per_shard = -(-PER_STRATUM // len(shards))
+    parts = []
+    for shard in shards:
+        with scratch_folder(folder) as scratch:
+            slices = slice_shard(folder, shard, len(entities.parts), scratch, first=1)
+            (number,) = slices.numbers
+            parts.append(_slice(slices.folder, number, directory, per_shard, history_limit))
+    starts = np.cumsum([0, *(len(part.positions) for part in parts)])
+    users = _joined([part.users for part in parts])
+    return UserSample(
+        users,
+        np.concatenate([part.positions for part in parts]),
+        np.concatenate([part.last for part in parts]),
+        {
+            name: np.concatenate(
+                [part.rows[name] + start for part, start in zip(parts, starts, strict=False)]
+            )
+            for name in STRATA
+        },
+        sum(part.in_source for part in parts),
+        sum(part.with_record for part in parts),
+    )
+
+
+def _slice(
+    folder: Path, shard: int, directory: Directory, per_stratum: int, history_limit: int
+) -> UserSample:
+    rows, features = (read_stream(folder / f"{shard:04d}.{kind}") for kind in ("rows", "features"))
+    users = _users(folder, shard).combine_chunks()
+    grouped = rows.group_by(HASH).aggregate([("time", "min"), ("time", "max"), ("time", "count")])
+    if pc.index_in(grouped.column(HASH), users.column(HASH)).null_count:
+        raise CorruptArtefact(
+            f"shard {shard} of the partition has rows of users that it does not name"
+        )
+    place = pc.index_in(users.column(HASH), grouped.column(HASH)).combine_chunks()
+    counts, first, last = (
+        np.asarray(pc.fill_null(grouped.column(f"time_{what}").combine_chunks().take(place), 0))
+        for what in ("count", "min", "max")
+    )
+    hashes = text_hashes(users.column("user"), directory.seed)
+    positions = directory.find_many(hashes)
+    known = np.flatnonzero(positions >= 0)
+    known = known[np.argsort(positions[known], kind="stable")]
+    orders = {
+        "head": np.argsort(-counts[known], kind="stable"),
+        "tail": np.argsort(counts[known], kind="stable"),
+        "new": np.argsort(-first[known], kind="stable"),
+        "recent": np.argsort(-last[known], kind="stable"),
+        "spread": np.unique(np.linspace(0, max(0, len(known) - 1), per_stratum).astype(np.int64)),
+    }
+    chosen = {name: known[order[:per_stratum]] for name, order in orders.items()}
+    picked = np.unique(np.concatenate(list(chosen.values())))
+    users, chose = _inputs(rows, features, users, picked, hashes, history_limit)
+    strata = {name: np.searchsorted(picked, np.sort(each)) for name, each in chosen.items()}
+    return UserSample(users, positions[picked], chose, strata, len(hashes), len(known))
+
+
+def _inputs(
+    rows: Any,
+    features: Any,
+    users: Any,
+    picked: NDArray[np.int64],
+    hashes: NDArray[np.uint64],
+    history_limit: int,
+) -> tuple[ShardInput, NDArray[np.int64]]:
+    """What `read_shard` says of these users, found another way: row by row, the later occurrence wins.
+
+    And when each of them last chose an item that was new to them: a repeat changes no list.
+    """
+    users = users.take(pa.array(picked)).combine_chunks()
+    wanted = users.column(HASH).combine_chunks()
+    found = rows.filter(pc.is_in(rows.column(HASH), value_set=wanted))
+    whose = np.asarray(pc.index_in(found.column(HASH), wanted))
+    ordinals = np.asarray(found.column("ordinal"))
+    times = np.asarray(found.column("time"))
+    order = np.argsort(times, kind="stable")
+    chose = np.zeros(len(picked), np.int64)
+    seen: list[dict[int, None]] = [{} for _ in range(len(picked))]
+    for user, ordinal, time in zip(
+        whose[order].tolist(), ordinals[order].tolist(), times[order].tolist(), strict=True
+    ):
+        if ordinal < 0:
+            continue
+        if ordinal in seen[user]:
+            del seen[user][ordinal]
+        else:
+            chose[user] = time
+        seen[user][ordinal] = None
+    kept = [list(each) for each in seen]
+    at = pc.index_in(wanted, features.column(HASH))
+    inputs = ShardInput(
+        ids=raws_of(users.column("user")),
+        hashes=hashes[picked],
+        indptr=np.cumsum([0, *(len(each) for each in kept)]),
+        ordinals=np.array([ordinal for each in kept for ordinal in each], np.int64),
+        features={
+            name: features.column(name).combine_chunks().take(at)
+            for name in features.column_names[2:]
+        },
+        history_limit=history_limit,
+    )
+    return inputs, chose
+
+
+def _joined(parts: list[ShardInput]) -> ShardInput:
+    lengths = np.concatenate([np.diff(part.indptr) for part in parts])
+    return ShardInput(
+        ids=[raw for part in parts for raw in part.ids],
+        hashes=np.concatenate([part.hashes for part in parts]),
+        indptr=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+        ordinals=np.concatenate([part.ordinals for part in parts]),
+        features={
+            name: pa.concat_arrays([part.features[name] for part in parts])
+            for name in parts[0].features
+        },
+        history_limit=parts[0].history_limit,
+    )

@@ -1,0 +1,4 @@
+"""Gate rules, a family in each module, a rule in each function; `judge` runs them.
+
+Imports gates.evidence. Start at `records`.
+"""

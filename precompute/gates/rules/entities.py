@@ -1,0 +1,183 @@
+"""Gates on who has a record: ids neither lost, invented, doubled nor exchanged."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from cache.format.directory import Directory
+from cache.format.keys import FINGERPRINT_SEED, hash_ids
+from cache.format.manifest import Table
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.user_sample import names_of, sampled_shards
+from precompute.gates.evidence.verdict import Verdict, at_least, none_of
+from precompute.partitions.catalogue import item_texts
+from precompute.sources.columns import text_hashes
+from precompute.sources.vocabulary import AT_ONCE
+
+
+def coverage_of_source(candidate: Candidate) -> Verdict:
+    """Users with an answer in the worst table, of all that the sources name.
+
+    As counted by the night, and as the partition's own files name users with a record.
+    """
+    manifest, users, evidence = candidate.manifest, candidate.evidence.users, candidate.evidence
+    named = max(1, manifest.facts["users_in_source"])
+    count = manifest.entity_sets["user"].count
+    answers = {
+        name: count - scan.absent
+        for name, scan in evidence.scans.items()
+        if scan.table.entity == "user"
+    }
+    worst = min(answers, key=lambda name: answers[name], default="")
+    counted = answers.get(worst, count) / named
+    measured = users.with_record / max(1, users.in_source)
+    return at_least(
+        "coverage_of_source",
+        min(counted, measured),
+        candidate.thresholds.coverage_of_source,
+        f"{answers.get(worst, count):,} of {named:,} users{f' in {worst}' if worst else ''}",
+    )
+
+
+def coverage_of_live(candidate: Candidate) -> Verdict:
+    """Users of this generation against the live one's."""
+    return _against_live(
+        "coverage_of_live", candidate, "user", candidate.thresholds.coverage_of_live
+    )
+
+
+def items_of_live(candidate: Candidate) -> Verdict:
+    """Items of this generation against the live one's."""
+    return _against_live("items_of_live", candidate, "item", candidate.thresholds.items_of_live)
+
+
+def _against_live(rule: str, candidate: Candidate, entity: str, threshold: float) -> Verdict:
+    if candidate.live is None:
+        return candidate.uncompared(rule, threshold)
+    before, now = (each.entity_sets[entity].count for each in (candidate.live, candidate.manifest))
+    before -= _erased_of_live(candidate, entity)
+    return at_least(
+        rule,
+        now / max(1, before),
+        threshold,
+        f"{now:,} {entity}s, {before:,} before",
+        candidate.baseline,
+    )
+
+
+def _erased_of_live(candidate: Candidate, entity: str) -> int:
+    """How many of the live generation's entities had to go: nobody misses them."""
+    evidence, erased = candidate.evidence, candidate.erased
+    if entity == "user" and erased.users and evidence.live_users is not None:
+        hashes = hash_ids(sorted(erased.users), evidence.live_users.seed)
+        return int((evidence.live_users.find_many(hashes) >= 0).sum())
+    if entity == "item" and erased.items and evidence.live_items is not None:
+        return int((evidence.live_items.ordinals_of(sorted(erased.items)) >= 0).sum())
+    return 0
+
+
+def directories_sorted(candidate: Candidate) -> Verdict:
+    """Hashes strictly ascending within their shard's range: no entity twice, none in a wrong place."""
+    rule, wanted = "directories_sorted", "strictly ascending"
+    for entities in candidate.manifest.entity_sets.values():
+        directory = Directory.open(candidate.root, entities)
+        if directory.count != entities.count:
+            return Verdict(rule, False, directory.count, entities.count, f"{entities.name}: count")
+        filled = [part for part in directory.parts if len(part)]
+        pairs = zip(filled[1:], filled, strict=False)
+        ascending = all(_ascends(part) for part in filled) and all(
+            later[0] > before[-1] for later, before in pairs
+        )
+        starts_well = all(
+            not len(part) or part[0] >= np.uint64(entry.first_hash)
+            for part, entry in zip(directory.parts, entities.parts, strict=True)
+        )
+        if not (ascending and starts_well):
+            return Verdict(rule, False, "out of order", wanted, entities.name)
+    return Verdict(rule, True, wanted, wanted)
+
+
+def _ascends(hashes: NDArray[np.uint64]) -> bool:
+    starts = range(0, len(hashes), AT_ONCE)
+    chunks = (hashes[start : start + AT_ONCE + 1] for start in starts)
+    return all(bool((chunk[1:] > chunk[:-1]).all()) for chunk in chunks)
+
+
+def known_ids(candidate: Candidate) -> Verdict:
+    """Every hash of a directory is that of an id which the sources or the item table name."""
+    directories = candidate.evidence.directories
+    hashes = text_hashes(item_texts(candidate.items), directories["item"].seed)
+    wrong = int((hashes != directories["item"].hashes()).sum())
+    if wrong or not _ascends(hashes):
+        return none_of("known_ids", max(1, wrong), "items whose id and place differ, or twice")
+    entities, unknown = candidate.manifest.entity_sets["user"], 0
+    for shard in sampled_shards(entities):
+        part = directories["user"].parts[shard]
+        named = np.zeros(len(part), np.bool_)
+        for _, places in _named(candidate, shard):
+            named[places] = True
+        unknown += int((~named).sum())
+    return none_of("known_ids", unknown, "users with a record whom the sources do not name")
+
+
+def _named(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+    """(Arrow strings, their places) of the users of a shard that the sources name and that have a record."""
+    entities = candidate.manifest.entity_sets["user"]
+    part = candidate.evidence.directories["user"].parts[shard]
+    for texts in names_of(candidate.root / "work/partition", shard) if len(part) else ():
+        hashes = text_hashes(texts, entities.seed)
+        places = np.minimum(part.searchsorted(hashes), len(part) - 1)
+        known = part[places] == hashes
+        yield texts.filter(pa.array(known)), places[known]
+
+
+def record_ids(candidate: Candidate) -> Verdict:
+    """Each record carries the fingerprint of the id in whose place it lies, in every table, and none comes twice.
+
+    All items, and all users whose partition gates read.
+    """
+    wrong, noted = 0, ""
+    tables = list(candidate.manifest.tables.values())
+    faults = {table.name: _out_of_place(candidate, table) for table in tables}
+    whole = [table for table in tables if not faults[table.name]]
+    for table in whole:
+        faults[table.name] = candidate.evidence.scans[table.name].fingerprints.repeated()
+    for entity, start, expected in _expected(candidate):
+        for table in whole:
+            if table.entity == entity:
+                marks = candidate.evidence.scans[table.name].fingerprints.read(start, len(expected))
+                misplaced = (marks != expected) & (expected != 0)
+                faults[table.name] += int(np.count_nonzero(misplaced))
+    for name, found in faults.items():
+        noted = noted or (
+            f"records of {name} that belong to another entity, or twice" if found else ""
+        )
+        wrong += found
+    return none_of("record_ids", wrong, noted)
+
+
+def _out_of_place(candidate: Candidate, table: Table) -> int:
+    """How many records are too many or too few for the table's directory; at least 1 where its parts differ."""
+    scan, directory = (
+        candidate.evidence.scans[table.name],
+        candidate.evidence.directories[table.entity],
+    )
+    counts = [part.count for part in table.parts]
+    if counts != [len(part) for part in directory.parts] or scan.records != directory.count:
+        return int(max(1, abs(scan.records - directory.count)))
+    return 0
+
+
+def _expected(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint64]]]:
+    """(entity, first position, fingerprints from there on), a shard of users at a time; 0 where nobody says whose."""
+    yield "item", 0, text_hashes(item_texts(candidate.items), FINGERPRINT_SEED)
+    parts = candidate.evidence.directories["user"].parts
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    for shard in sampled_shards(candidate.manifest.entity_sets["user"]):
+        expected = np.zeros(len(parts[shard]), np.uint64)
+        for texts, places in _named(candidate, shard):
+            expected[places] = text_hashes(texts, FINGERPRINT_SEED)
+        yield "user", starts[shard], expected

@@ -1,0 +1,195 @@
+"""Gates on what the records say: computed again in float64, apart from how the night computed it."""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.manifest import Table
+from cache.format.records import ABSENT, Layout
+from cache.model.tower import Histories
+from precompute.bundles.bundle import BundleModel
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.scan import numbers_of
+from precompute.gates.evidence.verdict import Verdict, at_least, none_of, not_measured, worst_of
+
+ROUNDING: Final = 2e-5
+"""Of a float32 product, relative to the lengths of both vectors."""
+
+OUTPUT_ROUNDING: Final = 1e-4
+"""Of a model's outputs between batches, relative to the row's largest."""
+
+STEP: Final = {"f2": 2.0**-10, "f4": 2.0**-22, "i1": 1 / 127}
+"""Of a stored number, relative to the record's largest."""
+
+ITEMS_AT_ONCE: Final = 8_192
+ROWS_AT_ONCE: Final = 512
+
+Floats = NDArray[np.float64]
+
+
+def item_vectors(candidate: Candidate) -> Verdict:
+    """Vectors of sampled items are what the bundle's item tower gives for them."""
+    evidence = candidate.evidence
+    model, rows = evidence.bundle.item_tower, evidence.item_rows
+    exact = evidence.run(model, evidence.item_inputs(model, rows))
+    right = _rows_equal(exact, candidate.items.vectors[rows], OUTPUT_ROUNDING)
+    return at_least(
+        "item_vectors", _share(right), candidate.thresholds.exact, f"of {len(rows)} sampled items"
+    )
+
+
+def exact_lists(candidate: Candidate) -> Verdict:
+    """Stored lists and scores of sampled entities are the best that there are, recomputed over all items."""
+    shares: dict[str, float] = {}
+    for table in candidate.manifest.tables.values():
+        if table.kind == "topk" and table.producer.kind in ("topk", "similar"):
+            shares[table.name] = _share(_right_lists(candidate, table))
+    return _worst("exact_lists", candidate, shares)
+
+
+def exact_numbers(candidate: Candidate) -> Verdict:
+    """Stored vectors and values of sampled entities are what the bundle's models give for them."""
+    shares: dict[str, float] = {}
+    evidence, models = (
+        candidate.evidence,
+        {each.name: each for each in candidate.evidence.bundle.models},
+    )
+    for table in candidate.manifest.tables.values():
+        if table.kind == "topk" or table.producer.model not in models:
+            continue
+        model = models[str(table.producer.model)]
+        expected, positions = _outputs(candidate, model)
+        records = evidence.records_of(table, positions)
+        there = records["flags"] != ABSENT  # how many are not, coverage judges
+        expected, stored = expected[there], numbers_of(table.layout, records[there])
+        tolerance = OUTPUT_ROUNDING + STEP[table.layout.precision]
+        shares[table.name] = _share(_rows_equal(expected, stored, tolerance))
+    return _worst("exact_numbers", candidate, shares)
+
+
+def history_in_lists(candidate: Candidate) -> Verdict:
+    """No sampled user's list holds an item of their own history, no item's list the item itself."""
+    evidence, leaks, noted = candidate.evidence, 0, ""
+    for table in candidate.manifest.tables.values():
+        if table.kind != "topk":
+            continue
+        if table.entity == "user":
+            positions, excluded = evidence.users.positions, evidence.seen
+        else:
+            positions = evidence.item_rows
+            excluded = Histories.of([[row] for row in positions.tolist()])
+        records = evidence.records_of(table, positions)
+        for row, record in enumerate(records):
+            gone = excluded.indices[excluded.indptr[row] : excluded.indptr[row + 1]]
+            if np.isin(record["items"][: record["count"]], gone).any():
+                leaks += 1
+                noted = noted or f"lists of {table.name} with an item that must not be in them"
+    return none_of("history_in_lists", leaks, noted)
+
+
+def _worst(rule: str, candidate: Candidate, shares: dict[str, float]) -> Verdict:
+    threshold = candidate.thresholds.exact
+    if not shares:
+        return not_measured(rule, threshold, "no table to recompute")
+    worst = worst_of(shares.values())
+    named = next(name for name, value in shares.items() if value is worst)
+    return at_least(rule, worst, threshold, f"sampled records of {named}")
+
+
+def _share(right: NDArray[np.bool_]) -> float:
+    return float(right.mean()) if len(right) else float("nan")
+
+
+def _outputs(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArray[np.int64]]:
+    """(a model's outputs in full precision, the positions of the entities they are for)."""
+    evidence = candidate.evidence
+    if model.entity == "item":
+        positions = evidence.item_rows_for(model)
+        return evidence.run(model, evidence.item_inputs(model, positions)).astype(
+            np.float64
+        ), positions
+    if model.name == evidence.bundle.user_tower.name:
+        vectors, rows = evidence.user_vectors
+    else:
+        inputs, rows = evidence.user_inputs(model)
+        vectors = evidence.run(model, inputs)
+    return vectors.astype(np.float64), evidence.users.positions[rows]
+
+
+def _rows_equal(
+    expected: NDArray[np.floating], found: NDArray[np.floating], tolerance: float
+) -> NDArray[np.bool_]:
+    errors = np.abs(expected.astype(np.float64) - found.astype(np.float64)).max(axis=1, initial=0)
+    largest = np.abs(expected.astype(np.float64)).max(axis=1, initial=0)
+    equal: NDArray[np.bool_] = errors <= tolerance * largest
+    return equal
+
+
+def _right_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
+    evidence = candidate.evidence
+    if table.entity == "user":
+        vectors, rows = evidence.user_vectors
+        positions, excluded = evidence.users.positions[rows], evidence.seen.take(rows)
+    else:
+        positions = evidence.item_rows
+        vectors = candidate.items.vectors[positions]
+        excluded = Histories.of([[row] for row in positions.tolist()])
+    records = evidence.records_of(table, positions)
+    there = np.flatnonzero(records["flags"] != ABSENT)
+    vectors, excluded, records = vectors[there], excluded.take(there), records[there]
+    right = np.zeros(len(there), np.bool_)
+    for start in range(0, len(there), ROWS_AT_ONCE):
+        some = np.arange(start, min(start + ROWS_AT_ONCE, len(there)))
+        right[some] = _compare(
+            vectors[some].astype(np.float64), candidate.items.vectors, excluded.take(some),
+            records["items"][some], records["count"][some].astype(np.int64),
+            numbers_of(table.layout, records[some]), table.layout, str(table.producer.index),
+        )  # fmt: skip
+    return right
+
+
+def _compare(
+    queries: Floats,
+    vectors: NDArray[np.float32],
+    excluded: Histories,
+    items: NDArray[np.uint32],
+    counts: NDArray[np.int64],
+    numbers: Floats,
+    layout: Layout,
+    metric: str,
+) -> NDArray[np.bool_]:
+    """Which lists hold items whose true scores are, place by place, the best that there are, and say so."""
+    width, total = layout.width, len(vectors)
+    best = np.full((len(queries), width), -np.inf)
+    stored = np.full((len(queries), width), -np.inf)
+    longest = 0.0
+    if metric == "cosine":
+        queries = queries / np.maximum(np.linalg.norm(queries, axis=1, keepdims=True), 1e-300)
+    row_of = np.repeat(np.arange(len(queries)), np.diff(excluded.indptr))
+    used = np.arange(width) < counts[:, None]
+    for start in range(0, total, ITEMS_AT_ONCE):
+        part = vectors[start : start + ITEMS_AT_ONCE].astype(np.float64)
+        lengths = np.linalg.norm(part, axis=1, keepdims=True)
+        if metric == "cosine":
+            part, lengths = part / np.maximum(lengths, 1e-300), np.minimum(lengths, 1.0)
+        longest = max(longest, float(lengths.max(initial=0)))
+        scores = queries @ part.T
+        inside = used & (items >= start) & (items < start + len(part))
+        rows, slots = np.nonzero(inside)
+        stored[rows, slots] = scores[rows, items[rows, slots].astype(np.int64) - start]
+        gone = (excluded.indices >= start) & (excluded.indices < start + len(part))
+        scores[row_of[gone], excluded.indices[gone] - start] = -np.inf
+        if scores.shape[1] > width:
+            scores.partition(scores.shape[1] - width, axis=1)
+        both = np.concatenate([best, scores[:, -width:]], axis=1)
+        best = np.partition(both, both.shape[1] - width, axis=1)[:, -width:]
+    best = -np.sort(-best, axis=1)
+    possible = (best > -np.inf).sum(axis=1)
+    tolerance = ROUNDING * np.linalg.norm(queries, axis=1, keepdims=True) * longest
+    step = STEP[layout.precision] * np.abs(numbers).max(axis=1, initial=0, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        as_good = ~used | (np.abs(stored - best) <= tolerance)
+        as_said = ~used | (np.abs(stored - numbers) <= tolerance + step)
+    right: NDArray[np.bool_] = (counts == possible) & as_good.all(axis=1) & as_said.all(axis=1)
+    return right

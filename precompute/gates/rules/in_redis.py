@@ -1,0 +1,135 @@
+"""Gates on Redis: what it may evict, what it holds, and whether everything fits beside everything."""
+
+from contextlib import nullcontext, suppress
+from secrets import token_hex
+from typing import Any, Final, cast
+
+import redis
+
+from cache.errors import NotJudged
+from cache.format.manifest import Manifest
+from cache.l2.sync_clients import masters, shares
+from precompute.bulk.governor import Governor, open_governor
+from precompute.bulk.headroom import unevictable_bytes
+from precompute.bulk.load import BadPage, Part, load_part, parts_of, verify_part
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.verdict import Verdict, at_most
+
+CHUNK_BYTES: Final = 1 << 20
+
+
+def maxmemory_policy(candidate: Candidate) -> Verdict:
+    """Redis may evict overlays only."""
+    return Verdict(
+        "maxmemory_policy", True, candidate.control.check_policy(), "volatile-* or noeviction"
+    )
+
+
+def redis_headroom(candidate: Candidate) -> Verdict:
+    """With this generation loaded beside all others, what cannot be evicted leaves Redis room to work."""
+    servers = masters(candidate.control.client)
+    verdicts = [_headroom(candidate, name, server) for name, server in servers.items()]
+    failed = [each for each in verdicts if not each.passed]
+    return (failed or sorted(verdicts, key=_share_used))[-1]
+
+
+def _share_used(verdict: Verdict) -> float:
+    return verdict.value if isinstance(verdict.value, float) else 0.0
+
+
+def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Verdict:
+    used = int(cast(Any, server.info("memory"))["used_memory"])
+    if candidate.pages_bytes is not None:
+        used = unevictable_bytes(
+            candidate.control,
+            server,
+            pages_bytes=candidate.pages_bytes * shares(candidate.control.client)[name],
+            record_bytes=max(each.layout.size_bytes for each in candidate.manifest.tables.values()),
+        )
+    return redis_verdict(name, used, *memory_limit(server), candidate.thresholds.redis_headroom)
+
+
+def memory_limit(server: "redis.Redis") -> tuple[int, str]:
+    """Bytes that a server may use, 0 where it does not say, and what sets that limit."""
+    info = dict(cast(Any, server.info("memory")))
+    if limit := int(info.get("maxmemory", 0)):
+        return limit, "maxmemory"
+    return int(info.get("total_system_memory", 0)), "its host's memory (maxmemory is not set)"
+
+
+def redis_verdict(name: str, used_bytes: int, limit: int, what: str, threshold: float) -> Verdict:
+    """Whether a server, named as `cache.l2.sync_clients.masters` does, is left room to work; `what` sets the limit."""
+    if not limit:
+        return Verdict(
+            "redis_headroom",
+            False,
+            None,
+            threshold,
+            "Redis states neither maxmemory nor its host's memory",
+        )
+    where = "" if name == "primary" else f" of {name}"
+    return at_most(
+        "redis_headroom",
+        used_bytes / limit,
+        threshold,
+        f"{used_bytes:,} bytes of {limit:,}, {what}{where}",
+    )
+
+
+def pages_in_redis(candidate: Candidate) -> Verdict:
+    """Every page, read back from Redis, has its checksum; what Redis lost is loaded once more.
+
+    What is done is noted in Redis itself, part by part, so that another try goes on from there: notes of a server that
+    has started since are worth nothing, and whoever writes a part drops its note.
+    """
+    control, manifest = candidate.control, candidate.manifest
+    noted, parts = control.keys.loaded(manifest.generation), parts_of(manifest)
+    started = _run_ids(control.client)
+    notes: Any = control.client.hgetall(noted)
+    again = 0
+    pacing = candidate.governor and open_governor(candidate.governor, control)
+    with pacing or nullcontext() as governor:
+        for part in parts:
+            note = b" ".join((part.mark, started))
+            if notes.get(part.read.encode()) == note:
+                continue
+            again += _read_back(candidate, part, governor)
+            with suppress(redis.exceptions.OutOfMemoryError):  # only the next try would miss it
+                control.client.hset(noted, part.read, note.decode())
+    pages = manifest_pages(manifest)
+    control.client.hdel(noted, *(part.read for part in parts))
+    told = f"pages whose checksum matched, {again} parts of them loaded once more" if again else ""
+    return Verdict("pages_in_redis", True, pages, pages, told or "pages whose checksum matched")
+
+
+def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> bool:
+    """Whether the part had to be loaded once more; raises NotJudged when not even that helped."""
+    given = (
+        candidate.control.client, candidate.control.keys, candidate.manifest, candidate.root, part,
+    )  # fmt: skip
+    try:
+        verify_part(*given, chunk_bytes=CHUNK_BYTES, governor=governor)
+        return False
+    except BadPage:
+        # The generation is not to blame: its files are as they should be, Redis lost or changed what it was sent.
+        load_part(*given, chunk_bytes=CHUNK_BYTES, governor=governor)
+    try:
+        verify_part(*given, chunk_bytes=CHUNK_BYTES, governor=governor)
+    except BadPage as error:
+        raise NotJudged(
+            f"Redis does not hold what it is sent: loaded again, {error.message}",
+            rule="pages_in_redis",
+        ) from error
+    return True
+
+
+def _run_ids(client: "redis.Redis") -> bytes:
+    """Of all masters: another one, or one that has started since, may not have what was read."""
+    found: list[Any] = [server.info("server") for server in masters(client).values()]
+    # Who says none may have started at any time.
+    return ",".join(sorted(each.get("run_id") or token_hex() for each in found)).encode()
+
+
+def manifest_pages(manifest: Manifest) -> int:
+    """Pages of all tables."""
+    return sum(table.pages for table in manifest.tables.values())

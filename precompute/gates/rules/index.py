@@ -1,0 +1,152 @@
+"""Gates on the FAISS files that the live path searches: opened and asked again, whatever the manifest says."""
+
+from typing import Any, Final
+
+import faiss as faiss_module
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.manifest import Index
+from cache.model.candidate_search import Searcher
+from cache.model.ranking import Metric
+from precompute.bundles.index import tiles, unit
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.evidence import few
+from precompute.gates.evidence.verdict import Verdict, at_least, not_measured, worst_of
+
+faiss: Any = faiss_module  # its type stubs lag behind what the module has
+
+QUERIES_AT_ONCE: Final = 16
+QUERIES: Final = 32
+"""Of a stratum."""
+
+DISTANCE_ERROR: Final = 1e-3
+"""Relative: vectors are stored in full, so only the order of a float32 sum may differ."""
+
+
+def index_recall(candidate: Candidate) -> Verdict:
+    """The worst recall of the indexes against the exact pass: as the night measured it, and now in every stratum.
+
+    Strata of users (head, tail, new, ...) for an index that serves users, of items for one that serves items.
+    """
+    manifest, threshold = candidate.manifest, candidate.thresholds.index_recall
+    if not manifest.indexes:
+        return not_measured("index_recall", threshold, "no table uses an index")
+    recalls: dict[str, float] = {}
+    for name, index in manifest.indexes.items():
+        recalls[f"{name} as the night measured it"] = (
+            float("nan") if index.recall is None else index.recall
+        )
+        searcher = Searcher.open(
+            candidate.root / index.file.path, index.metric, count=candidate.items.count
+        )
+        widths = {
+            entity: max(found)
+            for entity in ("user", "item")
+            if (found := [
+                table.layout.width for table in manifest.tables.values()
+                if table.kind == "topk" and table.producer.index == name and table.entity == entity
+            ])
+        }  # fmt: skip
+        for entity, width in widths.items():
+            for stratum, queries in _strata(candidate, entity).items():
+                recalls[f"{name}, {stratum} {entity}s"] = _recall(
+                    candidate, searcher, queries, width
+                )
+    worst = worst_of(recalls.values())
+    named = next(name for name, value in recalls.items() if value is worst)
+    return at_least("index_recall", worst, threshold, named)
+
+
+def index_vectors(candidate: Candidate) -> Verdict:
+    """The indexes hold tonight's item vectors: what they answer as distance is the product of query and vector."""
+    errors: dict[str, float] = {}
+    for name, index in candidate.manifest.indexes.items():
+        errors[name] = _distance_error(candidate, index)
+    if not errors:
+        return not_measured("index_vectors", DISTANCE_ERROR, "no table uses an index")
+    worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
+    passed = bool(errors[worst] <= DISTANCE_ERROR)
+    return Verdict(
+        "index_vectors",
+        passed,
+        round(errors[worst], 9),
+        DISTANCE_ERROR,
+        f"relative error in {worst}",
+    )
+
+
+def _strata(candidate: Candidate, entity: str) -> dict[str, NDArray[np.float32]]:
+    evidence = candidate.evidence
+    if entity == "item":
+        return {
+            name: candidate.items.vectors[few(rows, QUERIES)]
+            for name, rows in evidence.item_strata.items()
+        }
+    vectors, rows = evidence.user_vectors
+    found = {}
+    for name, members in evidence.users.rows.items():
+        chosen = np.flatnonzero(np.isin(rows, members))
+        if len(chosen):
+            found[name] = vectors[few(chosen, QUERIES)]
+    return found
+
+
+def _recall(
+    candidate: Candidate, searcher: Searcher, queries: NDArray[np.float32], width: int
+) -> float:
+    stored = np.asarray(candidate.items.vectors)
+    if searcher.metric == "cosine":
+        queries = unit(queries)
+    wanted = min(width, len(stored))
+    count = int(searcher.fetch(wanted, np.zeros(1, np.int64))[0])
+    exact = _nearest(stored, queries, wanted, searcher.metric)
+    shares = []
+    for start in range(0, len(queries), QUERIES_AT_ONCE):
+        rows = slice(start, start + QUERIES_AT_ONCE)
+        found = searcher.search(queries[rows], count)
+        shares += [
+            np.isin(ours, theirs).mean() for ours, theirs in zip(exact[rows], found, strict=True)
+        ]
+    return float(np.mean(shares))
+
+
+def _nearest(
+    stored: NDArray[np.float32], queries: NDArray[np.float32], wanted: int, metric: Metric
+) -> NDArray[np.int64]:
+    """int64 [n, wanted]: ordinals of each query's best items in no order, from one tile after another."""
+    scores = np.empty((len(queries), 0), np.float32)
+    found = np.empty((len(queries), 0), np.int64)
+    for start, part in tiles(stored, metric):
+        named = np.broadcast_to(np.arange(start, start + len(part)), (len(queries), len(part)))
+        scores = np.concatenate([scores, queries @ part.T], axis=1)
+        found = np.concatenate([found, named], axis=1)
+        best = np.argpartition(-scores, min(wanted, scores.shape[1]) - 1, axis=1)[:, :wanted]
+        scores = np.take_along_axis(scores, best, axis=1)
+        found = np.take_along_axis(found, best, axis=1)
+    return found
+
+
+def _distance_error(candidate: Candidate, index: Index) -> float:
+    """The largest difference between answered and computed, relative to the lengths of query and longest vector."""
+    rows = few(candidate.evidence.item_rows, QUERIES)
+    # One answer each: an index that stores vectors returns the product with what it stores.
+    stored = candidate.items.vectors
+    queries = np.ascontiguousarray(stored[rows], np.float32)
+    if index.metric == "cosine":
+        queries = unit(queries)
+    file = faiss.read_index(str(candidate.root / index.file.path), faiss.IO_FLAG_MMAP_IFC)
+    if file.d != queries.shape[1] or file.ntotal != len(stored):
+        return float("nan")
+    distances, found = file.search(queries, min(10, len(stored)))
+    used = found >= 0
+    if not used.any():
+        return float("nan")
+    vectors = stored[np.where(used, found, 0)].astype(np.float64)
+    if index.metric == "cosine":
+        lengths = np.linalg.norm(vectors, axis=2, keepdims=True)
+        vectors = vectors / np.where(lengths > 0, lengths, 1)
+    expected = np.einsum("nd,nkd->nk", queries.astype(np.float64), vectors)
+    scale = np.linalg.norm(queries, axis=1, keepdims=True) * np.linalg.norm(vectors, axis=2)
+    errors = np.abs(expected - distances) / np.maximum(scale, 1e-30)
+    return float(np.where(used, errors, 0).max())

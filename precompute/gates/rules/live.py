@@ -1,0 +1,259 @@
+"""Gates against the live generation: lists and scores change, but not all of a sudden and not to everybody's."""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.manifest import Manifest, Table
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.live_lists import LiveLists, matching_table, read_live
+from precompute.gates.evidence.scan import depth_of, numbers_of
+from precompute.gates.evidence.verdict import Verdict, at_least, at_most, none_of, not_measured
+
+BINS: Final = 10
+TOP_SHARE: Final = 0.01
+MIN_FRESH: Final = 5
+
+
+def lists_of(manifest: Manifest) -> list[Table]:
+    """Tables of lists for users."""
+    return [
+        table
+        for table in manifest.tables.values()
+        if table.kind == "topk" and table.entity == "user"
+    ]
+
+
+def top_items(candidate: Candidate) -> Verdict:
+    """Share of list slots that the top 1 % of items hold, in the worst table."""
+    shares = {table.name: _top_share(candidate, table) for table in lists_of(candidate.manifest)}
+    return _highest("top_items", shares, candidate.thresholds.top_items)
+
+
+def single_item(candidate: Candidate) -> Verdict:
+    """Share of list slots that any one item holds, in the worst table."""
+    shares = {}
+    for table in lists_of(candidate.manifest):
+        scan = candidate.evidence.scans[table.name]
+        shares[table.name] = float(scan.slots.max(initial=0) / max(1, scan.slots.sum()))
+    return _highest("single_item", shares, candidate.thresholds.single_item)
+
+
+def distinct_lists(candidate: Candidate) -> Verdict:
+    """Share of different lists among sampled users; and not far fewer than the live generation has."""
+    thresholds, worst = candidate.thresholds, None
+    if candidate.unreadable is not None:
+        return candidate.uncompared("distinct_lists", thresholds.distinct_lists)
+    for table in lists_of(candidate.manifest):
+        positions = _spread(candidate)
+        ours = _distinct(candidate.evidence.records_of(table, positions))
+        # There cannot be more single favourites than items.
+        possible = min(1.0, candidate.items.count / max(1, len(positions)))
+        floor, note = thresholds.distinct_lists * possible, table.name
+        before = matching_table(candidate, table)
+        if before is not None and len(candidate.evidence.users_in_live[1]):
+            theirs = _distinct(
+                read_live(candidate, before, candidate.evidence.users_in_live[1]).records
+            )
+            floor = max(floor, thresholds.distinct_lists_of_live * theirs)
+            note = f"{table.name}; {theirs:.3f} of the live generation's"
+        found = at_least("distinct_lists", ours, round(floor, 6), note, candidate.baseline)
+        if worst is None or (worst.passed and not found.passed):
+            worst = found
+    return worst or not_measured("distinct_lists", thresholds.distinct_lists, "no table of lists")
+
+
+def top_items_of_live(candidate: Candidate) -> Verdict:
+    """How much more of the slots the top 1 % of items hold than in the live generation."""
+    rule, threshold = "top_items_of_live", candidate.thresholds.top_items_of_live
+    ratios = {}
+    for table, before in _pairs(candidate):
+        depth = depth_of(min(table.layout.width, before.layout.width), candidate.items.count)
+        ours = candidate.evidence.records_of(table, candidate.evidence.users_in_live[0])
+        live = read_live(candidate, before, candidate.evidence.users_in_live[1])
+        theirs = _share_of_top(_slots(live.records, depth), len(live.ids))
+        ratios[table.name] = _share_of_top(_slots(ours, depth), candidate.items.count) / max(
+            theirs, 1e-9
+        )
+    return _against(rule, candidate, ratios, threshold)
+
+
+def score_psi(candidate: Candidate) -> Verdict:
+    """Population stability index of the scores against the live generation's, in tenths of the latter.
+
+    PSI as in credit scoring (Siddiqi, 2006): under 0.1 no shift to speak of, over 0.25 a large one. A retrained
+    bundle may score on another scale, so it has a threshold of its own.
+    """
+    shifts = {}
+    for table, before in _pairs(candidate):
+        ours = candidate.evidence.records_of(table, candidate.evidence.users_in_live[0])
+        live = read_live(candidate, before, candidate.evidence.users_in_live[1])
+        shifts[table.name] = psi(_scores(table, ours), _scores(before, live.records))
+    if candidate.is_retrained:
+        return _against("score_psi", candidate, shifts, candidate.thresholds.score_psi_retrained)
+    return _against("score_psi", candidate, shifts, candidate.thresholds.score_psi)
+
+
+def list_jaccard(candidate: Candidate) -> Verdict:
+    """Mean Jaccard of the same users' lists in both generations, compared by item id: below it, too much churn."""
+    rule, thresholds = "list_jaccard", candidate.thresholds
+    threshold = (
+        thresholds.list_jaccard_retrained if candidate.is_retrained else thresholds.list_jaccard
+    )
+    found = {
+        table.name: float(np.mean(_jaccards(candidate, table, before)))
+        for table, before in _pairs(candidate)
+    }
+    if candidate.live is None:
+        return candidate.uncompared(rule, threshold)
+    if not len(candidate.evidence.users_in_live[0]):
+        note = "the live generation knows none of the sampled users: have ids changed their form?"
+        return Verdict(rule, False, 0.0, threshold, note, candidate.baseline)
+    if not found:
+        return not_measured(rule, threshold, "the live generation has no such table of lists")
+    worst = min(found, key=lambda name: found[name])
+    return at_least(rule, found[worst], threshold, _noted(candidate, worst), candidate.baseline)
+
+
+def stale_lists(candidate: Candidate) -> Verdict:
+    """Share of users with interactions since the live generation's cut whose lists are the live ones all the same."""
+    rule, threshold = "stale_lists", candidate.thresholds.stale_lists
+    if candidate.live is None:
+        return candidate.uncompared(rule, threshold)
+    users = candidate.evidence.users
+    since = users.last >= candidate.live.data_until * 1_000_000
+    shares = {}
+    for table, before in _pairs(candidate):
+        now, _ = candidate.evidence.users_in_live
+        fresh = since[np.isin(users.positions, now)]
+        if fresh.sum() < MIN_FRESH:
+            continue
+        same = _jaccards(candidate, table, before, deep=True)[fresh] == 1.0
+        shares[table.name] = float(same.mean())
+    if not shares:
+        return not_measured(
+            rule, threshold, "too few users have interactions since the live generation's cut"
+        )
+    worst = max(shares, key=lambda name: shares[name])
+    return at_most(rule, shares[worst], threshold, worst, candidate.baseline)
+
+
+def psi(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> float:
+    """Sum of (p - q) ln(p / q) over tenths of `theirs`; an empty bin counts as half an observation."""
+    if not len(ours) or not len(theirs):
+        return float("nan")
+    edges = np.unique(np.quantile(theirs, np.linspace(0, 1, BINS + 1)[1:-1]))
+    p, q = (
+        np.maximum(np.bincount(np.searchsorted(edges, each), minlength=len(edges) + 1), 0.5)
+        for each in (ours, theirs)
+    )
+    p, q = p / p.sum(), q / q.sum()
+    return float(((p - q) * np.log(p / q)).sum())
+
+
+def _pairs(candidate: Candidate) -> list[tuple[Table, Table]]:
+    found = []
+    for table in lists_of(candidate.manifest):
+        before = matching_table(candidate, table)
+        if before is not None and len(candidate.evidence.users_in_live[0]):
+            found.append((table, before))
+    return found
+
+
+def _against(
+    rule: str, candidate: Candidate, values: dict[str, float], threshold: float
+) -> Verdict:
+    if candidate.live is None:
+        return candidate.uncompared(rule, threshold)
+    if not values:
+        return not_measured(
+            rule, threshold, "the live generation has no such list of the same users"
+        )
+    worst = max(values, key=lambda name: np.inf if np.isnan(values[name]) else values[name])
+    return at_most(rule, values[worst], threshold, _noted(candidate, worst), candidate.baseline)
+
+
+def _noted(candidate: Candidate, table: str) -> str:
+    return f"{table}, a retrained bundle's threshold" if candidate.is_retrained else table
+
+
+def _highest(rule: str, shares: dict[str, float], threshold: float) -> Verdict:
+    if not shares:
+        return not_measured(rule, threshold, "no table of lists")
+    worst = max(shares, key=lambda name: shares[name])
+    return at_most(rule, shares[worst], threshold, worst)
+
+
+def _top_share(candidate: Candidate, table: Table) -> float:
+    return _share_of_top(candidate.evidence.scans[table.name].slots, candidate.items.count)
+
+
+def _share_of_top(slots: NDArray[np.int64], items: int) -> float:
+    top = max(1, int(np.ceil(TOP_SHARE * items)))
+    return float(np.sort(slots)[::-1][:top].sum() / max(1, slots.sum()))
+
+
+def _slots(records: NDArray[Any], depth: int) -> NDArray[np.int64]:
+    used = np.arange(depth) < records["count"][:, None]
+    return np.bincount(records["items"][:, :depth][used].astype(np.int64))
+
+
+def _spread(candidate: Candidate) -> NDArray[np.int64]:
+    both = candidate.evidence.users_in_live[0]
+    return both if len(both) else candidate.evidence.users.positions
+
+
+def _distinct(records: NDArray[Any]) -> float:
+    return len(np.unique(records["items"], axis=0)) / max(1, len(records))
+
+
+def _scores(table: Table, records: NDArray[Any]) -> NDArray[np.float64]:
+    used = np.arange(table.layout.width) < records["count"][:, None]
+    return numbers_of(table.layout, records)[used]
+
+
+def _jaccards(
+    candidate: Candidate, table: Table, before: Table, *, deep: bool = False
+) -> NDArray[np.float64]:
+    now, then = candidate.evidence.users_in_live
+    ours = candidate.evidence.records_of(table, now)
+    live: LiveLists = read_live(candidate, before, then)
+    width = min(table.layout.width, before.layout.width)
+    depth = width if deep else depth_of(width, candidate.items.count)
+    found = np.empty(len(ours))
+    for row, (record, other) in enumerate(zip(ours, live.records, strict=True)):
+        mine = record["items"][: min(depth, record["count"])]
+        theirs = live.ids[other["items"][: min(depth, other["count"])].astype(np.int64)]
+        both = len(np.intersect1d(mine, theirs))
+        union = len(mine) + len(theirs) - both
+        found[row] = both / union if union else 1.0
+    return found
+
+
+def tables_of_live(candidate: Candidate) -> Verdict:
+    """Live tables that are gone or became another kind, and tables of lists that nothing live can be compared with.
+
+    A renamed table passes every comparison, for it has none; the lists of the first night with lists are not counted.
+    """
+    rule = "tables_of_live"
+    if candidate.live is None:
+        return candidate.uncompared(rule, 0)
+    before, now = candidate.live.tables, candidate.manifest.tables
+    notes = [
+        f"{name} is {'gone' if name not in now else 'of another kind or entity'}"
+        for name, table in before.items()
+        if name not in now or _sort_of(now[name]) != _sort_of(table)
+    ]
+    if any(table.kind == "topk" for table in before.values()):
+        notes += [
+            f"{name} has no lists to be compared with"
+            for name, table in now.items()
+            if table.kind == "topk" and name not in before
+        ]
+    found = none_of(rule, len(notes), "; ".join(notes))
+    return Verdict(rule, found.passed, found.value, 0, found.note, candidate.baseline)
+
+
+def _sort_of(table: Table) -> tuple[str, str]:
+    return table.kind, table.entity

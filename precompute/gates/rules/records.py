@@ -1,0 +1,90 @@
+"""Gates on every record of every table, as the page files hold them."""
+
+from typing import Final
+
+import numpy as np
+
+from cache.format.records import ABSENT
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.verdict import Verdict, at_most, none_of
+
+VECTORS_AT_ONCE: Final = 16_384
+
+_LIST_FAULTS = {
+    "slots": "lists with a hole, or with items after their end",
+    "ordinals": "lists with an item that the item table does not have",
+    "twice": "lists with an item twice",
+    "order": "lists whose scores rise",
+}
+
+
+def page_sums(candidate: Candidate) -> Verdict:
+    """Page files are whole, and their pages have the checksums that Redis is compared with."""
+    return _counted(candidate, "page_sums", {"pages": "page file", "sums": "page checksum"})
+
+
+def record_headers(candidate: Candidate) -> Verdict:
+    """Format, count and moment of every record are this generation's own."""
+    return _counted(candidate, "record_headers", {"headers": "record header"})
+
+
+def finite(candidate: Candidate) -> Verdict:
+    """No number of any record, and no item vector, is NaN or infinite."""
+    vectors = candidate.items.vectors
+    for start in range(0, len(vectors), VECTORS_AT_ONCE):
+        bad = int((~np.isfinite(vectors[start : start + VECTORS_AT_ONCE]).all(axis=1)).sum())
+        if bad:
+            return none_of("finite", bad, "item vectors with a number that is not finite")
+    return _counted(candidate, "finite", {"finite": "records with a number that is not finite"})
+
+
+def lists_whole(candidate: Candidate) -> Verdict:
+    """Lists name items of the item table, each once, best first, without a hole."""
+    return _counted(candidate, "lists_whole", _LIST_FAULTS)
+
+
+def empty_lists(candidate: Candidate) -> Verdict:
+    """Share of users with no item at all, in the worst table."""
+    shares = {
+        name: scan.empty / max(1, scan.records - scan.absent)
+        for name, scan in candidate.evidence.scans.items()
+        if scan.table.kind == "topk"
+    }
+    worst = max(shares, key=lambda name: shares[name], default="")
+    return at_most(
+        "empty_lists", shares.get(worst, 0.0), candidate.thresholds.empty_lists, f"in {worst}"
+    )
+
+
+def short_lists(candidate: Candidate) -> Verdict:
+    """Share of lists shorter than K although the catalogue, less what is excluded, has enough.
+
+    As the night counted them over all users, and as a sample of users and all items have them.
+    """
+    facts, evidence = candidate.manifest.facts, candidate.evidence
+    shares = {"the night's own count": facts["short_lists"] / max(1, facts["users_scored"])}
+    seen = evidence.seen.indptr[1:] - evidence.seen.indptr[:-1]
+    for name, scan in evidence.scans.items():
+        if scan.table.kind != "topk":
+            continue
+        width, count = scan.table.layout.width, candidate.items.count
+        if scan.table.entity == "user":
+            records = evidence.records_of(scan.table, evidence.users.positions)
+            there = records["flags"] != ABSENT
+            found, possible = records["count"][there], (count - seen[there]).clip(0, width)
+            shares[name] = float((found < possible).mean()) if len(found) else 0.0
+        else:
+            short = int(scan.counts[: min(width, count - 1)].sum())
+            shares[name] = short / max(1, scan.records)
+    worst = max(shares, key=lambda name: shares[name])
+    return at_most("short_lists", shares[worst], candidate.thresholds.short_lists, f"in {worst}")
+
+
+def _counted(candidate: Candidate, rule: str, kinds: dict[str, str]) -> Verdict:
+    count, noted = 0, ""
+    for name, scan in candidate.evidence.scans.items():
+        for kind, what in kinds.items():
+            count += scan.faults[kind]
+            if scan.faults[kind] and not noted:
+                noted = f"{what} in {name}: {scan.seen[kind]}"
+    return none_of(rule, count, noted)

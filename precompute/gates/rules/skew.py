@@ -1,0 +1,158 @@
+"""Skew: the night's records, read from Redis, against what the live path answers for the same entities."""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.keys import FeatureValue, fingerprint
+from cache.format.manifest import Table
+from cache.format.records import decode, is_absent
+from cache.model.predictor import LiveInput, Predictor, Prepared
+from cache.model.tower import TowerSpec
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.evidence import few
+from precompute.gates.evidence.verdict import Verdict, at_least, not_measured, worst_of
+from precompute.gates.rules.models import row_cosines
+from precompute.partitions.catalogue import ITEM_FEATURES, item_features
+from precompute.partitions.shard_input import ShardInput
+from precompute.scoring.inputs import usable_inputs
+
+SKEW_SAMPLE: Final = 200
+SKEW_TOP: Final = 20
+
+Pairs = list[tuple[bytes, bytes]]
+"""(stored record, live record) of one entity each."""
+
+
+def skew(candidate: Candidate) -> Verdict:
+    """Mean overlap of the best 20 of stored and live lists, in the worst table of lists."""
+    return _compared("skew", candidate, ("topk", "similar"), candidate.thresholds.skew_overlap)
+
+
+def skew_cosine(candidate: Candidate) -> Verdict:
+    """Mean cosine of stored and live vectors and values, in the worst of their tables."""
+    return _compared("skew_cosine", candidate, ("tower", "value"), candidate.thresholds.skew_cosine)
+
+
+def _compared(rule: str, candidate: Candidate, kinds: tuple[str, ...], threshold: float) -> Verdict:
+    tables = [each for each in candidate.manifest.tables.values() if each.producer.kind in kinds]
+    if not tables:
+        return not_measured(rule, threshold, "no table to compare")
+    predictor = Predictor.open(candidate.manifest, candidate.root, candidate.items)
+    figures, counts = {}, {}
+    for table in tables:
+        pairs, strange = _pairs(candidate, predictor, table)
+        if strange:
+            note = f"a record of {table.name} belongs to another entity"
+            return Verdict(rule, False, strange, "its own record", note)
+        if not pairs:
+            return Verdict(
+                rule, False, None, threshold, f"no entity of {table.name} could be compared"
+            )
+        figures[table.name] = (_overlap if table.kind == "topk" else _cosine)(table, pairs)
+        counts[table.name] = len(pairs)
+    worst = worst_of(figures.values())
+    named = next(name for name, value in figures.items() if value is worst)
+    what = f"top-{SKEW_TOP} overlap" if rule == "skew" else "cosine"
+    return at_least(rule, worst, threshold, f"{what} of {counts[named]} entities in {named}")
+
+
+def _pairs(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pairs, str]:
+    """What can be compared, and the id of an entity whose record is somebody else's."""
+    raws, positions, prepared = _asked(candidate, predictor, table)
+    rows = [row for row, each in enumerate(prepared) if each is not None]
+    read = _read(candidate, table, positions[rows])
+    found = [
+        (row, record, each)
+        for row, record in zip(rows, read, strict=True)
+        if (each := prepared[row]) is not None and not is_absent(record, fingerprint(raws[row]))
+    ]
+    usable, stored = [row for row, _, _ in found], [record for _, record, _ in found]
+    marks = [fingerprint(raws[row]) for row in usable]
+    batch = [each for _, _, each in found]
+    live = predictor.predict(table.name, batch, marks, 0) if batch else []
+    for row, record, mark in zip(usable, stored, marks, strict=True):
+        if decode(table.layout, record).fingerprint != mark:
+            return [], raws[row].decode()
+    return list(zip(stored, live, strict=True)), ""
+
+
+def _asked(
+    candidate: Candidate, predictor: Predictor, table: Table
+) -> tuple[list[bytes], NDArray[np.int64], list[Prepared | None]]:
+    """Ids, positions and live inputs of the sampled entities."""
+    evidence, items = candidate.evidence, candidate.items
+    spec = TowerSpec.from_json(candidate.manifest.models[str(table.producer.model)].spec)
+    if table.entity == "item":
+        columns, usable = item_features(candidate.root / ITEM_FEATURES, spec, items.count)
+        positions = few(evidence.item_rows[usable[evidence.item_rows]], SKEW_SAMPLE)
+        sources = [
+            LiveInput(
+                item=row,
+                features={
+                    str(each.column): _plain(columns[each.name][row]) for each in spec.features
+                }
+                or None,
+            )
+            for row in positions.tolist()
+        ]
+        raws = [items.raw_id(row) for row in positions.tolist()]
+    else:
+        users = evidence.users.users
+        rows = few(usable_inputs(items, users, {table.name: spec})[0], SKEW_SAMPLE)
+        positions, raws = evidence.users.positions[rows], [users.ids[row] for row in rows.tolist()]
+        sources = [
+            LiveInput(
+                history=tuple(
+                    items.raw_id(each)
+                    for each in users.ordinals[users.indptr[row] : users.indptr[row + 1]].tolist()
+                ),
+                features={
+                    str(each.column): _sent(users, str(each.column), row) for each in spec.features
+                }
+                or None,
+            )
+            for row in rows.tolist()
+        ]
+    return raws, positions, [predictor.prepare(table.name, each) for each in sources]
+
+
+def _sent(users: ShardInput, column: str, row: int) -> FeatureValue:
+    """A user's feature as a caller would send it."""
+    return _plain(users.features[column][row].as_py())
+
+
+def _plain(value: Any) -> FeatureValue:
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    plain: FeatureValue = tuple(value) if isinstance(value, list) else value
+    return plain
+
+
+def _overlap(table: Table, pairs: Pairs) -> float:
+    shares = []
+    for stored, live in pairs:
+        ours, theirs = (decode(table.layout, each).items for each in (stored, live))
+        if ours is None or theirs is None:
+            return float("nan")
+        # Of a user for whom nothing is left, both have nothing.
+        top = min(SKEW_TOP, max(len(ours), len(theirs)))
+        shares.append(len(np.intersect1d(ours[:top], theirs[:top])) / top if top else 1.0)
+    return float(np.mean(shares))
+
+
+def _cosine(table: Table, pairs: Pairs) -> float:
+    ours, theirs = (
+        np.array([decode(table.layout, pair[side]).numbers for pair in pairs]) for side in (0, 1)
+    )
+    return float(row_cosines(ours, theirs).mean())
+
+
+def _read(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> list[bytes]:
+    directory, size = candidate.evidence.directories[table.entity], table.layout.size_bytes
+    pipeline = candidate.control.client.pipeline(transaction=False)
+    for position in positions.tolist():
+        page, offset = table.locate(*directory.place(position))
+        name = candidate.control.keys.page(candidate.manifest.generation, table.name, page)
+        pipeline.getrange(name, offset, offset + size - 1)
+    return list(pipeline.execute())

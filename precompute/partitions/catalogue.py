@@ -1,0 +1,289 @@
+"""The catalogue: which items a generation knows, in ordinal order, and their vectors."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+from cache.format.directory import Directory, map_file
+from cache.format.item_table import ItemTable
+from cache.format.keys import hash_ids
+from cache.model.tower import InputSpec, TowerSpec
+from cache.store.artefacts import write_atomically
+from precompute.bundles.bundle import Bundle
+from precompute.config.settings import NightConfig
+from precompute.partitions.partition import sort_unique
+from precompute.partitions.shard_files import first_hash
+from precompute.partitions.shard_input import Hasher
+from precompute.sources.columns import raws_of, text_hashes
+from precompute.sources.features import read_values, wide
+from precompute.sources.files import source_file
+from precompute.sources.readers import read_features
+from precompute.sources.unusable import AGAIN, CASES, NO_VALUE, Case, Unusable
+from precompute.sources.vocabulary import AT_ONCE, repeats_in
+
+IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (
+    "items/ids.bin",
+    "items/offsets.bin",
+    "items/model_index.i64",
+    "items/vectors.f32",
+    "work/item_features.arrow",
+)
+
+ITEM_TOWER = "item_tower"
+ITEM_ROWS = "item_features"
+"""What reports call the rows of the feature table of items."""
+
+
+def needs_index(bundle: Bundle) -> bool:
+    """Whether a model of items can only answer for items of the bundle's own vocabulary."""
+    return any(
+        each.bind == "item_index"
+        for model in bundle.models
+        if model.entity == "item"
+        for each in model.spec.inputs
+    )
+
+
+def write_catalogue(
+    config: NightConfig,
+    bundle: Bundle,
+    root: Path,
+    *,
+    hasher: Hasher = hash_ids,
+    erased: Collection[bytes] = (),
+    unusable: Unusable | None = None,
+) -> dict[str, Any]:
+    """Write ids, offsets, model indices and the item directory; returns seed, counts and what was left out.
+
+    The items are those of the feature table if there is one, else the bundle's. An item that the models cannot
+    answer for (not in their vocabulary, where they want an index) is left out and counted; an erased one is just not
+    there. A row without an id, with one that came before, or whose features the item tower cannot use is left out and
+    noted in `unusable`.
+    """
+    vocabulary = bundle.vocabulary
+    listed = _listed(config, bundle, Unusable() if unusable is None else unusable)
+    if listed is None or not len(listed):
+        listed = vocabulary.texts
+    gone = pa.array(sorted(raw.decode() for raw in erased), pa.string())
+    listed = listed.filter(pc.invert(pc.is_in(listed, value_set=gone)))
+    usable, places = listed, vocabulary.places(listed)
+    if needs_index(bundle):
+        usable, places = listed.filter(pa.array(places >= 0)), places[places >= 0]
+    if not len(usable):
+        raise SourceError(f"the model knows none of the {len(listed)} items of the catalogue")
+    seed, hash_all = 0, text_hashes if hasher is hash_ids else _hashed_by(hasher)
+    while (order := sort_unique(hashes := hash_all(usable, seed))) is None:
+        seed += 1
+    hashes = hashes[order]
+    _write_ids(root, usable, order)
+    write_atomically(root / MODEL_INDEX, places[order].astype("<i8").tobytes())
+    firsts = np.array(
+        [first_hash(shard, config.shards) for shard in range(config.shards)], np.uint64
+    )
+    bounds = [*hashes.searchsorted(firsts).tolist(), len(hashes)]
+    for shard in range(config.shards):
+        part = hashes[bounds[shard] : bounds[shard + 1]]
+        write_atomically(root / directory_file("item", shard), part.astype("<u8").tobytes())
+    return {
+        "item_seed": seed,
+        "items": len(hashes),
+        "items_without_vector": len(listed) - len(usable),
+        "bounds": bounds,
+    }
+
+
+def _listed(config: NightConfig, bundle: Bundle, unusable: Unusable) -> Any:
+    """Items of the feature table that the item tower can use, each once: its first row counts."""
+    if not config.sources.item_features:
+        return None
+    path = source_file(config.sources.item_features, config.path("."))
+    specs = [
+        each for model in bundle.models if model.name == ITEM_TOWER for each in model.spec.features
+    ]
+    columns = sorted({str(each.column) for each in specs})
+    chunks, usable = [], [np.empty(0, np.bool_)]
+    for ids, values in read_features(
+        path, config.sources.item_column, columns, source=ITEM_ROWS, unusable=unusable
+    ):
+        chunks.append(ids.texts())
+        usable.append(_note_values(chunks[-1], values, specs, path.name, unusable))
+    listed, kept = pa.chunked_array(chunks, pa.string()), np.concatenate(usable)
+    if len(again := repeats_in(listed)):
+        cases = ({"item": listed[row].as_py(), "file": path.name} for row in again[:CASES].tolist())
+        unusable.note(ITEM_ROWS, AGAIN, len(again), cases)
+        kept[again] = False
+    return listed.filter(pa.array(kept))
+
+
+def _note_values(
+    texts: Any,
+    values: Mapping[str, Any],
+    specs: Sequence[InputSpec],
+    file: str,
+    unusable: Unusable,
+) -> NDArray[np.bool_]:
+    """Which rows have every value; those that say nothing are noted, those that are missing too: an item needs them."""
+    usable = np.ones(len(texts), np.bool_)
+
+    def case(row: int) -> Case:
+        return {"item": texts[row].as_py(), "file": file}
+
+    for spec in specs:
+        found = read_values(values[str(spec.column)], spec)
+        bad = {f"{spec.column}: {NO_VALUE}": found.missing, **found.bad}
+        unusable.note_rows(ITEM_ROWS, {why: rows & usable for why, rows in bad.items()}, case)
+        usable &= found.usable
+    return usable
+
+
+def _hashed_by(hasher: Hasher) -> Callable[[Any, int], NDArray[np.uint64]]:
+    return lambda texts, seed: hasher(raws_of(texts), seed)
+
+
+def _write_ids(root: Path, texts: Any, order: NDArray[np.int64]) -> None:
+    """The ids in this order, and where each begins and the last one ends."""
+    large = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in texts.chunks])
+    _, cuts, data = large.take(pa.array(order)).buffers()
+    offsets = np.frombuffer(cuts, np.int64)[: len(order) + 1]
+    write_atomically(root / IDS, memoryview(data)[: offsets[-1]])
+    write_atomically(root / OFFSETS, offsets.astype("<u8").tobytes())
+
+
+def item_texts(items: ItemTable) -> Any:
+    """The ids of all items in ordinal order, as chunks of Arrow strings over the mapped file."""
+    ids, offsets = items.lent
+    chunks = []
+    for start in range(0, items.count, AT_ONCE):
+        cuts = offsets[start : start + AT_ONCE + 1]
+        data = ids[int(cuts[0]) : int(cuts[-1])]
+        ends = (cuts - cuts[0]).astype(np.int32)
+        buffers = pa.py_buffer(ends), pa.py_buffer(data)
+        chunks.append(pa.StringArray.from_buffers(len(ends) - 1, *buffers))
+    return pa.chunked_array(chunks, pa.string())
+
+
+def ordinals_of_texts(items: ItemTable, texts: Any) -> NDArray[np.int64]:
+    """int64[n]: `ItemTable.ordinals_of` of chunked Arrow strings, some of them at a time."""
+    found = [np.asarray(items.ordinals_of(raws_of(chunk))) for chunk in texts.chunks]
+    return np.concatenate([np.empty(0, np.int64), *found])
+
+
+def directory_file(entity: str, shard: int) -> str:
+    """Path of one directory part."""
+    return f"directory/{entity}/{shard:04d}.u64"
+
+
+def open_items(root: Path, begun: Mapping[str, Any], *, dims: int = 0) -> ItemTable:
+    """The item table of a build; with `dims`, its vectors as well."""
+    bounds = begun["bounds"]
+    shards = len(bounds) - 1
+    parts = [
+        map_file(root / directory_file("item", shard), "<u8")
+        if bounds[shard + 1] > bounds[shard]
+        else np.empty(0, np.uint64)
+        for shard in range(shards)
+    ]
+    directory = Directory(
+        begun["item_seed"], [first_hash(shard, shards) for shard in range(shards)], parts
+    )
+    vectors: NDArray[np.float32] = np.empty((0, 0), np.float32)
+    if dims:
+        vectors = map_file(root / VECTORS, "<f4", (begun["items"], dims))
+    return ItemTable(
+        directory,
+        map_file(root / IDS, "u1"),
+        map_file(root / OFFSETS, "<u8"),
+        vectors,
+        map_file(root / MODEL_INDEX, "<i8"),
+    )
+
+
+def write_item_features(
+    config: NightConfig,
+    bundle: Bundle,
+    items: ItemTable,
+    root: Path,
+    *,
+    unusable: Unusable | None = None,
+) -> str | None:
+    """Pin the feature columns that models of items want, a row per ordinal; the file, None when none is wanted.
+
+    Values that a value model cannot use are noted: the item has no record of it.
+    """
+    columns = sorted({
+        str(each.column)
+        for model in bundle.models if model.entity == "item"
+        for each in model.spec.features
+    })  # fmt: skip
+    if not columns:
+        return None
+    path = source_file(str(config.sources.item_features), config.path("."))
+    batches = list(read_features(path, config.sources.item_column, columns))
+    ordinals = np.concatenate([items.ordinals_of(raws_of(ids.texts())) for ids, _ in batches])
+    known = np.flatnonzero(ordinals >= 0)[::-1]  # of an item that comes twice, its first row
+    rows = np.full(items.count, -1, np.int64)
+    rows[ordinals[known]] = known
+    places = pa.array(rows, mask=rows < 0)
+    placed = {
+        name: pa.concat_arrays([wide(batch[name]) for _, batch in batches]).take(places)
+        for name in columns
+    }
+    for spec in {
+        each
+        for model in bundle.values.values()
+        if model.entity == "item"
+        for each in model.spec.features
+    }:
+        _note_unusable(
+            items, placed[str(spec.column)], spec, Unusable() if unusable is None else unusable
+        )
+    table = pa.table(placed)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    write_atomically(root / ITEM_FEATURES, sink.getvalue().to_pybytes())
+    return ITEM_FEATURES
+
+
+def _note_unusable(items: ItemTable, column: Any, spec: InputSpec, unusable: Unusable) -> None:
+    values, source = read_values(column, spec), f"{ITEM_ROWS}.{spec.column}"
+    unusable.looked_at(source, len(column))
+    if values.bad:
+        unusable.note_rows(source, values.bad, lambda row: {"item": items.id_of(row)})
+
+
+def item_features(
+    file: Path, spec: TowerSpec, count: int
+) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
+    """Feature inputs of all `count` items in ordinal order, by the tower's input names, and which items have them all.
+
+    As `write_item_features` left them; numbers of an item that lacks one mean nothing.
+    """
+    usable = np.ones(count, np.bool_)
+    if not spec.features:
+        return {}, usable
+    with pa.memory_map(str(file)) as source:
+        table = pa.ipc.open_stream(source).read_all()
+    found = {}
+    for each in spec.features:
+        values = read_values(table.column(str(each.column)).combine_chunks(), each)
+        found[each.name] = values.numbers
+        usable &= values.usable
+    return found, usable
+
+
+def popular(
+    items: ItemTable, popularity: NDArray[np.int64], k: int
+) -> tuple[Sequence[str], list[float]]:
+    """The k most popular items and their share of all interactions; ties by ordinal."""
+    order = np.lexsort((np.arange(items.count), -popularity))[: min(k, items.count)]
+    total = max(1, int(popularity.sum()))
+    return items.ids_of(order.astype(np.uint32)), [
+        float(popularity[each]) / total for each in order.tolist()
+    ]

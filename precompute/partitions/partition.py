@@ -1,0 +1,258 @@
+"""Partition: one pass over the sources that puts every entity's rows into the file of its hash shard."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+from cache.format.item_table import ItemTable
+from cache.format.keys import hash_ids
+from cache.model.tower import InputSpec
+from precompute.config.settings import NightConfig
+from precompute.erasures.erasure import NOBODY, Erased
+from precompute.partitions.shard_files import (
+    HASH,
+    NAMING,
+    ShardFiles,
+    allow_files,
+    read_stream,
+    shard_of,
+    shard_paths,
+)
+from precompute.partitions.shard_input import (
+    COUNTED_ROWS,
+    Hasher,
+    count_distinct,
+    hashes_of,
+    hashes_of_names,
+    scratch_folder,
+    slice_shard,
+)
+from precompute.partitions.stages import Stages
+from precompute.sources.columns import Ids
+from precompute.sources.features import read_values
+from precompute.sources.files import source_file
+from precompute.sources.readers import (
+    Interactions,
+    feature_schema,
+    read_features,
+    read_interactions,
+)
+from precompute.sources.unusable import AGAIN, CASES, Case, Unusable
+
+USER_ROWS = "user_features"
+"""What reports call the rows of the feature table of users."""
+COUNTED_AT_ONCE = 2
+"""Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
+
+FILES_AT_ONCE = 2
+"""Files of each shard that are written at the same time: rows and ids."""
+
+_IDS = pa.schema([("user", pa.string()), (HASH, pa.uint64())])
+_ROWS = pa.schema([(HASH, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
+
+
+def sort_unique(hashes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
+    """The order that sorts the hashes of distinct ids, or None when two of them share one (take the next seed)."""
+    order = np.argsort(hashes, kind="stable")
+    placed = hashes[order]
+    return None if (placed[1:] == placed[:-1]).any() else order
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioned:
+    """What the pass saw."""
+
+    seed: int
+    users: int
+    interactions: int
+    unknown_items: int
+    popularity: NDArray[np.int64]
+    unusable: Unusable
+
+
+def partition(
+    config: NightConfig,
+    items: ItemTable,
+    folder: Path,
+    *,
+    before: datetime | None,
+    seed: int = 0,
+    feature_columns: Sequence[str] = (),
+    feature_inputs: Sequence[InputSpec] = (),
+    progress: Callable[[int], None] = lambda _rows: None,
+    late: Callable[[Interactions], None] = lambda _late: None,
+    restart: Callable[[], None] = lambda: None,
+    hasher: Hasher = hash_ids,
+    erased: Erased = NOBODY,
+) -> Partitioned:
+    """Write each shard's Arrow files (KINDS) into `folder`, trying seeds until no id collides.
+
+    What is erased is in none of them, nor in what `late` is told; `restart` is called before the sources are read once
+    more. Values that one of `feature_inputs` cannot use are noted. Raises ConfigError where this process may not open a
+    file for each shard, SourceError for an input that no row can fill.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    allow_files(FILES_AT_ONCE * config.shards)
+    columns = sorted({*feature_columns, *(str(each.column) for each in feature_inputs)})
+    while True:
+        unusable = Unusable(erased.users | erased.items)
+        counted = _write(
+            config, items, folder, before, seed, progress, late, hasher, erased, unusable
+        )
+        _write_features(config, folder, seed, columns, feature_inputs, hasher, erased, unusable)
+        with ThreadPoolExecutor(COUNTED_AT_ONCE) as pool:
+            count = partial(_count_users, folder, shards=config.shards, unusable=unusable)
+            users = list(pool.map(count, range(config.shards)))
+        if None not in users:
+            return Partitioned(seed, sum(each or 0 for each in users), *counted, unusable)
+        seed += 1
+        restart()
+
+
+def _count_users(folder: Path, shard: int, shards: int, unusable: Unusable) -> int | None:
+    """The entities of a shard, None when two share a hash; who comes twice in the feature table is noted."""
+    with scratch_folder(folder) as scratch:
+        slices = slice_shard(folder, shard, shards, scratch, rows=COUNTED_ROWS, kinds=NAMING)
+        users, hashes = (sum(each) for each in zip(*count_distinct(slices), strict=True))
+        for number in slices.numbers:
+            _note_again(read_stream(*shard_paths(slices.folder, number, NAMING[1:])), unusable)
+    return users if users == hashes else None
+
+
+def _note_again(features: Any, unusable: Unusable) -> None:
+    """Rows of users that an earlier row named: the first one counts."""
+    hashes = np.asarray(features.column(HASH))
+    order = np.argsort(hashes, kind="stable")
+    placed = hashes[order]
+    again = np.sort(order[1:][placed[1:] == placed[:-1]])
+    if len(again):
+        named = features.column("user").take(pa.array(again[:CASES])).to_pylist()
+        unusable.note(USER_ROWS, AGAIN, len(again), ({"user": each} for each in named))
+
+
+def _write(
+    config: NightConfig,
+    items: ItemTable,
+    folder: Path,
+    before: datetime | None,
+    seed: int,
+    progress: Callable[[int], None],
+    late: Callable[[Interactions], None],
+    hasher: Hasher,
+    erased: Erased,
+    unusable: Unusable,
+) -> tuple[int, int, NDArray[np.int64]]:
+    popularity = np.zeros(items.count, np.int64)
+    count = unknown = 0
+    with (
+        _files(folder, "rows", config.shards, _ROWS) as rows,
+        _files(folder, "ids", config.shards, _IDS) as ids,
+        Stages() as stages,
+    ):
+        read = read_interactions(
+            config.sources,
+            Path(config.base),
+            before=before,
+            late=lambda batch: late(erased.leave_out(batch)),
+            unusable=unusable,
+        )
+
+        def placed(batch: Interactions) -> _Placed:
+            hashes = hashes_of_names(batch.users, seed, hasher)
+            ordinals = items.ordinals_of(batch.items.raws()).astype(np.int32)
+            return _Placed(batch, hashes, ordinals[batch.items.codes])
+
+        for each in stages.ahead(map(placed, stages.ahead(map(erased.leave_out, read)))):
+            shards = shard_of(each.hashes, config.shards).astype(np.uint16)
+            codes = each.batch.users.codes
+            ids.write(pa.table([each.batch.users.names, each.hashes], schema=_IDS), shards)
+            columns = [each.hashes[codes], each.ordinals, each.batch.times]
+            rows.write(pa.table(columns, schema=_ROWS), shards[codes])
+            known = each.ordinals[each.ordinals >= 0]
+            popularity += np.bincount(known, minlength=items.count)
+            count += len(codes)
+            unknown += len(codes) - len(known)
+            progress(count)
+    return count, unknown, popularity
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Placed:
+    """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each row."""
+
+    batch: Interactions
+    hashes: NDArray[np.uint64]
+    ordinals: NDArray[np.int32]
+
+
+def _write_features(
+    config: NightConfig,
+    folder: Path,
+    seed: int,
+    columns: Sequence[str],
+    inputs: Sequence[InputSpec],
+    hasher: Hasher,
+    erased: Erased,
+    unusable: Unusable,
+) -> None:
+    schema: Any = _IDS
+    batches: Any = ()
+    if columns:
+        if not config.sources.user_features:
+            raise SourceError(
+                f"the model wants the user feature {columns[0]!r}, but sources.user_features is not set",
+                column=columns[0],
+            )
+        path = source_file(config.sources.user_features, config.path("."))
+        kinds = feature_schema(path, columns)
+        schema = pa.schema([*_IDS, *((name, kinds.field(name).type) for name in columns)])
+        batches = read_features(
+            path, config.sources.user_column, columns, source=USER_ROWS, unusable=unusable
+        )
+    filled = dict.fromkeys(inputs, 0)
+    count = 0
+    with _files(folder, "features", config.shards, schema) as files:
+        for ids, values in batches:
+            count += len(ids)
+            for each in inputs:
+                filled[each] += _note_values(ids, values[str(each.column)], each, unusable)
+            hashes = hashes_of(ids, seed, hasher)
+            table = pa.table([ids.texts(), hashes, *values.values()], schema=schema)
+            if erased.users:
+                kept = erased.keeps_users(ids)
+                table, hashes = table.filter(pa.array(kept)), hashes[kept]
+            files.write(table, shard_of(hashes, config.shards))
+    for each, rows in filled.items():
+        if count and not rows:
+            raise SourceError(
+                f"{config.sources.user_features}: column {each.column!r} has no value that the model's input "
+                f"{each.name!r} can use, in none of {count:,} rows",
+                column=each.column,
+            )
+
+
+def _note_values(ids: Ids, column: Any, spec: InputSpec, unusable: Unusable) -> int:
+    """How many values of a batch an input can use; those that say nothing are noted, those that are missing are not."""
+    values = read_values(column, spec)
+    unusable.looked_at(source := f"{USER_ROWS}.{spec.column}", len(ids))
+
+    def case(row: int) -> Case:
+        return {"user": ids.names[int(ids.codes[row])].as_py()}
+
+    if values.bad:
+        unusable.note_rows(source, values.bad, case)
+    return int(values.usable.sum())
+
+
+def _files(folder: Path, kind: str, shards: int, schema: Any) -> ShardFiles:
+    return ShardFiles([folder / f"{shard:04d}.{kind}" for shard in range(shards)], schema)

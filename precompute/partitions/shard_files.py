@@ -1,0 +1,127 @@
+"""The partition on disk: one Arrow stream per hash range."""
+
+import os
+import resource
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from cache.errors import ConfigError
+from cache.store.artefacts import sync_folder
+
+KINDS = ("rows", "ids", "features")
+"""What users did, each of them once for every batch of the sources, and what is known of them; all with a HASH."""
+
+NAMING = KINDS[1:]
+"""Those that say which users there are."""
+
+SPARE_FILES = 512
+"""Descriptors left for all else: sources, artefacts, Redis, libraries."""
+
+OPEN_MAX = 1 << 20
+
+HASH = "xxh3(user)"
+"""The column that says whose a row is: the user's hash under the partition's seed."""
+
+
+def first_hash(shard: int, shards: int) -> int:
+    """Where a shard's range of the 64-bit hash begins."""
+    return -((-shard << 64) // shards)
+
+
+def shard_of(hashes: NDArray[np.uint64], shards: int) -> NDArray[np.int64]:
+    """int64[n]: the shard whose range holds each hash."""
+    firsts = np.array([first_hash(shard, shards) for shard in range(shards)], np.uint64)
+    return np.asarray(firsts.searchsorted(hashes, "right") - 1, np.int64)
+
+
+def shard_paths(folder: Path, shard: int, kinds: Sequence[str] = KINDS) -> list[Path]:
+    """A shard's files of these kinds, in their order."""
+    return [folder / f"{shard:04d}.{kind}" for kind in kinds]
+
+
+def read_stream(path: Path) -> Any:
+    """The Arrow table of a file; its columns stay where they are mapped."""
+    with pa.memory_map(str(path)) as source:
+        return pa.ipc.open_stream(source).read_all()
+
+
+def read_batches(path: Path, *, fields: Sequence[int] | None = None) -> Iterator[Any]:
+    """The Arrow batches of a file, one in memory at a time; `fields` names the columns that are wanted, by place."""
+    options = pa.ipc.IpcReadOptions(included_fields=None if fields is None else list(fields))
+    with pa.OSFile(str(path)) as source:  # a map would count as ours, once it is read
+        yield from pa.ipc.open_stream(source, options=options)
+
+
+def count_rows(path: Path) -> int:
+    """How many rows a file holds; none of them is read."""
+    with pa.memory_map(str(path)) as source:
+        return sum(batch.num_rows for batch in pa.ipc.open_stream(source))
+
+
+def allow_files(count: int) -> None:
+    """Raise the limit so that so many files beside SPARE_FILES may be open; ConfigError where it cannot."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted, most = count + SPARE_FILES, OPEN_MAX if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted <= most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    elif soft != resource.RLIM_INFINITY and soft < wanted:
+        raise ConfigError(
+            f"{wanted} files would be open at once, this process may open {most}: raise `ulimit -n`, or set fewer "
+            "shards",
+            field="shards",
+        )
+
+
+class ShardFiles:
+    """Arrow streams, one per hash range, written beside and renamed when all are whole."""
+
+    def __init__(self, paths: Sequence[Path], schema: Any, *, lasting: bool = True) -> None:
+        """`lasting`: on disk before they have their names, since a stream that was cut reads like a whole one."""
+        self._paths, self._lasting = paths, lasting
+        # Names of its own: a task that was given up on may still be writing while its retry runs.
+        token = secrets.token_hex(4)
+        self._besides = [path.with_name(f".{path.name}.{token}.part") for path in paths]
+        self._schema = schema
+        self._stack = ExitStack()
+        self._writers: list[Any] = []
+
+    def __enter__(self) -> "ShardFiles":
+        for beside in self._besides:
+            sink = self._stack.enter_context(pa.OSFile(str(beside), "wb"))
+            self._writers.append(self._stack.enter_context(pa.ipc.new_stream(sink, self._schema)))
+        return self
+
+    def write(self, table: Any, shards: NDArray[np.integer]) -> None:
+        """Each row of `table` into the file whose number `shards` gives it; rows of one file keep their order.
+
+        Rows of numbers that have no file are left out.
+        """
+        shards = shards.astype(np.uint16, copy=False)  # for which numpy has a radix sort
+        order = np.argsort(shards, kind="stable")
+        sorted_rows = table.take(pa.array(order))
+        bounds = np.searchsorted(shards[order], np.arange(len(self._paths) + 1, dtype=np.uint16))
+        for writer, start, end in zip(self._writers, bounds[:-1], bounds[1:], strict=True):
+            if end > start:
+                writer.write_table(sorted_rows.slice(start, end - start))
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        try:
+            self._stack.close()
+            if kind is None:
+                for beside, path in zip(self._besides, self._paths, strict=True):
+                    if self._lasting:
+                        with beside.open("rb") as file:
+                            os.fsync(file.fileno())
+                    beside.replace(path)
+                for folder in {path.parent for path in self._paths} if self._lasting else ():
+                    sync_folder(folder)
+        finally:
+            for beside in self._besides:
+                beside.unlink(missing_ok=True)

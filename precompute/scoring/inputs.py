@@ -1,0 +1,104 @@
+"""Inputs of the towers: histories and feature columns bound to the names that a model gives them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import ConfigError, SourceError
+from cache.format.item_table import ItemTable, Ordinals
+from cache.model.tower import Histories, Inputs, TowerSpec
+from precompute.bundles.bundle import Bundle
+from precompute.config.settings import NightConfig
+from precompute.partitions.shard_input import ShardInput
+from precompute.sources.features import demand_type, read_values
+from precompute.sources.files import source_file
+from precompute.sources.readers import feature_schema
+
+
+def bind(
+    spec: TowerSpec,
+    *,
+    histories: Histories | None = None,
+    features: Mapping[str, NDArray[Any]] | None = None,
+    index: NDArray[np.int64] | None = None,
+) -> Inputs:
+    """A tower's inputs by name; `features` are by input name already."""
+    bound: dict[str, Histories | NDArray[Any]] = {}
+    for each in spec.inputs:
+        if each.bind == "history":
+            if histories is None:
+                raise ConfigError(
+                    f"input {each.name!r} wants a history, which this entity does not have"
+                )
+            bound[each.name] = histories
+        elif each.bind == "item_index":
+            if index is None:
+                raise ConfigError(
+                    f"input {each.name!r} wants an item index, which this entity does not have"
+                )
+            bound[each.name] = index
+        else:
+            bound[each.name] = (features or {})[each.name]
+    return bound
+
+
+def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
+    """Raises SourceError for the first feature column that is not there, or whose type an input cannot be read from."""
+    for model in bundle.models:
+        named = f"sources.{model.entity}_features"
+        file = getattr(config.sources, f"{model.entity}_features")
+        for each in model.spec.features:
+            if not file:
+                raise SourceError(
+                    f"the model wants the {model.entity} feature {each.column!r}, but {named} is not set",
+                    column=each.column,
+                )
+            path = source_file(file, config.path("."))
+            kind = feature_schema(path, (str(each.column),)).field(str(each.column)).type
+            demand_type(kind, each, f"{path}, for {model.name}")
+
+
+Features = dict[str, dict[str, NDArray[Any]]]
+"""By model and input name: two models may give one input name to different columns."""
+
+
+def inputs_of(
+    items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
+) -> tuple[dict[str, NDArray[np.bool_]], Histories, Features]:
+    """(which rows have every input of each model, histories in model indices, features).
+
+    Feature values of rows that are not usable mean nothing.
+    """
+    indices = items.to_model(Ordinals(entities.ordinals))
+    known = (indices >= 0) & _recent(entities)
+    kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(known)])
+    histories = Histories(kept[entities.indptr], indices[known])
+    usable: dict[str, NDArray[np.bool_]] = {}
+    features: Features = {name: {} for name in specs}
+    for model, spec in specs.items():
+        usable[model] = np.ones(len(entities.ids), np.bool_)
+        if spec.history is not None:
+            usable[model] &= np.diff(histories.indptr) > 0
+        for each in spec.features:
+            values = read_values(entities.features[str(each.column)], each)
+            usable[model] &= values.usable
+            features[model][each.name] = values.numbers
+    return usable, histories, features
+
+
+def usable_inputs(
+    items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
+) -> tuple[NDArray[np.int64], Histories, Features]:
+    """(rows with every input of all these models, the rest as `inputs_of`)."""
+    usable, histories, features = inputs_of(items, entities, specs)
+    rows = np.logical_and.reduce([np.ones(len(entities.ids), np.bool_), *usable.values()])
+    return np.flatnonzero(rows), histories, features
+
+
+def _recent(entities: ShardInput) -> NDArray[np.bool_]:
+    """Which items of the histories are new enough to be given to a model."""
+    lengths = np.diff(entities.indptr)
+    from_end = np.repeat(entities.indptr[1:], lengths) - np.arange(len(entities.ordinals))
+    return np.asarray(from_end <= entities.history_limit, np.bool_)

@@ -1,0 +1,212 @@
+"""Columns of the sources as the night knows them: ids, of whatever Arrow types they come in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+from cache.format.keys import FINGERPRINT_SEED, ID_BYTES_MAX, hash_ids
+from cache.native import loader
+from precompute.sources import unusable
+from precompute.sources.files import SourceFile
+
+Bad = dict[str, NDArray[np.bool_]]
+"""Reason -> the rows that cannot be used for it; no reason without a row."""
+
+# Of Unicode 15, table 3-7; RE2 takes binary as bytes.
+_UTF_8 = (
+    r"^(?:[\x00-\x7F]|[\xC2-\xDF][\x80-\xBF]|\xE0[\xA0-\xBF][\x80-\xBF]|[\xE1-\xEC\xEE\xEF][\x80-\xBF]{2}"
+    r"|\xED[\x80-\x9F][\x80-\xBF]|\xF0[\x90-\xBF][\x80-\xBF]{2}|[\xF1-\xF3][\x80-\xBF]{3}"
+    r"|\xF4[\x80-\x8F][\x80-\xBF]{2})*$"
+)
+
+_HASHED_AT_ONCE = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ids:
+    """A column of ids, each of them once: row r is `names[codes[r]]` (Arrow strings; int32 [rows]).
+
+    Every name has a row: what holds for all names holds for all rows, and the other way round.
+    """
+
+    names: Any
+    codes: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, column: Any) -> Self:
+        """From an Arrow array of strings or integers, dictionary-encoded or not, without nulls.
+
+        Raises pa.ArrowInvalid for what is not UTF-8.
+        """
+        if pa.types.is_string(column.type) and (found := _sorted(column)) is not None:
+            found[0].validate(full=True)
+            return cls(*found)
+        coded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
+        coded.validate(full=True)
+        names, codes = _used(coded.dictionary, np.asarray(coded.indices.cast(pa.int32())))
+        return cls(names.cast(pa.string()), codes)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def raws(self) -> list[bytes]:
+        """The names as records know them."""
+        return raws_of(self.names)
+
+    def hashes(self, seed: int) -> NDArray[np.uint64]:
+        """uint64[names], as `cache.format.keys.hash_ids` has them."""
+        return text_hashes(self.names, seed)
+
+    def only(self, rows: NDArray[np.bool_]) -> Self:
+        """Some of the rows."""
+        return type(self)(*_used(self.names, self.codes[rows]))
+
+    def texts(self) -> Any:
+        """Arrow strings, one for each row."""
+        return self.names.take(pa.array(self.codes))
+
+
+def _sorted(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
+    """(names, codes) by sorting hashes, faster than a hash table that leaves the caches; None where it cannot be.
+
+    Two ids with one hash would become one, so a second hash of each row has to agree with it: 128 bits in all.
+    """
+    hashes, marks = (hashes_of_texts(texts, seed) for seed in (0, FINGERPRINT_SEED))
+    if hashes is None or marks is None:
+        return None
+    order = np.argsort(hashes)
+    placed = hashes[order]
+    is_first = np.ones(len(order), np.bool_)
+    is_first[1:] = placed[1:] != placed[:-1]
+    placed = marks[order]
+    if (placed[1:] != placed[:-1])[~is_first[1:]].any():
+        return None
+    codes = np.empty(len(order), np.int32)
+    codes[order] = np.cumsum(is_first, dtype=np.int32) - 1
+    return texts.take(pa.array(order[is_first])), codes
+
+
+def hashes_of_texts(texts: Any, seed: int) -> NDArray[np.uint64] | None:
+    """uint64[n] of an Arrow string array; None without what is compiled, or if a text is too long."""
+    columns, (_, cuts, data) = loader.columns(), texts.buffers()
+    if columns is None or cuts is None or data is None:
+        return None
+    ends = np.frombuffer(cuts, np.int32)[texts.offset : texts.offset + len(texts) + 1]
+    found = columns.text_hashes(data, ends, seed)
+    return None if found is None else np.frombuffer(found, np.uint64)
+
+
+def text_hashes(texts: Any, seed: int) -> NDArray[np.uint64]:
+    """uint64[n] of Arrow strings, in one piece or in chunks, as `cache.format.keys.hash_ids` has them."""
+    chunks = texts.chunks if isinstance(texts, pa.ChunkedArray) else [texts]
+    found = [np.empty(0, np.uint64)]
+    for chunk in chunks:
+        for start in range(0, len(chunk), _HASHED_AT_ONCE):
+            part = chunk.slice(start, _HASHED_AT_ONCE)
+            hashes = hashes_of_texts(part, seed)
+            found.append(hash_ids(raws_of(part), seed) if hashes is None else hashes)
+    return np.concatenate(found)
+
+
+def raws_of(texts: Any) -> list[bytes]:
+    """Arrow strings as records know them."""
+    raws: list[bytes] = texts.cast(pa.binary()).to_pylist()
+    return raws
+
+
+def _used(names: Any, codes: NDArray[np.int32]) -> tuple[Any, NDArray[np.int32]]:
+    """The names that have a row, and the rows' codes among them."""
+    used = np.zeros(len(names), np.bool_)
+    used[codes] = True
+    if used.all():
+        return names, codes
+    places = np.cumsum(used, dtype=np.int32) - 1
+    return names.filter(pa.array(used)), places[codes]
+
+
+def demand_columns(known: Sequence[str], wanted: Sequence[str], path: SourceFile) -> None:
+    """Raises SourceError naming the first that is not there."""
+    for name in wanted:
+        if name not in known:
+            raise SourceError(
+                f"{path} has no column {name!r}; it has {', '.join(known)}", column=name
+            )
+
+
+def read_ids(column: Any, path: SourceFile, name: str) -> tuple[Ids, Bad]:
+    """The ids of a column, and which rows have none that can be used (their ids mean nothing).
+
+    Raises SourceError for a column of a type that holds no ids.
+    """
+    kind = column.type
+    is_coded = pa.types.is_dictionary(kind)
+    kind = kind.value_type if is_coded else kind
+    if not (pa.types.is_null(kind) or pa.types.is_integer(kind) or is_text(kind)):
+        raise SourceError(
+            f"{path}: column {name!r} is {kind}; ids are strings or integers{_remedy(kind)}",
+            column=name,
+        )
+    nulls = column.null_count + (column.dictionary.null_count if is_coded else 0)
+    if not nulls:
+        try:
+            ids = Ids.of(column)
+        except pa.ArrowInvalid:
+            pass
+        else:
+            lengths = pc.min_max(pc.binary_length(ids.names)).as_py()
+            if not len(ids) or 1 <= lengths["min"] <= lengths["max"] <= ID_BYTES_MAX:
+                return ids, {}
+    return _ids_one_by_one(column, path, name)
+
+
+def _ids_one_by_one(column: Any, path: SourceFile, name: str) -> tuple[Ids, Bad]:
+    if pa.types.is_dictionary(column.type):
+        codes = pc.min_max(column.indices).as_py()
+        if len(column) and not 0 <= (codes["min"] or 0) <= (codes["max"] or 0) < max(
+            1, len(column.dictionary)
+        ):
+            raise SourceError(
+                f"{path}: column {name!r} has codes out of bounds of its dictionary: copy the file again"
+            )
+        column = column.dictionary_decode()
+    if not is_text(column.type):
+        column = column.cast(pa.string())
+    raw = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
+    lengths = pc.fill_null(pc.binary_length(raw), 1)
+    bad = {
+        f"{name}: {unusable.NO_ID}": as_rows(raw.is_null()),
+        f"{name}: {unusable.LENGTH}": as_rows(
+            pc.or_(pc.less(lengths, 1), pc.greater(lengths, ID_BYTES_MAX))
+        ),
+        f"{name}: {unusable.NOT_UTF_8}": ~is_utf_8(raw),
+    }
+    usable = ~np.logical_or.reduce(list(bad.values()))
+    texts = pc.if_else(pa.array(usable), raw, pa.scalar(b"-", raw.type)).cast(pa.string())
+    return Ids.of(texts), {reason: rows for reason, rows in bad.items() if rows.any()}
+
+
+def is_utf_8(raw: Any) -> NDArray[np.bool_]:
+    """Which rows of an Arrow binary array are UTF-8; a missing one is."""
+    return as_rows(pc.fill_null(pc.match_substring_regex(raw, _UTF_8), True))
+
+
+def is_text(kind: Any) -> bool:
+    """Whether an Arrow type holds strings."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _remedy(kind: Any) -> str:
+    if pa.types.is_floating(kind):
+        return " (pandas makes floats of integers where one is missing: write the column as Int64)"
+    return " (write the column as strings)" if pa.types.is_binary(kind) else ""
+
+
+def as_rows(mask: Any) -> NDArray[np.bool_]:
+    """An Arrow mask without nulls."""
+    return np.asarray(mask, np.bool_)

@@ -1,0 +1,106 @@
+"""Feature columns as the arrays that models want, and which of their rows cannot be used."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.errors import SourceError
+from cache.model.tower import InputSpec
+from precompute.sources.columns import Bad, as_rows, is_text, is_utf_8
+
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Values:
+    """One input of a model, a row each: [n], or [n, width]; those of rows that are `missing` or `bad` mean nothing."""
+
+    numbers: NDArray[Any]
+    missing: NDArray[np.bool_]
+    bad: Bad
+
+    @property
+    def usable(self) -> NDArray[np.bool_]:
+        """bool [n]."""
+        found: NDArray[np.bool_] = ~np.logical_or.reduce([self.missing, *self.bad.values()])
+        return found
+
+
+def demand_type(kind: Any, spec: InputSpec, where: str) -> None:
+    """Raises SourceError unless a column of this Arrow type can hold what the input wants."""
+    is_list = any(is_kind(kind) for is_kind in _LISTS)
+    value = kind.value_type if is_list else kind
+    fits = {
+        "string": is_text(value),
+        "float32": pa.types.is_floating(value) or pa.types.is_integer(value),
+        "int32": pa.types.is_integer(value),
+        "int64": pa.types.is_integer(value),
+    }
+    width = kind.list_size if pa.types.is_fixed_size_list(kind) else spec.width
+    if not fits[spec.dtype] or is_list != (spec.width is not None) or width != spec.width:
+        shape = "" if spec.width is None else f", lists of width {spec.width}"
+        raise SourceError(
+            f"{where}: column {spec.column!r} is {kind}, the model's input {spec.name!r} wants {spec.dtype}{shape}",
+            column=spec.column,
+        )
+
+
+def wide(column: Any) -> Any:
+    """The column with offsets of 64 bits: all rows of a catalogue hold more numbers than 32 bits can count."""
+    kind = column.type
+    if pa.types.is_list(kind):
+        return column.cast(pa.large_list(kind.value_type))
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        return column.cast(pa.large_string() if pa.types.is_string(kind) else pa.large_binary())
+    return column
+
+
+def read_values(column: Any, spec: InputSpec) -> Values:
+    """An Arrow array as an input; raises SourceError for what `demand_type` refuses, never for a row."""
+    demand_type(column.type, spec, "features")
+    if spec.width is None:
+        return _scalars(column, spec)
+    missing, widths = as_rows(column.is_null()), pc.list_value_length(column)
+    is_wide = as_rows(pc.fill_null(pc.equal(widths, spec.width), False))
+    whole = column if is_wide.all() else column.filter(pa.array(is_wide))
+    inner = _scalars(whole.flatten(), replace(spec, width=None))
+    numbers = inner.numbers.reshape(-1, spec.width)
+    rows: Bad = {
+        why: np.asarray(each.reshape(-1, spec.width).any(axis=1))
+        for why, each in {f"{spec.column}: a null in a list": inner.missing, **inner.bad}.items()
+    }
+    if not is_wide.all():
+        spread = np.zeros((len(column), spec.width), numbers.dtype)
+        spread[is_wide] = numbers
+        numbers = spread
+        rows = {why: _spread(each, is_wide) for why, each in rows.items()}
+    rows[f"{spec.column}: not of width {spec.width}"] = ~is_wide & ~missing
+    return Values(numbers, missing, {why: each for why, each in rows.items() if each.any()})
+
+
+def _spread(some: NDArray[np.bool_], where: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    found = np.zeros(len(where), np.bool_)
+    found[where] = some
+    return found
+
+
+def _scalars(column: Any, spec: InputSpec) -> Values:
+    missing = as_rows(column.is_null())
+    if spec.dtype == "string":
+        is_read = is_utf_8(column.cast(pa.large_binary()))
+        kept = pa.array(is_read & ~missing)
+        texts = pc.if_else(kept, column, pa.scalar("", column.type))
+        bad = {} if is_read.all() else {f"{spec.column}: not UTF-8": ~is_read}
+        return Values(np.array(texts.to_pylist(), object), missing, bad)
+    given = np.asarray(pc.fill_null(column, 0) if column.null_count else column)
+    with np.errstate(over="ignore", invalid="ignore"):
+        numbers = given.astype(spec.dtype)
+    if spec.dtype == "float32":
+        why, fits = "not finite as float32", np.isfinite(numbers)
+    else:
+        why, fits = f"too large for {spec.dtype}", np.asarray(numbers == given)
+    return Values(numbers, missing, {} if fits.all() else {f"{spec.column}: {why}": ~fits})

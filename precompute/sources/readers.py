@@ -1,0 +1,309 @@
+"""Reading what the night is computed from: interactions and feature tables, in bounded batches."""
+
+import errno
+import gzip
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from cache.errors import SourceError, StoreError
+from precompute.config.settings import Sources
+from precompute.sources.columns import Bad, Ids, demand_columns, is_text, read_ids
+from precompute.sources.files import SourceFile, readable, source_files
+from precompute.sources.moments import MICROSECONDS, are_positive, microseconds
+from precompute.sources.unusable import COLUMNS, Case, Unusable, shown
+
+INTERACTIONS = "interactions"
+"""What reports call them."""
+BATCH_ROWS = 1 << 19
+BATCH_BYTES = 128 << 20
+READ_BYTES = 1 << 20
+TEXT_BYTES = 4
+"""What a Parquet file spends on the length of each text that it does not have in a dictionary."""
+
+_UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException)
+_LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Interactions:
+    """One batch: who, with what, and `times` int64 microseconds since 1970 (0 = not given)."""
+
+    users: Ids
+    items: Ids
+    times: NDArray[np.int64]
+
+    def only(self, rows: NDArray[np.bool_]) -> Self:
+        """Some of the rows."""
+        return type(self)(self.users.only(rows), self.items.only(rows), self.times[rows])
+
+
+def read_interactions(
+    sources: Sources,
+    base: Path,
+    *,
+    before: datetime | None = None,
+    late: Callable[[Interactions], None] = lambda _late: None,
+    unusable: Unusable | None = None,
+) -> Iterator[Interactions]:
+    """Batches of all interaction files; with `before`, only what is strictly older (rows without a time stay).
+
+    `late` is handed what is not. Rows of weight 0 or less are not interactions and are left out; so are, noted in
+    `unusable`, rows that say nothing. Raises SourceError naming file and column, or where no row can be used.
+    """
+    cut = None if before is None else int(before.timestamp() * MICROSECONDS)
+    unusable = Unusable() if unusable is None else unusable
+    paths = source_files(sources.interactions, base)
+    for path in paths:
+        with _reading(path):
+            for columns in _batches(path, sources, unusable):
+                batch = _usable(columns, path, sources, unusable)
+                if cut is not None and (newer := batch.times >= cut).any():
+                    late(batch.only(newer))
+                    yield batch.only(~newer)
+                else:
+                    yield batch
+    unusable.demand_some(INTERACTIONS, ", ".join(path.name for path in paths[:3]))
+
+
+def _batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator[Any]:
+    match _format(path, sources):
+        case "lines":
+            return _read_lines(path, sources)
+        case "csv":
+            return _csv_batches(path, sources, unusable)
+    return _parquet_batches(path, sources)
+
+
+def _usable(batch: Any, path: SourceFile, sources: Sources, unusable: Unusable) -> Interactions:
+    """Ids and times of a batch of rows, less those that cannot be used, which are noted."""
+    names = batch.schema.names
+    users, items, weight = sources.user_column, sources.item_column, sources.weight_column
+    demand_columns(names, (users, items), path)
+    bad: Bad = {}
+    unusable.looked_at(INTERACTIONS, len(batch))
+    if weight in names:
+        positive, bad = are_positive(batch.column(weight), path, sources)
+        kept = positive | np.logical_or.reduce(list(bad.values())) if bad else positive
+        if not kept.all():
+            batch, bad = (
+                batch.filter(pa.array(kept)),
+                {why: rows[kept] for why, rows in bad.items()},
+            )
+    times, no_time = np.zeros(len(batch), np.int64), Bad()
+    if (name := sources.timestamp_column) in names:
+        times, no_time = microseconds(batch.column(name), path, name)
+    user_ids, bad_users = read_ids(batch.column(users), path, users)
+    item_ids, bad_items = read_ids(batch.column(items), path, items)
+    found = Interactions(user_ids, item_ids, times)
+    if not (bad := {**bad_users, **bad_items, **no_time, **bad}):
+        return found
+
+    def case(row: int) -> Case:
+        ids = (shown(_value(batch.column(each), row)) for each in (users, items))
+        return {**dict(zip(("user", "item"), ids, strict=True)), "file": path.name}
+
+    return found.only(~unusable.note_rows(INTERACTIONS, bad, case))
+
+
+def _value(column: Any, row: int) -> Any:
+    """One value as Python's own: bytes of a text, which may not be UTF-8."""
+    value = column[row : row + 1]
+    if pa.types.is_dictionary(value.type):
+        value = value.dictionary_decode()
+    return (value.cast(pa.large_binary()) if is_text(value.type) else value)[0].as_py()
+
+
+def read_features(
+    path: SourceFile,
+    id_column: str,
+    columns: Sequence[str],
+    *,
+    source: str = "features",
+    unusable: Unusable | None = None,
+) -> Iterator[tuple[Ids, dict[str, Any]]]:
+    """Batches (ids, {column: Arrow array}) of a Parquet feature table; a missing column is named.
+
+    Rows without an id that can be used are left out, and noted in `unusable` under `source`.
+    """
+    unusable = Unusable() if unusable is None else unusable
+    # Without a buffer a whole row group of a column is read at once.
+    opened = partial(pa.parquet.ParquetFile, buffer_size=READ_BYTES)
+    with _reading(path), readable(path) as raw, opened(raw) as file:
+        demand_columns(file.schema_arrow.names, (id_column, *columns), path)
+        for batch in file.iter_batches(_rows_at_once(file.metadata), columns=[id_column, *columns]):
+            unusable.looked_at(source, len(batch))
+            given = batch.column(id_column)
+            ids, bad = read_ids(given, path, id_column)
+            if bad:
+                case = lambda row, given=given: {"id": shown(_value(given, row)), "file": path.name}  # noqa: E731
+                kept = ~unusable.note_rows(source, bad, case)
+                ids, batch = ids.only(kept), batch.filter(pa.array(kept))
+            yield ids, {name: batch.column(name) for name in columns}
+    unusable.demand_some(source, path.name)
+
+
+def _rows_at_once(metadata: Any) -> int:
+    """Rows of a batch: fewer where they are wide, so that a batch takes BATCH_BYTES at most, whatever the features."""
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    row_bytes: int = sum(each.total_byte_size for each in groups) // max(1, metadata.num_rows)
+    return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
+
+
+def feature_schema(path: SourceFile, columns: Sequence[str] = ()) -> Any:
+    """Arrow schema of a Parquet feature table; a missing column is named."""
+    with _reading(path), readable(path) as raw:
+        found = pa.parquet.read_schema(raw)
+    demand_columns(found.names, columns, path)
+    return found
+
+
+@contextmanager
+def _reading(path: SourceFile) -> Iterator[None]:
+    """The one translator of what readers of files raise."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        if _may_pass(error):
+            raise StoreError(f"cannot read {path} now: {error}; run the step again") from error
+        match error:
+            case UnicodeDecodeError():
+                remedy = "it is not UTF-8; convert it, e.g. with iconv -t utf-8"
+            case EOFError():
+                remedy = "it is cut off; copy it again"
+            case zlib.error() | gzip.BadGzipFile():
+                remedy = "its compressed data is damaged; copy it again"
+            case OSError():
+                remedy = "is it whole, and may this user read it?"
+            case _:
+                remedy = "is it whole, and of the format that its name or sources.format says?"
+        raise SourceError(f"cannot read {path}: {error} ({remedy})", path=str(path)) from error
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether a disk or a network failed (EIO, a stale NFS handle), not the file; Arrow's own errors have no number."""
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in _LASTING
+
+
+def _format(path: SourceFile, sources: Sources) -> str:
+    if sources.format != "auto":
+        return sources.format
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    match suffixes[-1] if suffixes else "":
+        case ".parquet" | ".pq":
+            return "parquet"
+        case ".csv":
+            return "csv"
+        case ".txt":
+            return "lines"
+    raise SourceError(
+        f"cannot tell the format of {path}; set sources.format to parquet, csv or lines"
+    )
+
+
+@contextmanager
+def _opened(path: SourceFile) -> Iterator[IO[bytes]]:
+    with path.open("rb") as raw:
+        plain: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+        yield plain
+
+
+def _read_lines(path: SourceFile, sources: Sources) -> Iterator[Any]:
+    """`user item item ...` per line, separated by single spaces."""
+    users: list[bytes] = []
+    items: list[bytes] = []
+
+    def batch() -> Any:
+        # Not looked at here: a line that is not UTF-8 costs its own rows.
+        columns = (pa.array(each, pa.binary()).view(pa.string()) for each in (users, items))
+        return pa.record_batch(list(columns), [sources.user_column, sources.item_column])
+
+    with _opened(path) as lines:
+        for line in lines:
+            if not (words := line.split()):
+                continue
+            user, *rest = words
+            users += [user] * len(rest)
+            items += rest
+            if len(users) >= BATCH_ROWS:
+                yield batch()
+                users, items = [], []
+    if users:
+        yield batch()
+
+
+def _csv_batches(path: SourceFile, sources: Sources, unusable: Unusable) -> Iterator[Any]:
+    def left_out(row: Any) -> str:
+        unusable.looked_at(INTERACTIONS, 1)
+        unusable.note(INTERACTIONS, COLUMNS, 1, [{"file": path.name, "line": str(row.number)}])
+        return "skip"
+
+    names = [sources.user_column, sources.item_column]
+    skipping = pa.csv.ParseOptions(invalid_row_handler=lambda _: "skip")
+    with readable(path) as raw, pa.csv.open_csv(raw, parse_options=skipping) as reader:
+        known = reader.schema.names
+    demand_columns(known, names, path)
+    names += [each for each in (sources.timestamp_column, sources.weight_column) if each in known]
+    # Left alone, the reader infers types: "007" would become 7, and one odd time would end the file.
+    options = pa.csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.binary()),
+        include_columns=names,
+        strings_can_be_null=False,
+    )
+    with (
+        readable(path) as raw,
+        pa.csv.open_csv(
+            raw,
+            read_options=pa.csv.ReadOptions(use_threads=False),  # else rows have no numbers
+            parse_options=pa.csv.ParseOptions(invalid_row_handler=left_out),
+            convert_options=options,
+        ) as reader,
+    ):
+        for batch in reader:
+            columns = [batch.column(name).view(pa.string()) for name in names]
+            yield pa.record_batch(columns, names)
+
+
+def _parquet_batches(path: SourceFile, sources: Sources) -> Iterator[Any]:
+    with readable(path) as raw:
+        found = pa.parquet.read_metadata(raw)
+    known = found.schema.to_arrow_schema().names
+    names = [sources.user_column, sources.item_column]
+    demand_columns(known, names, path)
+    encoded = [name for name in names if name in _encoded(found)]
+    with (
+        readable(path) as raw,
+        pa.parquet.ParquetFile(raw, metadata=found, read_dictionary=encoded) as file,
+    ):
+        optional = (sources.timestamp_column, sources.weight_column)
+        names += [name for name in optional if name in known]
+        yield from file.iter_batches(BATCH_ROWS, columns=names)
+
+
+def _encoded(found: Any) -> set[str]:
+    """Columns of a Parquet file that are numbers into a dictionary and can be taken as such.
+
+    Where the dictionary grew too large for its page, texts follow: to find those again in it costs more than to sort.
+    """
+    if not found.num_row_groups:
+        return set()
+    group = found.row_group(0)
+    columns = (group.column(number) for number in range(group.num_columns))
+    return {
+        each.path_in_schema
+        for each in columns
+        if each.total_uncompressed_size < TEXT_BYTES * each.num_values
+    }

@@ -1,0 +1,257 @@
+"""A night's beginning: the generation named, its inputs pinned, its catalogue and partition laid out."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime
+
+import orjson
+
+from cache.errors import (
+    ConfigError,
+    Conflict,
+    Refused,
+    SourceError,
+    StoreError,
+)
+from cache.store.artefacts import generation_path, take_file, write_atomically
+from precompute.builds.build import CUT_FORMAT, Build, generation_id
+from precompute.builds.copies import record_copies, sweep_copies
+from precompute.builds.sweeping import sweep
+from precompute.bulk.headroom import writes_files
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_store import chosen_bundle
+from precompute.config.progress import Progress, Step, quiet
+from precompute.config.settings import NightConfig, parse_time
+from precompute.control.states import State, demand
+from precompute.erasures.erasure import Erased, all_erasures
+from precompute.erasures.host_records import note_left_out
+from precompute.partitions import catalogue
+from precompute.partitions.holdout import Holdout
+from precompute.partitions.partition import partition
+from precompute.partitions.shard_files import KINDS
+from precompute.releases.registry import open_releases
+from precompute.releases.release_log import CUT_CHARS, ReleaseLog
+from precompute.scoring.inputs import demand_feature_types
+from precompute.scoring.shard import (
+    configured_tables,
+    layout_of,
+)
+from precompute.sources.files import all_files, pin
+from precompute.sources.unusable import Unusable, merged
+from precompute.steps.adopt import demand_agreement
+
+ERASURE_LOOKS = 10
+CLOCKS_DIFFER_S = 300.0
+"""How far the clock of whoever chose a cut may be ahead of Redis'."""
+
+
+@writes_files
+def begin(
+    config: NightConfig,
+    *,
+    data_until: str | None,
+    run_after: str | None,
+    named: str | None = None,
+    progress: Progress = quiet,
+) -> Step:
+    """Name the generation, pin its inputs, lay out the catalogue and partition the sources by hash range.
+
+    The cut is `data_until`, else the configuration's, else `run_after`: what happened from then on is left out, what
+    has no time stays. Without any of these the generation is `named` after a time and nothing is cut.
+    """
+    data_until = data_until or config.data_until
+    moment = data_until or run_after or named
+    if moment is None:
+        raise ConfigError("a night needs a cut: give data_until, or the scheduler's run_after")
+    cut = parse_time(moment)
+    if not config.sources.interactions:
+        raise ConfigError(
+            "sources.interactions is empty: name the files the night is computed from, in the file given by "
+            "--config or LARDER_CONFIG"
+        )
+    with open_releases(config) as releases:  # before hours of work that could not be published
+        sweep_copies(releases.store)
+        releases.store.demand_write_once()
+        demand_agreement(releases)
+        _demand_publishable(releases, cut, is_chosen=data_until is not None)
+    until = data_until or run_after
+    with chosen_bundle(config) as bundle:
+        demand_feature_types(config, bundle)
+        return _begin(config, bundle, cut, until=until, progress=progress)
+
+
+def _demand_publishable(releases: ReleaseLog, cut: datetime, *, is_chosen: bool) -> None:
+    """Raises ConfigError for a cut that no publish would accept, or that would keep all nights after it from theirs.
+
+    A scheduler's time is never far ahead, and if its clock is wrong its nights are better than none.
+    """
+    ahead_s = cut.timestamp() - releases.clock()
+    if is_chosen and ahead_s > CLOCKS_DIFFER_S:
+        raise ConfigError(
+            f"data_until {cut.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: until then no night could be "
+            "published after this one; give a time that has passed",
+            field="data_until",
+        )
+    live = releases.ledger().live
+    if live is not None and f"{cut:{CUT_FORMAT}}" < live[:CUT_CHARS]:
+        raise ConfigError(
+            f"data_until {cut.isoformat()} is older than {live}, which is live, so it could not be published: give a "
+            "newer one, or go back with `python -m precompute roll-back`",
+            field="data_until",
+            live=live,
+        )
+
+
+def _pin_inputs(config: NightConfig) -> tuple[str, list[dict[str, object]]]:
+    return pin(all_files(config))
+
+
+def _begin(
+    config: NightConfig, bundle: Bundle, cut: datetime, *, until: str | None, progress: Progress
+) -> Step:
+    sources_digest, inputs = _pin_inputs(config)
+    store = config.store()
+    for _ in range(ERASURE_LOOKS):
+        erased = Erased.of(all_erasures(store))
+        inputs_digest = erased.digest(sources_digest)
+        generation = generation_id(cut, config, bundle.digest, inputs_digest)
+        build = Build(config, store, generation)
+        with open_releases(config) as releases:
+            state = releases.state(generation)
+            found: Step = {
+                "generation": generation,
+                "url": f"{build.store.url}/{generation_path(generation)}",
+            }
+            found["shards"] = list(range(config.shards))
+            if state is State.LIVE:
+                return {**found, "already_live": True}
+            demand("begin", generation, state)
+            if state is None:
+                releases.note(generation, State.BEGUN)
+            sweep(config, releases, attempt=generation, making=generation)
+        # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
+        if Erased.of(all_erasures(store)) == erased:
+            break
+    else:
+        raise Conflict("erasures were written each time they were looked at; run `begin` again")
+    if build.read_report("begin") is None:
+        note_left_out(store, generation, erased.numbers)
+        record_copies(store, generation)
+        _prepare(build, bundle, cut=until, erased=erased, sources_digest=sources_digest, facts={
+            "inputs_digest": inputs_digest, "inputs": inputs, "bundle_digest": bundle.digest,
+            "erased": list(erased.numbers),
+        }, progress=progress)  # fmt: skip
+    return {**found, "already_live": False}
+
+
+def _prepare(
+    build: Build,
+    bundle: Bundle,
+    *,
+    cut: str | None,
+    erased: Erased,
+    sources_digest: str,
+    facts: Step,
+    progress: Progress,
+) -> None:
+    config, started, holdout = build.config, time.perf_counter(), Holdout()
+    inputs = [
+        each for model in bundle.models if model.entity == "user" for each in model.spec.features
+    ]
+    unusable = Unusable(erased.users | erased.items)
+    with _unchanged_sources(build, sources_digest), ThreadPoolExecutor(1, "bundle") as beside:
+        pinning = beside.submit(_pin_bundle, build, bundle)
+
+        def told(rows: int) -> None:
+            if pinning.done():
+                pinning.result()  # what is wrong with a model is told now, not after hours of reading
+            progress("read interactions", rows, 0)
+
+        laid = catalogue.write_catalogue(
+            config, bundle, build.root, erased=erased.items, unusable=unusable
+        )
+        items = catalogue.open_items(build.root, laid)
+        seen = partition(
+            config,
+            items,
+            build.root / "work/partition",
+            before=parse_time(cut) if cut else None,
+            feature_inputs=inputs,
+            progress=told,
+            late=holdout.add,
+            restart=holdout.restart,
+            erased=erased,
+        )
+        item_columns = catalogue.write_item_features(
+            config, bundle, items, build.root, unusable=unusable
+        )
+        pinned = pinning.result()
+    if not seen.users:
+        raise ConfigError("the sources name no entity at all; is sources.interactions right?")
+    defaults = {}
+    for name, table in configured_tables(config, bundle).items():
+        if layout_of(bundle, table).kind == "topk":
+            ids, scores = catalogue.popular(items, seen.popularity, table.k)
+            defaults[name] = {"items": ids, "scores": scores}
+    write_atomically(
+        build.path("defaults.json"), orjson.dumps(defaults, option=orjson.OPT_SORT_KEYS)
+    )
+    files = [
+        catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX, "defaults.json",
+        *(f"models/{model.name}.fp32.onnx" for model in bundle.models),
+        *(catalogue.directory_file("item", shard) for shard in range(config.shards)),
+        *(f"work/partition/{shard:04d}.{kind}" for shard in range(config.shards) for kind in KINDS),
+        *([item_columns] if item_columns else []),
+        holdout.write(build.root),
+        *(f"bundle/{name}" for name in pinned),
+    ]  # fmt: skip
+    build.finish(*files)
+    build.report("begin", {
+        **facts, **laid,
+        "bundle_files": pinned,
+        "user_seed": seen.seed, "users": seen.users, "interactions": seen.interactions,
+        "unknown_items": seen.unknown_items,
+        "unusable": merged([unusable.to_json(), seen.unusable.to_json()]),
+        "seconds": time.perf_counter() - started,
+    })  # fmt: skip
+
+
+@contextmanager
+def _unchanged_sources(build: Build, digest: str) -> Iterator[None]:
+    """Raises StoreError if the sources became others meanwhile, whatever their reader made of it."""
+    broken: SourceError | Refused | None = None
+    try:
+        yield
+    except (SourceError, Refused) as error:  # what is being written over reads like damage
+        broken = error
+    try:
+        is_same = _pin_inputs(build.config)[0] == digest
+    except (SourceError, OSError):
+        is_same = False
+    if not is_same:
+        raise StoreError(
+            f"the source files changed while {build.generation} read them; run the night again"
+        ) from broken
+    if broken is not None:
+        raise broken
+
+
+def _pin_bundle(build: Build, bundle: Bundle) -> list[str]:
+    """The copied bundle, once tried, becomes part of the generation, its models also by their own names.
+
+    Returns its files, sorted; raises BundleError for a model that is not what the bundle says.
+    """
+    for model in bundle.models:
+        take_file(model.path, build.path(f"models/{model.name}.fp32.onnx"))
+    # From where all other steps open them: a model that needs files beside it fails here, not there.
+    bundle.try_models(lambda model: build.path(f"models/{model.name}.fp32.onnx"))
+    names = sorted(
+        path.relative_to(bundle.path).as_posix()
+        for path in bundle.path.rglob("*")
+        if path.is_file()
+    )
+    for name in names:
+        take_file(bundle.path / name, build.path(f"bundle/{name}"))
+    return names

@@ -1,0 +1,131 @@
+"""The generation's live models: each bundle model in int8 beside fp32, with the agreement measured on real inputs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import BundleError
+from cache.format.item_table import ItemTable, Ordinals
+from cache.model.tower import Histories, Inputs, Tower, rows_of
+from precompute.bundles.agreement import agreement, take
+from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.bundles.quantize import quantize_tower
+from precompute.partitions.shard_input import ShardInput
+from precompute.scoring.inputs import bind, usable_inputs
+
+SAMPLE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class LiveModel:
+    """Whether a model has an int8 form, and how far that agrees with fp32."""
+
+    int8: bool
+    agreement: Mapping[str, Any]
+
+
+def quantize_models(
+    bundle: Bundle,
+    folder: Path,
+    items: ItemTable,
+    sample_for: Callable[[BundleModel], ShardInput],
+    *,
+    item_features: Mapping[str, tuple[Mapping[str, NDArray[Any]], NDArray[np.bool_]]],
+) -> dict[str, LiveModel]:
+    """Write an int8 file beside every fp32 one; a model with nothing to quantize stays fp32 and says so.
+
+    `sample_for` gives a user model entities of which some have its inputs.
+    """
+    found = {}
+    for model in bundle.models:
+        if model.entity == "user":
+            inputs, seen = _user_inputs(model, items, sample_for(model))
+        else:
+            inputs, seen = _item_inputs(model, items, *item_features[model.name]), None
+        fp32, int8 = folder / f"{model.name}.fp32.onnx", folder / f"{model.name}.int8.onnx"
+        inputs, seen = _with_answers(Tower.open(fp32, model.spec), inputs, seen)
+        try:
+            report = quantize_tower(fp32, model.spec, inputs, int8)
+        except BundleError as error:
+            found[model.name] = LiveModel(False, {"precision": "fp32", "why": error.message})
+            continue
+        ranks_items = model.name == bundle.user_tower.name
+        facts = agreement(
+            Tower.open(fp32, model.spec),
+            Tower.open(int8, model.spec),
+            inputs,
+            np.asarray(items.vectors) if ranks_items else None,
+            metric=bundle.metric,
+            excluded=seen if ranks_items else None,
+        )
+        found[model.name] = LiveModel(
+            True,
+            {
+                "precision": "int8",
+                **facts,
+                "fp32_bytes": report.fp32_bytes,
+                "int8_bytes": report.int8_bytes,
+            },
+        )
+    return found
+
+
+def sample_user_vectors(
+    bundle: Bundle, folder: Path, items: ItemTable, sample: ShardInput
+) -> NDArray[np.float32]:
+    """float32 [up to 512, dims]: full-precision vectors of sampled users."""
+    inputs, _ = _user_inputs(bundle.user_tower, items, sample)
+    file = folder / f"{bundle.user_tower.name}.fp32.onnx"
+    vectors = Tower.open(file, bundle.user_tower.spec).run(inputs)
+    return vectors[np.isfinite(vectors).all(axis=1)]
+
+
+def _user_inputs(
+    model: BundleModel, items: ItemTable, sample: ShardInput
+) -> tuple[Inputs, Histories]:
+    usable, histories, features = usable_inputs(items, sample, {model.name: model.spec})
+    if not len(usable):
+        raise BundleError(
+            f"no entity of the sample has the inputs that {model.name} wants", model=model.name
+        )
+    rows = usable[
+        np.unique(np.linspace(0, len(usable) - 1, min(SAMPLE, len(usable))).astype(np.int64))
+    ]
+    inputs = bind(
+        model.spec,
+        histories=histories.take(rows),
+        features={name: value[rows] for name, value in features[model.name].items()},
+    )
+    return inputs, Histories(sample.indptr, sample.ordinals).take(rows)
+
+
+def _with_answers(
+    tower: Tower, inputs: Inputs, seen: Histories | None
+) -> tuple[Inputs, Histories | None]:
+    """Without the rows whose output is not finite: they have no record, and calibrate nothing."""
+    rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
+    if len(rows) == rows_of(inputs):
+        return inputs, seen
+    return take(inputs, rows), None if seen is None else seen.take(rows)
+
+
+def _item_inputs(
+    model: BundleModel,
+    items: ItemTable,
+    features: Mapping[str, NDArray[Any]],
+    usable: NDArray[np.bool_],
+) -> Inputs:
+    known = np.flatnonzero(usable)
+    if not len(known):
+        raise BundleError(f"no item has the inputs that {model.name} wants", model=model.name)
+    places = np.linspace(0, len(known) - 1, min(SAMPLE, len(known)))
+    rows = known[np.unique(places.astype(np.int64))]
+    return bind(
+        model.spec,
+        features={name: value[rows] for name, value in features.items()},
+        index=items.to_model(Ordinals(rows)),
+    )

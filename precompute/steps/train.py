@@ -1,0 +1,82 @@
+"""Training the reference bundle from the configured sources."""
+
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from cache.errors import ConfigError, SourceError
+from precompute.bundles.bundle_store import hand_over
+from precompute.bundles.bundle_swap import put_in_place
+from precompute.bundles.reference import ReferenceData, train
+from precompute.config.progress import Progress, quiet
+from precompute.config.settings import NightConfig, parse_time
+from precompute.erasures.erasure import Erased, all_erasures
+from precompute.sources.files import source_file
+from precompute.sources.interactions import Counted, Numbered
+from precompute.sources.readers import feature_schema, read_features, read_interactions
+
+
+def train_reference(
+    config: NightConfig, *, data_until: str | None = None, progress: Progress = quiet
+) -> dict[str, Any]:
+    """Train on all interactions (older than `data_until`, if given) and put the bundle where the night reads it."""
+    started = time.perf_counter()
+    if not config.sources.interactions:
+        raise ConfigError("sources.interactions is empty: name the files to train on")
+    users, items, rows = Counted(), Numbered(), 0
+    before = parse_time(data_until) if data_until else None
+    erased = Erased.of(all_erasures(config.store()))
+    read = read_interactions(config.sources, Path(config.base), before=before)
+    for batch in map(erased.leave_out, read):
+        users.add(batch.users)
+        items.add(batch.items)
+        rows += len(batch.times)
+        progress("read interactions", rows, 0)
+    if not rows:
+        raise SourceError("the sources hold no interaction to train on")
+    user_rows, user_count = users.codes()
+    item_rows, item_ids = items.codes(), items.names.to_pylist()
+    data = ReferenceData(user_rows, item_rows, item_ids, _categories(config, item_ids))
+    target = config.path(config.bundle)
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        chosen = config.reference
+        bundle = train(data, beside, dims=chosen.dims, seed=chosen.seed, programs=chosen.programs)
+        hand_over(config.store(), bundle)
+        put_in_place(beside, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    progress("train", 1, 1)
+    return {
+        "bundle": str(target),
+        "digest": bundle.digest,
+        "users": user_count,
+        "items": len(item_ids),
+        "interactions": rows,
+        "dims": bundle.dims,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+
+
+def _categories(config: NightConfig, item_ids: list[str]) -> list[str] | None:
+    """One category per item from the item features, where they have such a column."""
+    sources = config.sources
+    if not sources.item_features:
+        return None
+    path = source_file(sources.item_features, config.path("."))
+    if sources.category_column not in feature_schema(path).names:
+        return None
+    known: dict[str, str] = {}
+    for ids, columns in read_features(path, sources.item_column, (sources.category_column,)):
+        known |= dict(
+            zip(
+                ids.texts().to_pylist(),
+                columns[sources.category_column].cast(pa.string()).to_pylist(),
+                strict=True,
+            )
+        )
+    return [known.get(each) or "unknown" for each in item_ids]

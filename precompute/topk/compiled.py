@@ -1,0 +1,189 @@
+"""The compiled top-K (`native/topk.c`): found, compared with numpy bit for bit, called without the GIL."""
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import ConfigError
+from cache.model.ranking import score
+from cache.model.tower import Histories
+from precompute.topk.flat import Compared, Top, lengths
+from precompute.topk.packing import Packed
+
+K_MAX = 1000
+
+_DIMS_MAX = 16_384  # sums of code products stay within 32 bits
+_ITEMS_MAX = 1 << 31
+_PLAIN, _AVX2, _AMX = 0, 1, 3
+_CODES = {_PLAIN: 127, _AVX2: 63}  # a pair of products fits 16 bits; VNNI needs no such care
+# Between these nothing overflows, and what underflows is far below the rounding of the rest.
+_PRODUCT = (1e-25, 1e37)
+_LENGTH = (1e-15, 1e18)
+
+_log = logging.getLogger(__name__)
+
+
+class _Items(ctypes.Structure):
+    """`larder_items` of native/state.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in
+          ("vectors", "lengths", "codes", "ordinals", "places", "scale", "residual", "longest",
+           "reach", "allowed")),
+        *((name, ctypes.c_int64) for name in ("items", "groups", "dims", "width", "offset")),
+        ("unit", ctypes.c_double),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """The library at one level of instructions: 0 any processor, 1 AVX2, 2 AVX-512 VNNI, 3 AMX."""
+
+    library: ctypes.CDLL
+    level: int
+
+    def pack(self, compared: Compared) -> Packed | None:
+        """The items laid out, or None where they are beyond what the kernel is certain about."""
+        items, dims = compared.vectors.shape
+        cosine = compared.metric == "cosine"
+        own = own_lengths(compared.vectors) if cosine else None
+        sizes = lengths(compared.vectors) if cosine else compared.sizes
+        if not 0 < items < _ITEMS_MAX or dims > _DIMS_MAX or not self.same_bits(dims):
+            return None
+        if cosine and not _within(sizes, _LENGTH).all():
+            return None
+        largest = _CODES.get(self.level, 127)
+        multiple = 64 if self.level == _AMX else 4
+        return Packed.of(
+            compared.vectors, compared.filtering, compared.sizes, own, largest, multiple
+        )
+
+    def fits(self, compared: Compared, users: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Which users float32 [n, dims] the kernel is certain about."""
+        return fits(compared, users)
+
+    def top(
+        self,
+        packed: Packed,
+        users: NDArray[np.float32],
+        k: int,
+        excluded: Histories,
+        allowed: NDArray[np.uint16],
+        rows: slice,
+        out: Top,
+    ) -> None:
+        """Fills `rows` of `out`; shapes as `Scorer.top` checked them, all contiguous."""
+        arrays = ("vectors", "lengths", "codes", "ordinals", "places", "scale", "residual",
+                  "longest", "reach")  # fmt: skip
+        items = _Items(
+            *(_at(getattr(packed, name)) for name in arrays),
+            _at(allowed),
+            len(packed.vectors),
+            len(packed.scale),
+            packed.vectors.shape[1],
+            packed.width,
+            packed.largest_code + 1,
+            packed.unit,
+        )
+        starts = np.ascontiguousarray(excluded.indptr[rows.start : rows.stop + 1])
+        gone = np.ascontiguousarray(excluded.indices)
+        failed = self.library.larder_topk(
+            ctypes.byref(items),
+            _at(users[rows]),
+            rows.stop - rows.start,
+            _at(starts),
+            _at(gone),
+            k,
+            self.level,
+            _at(out[0][rows]),
+            _at(out[1][rows]),
+        )
+        if failed:
+            raise MemoryError(f"no memory for the candidates of {rows.stop - rows.start} users")
+
+    def same_bits(self, dims: int) -> bool:
+        """Whether the kernel adds in the order of this numpy, so that both give the same scores."""
+        rng = np.random.default_rng(dims)
+        users = rng.standard_normal((1, dims), np.float32)
+        items = rng.standard_normal((64, dims), np.float32)
+        found = np.empty(64, np.float32)
+        self.library.larder_dots(_at(users), _at(items), 64, dims, _at(found))
+        wanted = score(users, items, np.arange(64)[None])[0]
+        same = np.array_equal(found.view(np.uint32), wanted.view(np.uint32))
+        if not same:
+            _log.warning("the top-K kernel adds in another order than this numpy: not used")
+        return same
+
+
+@functools.cache
+def kernel() -> Kernel | None:
+    """The kernel for this processor; None where it was not built, is switched off or has no use."""
+    found = load(os.environ)
+    if found is not None and found.level > _PLAIN:
+        return found
+    _log.info("top-K without the compiled kernel: FAISS and numpy, several times slower")
+    return None
+
+
+def load(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Kernel | None:
+    """The kernel in a folder, at its best level; LARDER_KERNEL=off leaves it, =0 to =3 sets the highest level."""
+    wanted = environ.get("LARDER_KERNEL", "auto")
+    if wanted not in ("auto", "off", "0", "1", "2", "3"):
+        raise ConfigError(f"LARDER_KERNEL must be auto, off or 0 to 3, not {wanted!r}")
+    library = None if wanted == "off" else _library(folder)
+    if library is None:
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.larder_topk.argtypes = [
+        ctypes.POINTER(_Items), pointer, number, pointer, pointer, number, ctypes.c_int, pointer,
+        pointer,
+    ]  # fmt: skip
+    library.larder_dots.argtypes = [pointer, pointer, number, number, pointer]
+    library.larder_dots.restype = None
+    level = library.larder_level()
+    return Kernel(library, level if wanted == "auto" else min(level, int(wanted)))
+
+
+def _library(folder: Path) -> ctypes.CDLL | None:
+    """The first that this machine can load: a copied tree may hold another machine's beside its own."""
+    for path in [folder / f"_topk{suffix}" for suffix in EXTENSION_SUFFIXES]:
+        if path.exists():
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                _log.warning("%s cannot be loaded (%s): install again", path.name, error)
+    return None
+
+
+def fits(compared: Compared, users: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Which users float32 [n, dims] have scores that neither overflow nor vanish; the others are very long or short."""
+    sizes = lengths(users)
+    if compared.metric == "cosine":
+        return _within(sizes, _LENGTH)
+    longest = compared.longest or 1.0
+    return _within(sizes * longest, _PRODUCT)
+
+
+def own_lengths(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Item lengths as `cache.model.ranking.score` computes them, float32 [items]."""
+    found: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
+    return found
+
+
+def _within(values: NDArray[np.float64], limits: tuple[float, float]) -> NDArray[np.bool_]:
+    """Inside, or nothing at all."""
+    inside: NDArray[np.bool_] = ((values > limits[0]) & (values < limits[1])) | (values == 0)
+    return inside
+
+
+def _at(array: NDArray[Any] | None) -> int | None:
+    return None if array is None else array.ctypes.data

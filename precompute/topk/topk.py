@@ -1,0 +1,262 @@
+"""Exact top-K of all items for many users: by the compiled kernel, or by FAISS where it was not built.
+
+Both give the same bits: candidates are certified against rounding, and `cache.model.ranking`'s scores decide.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import ConfigError
+from cache.format.records import NO_ITEM
+from cache.model.ranking import Metric
+from cache.model.tower import Histories
+from cache.process.cores import usable_cores
+from precompute.topk.compiled import K_MAX, Kernel, kernel
+from precompute.topk.flat import Compared, FlatChunk, Top, chunks
+from precompute.topk.packing import Packed
+
+_SLAB_USERS = 1024
+_LEAST_USERS = 256
+
+Part = TypeVar("Part")
+
+
+class AnyScorer(Protocol):
+    """Items ready to be searched exactly, wherever that is computed: the same lists with the same bits."""
+
+    def top(
+        self,
+        users: NDArray[np.float32],
+        k: int,
+        excluded: Histories | None = None,
+        *,
+        allowed: NDArray[np.bool_] | None = None,
+        threads: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Top:
+        """As `Scorer.top`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scorer:
+    """Items ready to be searched exactly: made once, used for every shard."""
+
+    compared: Compared
+    compiled: tuple[Kernel, Packed] | None
+
+    @classmethod
+    def of(
+        cls,
+        vectors: NDArray[np.float32],
+        metric: Metric = "inner_product",
+        *,
+        engine: Kernel | bool = True,
+    ) -> Self:
+        """From finite float32 [items, dims] in ordinal order.
+
+        `engine` True takes the kernel where it is usable, False FAISS; a kernel, that one.
+        """
+        plain = np.asarray(vectors)  # a memory map's own class is slow to index
+        _check_vectors("items", plain, None)
+        compared = Compared.of(np.ascontiguousarray(plain), metric)
+        chosen = kernel() if engine is True else engine
+        packed = chosen.pack(compared) if chosen else None
+        return cls(compared, (chosen, packed) if chosen and packed else None)
+
+    def top(
+        self,
+        users: NDArray[np.float32],
+        k: int,
+        excluded: Histories | None = None,
+        *,
+        allowed: NDArray[np.bool_] | None = None,
+        threads: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Top:
+        """(ordinals uint32 [n, k], scores float32 [n, k]) for finite users float32 [n, dims].
+
+        `excluded` holds ordinals per user (unknown ones are -1), `allowed` bool [items] says which
+        items may appear at all. Score descending, ties by ordinal; where fewer than k items remain,
+        NO_ITEM and 0. `progress` is told how many users each step finished. Memory beside the result
+        does not depend on the number of users. Raises ConfigError for anything of another shape.
+        """
+        users, gone = checked(self.compared, users, k, excluded, allowed)
+        told = progress or (lambda _: None)
+        count = threads or usable_cores()
+        if self.compiled is None:
+            return self._flat(users, k, gone, allowed, count, told)
+        fit = self.compiled[0].fits(self.compared, users)
+        if fit.all():
+            return self._by_kernel(users, k, gone, allowed, count, told)
+        ordinals, scores = np.empty((len(users), k), np.uint32), np.empty((len(users), k), "f4")
+        for method, which in ((self._by_kernel, fit), (self._flat, ~fit)):
+            rows = np.flatnonzero(which)
+            part = method(users[rows], k, gone.take(rows), allowed, count, told)
+            ordinals[rows], scores[rows] = part
+        return ordinals, scores
+
+    def _by_kernel(
+        self,
+        users: NDArray[np.float32],
+        k: int,
+        gone: Histories,
+        allowed: NDArray[np.bool_] | None,
+        threads: int,
+        told: Callable[[int], None],
+    ) -> Top:
+        assert self.compiled is not None  # noqa: S101 - `top` asked
+        engine, packed = self.compiled
+        bits = packed.allowed(allowed)
+        out = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
+
+        def run(rows: slice) -> int:
+            engine.top(packed, users, k, gone, bits, rows, out)
+            return int(rows.stop - rows.start)
+
+        _each(run, _slabs(len(users), threads), threads, told)
+        return out
+
+    def _flat(
+        self,
+        users: NDArray[np.float32],
+        k: int,
+        gone: Histories,
+        allowed: NDArray[np.bool_] | None,
+        threads: int,
+        told: Callable[[int], None],
+    ) -> Top:
+        if allowed is not None:
+            return self._flat_among(users, k, gone, np.flatnonzero(allowed), threads, told)
+        ordinals = np.full((len(users), k), NO_ITEM, np.uint32)
+        scores = np.zeros((len(users), k), np.float32)
+        if not len(self.compared.vectors):
+            return ordinals, scores
+
+        def run(part: tuple[NDArray[np.int64], int]) -> int:
+            rows, fetch = part
+            chunk = FlatChunk(self.compared, users[rows], gone.take(rows), k, fetch)
+            ordinals[rows], scores[rows] = chunk.run()
+            return len(rows)
+
+        parts = chunks(np.diff(gone.indptr), k, threads, self.compared.vectors.shape)
+        _each(run, parts, threads, told)
+        return ordinals, scores
+
+    def _flat_among(
+        self,
+        users: NDArray[np.float32],
+        k: int,
+        gone: Histories,
+        left: NDArray[np.int64],
+        threads: int,
+        told: Callable[[int], None],
+    ) -> Top:
+        """Only the ordinals `left` (ascending, so ties fall as they would among all)."""
+        some = Scorer.of(self.compared.vectors[left], self.compared.metric, engine=False)
+        renamed = np.full(len(self.compared.vectors) + 1, -1)
+        renamed[left] = np.arange(len(left))
+        known = (gone.indices >= 0) & (gone.indices < len(renamed) - 1)
+        indices = renamed[np.where(known, gone.indices, -1)]
+        ordinals, scores = some._flat(
+            users, k, Histories(gone.indptr, indices), None, threads, told
+        )
+        names = np.append(left, NO_ITEM).astype(np.uint32)
+        return names[np.minimum(ordinals, len(left))], scores
+
+
+def exact_topk(
+    users: NDArray[np.float32],
+    items: NDArray[np.float32],
+    k: int,
+    excluded: Histories | None = None,
+    *,
+    metric: Metric = "inner_product",
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Top:
+    """`Scorer.top` for one call."""
+    return Scorer.of(items, metric).top(users, k, excluded, threads=threads, progress=progress)
+
+
+def checked(
+    compared: Compared,
+    users: NDArray[np.float32],
+    k: int,
+    excluded: Histories | None,
+    allowed: NDArray[np.bool_] | None,
+) -> tuple[NDArray[np.float32], Histories]:
+    """Users in one piece and what each may not get; raises ConfigError for anything that does not fit."""
+    if not 1 <= k <= K_MAX:
+        raise ConfigError(f"k must be 1 to {K_MAX}, not {k}", k=k)
+    items, dims = compared.vectors.shape
+    users = np.ascontiguousarray(users)
+    _check_vectors("users", users, dims)
+    gone = Histories.of([()] * len(users)) if excluded is None else excluded
+    _check_histories(gone, len(users))
+    _check_allowed(allowed, items)
+    return users, gone
+
+
+def _slabs(users: int, threads: int) -> Iterator[slice]:
+    """Rows for one thread at a time, fewer towards the end, so that the threads end together.
+
+    Guided self-scheduling (Polychronopoulos and Kuck, IEEE Trans. Computers 1987), in half its steps.
+    """
+    least = min(_LEAST_USERS, -(-users // threads))
+    start = 0
+    while start < users:
+        step = max(least, min(_SLAB_USERS, (users - start) // (2 * threads)))
+        yield slice(start, min(start + step, users))
+        start += step
+
+
+def _each(
+    run: Callable[[Part], int], parts: Iterable[Part], threads: int, told: Callable[[int], None]
+) -> None:
+    with ThreadPoolExecutor(threads) as pool:
+        for done in pool.map(run, parts):
+            told(done)
+
+
+def _check_vectors(name: str, vectors: NDArray[np.float32], dims: int | None) -> None:
+    if vectors.dtype != np.float32 or vectors.ndim != 2 or not vectors.shape[1]:
+        raise ConfigError(
+            f"{name} must be a float32 matrix with a row each, not {vectors.dtype} "
+            f"{list(vectors.shape)}; convert with astype"
+        )
+    if dims is not None and vectors.shape[1] != dims:
+        raise ConfigError(f"{name} have {vectors.shape[1]} dimensions, the items {dims}")
+    # A sum is finite only if all are; the rare sum that overflows is looked at closely.
+    with np.errstate(over="ignore", invalid="ignore"):
+        suspect = not np.isfinite(vectors.sum(dtype=np.float64))
+    if suspect:
+        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(bad):
+            raise ConfigError(
+                f"{name} must be finite; row {bad[0]} is not ({len(bad)} rows): repair the model",
+                row=int(bad[0]),
+            )
+
+
+def _check_histories(gone: Histories, users: int) -> None:
+    steps = np.diff(gone.indptr)
+    shaped = len(gone) == users and gone.indptr[0] == 0 and gone.indptr[-1] == len(gone.indices)
+    if not shaped or (steps < 0).any():
+        raise ConfigError(
+            f"excluded must have one history for each of {users} users, not {len(gone)}, with "
+            f"indptr rising from 0 to {len(gone.indices)}"
+        )
+    if gone.indptr.dtype != np.int64 or gone.indices.dtype != np.int64:
+        raise ConfigError(f"excluded must hold int64, not {gone.indptr.dtype}/{gone.indices.dtype}")
+
+
+def _check_allowed(allowed: NDArray[np.bool_] | None, items: int) -> None:
+    if allowed is not None and (allowed.dtype != np.bool_ or allowed.shape != (items,)):
+        raise ConfigError(
+            f"allowed must be bool [{items}], one per item, not {allowed.dtype} {list(allowed.shape)}"
+        )

@@ -1,0 +1,48 @@
+"""Whether a request's time is gone before its turn, by all that it says of its deadline."""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from serving.admission.controller import Admission
+from serving.requests.content import peek
+from serving.requests.errors import Problem
+from serving.requests.fast_parse import Headers
+from serving.requests.models import Limits
+from serving.requests.negotiation import forms
+from serving.requests.options import body_deadline_s, query_options, text_options
+
+_MENTION = b"deadline_ms"
+
+
+class Lateness:
+    """Asked only while requests stand before the loop."""
+
+    def __init__(self, admission: Admission, headers: Headers, limits: Limits) -> None:
+        self._admission = admission
+        self._headers = headers
+        self._limits = limits
+
+    def is_late(self, scope: MutableMapping[str, Any], body: bytes | None = b"") -> bool:
+        """Counted as shed if so; never a request that is refused for what it says, or whose body is too long (None)."""
+        by_headers = self._headers.deadline_s(scope["headers"])
+        if by_headers is None or body is None:
+            return False
+        try:
+            own = self._own_s(scope, body)
+        except Problem:
+            return False
+        return self._admission.is_late(min(by_headers, own))
+
+    def _own_s(self, scope: MutableMapping[str, Any], body: bytes) -> float:
+        """What a GET says in its query, another request in its body; raises Problem."""
+        limits = self._limits
+        is_get = scope["method"] == "GET"
+        if _MENTION not in (scope["query_string"] if is_get else body):
+            return limits.deadline_ms / 1000
+        if is_get:
+            return query_options(scope["query_string"], limits).deadline_s
+        form = forms(scope["headers"]).sent
+        found = peek(scope, body, form, limits)
+        if form == "arrow":
+            return text_options(found.options, limits).deadline_s
+        return body_deadline_s(found, limits)

@@ -1,0 +1,141 @@
+"""The messages of an Arrow IPC stream and the schema that begins it, as anybody may send them. Pure."""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from serving.arrow_ipc import schema as arrow
+from serving.arrow_ipc.flatbuffers import Flat, Malformed, root
+from serving.arrow_ipc.schema import Field, Kind
+
+KEPT_MAX = 4_096
+"""Bytes of a schema that is kept for the next stream."""
+
+_FIELDS_MAX = 64
+_DEPTH_MAX = 2
+_PARTS_MAX = 512
+"""Nodes of a record batch, and buffers: what so many columns may have."""
+_METADATA_MAX = 64
+
+
+class Unsupported(ValueError):
+    """A stream that others could read; the text says what to send instead."""
+
+
+def first_message(raw: bytes) -> bytes:
+    """The metadata of the first message, if it is one."""
+    return raw[: 8 + int.from_bytes(raw[4:8], "little")]
+
+
+@functools.lru_cache(maxsize=64)
+def schema(first: bytes) -> tuple[tuple[tuple[str, str], ...], tuple[Field, ...]]:
+    """Metadata and columns, from the message that begins a stream; who asks often asks with the same one."""
+    found, body = next(messages(memoryview(first)), (None, b""))
+    if found is None or found.kind != arrow.SCHEMA or body:
+        raise Malformed("the stream does not begin with a schema")
+    header = root(found.metadata).table(2)
+    if header.number(0, "<h") != 0:
+        raise Unsupported("the stream is big-endian: send it little-endian")
+    metadata = {each.text(0): each.text(1) for each in header.tables(2, _METADATA_MAX)}
+    fields = tuple([_field(each, 0) for each in header.tables(1, _FIELDS_MAX)])
+    if len({each.name for each in fields}) != len(fields):
+        raise Malformed("two columns have the same name")
+    return tuple(metadata.items()), fields
+
+
+class Message(NamedTuple):
+    """What a message says before its body."""
+
+    metadata: bytes
+    kind: int
+    body_bytes: int
+
+
+class Layout(NamedTuple):
+    """A record batch without its body: (length, nulls) of columns, (position, size) of buffers."""
+
+    rows: int
+    nodes: list[tuple[int, int]]
+    buffers: list[tuple[int, int]]
+
+
+def layout(found: Message) -> Layout:
+    """Batches of as many rows and bytes have the same one, so it is kept."""
+    read = _layout if len(found.metadata) <= KEPT_MAX else _layout.__wrapped__
+    return read(found.metadata)
+
+
+def messages(raw: memoryview) -> Iterator[tuple[Message, memoryview]]:
+    """Each message of a stream with its body."""
+    at = 0
+    while at < len(raw):
+        if raw[at : at + 4] != arrow.CONTINUATION:
+            raise Malformed("this is no Arrow IPC stream (format of Arrow 0.15 or newer)")
+        size = int.from_bytes(raw[at + 4 : at + 8], "little")
+        if size == 0:
+            if len(raw) < at + 8:
+                raise Malformed("the stream ends within a message")
+            return
+        start = at + 8 + size
+        if start > len(raw):
+            raise Malformed("the stream ends within a message")
+        metadata = bytes(raw[at + 8 : start])
+        found = (_message if size <= KEPT_MAX else _message.__wrapped__)(metadata)
+        at = start + found.body_bytes
+        if at > len(raw):
+            raise Malformed("the stream ends within a message's body")
+        yield found, raw[start:at]
+
+
+@functools.lru_cache(maxsize=256)
+def _message(metadata: bytes) -> Message:
+    found = root(metadata)
+    body_bytes = found.number(3, "<q")
+    if body_bytes < 0:
+        raise Malformed("a message's body has a negative size")
+    found.table(2)
+    return Message(metadata, found.number(1, "<B"), body_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(metadata: bytes) -> Layout:
+    header = root(metadata).table(2)
+    if header.has(3):
+        raise Unsupported("the stream is compressed: send it without compression")
+    return Layout(header.number(0, "<q"), header.pairs(1, _PARTS_MAX), header.pairs(2, _PARTS_MAX))
+
+
+def _field(flat: Flat, depth: int) -> Field:
+    name, nullable, type_ = flat.text(0), bool(flat.number(1, "<B")), flat.number(2, "<B")
+    if flat.has(4):
+        raise Unsupported(f"column {name!r} is dictionary-encoded: send it plain")
+    children = flat.tables(5, _FIELDS_MAX)
+    if type_ in (arrow.LIST, arrow.FIXED_LIST) and len(children) == 1 and depth < _DEPTH_MAX:
+        inner = _field(children[0], depth + 1)
+        if type_ == arrow.LIST:
+            return Field(name, "list", nullable, inner)
+        width = flat.table(3).number(0, "<i")
+        if width < 0:
+            raise Malformed(f"column {name!r} has lists of a negative size")
+        return Field(name, "fixed", nullable, inner, width)
+    kind = _kind(flat, type_)
+    if kind is None or children:
+        raise Unsupported(f"column {name!r} is of a type that is not read here")
+    return Field(name, kind, nullable)
+
+
+def _kind(flat: Flat, type_: int) -> Kind | None:
+    match type_:
+        case arrow.UTF8:
+            return "utf8"
+        case arrow.LARGE_UTF8:
+            return "large_utf8"
+        case arrow.BOOL:
+            return "bool"
+        case arrow.INT:
+            found = flat.table(3)
+            is_i4 = found.number(0, "<i") == 32 and found.number(1, "<B") == 1
+            return "i4" if is_i4 else None
+        case arrow.FLOAT:
+            return arrow.FLOAT_KINDS.get(flat.table(3).number(0, "<h"))
+    return None

@@ -1,0 +1,157 @@
+"""The running service put together: what answers, what it answers from, and what keeps watch over both."""
+
+import contextlib
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+from cache.store.blocklist import Blocklist
+from cache.store.releases import Pointer
+from serving.collectors import Parts
+from serving.components import Answering
+from serving.config.cpu_affinity import step_back
+from serving.config.settings import ServingConfig
+from serving.dashboard.service import Dashboard
+from serving.explain.explainer import Explainer
+from serving.generations.holder import Shelf
+from serving.generations.pointer_follower import Follower
+from serving.generations.redis_clock import RedisClock
+from serving.generations.snapshot import Snapshot
+from serving.generations.store_threads import StoreThreads
+from serving.http.exposition import Exposition
+from serving.http.service import Service
+from serving.lookup.l1_warmup import Warming
+from serving.process.worker_metrics import Peers
+from serving.quality.monitor import Quality
+from serving.replica.background import Refresher
+from serving.replica.canary_router import Trial
+from serving.replica.freshness import Nights
+from serving.replica.heartbeat import Heartbeat
+from serving.replica.host import LOOK_S, Host
+from serving.replica.night_metrics import Figures
+from serving.replica.redis_memory import Room
+from serving.replica.release_watch import Chronicle
+from serving.usage.hot_keys import Sketch
+from serving.usage.l1_advisor import Advisor
+
+
+@contextlib.asynccontextmanager
+async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIterator[Service]:
+    """Everything behind the routes, opened in order and closed in reverse."""
+    name = replica_id()
+    answering = Answering.of(config, name)
+    metrics, ladder = answering.metrics, answering.ladder
+    remote, tiers = answering.remote, answering.tiers
+    store = config.store()
+
+    def open_snapshot(pointer: Pointer, blocklist: Blocklist) -> Snapshot:
+        return Snapshot.open(
+            store,
+            pointer.generation,
+            epoch=pointer.epoch,
+            published_at=pointer.published_at,
+            blocklist=blocklist,
+            precision=config.precision,
+            threads=config.live_threads,
+            cores=answering.cores,
+        )
+
+    aside = ThreadPoolExecutor(
+        1, "larder-next", initializer=step_back, initargs=(config.live_nice,)
+    )
+    reading = StoreThreads()
+    clock = RedisClock()
+    sketch = Sketch(remote, ladder.recent, lambda: shelf.live, clock)
+    hottest = sketch.hottest if config.sketch_s else None
+    warming = Warming(tiers, ladder.recent.names, hottest, metrics.warmed)
+    trial = Trial(lambda: shelf.canary, metrics)
+    shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside, in_thread=reading)
+    quality = Quality(
+        config, answering.watch, metrics, answering.local, remote, shelf, ladder.recent,
+        answering.batcher, answering.admission, clock, name,
+    )  # fmt: skip
+    follower = Follower(
+        store, remote, shelf, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
+        clock=clock, in_thread=reading,
+    )  # fmt: skip
+    chronicle, room = Chronicle(store, reading), Room(remote)
+    host = Host(store.local(""), reading)
+    advisor = Advisor(tiers, lambda: shelf.live, config.sampled_keys)
+    steps = (config.sketch_s, sketch.report), (advisor.step_s, advisor.step)
+    refresher = Refresher(
+        follower,
+        store,
+        remote,
+        Heartbeat(
+            name,
+            follower,
+            clock,
+            metrics,
+            remote.p99_ms,
+            trial.report,
+            overlay_ttl_s=config.overlay_ttl_s,
+            host=host,
+        ),
+        poll_s=config.poll_s,
+        blocklist_poll_s=config.blocklist_poll_s,
+        heartbeat_s=config.heartbeat_s,
+        also=[
+            *(each for each in steps if each[0]),
+            (config.figures_s, chronicle.look),
+            (config.figures_s, room.look),
+            (LOOK_S, host.look),
+            *quality.steps(),
+        ],
+        in_thread=reading,
+    )
+    nights = Nights(config.nights(), follower)
+    metrics.registry.register(advisor)
+    metrics.registry.register(Figures(lambda: shelf.holding, nights, chronicle, room))
+    parts = Parts(
+        metrics, tiers, remote, answering.batcher, answering.admission, answering.inferences,
+        answering.lead, sketch, quality, refresher, nights,
+    )  # fmt: skip
+    parts.register()
+    replica = name if peers is None else peers.replica
+    dashboard = Dashboard(
+        remote, store, remote.keyspace, name=name, is_on=config.observe and config.dashboard_s > 0,
+        counted=parts.counted, about=lambda: parts.about(replica),
+        bounds=metrics.answer_seconds.bounds, nights=nights, clock=clock,
+        advisor=advisor.told, quality=quality.told, in_thread=reading,
+    )  # fmt: skip
+    if dashboard.is_on:
+        refresher.also(config.dashboard_s, dashboard.tell)
+    exposed = metrics.exposition if peers is None else peers.exposition
+    explainer = Explainer(
+        follower, tiers, remote, answering.batcher, answering.admission, store, in_thread=reading
+    )
+    service = Service(
+        follower=follower, ladder=ladder, metrics=metrics, limits=config.limits(), token=config.token,
+        body_bytes=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
+        l2_bound_s=remote.bound_s, admission=answering.admission, observes=config.observe,
+        drain=refresher.drain, nights=nights, trial=trial, expose=Exposition(exposed),
+        dashboard=dashboard, explainer=explainer, quality=quality,
+    )  # fmt: skip
+    try:
+        await refresher.start()
+        answering.pulse.start()
+        quality.start()
+        if peers is not None:
+            await peers.open(metrics.expose)
+        yield service
+    finally:
+        answering.pulse.stop()
+        if peers is not None:
+            await peers.aclose()
+        await refresher.aclose()
+        await dashboard.aclose()
+        await quality.aclose()
+        await answering.aclose()
+        aside.shutdown(wait=False, cancel_futures=True)
+        reading.close()
+
+
+def replica_id() -> str:
+    """Differs for every process, also after a restart."""
+    return f"{socket.gethostname()}-{secrets.token_hex(4)}"

@@ -1,0 +1,37 @@
+"""A typed client of the HTTP API for Python, synchronous and asynchronous, on httpx.
+
+    with Client("http://larder:8000", policy=Policy(deadline_ms=100)) as larder:
+        answer = larder.lookup("user_topk", "u-1", Options(k=20))
+
+Whatever goes wrong with a call is an Unanswered: DeadlineExceeded, Unreachable, Garbled, or a Refusal with the
+service's own code (InvalidRequest, Unauthorized, GenerationGone, Unavailable).
+"""
+
+try:
+    import httpx as _httpx  # noqa: F401
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "serving.client needs httpx, not installed here: pip install 'larder[client]'", name="httpx"
+    ) from None
+
+from serving.client.answers import Answer, Generations, Held, Ranking
+from serving.client.calls import Entity, Id, Options
+from serving.client.clients import AsyncClient, Client
+from serving.client.errors import (
+    DeadlineExceeded,
+    Garbled,
+    GenerationGone,
+    InvalidRequest,
+    Refusal,
+    Unanswered,
+    Unauthorized,
+    Unavailable,
+    Unreachable,
+)
+from serving.client.sender import Pace, Policy
+
+__all__ = [
+    "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "Garbled", "GenerationGone", "Generations",
+    "Held", "Id", "InvalidRequest", "Options", "Pace", "Policy", "Ranking", "Refusal", "Unanswered", "Unauthorized",
+    "Unavailable", "Unreachable",
+]  # fmt: skip

@@ -1,0 +1,188 @@
+"""What a caller of the client asks, and the HTTP requests that it becomes. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import orjson
+
+from serving.arrow_ipc.schema import MEDIA_TYPE
+from serving.client.arrow import write_arrow_ids
+
+Id = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """One thing asked for: an id, something to compute from, or both; `table` where a batch spans several."""
+
+    id: Id | None = None
+    history: Sequence[Id] | None = None
+    features: Mapping[str, Any] | None = None
+    table: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are set."""
+        body: dict[str, Any] = {}
+        if self.id is not None:
+            body["id"] = as_id(self.id)
+        if self.history is not None:
+            body["history"] = as_ids(self.history)
+        if self.features is not None:
+            body["features"] = dict(self.features)
+        if self.table is not None:
+            body["table"] = self.table
+        return body
+
+
+Asked = Sequence[Id | Entity]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may go with every question; None leaves a field out, so that the service's own setting holds.
+
+    `deadline_ms` is for the whole call, tries again and all: by then there is an answer or an error.
+    """
+
+    k: int | None = None
+    exclude: Sequence[Id] | None = None
+    deadline_ms: float | None = None
+    fresh: bool | None = None
+    max_age_seconds: float | None = None
+    generation: str | None = None
+    canary_key: Id | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a deadline that no wait can have."""
+        if self.deadline_ms is not None and not 0 < self.deadline_ms < float("inf"):
+            raise ValueError(f"deadline_ms is a finite number above 0, not {self.deadline_ms}")
+
+    def pinned(self, generation: str) -> "Options":
+        """The same, answered from one generation."""
+        return replace(self, generation=generation)
+
+    def to_json(self) -> dict[str, Any]:
+        """Those that are set."""
+        body = {each.name: getattr(self, each.name) for each in fields(self)}
+        if self.exclude is not None:
+            body["exclude"] = as_ids(self.exclude)
+        if self.canary_key is not None:
+            body["canary_key"] = as_id(self.canary_key)
+        return {name: value for name, value in body.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request; `is_repeatable` if asking twice does no more than asking once."""
+
+    method: str
+    path: str
+    params: Mapping[str, str] | None = None
+    content: bytes | None = None
+    is_repeatable: bool = True
+    content_type: str = "application/json"
+    accept: str = "application/json"
+
+
+def as_id(value: object) -> str:
+    """The decimal form of a whole number; raises TypeError for what is no id, True included."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TypeError(f"an id is a str or an int, not {value!r}")
+    return str(value)
+
+
+def as_ids(values: Sequence[Id]) -> list[str]:
+    """The same for a list; raises TypeError for a text, which would be a list of its letters."""
+    if isinstance(values, str):
+        raise TypeError(f"a list of ids is wanted, not the text {values!r}")
+    return [as_id(each) for each in values]
+
+
+def one(table: str, entity: Id, options: Options) -> Call:
+    """GET one entity. Raises ValueError for `exclude`, which a URL has no room for."""
+    if options.exclude is not None:
+        raise ValueError("exclude goes with lookup_many, where it has room")
+    # "." and ".." would be taken for folders on the way.
+    id_ = quote(as_id(entity), safe="").replace(".", "%2E")
+    return Call("GET", f"{_table(table)}/{id_}", _texts(options))
+
+
+def many(table: str | None, entities: Asked, options: Options) -> Call:
+    """POST entities of one table, or without `table` entities that each name their own."""
+    listed = [
+        each.to_json() if isinstance(each, Entity) else {"id": as_id(each)} for each in entities
+    ]
+    return _post(_table(table), {"entities": listed, **options.to_json()})
+
+
+def many_binary(table: str, entities: Asked, options: Options) -> Call:
+    """The same, answered as an Arrow IPC stream; the question is one too if it is plain ids and no `exclude`."""
+    ids = [each for each in entities if not isinstance(each, Entity)]
+    if len(ids) < len(entities) or options.exclude is not None:
+        return replace(many(table, entities, options), accept=MEDIA_TYPE)
+    content = write_arrow_ids(as_ids(ids), _texts(options))
+    return Call("POST", _table(table), None, content, content_type=MEDIA_TYPE, accept=MEDIA_TYPE)
+
+
+def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
+    """POST one user's candidates."""
+    who = user.to_json() if isinstance(user, Entity) else as_id(user)
+    return _post("/v1/score", {"user": who, "items": as_ids(items), **options.to_json()})
+
+
+def feedback(event: str, generation: str | None, canary_key: Id | None, count: int) -> Call:
+    """POST what came of answers; counted each time it arrives, so never to be sent twice."""
+    body: dict[str, Any] = {"event": event, "count": count}
+    if generation is not None:
+        body["generation"] = generation
+    if canary_key is not None:
+        body["canary_key"] = as_id(canary_key)
+    return _post("/v1/feedback", body, is_repeatable=False)
+
+
+def split(
+    entities: Asked, options: Options, max_batch: int, max_ids: int, max_numbers: int = 100_000
+) -> Iterator[Asked]:
+    """Consecutive pieces of at most `max_batch` entities, `max_ids` ids in histories and `exclude` together, and
+    `max_numbers` values of features.
+    """
+    if isinstance(entities, str):
+        raise TypeError(f"a list of entities is wanted, not the text {entities!r}")
+    excluded = len(options.exclude or ())
+    begin, ids, numbers = 0, excluded, 0
+    for place, each in enumerate(entities):
+        more = len(each.history or ()) if isinstance(each, Entity) else 0
+        further = _numbers(each) if isinstance(each, Entity) else 0
+        is_full = ids + more > max_ids or numbers + further > max_numbers
+        if place > begin and (place - begin == max_batch or is_full):
+            yield entities[begin:place]
+            begin, ids, numbers = place, excluded, 0
+        ids += more
+        numbers += further
+    if begin < len(entities):
+        yield entities[begin:]
+
+
+def _numbers(entity: Entity) -> int:
+    values = (entity.features or {}).values()
+    sizes = [len(each) if isinstance(each, list | tuple) else np.size(each) for each in values]
+    return sum([max(1, size) for size in sizes])
+
+
+def _texts(options: Options) -> dict[str, str]:
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in options.to_json().items()
+    }
+
+
+def _table(table: str | None) -> str:
+    return "/v1/lookup" if table is None else f"/v1/lookup/{quote(table, safe='')}"
+
+
+def _post(path: str, body: Mapping[str, Any], *, is_repeatable: bool = True) -> Call:
+    content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Call("POST", path, None, content, is_repeatable)

@@ -1,0 +1,224 @@
+"""How the client sends: within the deadline, again where that is safe, twice where that is quicker."""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+
+import httpx
+
+from serving.client.calls import Call
+from serving.client.errors import DeadlineExceeded, Garbled, Unanswered, Unreachable, refusal
+
+_AGAIN = frozenset({502, 503, 504})
+_NEVER_LEFT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_ABOVE_0 = (
+    "deadline_ms",
+    "connect_ms",
+    "connections",
+    "attempts",
+    "max_batch",
+    "max_ids",
+    "max_numbers",
+    "at_once",
+)
+_RETRIES_SAVED = 10.0
+_HEDGES_SAVED = 10.0
+_LEAVE_S = 1.0
+_SPREAD = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How patient a client is. Times are milliseconds; shares are of the requests without extra ones."""
+
+    deadline_ms: float = 1_000.0
+    """Of a call that names none: by then there is an answer or an error."""
+    told_share: float = 0.9
+    """How much of what is left the service hears of; the rest is for the way."""
+    connect_ms: float = 250.0
+    connections: int = 32
+    """At most, and as many are kept open."""
+    attempts: int = 3
+    retry_share: float = 0.2
+    """Of requests that may be tried again, beyond a few saved up: an outage must not double the load."""
+    backoff_ms: float = 10.0
+    backoff_max_ms: float = 250.0
+    hedge_after_ms: float | None = None
+    """Ask a second time when there is no answer after this long; the first answer wins. None: never."""
+    hedge_share: float = 0.1
+    max_batch: int = 1_000
+    """Entities per request, as the service has it; longer batches become several requests."""
+    max_ids: int = 50_000
+    """Ids in the histories and `exclude` of one request, as the service has it."""
+    max_numbers: int = 100_000
+    """Values in the features of one request, as the service has it."""
+    at_once: int = 4
+    """Requests that one long batch has under way."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, naming the setting."""
+        for name in _ABOVE_0:
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is a finite number above 0, not {getattr(self, name)}")
+        for name in ("told_share", "retry_share", "hedge_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is between 0 and 1, not {getattr(self, name)}")
+        if self.told_share == 0:
+            raise ValueError("told_share is above 0: the service needs some time")
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Time and chance, as the client knows them."""
+
+    timer: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    rng: random.Random = field(default_factory=random.Random)
+
+
+class Allowance:
+    """Extra requests as a share of the plain ones: each of these earns `share`, saved up to `most`."""
+
+    def __init__(self, share: float, most: float, saved: float = 0.0) -> None:
+        self._share = share
+        self._most = most
+        self._saved = saved
+
+    def earn(self) -> None:
+        """One plain request."""
+        self._saved = min(self._most, self._saved + self._share)
+
+    def take(self) -> bool:
+        """Whether an extra request may go; it is counted."""
+        if self._saved + 1e-9 < 1:  # ten times a tenth is a little less than one
+            return False
+        self._saved -= 1
+        return True
+
+
+class Sender:
+    """Sends calls over one bounded pool of connections. For one event loop."""
+
+    def __init__(self, http: httpx.AsyncClient, policy: Policy, pace: Pace) -> None:
+        self._http = http
+        self._policy = policy
+        self._pace = pace
+        self._retries = Allowance(policy.retry_share, _RETRIES_SAVED, _RETRIES_SAVED)
+        self._hedges = Allowance(policy.hedge_share, _HEDGES_SAVED)
+        self._leaving: set[asyncio.Task[httpx.Response]] = set()
+
+    async def send(self, call: Call, until: float) -> bytes:
+        """The body of a 200, by `until` on the pace's timer. Raises Unanswered."""
+        policy, timer = self._policy, self._pace.timer
+        self._retries.earn()
+        self._hedges.earn()
+        last: Unanswered | None = None
+        for attempt in range(1, policy.attempts + 1):
+            least_s, left_s = 0.0, until - timer()
+            if left_s <= 0:
+                break
+            try:
+                async with asyncio.timeout(left_s):
+                    response = await self._first(call, until)
+            except TimeoutError:
+                break
+            except Unreachable as error:
+                last, may_again = error, call.is_repeatable or not error.is_sent
+            else:
+                if response.status_code == httpx.codes.OK:
+                    return response.content
+                last = refusal(response.status_code, response.content)
+                may_again = call.is_repeatable and response.status_code in _AGAIN
+                least_s = _retry_after(response)
+            pause_s = max(self._spread(least_s), self._backoff_s(attempt))
+            in_time = timer() + pause_s < until
+            if not (may_again and in_time and attempt < policy.attempts and self._retries.take()):
+                raise last
+            await self._pace.sleep(pause_s)
+        raise DeadlineExceeded(f"{call.method} {call.path}: no answer by the deadline") from last
+
+    async def aclose(self) -> None:
+        """Closes the connections, also those of requests that lost."""
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=_LEAVE_S)
+        await self._http.aclose()
+
+    def _spread(self, least_s: float) -> float:
+        """A little more: all who were refused at one moment were told the same, and must not come back together."""
+        return least_s * self._pace.rng.uniform(1, _SPREAD) if least_s else 0.0
+
+    def _backoff_s(self, attempt: int) -> float:
+        longest_ms = min(self._policy.backoff_max_ms, self._policy.backoff_ms * 2 ** (attempt - 1))
+        return self._pace.rng.uniform(0, longest_ms) / 1000
+
+    async def _first(self, call: Call, until: float) -> httpx.Response:
+        """The answer, or the first of two."""
+        after_ms = self._policy.hedge_after_ms
+        if after_ms is None or not call.is_repeatable:
+            return await self._exchange(call, until)
+        tasks = [asyncio.create_task(self._exchange(call, until))]
+        alarm = asyncio.ensure_future(self._pace.sleep(after_ms / 1000))
+        try:
+            await asyncio.wait((tasks[0], alarm), return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done() and self._hedges.take():
+                tasks.append(asyncio.create_task(self._exchange(call, until)))
+            return await _best(tasks)
+        finally:
+            alarm.cancel()
+            for task in tasks:
+                self._leave(task)
+
+    def _leave(self, task: asyncio.Task[httpx.Response]) -> None:
+        """Nobody waits for this one any more, also not for how it ends."""
+        task.cancel()
+        self._leaving.add(task)
+        task.add_done_callback(self._left)
+
+    def _left(self, task: asyncio.Task[httpx.Response]) -> None:
+        self._leaving.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def _exchange(self, call: Call, until: float) -> httpx.Response:
+        told_ms = (until - self._pace.timer()) * 1000 * self._policy.told_share
+        # Whole ones: that is what the service reads on its quickest way.
+        headers = {"X-Deadline-Ms": str(max(1, int(told_ms))), "Accept": call.accept}
+        if call.content is not None:
+            headers["Content-Type"] = call.content_type
+        try:
+            return await self._http.request(
+                call.method, call.path, params=call.params, content=call.content, headers=headers
+            )
+        except httpx.DecodingError as error:
+            raise Garbled(f"{call.method} {call.path}: {error}") from error
+        except httpx.RequestError as error:
+            why = f"{call.method} {call.path}: {type(error).__name__} {error}".rstrip()
+            raise Unreachable(why, is_sent=not isinstance(error, _NEVER_LEFT)) from error
+
+
+async def _best(tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Response:
+    """The first that is worth having, else what the first of all that failed had to say."""
+    failed: list[asyncio.Task[httpx.Response]] = []
+    pending = set(tasks)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if task.exception() is None and task.result().status_code not in _AGAIN:
+                return task.result()
+            failed.append(task)
+    return failed[0].result()
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Seconds that the service wants left alone; 0 if it does not say, or not so that it can be understood."""
+    sent = response.headers.get("retry-after", "").strip()
+    if sent.isascii() and sent.isdigit() and len(sent) < 10:
+        return float(sent)
+    try:
+        begin = parsedate_to_datetime(response.headers.get("date", ""))
+        return max(0.0, (parsedate_to_datetime(sent) - begin).total_seconds())
+    except (TypeError, ValueError):
+        return 0.0

@@ -1,0 +1,119 @@
+"""What the parts of a running service tell `/metrics` when it is scraped, and the dashboard every few seconds."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cache.l2.circuit_breaker import Breaker
+from cache.l2.cluster.tier import Breakers, ClusterTier
+from cache.l2.tier import RemoteTier
+from cache.tiers.tiered import Tiered
+from serving.admission.controller import Admission
+from serving.dashboard.counters import Counts, counted
+from serving.lookup.inference import Inferences
+from serving.lookup.leases import Lead
+from serving.lookup.micro_batcher import MicroBatcher
+from serving.metrics.event_counters import Events
+from serving.metrics.fast_counters import Overload
+from serving.metrics.registry import Metrics
+from serving.quality.monitor import Quality
+from serving.replica.background import Refresher
+from serving.replica.freshness import Nights
+from serving.usage.hot_keys import Sketch
+
+_BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Whatever keeps numbers of its own."""
+
+    metrics: Metrics
+    tiers: Tiered
+    remote: RemoteTier | ClusterTier
+    batcher: MicroBatcher
+    admission: Admission
+    inferences: Inferences
+    lead: Lead
+    sketch: Sketch
+    quality: Quality
+    refresher: Refresher
+    nights: Nights
+
+    def register(self) -> None:
+        """All of it is in `/metrics` from now on."""
+        self._set_gauges(self.remote.breaker)
+        self.metrics.registry.register(Events(self.events))
+        self.metrics.registry.register(Overload(self.admission))
+
+    def events(self) -> dict[str, float]:
+        """What the tiers did besides answering."""
+        tiers, remote, sketch = self.tiers, self.remote, self.sketch
+        return {
+            "l2_reads": tiers.counters.l2_reads,
+            "l2_batches": remote.batches,
+            "l2_shed": remote.shed,
+            "breaker_opened": remote.breaker.opened,
+            "flights_shared": tiers.flights.shared,
+            "inferences_shared": self.inferences.flights.shared,
+            "inferences_hopeless": self.batcher.hopeless,
+            "overlays_spared": self.inferences.repeats.spared,
+            "overlays_stored": tiers.writes.stored,
+            "overlays_failed": tiers.writes.failed,
+            "overlays_dropped": tiers.writes.dropped,
+            "hot_reported": sketch.reported,
+            "hot_reports_failed": sketch.failed,
+            **self.lead.counts.events(),
+            **self.quality.events(),
+        }
+
+    def _set_gauges(self, breaker: Breaker | Breakers) -> None:
+        metrics, refresher, local, nights = (
+            self.metrics,
+            self.refresher,
+            self.tiers.local,
+            self.nights,
+        )
+        follower = refresher.follower
+
+        def age() -> float:
+            age_s = nights.age_s()
+            return float("nan") if age_s is None else age_s
+
+        metrics.generation_age.set_function(age)
+        metrics.generation_missing.set_function(lambda: float(nights.is_missing()))
+        metrics.generation_due.set_function(nights.due_at)
+        metrics.stale.set_function(lambda: float(follower.stale is not None))
+        metrics.ready.set_function(lambda: float(follower.health.ready))
+        metrics.breaker.set_function(lambda: _BREAKER_STATES[breaker.state])
+        metrics.blocklist_age.set_function(lambda: time.monotonic() - refresher.blocklist_read_at)
+        metrics.l1_bytes.set_function(lambda: local.size_bytes)
+        metrics.l1_entries.set_function(lambda: len(local))
+        metrics.live_queue.set_function(lambda: self.batcher.queued)
+
+    def counted(self) -> Counts:
+        """What the dashboard adds up."""
+        return counted(self.metrics, sum(self.admission.shed.values()))
+
+    def about(self, replica: str) -> Mapping[str, Any]:
+        """How this worker of `replica` stands, as the dashboard tells it."""
+        held, health = self.refresher.follower.holding, self.refresher.follower.health
+        local, admission = self.tiers.local, self.admission
+        return {
+            "replica": replica,
+            "generation": None if held is None else held.live.generation,
+            "epoch": None if held is None else held.live.epoch,
+            "ready": health.ready,
+            "stale": health.stale,
+            "degraded": health.degraded,
+            "failed": health.failed,
+            "breaker": self.remote.breaker.state,
+            "live_queued": self.batcher.queued,
+            "under_way": admission.under_way,
+            "requests_max": admission.requests_max,
+            "queue_seconds": round(admission.loop.wait, 4),
+            "l1_bytes": local.size_bytes,
+            "l1_budget_bytes": local.max_bytes,
+            "l1_entries": len(local),
+        }

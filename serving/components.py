@@ -1,0 +1,111 @@
+"""What answers: tiers, live path and ladder, put together."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from cache.format.keys import Keyspace
+from cache.l2.circuit_breaker import Breaker
+from cache.l2.cluster.tier import ClusterTier, open_tier
+from cache.l2.tier import RemoteConfig, RemoteTier
+from cache.tiers.l1 import LocalTier, NegativeCache
+from cache.tiers.tiered import Tiered
+from serving.admission.controller import Admission
+from serving.admission.loop_lag import Pulse
+from serving.config.cpu_affinity import check_cores, parse_cores, place_thread
+from serving.config.settings import ServingConfig
+from serving.lookup.inference import Inferences
+from serving.lookup.ladder import Ladder
+from serving.lookup.leases import Lead
+from serving.lookup.micro_batcher import MicroBatcher, compute
+from serving.metrics.registry import Metrics
+from serving.usage.answer_sampling import Picks
+from serving.usage.request_observer import Watch
+
+_LOOKS = 10
+"""At the queues, per interval of the admission."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """The parts; none of them knows which generation is live."""
+
+    metrics: Metrics
+    cores: Sequence[int]
+    local: LocalTier
+    remote: RemoteTier | ClusterTier
+    tiers: Tiered
+    batcher: MicroBatcher
+    admission: Admission
+    pulse: Pulse
+    lead: Lead
+    inferences: Inferences
+    watch: Watch
+    ladder: Ladder
+    executor: ThreadPoolExecutor
+
+    @classmethod
+    def of(cls, config: ServingConfig, name: str) -> "Answering":
+        """All parts, `name` for a replica; nothing is connected yet."""
+        metrics = Metrics()
+        metrics.namespace_info.labels(config.namespace).set(1)
+        cores = parse_cores(config.live_cores)
+        check_cores(cores)
+        remote = open_tier(
+            RemoteConfig(
+                config.redis_url,
+                deadline_s=config.l2_deadline_ms / 1000,
+                wires_max=config.l2_connections,
+            ),
+            Keyspace(config.namespace),
+            lambda: Breaker(config.breaker_threshold, config.breaker_cooldown_s),
+        )
+        local = LocalTier(config.l1_bytes)
+        tiers = Tiered(local, NegativeCache(config.negative_entries, config.negative_ttl_s), remote)
+        # FAISS searches in threads that a worker starts, so they inherit its cores and its place in line.
+        executor = ThreadPoolExecutor(
+            config.live_workers,
+            "larder-live",
+            initializer=place_thread,
+            initargs=(cores, config.live_nice),
+        )
+        batcher = MicroBatcher(
+            executor,
+            workers=config.live_workers,
+            max_batch=config.live_batch,
+            max_queue=config.live_queue,
+            max_queue_bytes=config.live_queue_bytes,
+            compute=compute,
+            observe=metrics.inferred,
+        )
+        admission = Admission(
+            target_s=config.queue_target_ms / 1000,
+            interval_s=config.queue_interval_ms / 1000,
+            requests_max=config.requests_max,
+        )
+        pulse = Pulse(
+            admission.observe, batcher.waited, every_s=config.queue_interval_ms / 1000 / _LOOKS
+        )
+        lead = Lead(remote, tiers, remote.keyspace, wait_s=config.lease_wait_ms / 1000, name=name)
+        inferences = Inferences(
+            batcher,
+            tiers,
+            overlay_ttl_s=config.overlay_ttl_s,
+            outage_ttl_s=config.outage_ttl_s,
+            lead=lead if config.lease_wait_ms else None,
+            admit=admission.admit_live,
+            spares_reads=config.overlay_reads == "auto",
+        )
+        watch = Watch(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
+        ladder = Ladder(
+            tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch
+        )
+        return cls(
+            metrics, cores, local, remote, tiers, batcher, admission, pulse, lead, inferences, watch, ladder, executor
+        )  # fmt: skip
+
+    async def aclose(self) -> None:
+        """Closes what is connected, and lets go of who computes."""
+        await self.tiers.aclose()
+        await self.remote.aclose()
+        self.executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,164 @@
+"""Reads what all workers told Redis, adds it up, and remembers of old bins only what is drawn."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import orjson
+import xxhash
+
+from cache.errors import TierUnavailable
+from cache.format.keys import Keyspace
+from serving.dashboard.counters import Counts, merged, unpack
+from serving.dashboard.publisher import Commands, Teller
+from serving.dashboard.series import Row, row
+from serving.dashboard.time_bins import BIN_S, BINS_MAX, start_of
+from serving.dashboard.workers import can_be_shown
+
+LATELY_BINS = 30
+"""Five minutes: what is said of the present is said of these."""
+_FRESH_BINS = 6
+_ALL_AGAIN_S = 60.0
+"""Bins older than a minute hardly change: late tellings are seen this much later."""
+_PIECE = 64
+TIMEOUT_S = 2.0
+SILENT_S = 10.0
+"""A worker that has told nothing for so long is not shown."""
+
+
+class Redis(Protocol):
+    """What reading needs of L2; both raise TierUnavailable."""
+
+    async def ask_all(self, commands: Commands) -> list[Any]:
+        """The reply to each."""
+
+    async def infos(self) -> list[dict[str, Any]]:
+        """What each server says of itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """All that is known now; `trouble`: why it is this worker alone. `lately` has the newest bins undrawn."""
+
+    now: float
+    trouble: str | None
+    workers: Mapping[str, Mapping[str, Any]]
+    rows: Mapping[int, Row]
+    lately: Mapping[int, Counts]
+    registry: Mapping[str, Mapping[str, Any]] | None = None
+    infos: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """Bins as they were last drawn; `tokens` tell whether the blobs are still the same."""
+
+    bounds: Sequence[float]
+    tokens: dict[int, int] = field(default_factory=dict)
+    rows: dict[int, Row] = field(default_factory=dict)
+    lately: dict[int, Counts] = field(default_factory=dict)
+
+    def take(self, bins: Mapping[int, Sequence[bytes]], oldest: int, newest: int) -> None:
+        """Adds up what each bin holds, unless it is as before."""
+        for start, blobs in bins.items():
+            is_late = start > newest - LATELY_BINS * BIN_S
+            token = xxhash.xxh3_64_intdigest(b"".join(sorted(blobs)))
+            if self.tokens.get(start) == token and (start in self.lately or not is_late):
+                continue
+            counts = merged(map(unpack, blobs))
+            self.tokens[start], self.rows[start] = token, row(counts, self.bounds)
+            if is_late:
+                self.lately[start] = counts
+        for kept, since in (
+            (self.tokens, oldest),
+            (self.rows, oldest),
+            (self.lately, newest - LATELY_BINS * BIN_S + 1),
+        ):
+            for start in [each for each in kept if not since <= each <= newest]:
+                del kept[start]
+
+
+class Whole:
+    """One reader per worker; `look` is for one caller at a time."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keyspace,
+        teller: Teller,
+        bounds: Sequence[float],
+        clock: Callable[[], float],
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._redis, self._keys, self._teller = redis, keys, teller
+        self._clock, self._timer = clock, timer
+        self._drawn = _Drawn(bounds)
+        self._alone = _Drawn(bounds)
+        self._all_at: float | None = None
+
+    async def look(self) -> Seen:
+        """What Redis has, with this worker's own as it is now; without Redis this worker's own."""
+        own = self._teller.note()
+        now = own["at"]
+        newest = start_of(now)
+        oldest = newest - (BINS_MAX - 1) * BIN_S
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                workers, registry, bins = await self._read(oldest, newest)
+                infos = await self._redis.infos()
+        except (TierUnavailable, TimeoutError) as error:
+            self._all_at = None
+            mine = {start: [blob] for start, blob in self._teller.bins.packed.items()}
+            await asyncio.to_thread(self._alone.take, mine, oldest, newest)
+            why = str(error) or f"no reply within {TIMEOUT_S} s"
+            shown = {self._teller.name: own}
+            return Seen(now, why, shown, dict(self._alone.rows), dict(self._alone.lately))
+        for start in bins:
+            if (blob := self._teller.bins.packed.get(start)) is not None:
+                bins[start][self._teller.name.encode()] = blob
+        blobs = {start: list(told.values()) for start, told in bins.items() if told}
+        await asyncio.to_thread(self._drawn.take, blobs, oldest, newest)
+        # Another version may tell less of itself.
+        unknown = dict.fromkeys(own)
+        shown = {
+            name: unknown | each
+            for name, each in _rows(workers).items()
+            if now - each["at"] < SILENT_S and can_be_shown(each)
+        } | {self._teller.name: own}
+        return Seen(
+            now, self._teller.trouble, shown, dict(self._drawn.rows), dict(self._drawn.lately),
+            _rows(registry), infos,
+        )  # fmt: skip
+
+    async def _read(
+        self, oldest: int, newest: int
+    ) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[int, dict[bytes, bytes]]]:
+        """The workers' table, the registry, and the bins that may have changed."""
+        at = self._timer()
+        is_all = self._all_at is None or at - self._all_at >= _ALL_AGAIN_S
+        first = oldest if is_all else newest - _FRESH_BINS * BIN_S
+        starts = range(first, newest + 1, BIN_S)
+        tables = [("HGETALL", self._keys.workers), ("HGETALL", self._keys.generations)]
+        workers, registry = await self._redis.ask_all(tables)
+        bins: dict[int, dict[bytes, bytes]] = {}
+        for piece in (starts[at : at + _PIECE] for at in range(0, len(starts), _PIECE)):
+            commands = [("HGETALL", self._keys.bin(start)) for start in piece]
+            bins |= zip(piece, await self._redis.ask_all(commands), strict=True)
+        if is_all:
+            self._all_at = at
+        return workers, registry, bins
+
+
+def _rows(table: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
+    """JSON objects by name; what another version may have written otherwise is left out."""
+    found = {}
+    for name, raw in table.items():
+        try:
+            each = orjson.loads(raw)
+            if isinstance(each["at"], int | float):
+                found[name.decode(errors="replace")] = each
+        except (ValueError, TypeError, KeyError):
+            continue
+    return found

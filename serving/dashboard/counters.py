@@ -1,0 +1,116 @@
+"""What a worker has counted, as a flat table of whole numbers that add up over time, workers and replicas. Pure.
+
+Fields: `r` requests, `e` entities, `a:<source>` answers, `m:<reason>` misses, `s:<stage>` microseconds spent,
+`h:<source>:<bucket>` answers whose time fell into a bucket (`serving.metrics.log_buckets`), `x` what was shed under
+overload.
+"""
+
+from collections import Counter as Sum
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import cast
+
+import orjson
+from prometheus_client import Counter
+
+from serving.metrics.registry import Metrics
+
+Counts = dict[str, int]
+
+REQUESTS, ENTITIES, SHED, ANSWERS, MISSES, STAGES, TIMES = "r", "e", "x", "a:", "m:", "s:", "h:"
+_TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES)
+
+
+_COUNTS = 2**53
+"""Sums of numbers below it, of however many workers, are JSON that everybody can read."""
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a number that can be added to others and sent on."""
+    return type(value) in (int, float) and -_COUNTS < cast(float, value) < _COUNTS
+
+
+def counted(metrics: Metrics, shed: int = 0) -> Counts:
+    """All that `/metrics` tells of requests, entities, answers and misses, and the times of answers and stages."""
+    metrics.settle()
+    found: Sum[str] = Sum({SHED: shed} if shed else {})
+    for counter, field, label in (
+        (metrics.requests, REQUESTS, None),
+        (metrics.entities, ENTITIES, None),
+        (metrics.answers, ANSWERS, "source"),
+        (metrics.misses, MISSES, "reason"),
+    ):
+        _add(found, counter, field, label)
+    for stage, spent in metrics.stage_seconds.spent.items():
+        found[STAGES + stage] = round(spent.sum * 1e6)
+    for source, spent in metrics.answer_seconds.spent.items():
+        found.update({f"{TIMES}{source}:{at}": n for at, n in enumerate(spent.counts) if n})
+    return dict(found)
+
+
+def _add(found: "Sum[str]", counter: Counter, field: str, label: str | None) -> None:
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                found[field + (sample.labels[label] if label else "")] += int(sample.value)
+
+
+def difference(now: Mapping[str, int], before: Mapping[str, int]) -> Counts:
+    """What came since; fields without news are left out."""
+    return {
+        field: n - before.get(field, 0) for field, n in now.items() if n != before.get(field, 0)
+    }
+
+
+def merged(parts: Iterable[Mapping[str, int]]) -> Counts:
+    """The sum of all."""
+    found: dict[str, int] = {}
+    for part in parts:
+        for field, n in part.items():
+            found[field] = found.get(field, 0) + n
+    return found
+
+
+def totals(counts: Mapping[str, int]) -> Counts:
+    """Only what is shown as a total."""
+    return {field: n for field, n in counts.items() if field.startswith(_TOTALS)}
+
+
+def by(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+    """Fields of one kind, by what follows the prefix."""
+    return {field[len(prefix) :]: n for field, n in counts.items() if field.startswith(prefix)}
+
+
+def histograms(counts: Mapping[str, int]) -> dict[str, dict[int, int]]:
+    """Answers by source and bucket."""
+    found: dict[str, dict[int, int]] = {}
+    for name, n in by(counts, TIMES).items():
+        source, _, bucket = name.rpartition(":")
+        found.setdefault(source, {})[int(bucket)] = n
+    return found
+
+
+def pack(counts: Mapping[str, int]) -> bytes:
+    """JSON in which a histogram is its first bucket and the counts from there on: a third of the plain fields."""
+    plain = {field: n for field, n in counts.items() if not field.startswith(TIMES)}
+    runs = {}
+    for source, buckets in histograms(counts).items():
+        places = sorted(buckets)
+        run = [places[0], buckets[places[0]]]
+        for before, place in pairwise(places):
+            run += [0] * (place - before - 1) + [buckets[place]]
+        runs[source] = run
+    return orjson.dumps([plain, runs])
+
+
+def unpack(blob: bytes) -> Counts:
+    """Reads `pack`; empty for anything else, which another version may have written."""
+    try:
+        plain, runs = orjson.loads(blob)
+        found = {str(field): int(n) for field, n in plain.items()}
+        for source, (first, *run) in runs.items():
+            found |= {f"{TIMES}{source}:{int(first) + at}": int(n) for at, n in enumerate(run) if n}
+        buckets = [each for run in histograms(found).values() for each in run]
+    except (ValueError, TypeError, AttributeError):
+        return {}
+    return found if min(buckets, default=0) >= 0 and all(map(is_count, found.values())) else {}

@@ -1,0 +1,99 @@
+"""What OpenAPI says about the document of the dashboard. Pure data."""
+
+from typing import Any
+
+Json = dict[str, Any]
+
+_NUMBERS: Json = {"type": "array", "items": {"type": ["number", "null"]}}
+_BY_NAME: Json = {"type": "object", "additionalProperties": _NUMBERS}
+_COUNTS: Json = {"type": "object", "additionalProperties": {"type": "integer"}}
+
+
+def _object(description: str, **properties: Json) -> Json:
+    return {"type": "object", "description": description, "properties": properties}
+
+
+def _maybe(kind: str, description: str = "") -> Json:
+    return {"type": [kind, "null"]} | ({"description": description} if description else {})
+
+
+def _list(of: Json) -> Json:
+    return {"type": "array", "items": of}
+
+
+_ANSWERS = {
+    "type": "object",
+    "description": "By source",
+    "additionalProperties": {"type": "integer"},
+}
+
+DASHBOARD: Json = _object(
+    "What all replicas count, at most a second old; times are Unix seconds by Redis' clock; null is unknown",
+    now={"type": "number"},
+    whole={"type": "boolean", "description": "false: the numbers of one worker alone"},
+    trouble=_maybe("string", "Why it is not whole"),
+    verdict=_object(
+        "Whether all is well",
+        level={"enum": ["ok", "warn", "bad"]},
+        sentence={"type": "string"},
+        advice=_maybe("string", "What to do"),
+        also=_list({"type": "string"}),
+    ),
+    replicas=_list(
+        _object(
+            "The workers of one parent",
+            replica={"type": "string"}, workers={"type": "integer"}, generation=_maybe("string"),
+            epoch=_maybe("integer"), ready={"type": "boolean"}, stale=_maybe("string"),
+            degraded=_maybe("string"), seen_s={"type": "number"}, failed=_maybe("string"),
+        )
+    ),
+    series=_object(
+        "The last hour in steps of `step_s`, oldest first; quantiles are off by 5 % at most",
+        step_s={"type": "integer"}, at=_NUMBERS, requests=_NUMBERS, answers=_BY_NAME,
+        seconds={"type": "object", "additionalProperties": _BY_NAME},
+        stages=_BY_NAME, misses=_BY_NAME,
+    ),
+    lately=_object(
+        "The last `seconds` as one",
+        seconds={"type": "integer"}, requests={"type": "integer"}, answers=_ANSWERS, misses=_COUNTS,
+        latency={"type": "object", "additionalProperties": {"type": "object"}},
+    ),
+    earlier=_object("The hour before that", answers=_ANSWERS),
+    totals=_object(
+        "Since the start of each worker that runs: the sums of what /metrics tells on every replica",
+        requests={"type": "integer"}, answers=_ANSWERS, misses=_COUNTS, entities={"type": "integer"},
+    ),
+    generations=_list(
+        _object(
+            "Newest first",
+            generation={"type": "string"}, state=_maybe("string"), epoch=_maybe("integer"),
+            role=_maybe("string", "Of those that this replica holds"), published_at=_maybe("number"),
+            data_until=_maybe("number"), bytes=_maybe("integer"), records=_maybe("integer"),
+            gates=_list({"type": "object"}), reason=_maybe("string"),
+        )
+    ),
+    schedule=_object(
+        "When a generation should exist",
+        age_s=_maybe("number"), due_at={"type": "number"}, missing={"type": "boolean"},
+    ),
+    nights=_list(
+        _object(
+            "Newest first",
+            generation={"type": "string"}, outcome={"type": "string"}, began_at=_maybe("number"),
+            steps=_list({"type": "object"}),
+        )
+    ),
+    redis=_object(
+        "All nodes together",
+        used_bytes=_maybe("integer"), limit_bytes=_maybe("integer"), policy=_maybe("string"),
+        clients=_maybe("integer"), evicted=_maybe("integer"),
+    ),
+    breakers=_COUNTS,
+    queue=_object("All workers together; `queue_seconds` of the slowest"),
+    l1=_object(
+        "All workers together",
+        bytes={"type": "integer"}, budget_bytes={"type": "integer"}, entries={"type": "integer"},
+    ),
+    advisor=_maybe("object", "Of all workers together, each counted by its reads"),
+    quality=_maybe("object"),
+)  # fmt: skip

@@ -1,0 +1,175 @@
+"""Generations and nights for the dashboard, from the artefact store: blocking, remembered while nothing changes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from cache.errors import LarderError
+from cache.format.manifest import GENERATION, Manifest
+from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
+from cache.store.releases import MOVES, Release, all_releases, newest_move
+
+GENERATIONS_MAX = 20
+NIGHTS_MAX = 7
+STEPS = (
+    "begin",
+    "embed_items",
+    "score",
+    "assemble",
+    "index",
+    "quantize",
+    "load",
+    "verify",
+    "publish",
+    "warm",
+)
+"""In the order of a night."""
+_OWN_REPORT = ("assemble", "load", "publish", "warm")
+"""Steps that end after the manifest is sealed; each leaves its times in a small file of its own."""
+_OUTCOMES = {
+    "live": "published", "superseded": "published", "retired": "published", "rolled_back": "rolled back",
+    "refused": "refused", "abandoned": "abandoned", "verified": "verified",
+}  # fmt: skip
+_AFTER = {"refuse": "refused", "abandon": "abandoned", "retire": "retired", "verify": "verified"}
+_BUSY = ("begun", "loaded", "verified")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is remembered of one generation."""
+
+    data_until: int
+    bytes: int
+    records: int
+    gates: tuple[dict[str, Any], ...]
+    began_at: float
+    steps: tuple[dict[str, Any], ...]
+
+
+class Archive:
+    """For one thread at a time."""
+
+    def __init__(self, store: ArtefactStore) -> None:
+        self._store = store
+        self._releases: dict[int, Release] = {}
+        self._kept: dict[str, tuple[object, Kept]] = {}
+
+    def read(
+        self, registry: Mapping[str, Mapping[str, Any]] | None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Generations and nights, newest first; without a registry states are what the release records say."""
+        releases: Sequence[Release] = []
+        with suppress(LarderError, OSError, ValueError):
+            releases = all_releases(self._store, self._releases)
+        names = {each.generation for each in releases} | set(registry or ())
+        with suppress(LarderError, OSError):
+            names |= set(self._store.names("generations"))
+        newest = sorted(filter(GENERATION.fullmatch, names), reverse=True)[:GENERATIONS_MAX]
+        self._kept = {name: kept for name, kept in self._kept.items() if name in newest}
+        generations: list[dict[str, Any]] = []
+        nights: list[dict[str, Any]] = []
+        for name in newest:
+            state, reason = _state(name, releases, None if registry is None else registry.get(name))
+            kept = self._look(name, state)
+            generations.append(_generation(name, state, reason, releases, kept))
+            if kept is not None and kept.steps and len(nights) < NIGHTS_MAX:
+                nights.append(_night(name, state, kept))
+        return generations, nights
+
+    def _look(self, name: str, state: str | None) -> Kept | None:
+        before = self._kept.get(name)
+        if before is not None and before[0] == state and state not in _BUSY and state != "live":
+            return before[1]
+        try:
+            manifest = read_manifest(self._store, name)
+        except (LarderError, OSError):
+            return None if before is None else before[1]
+        # Verifying writes gates anew; what is live goes on being warmed for a while.
+        kept = _kept(manifest, list(self._reports(name)))
+        self._kept[name] = state, kept
+        return kept
+
+    def _reports(self, name: str) -> Iterable[tuple[str, float, float]]:
+        for step in _OWN_REPORT:
+            with suppress(LarderError, OSError, ValueError, TypeError, KeyError):
+                raw = self._store.read(generation_path(name, f"times/{step}.json"))
+                if raw is not None:
+                    told = orjson.loads(raw)
+                    yield step, float(told["began_at"]), float(told["seconds"])
+
+
+def _kept(manifest: Manifest, reports: Sequence[tuple[str, float, float]]) -> Kept:
+    seconds = dict(manifest.timings) | {step: took for step, _, took in reports}
+    before_seal = sum(took for step, took in manifest.timings.items() if step != "verify")
+    return Kept(
+        manifest.data_until,
+        sum(each.size_bytes for each in (*manifest.artefacts(), *manifest.pages())),
+        sum(part.count for table in manifest.tables.values() for part in table.parts),
+        tuple(_gate(each) for each in manifest.gates),
+        manifest.created_at - before_seal,
+        tuple(
+            {"step": step, "seconds": round(seconds[step], 3)} for step in STEPS if step in seconds
+        ),
+    )
+
+
+def _gate(told: Mapping[str, Any]) -> dict[str, Any]:
+    verdict = "passed" if told.get("passed") else "failed"
+    return {
+        "rule": str(told.get("rule")), "value": told.get("value"), "threshold": told.get("threshold"),
+        "verdict": "overridden" if told.get("overridden") else verdict, "note": told.get("note") or None,
+    }  # fmt: skip
+
+
+def _state(
+    name: str, releases: Sequence[Release], row: Mapping[str, Any] | None
+) -> tuple[str | None, str | None]:
+    """State and the reason for it: the registry's, else what the records prove."""
+    about = [each for each in releases if each.generation == name]
+    reason = next((each.reason for each in reversed(about) if each.reason), None)
+    if row is not None:
+        return str(row.get("state")), str(row["reason"]) if row.get("reason") else reason
+    newest = newest_move(releases)
+    if newest is not None and newest.generation == name:
+        return "live", reason
+    last = next((each for each in reversed(about) if each.action in _AFTER or _is_move(each)), None)
+    if last is None:
+        return None, reason
+    return _AFTER.get(last.action, "superseded"), reason
+
+
+def _is_move(release: Release) -> bool:
+    return release.action in MOVES and release.done
+
+
+def _generation(
+    name: str, state: str | None, reason: str | None, releases: Sequence[Release], kept: Kept | None
+) -> dict[str, Any]:
+    """Its role is for the caller to say, who knows what is held."""
+    moved = next(
+        (each for each in reversed(releases) if each.generation == name and _is_move(each)), None
+    )
+    return {
+        "generation": name,
+        "state": state,
+        "epoch": None if moved is None else moved.epoch,
+        "role": None,
+        "published_at": None if moved is None else moved.at,
+        "data_until": None if kept is None else kept.data_until,
+        "bytes": None if kept is None else kept.bytes,
+        "records": None if kept is None else kept.records,
+        "gates": [] if kept is None else list(kept.gates),
+        "reason": reason,
+    }
+
+
+def _night(name: str, state: str | None, kept: Kept) -> dict[str, Any]:
+    return {
+        "generation": name,
+        "outcome": _OUTCOMES.get(state or "", "unfinished"),
+        "began_at": kept.began_at,
+        "steps": list(kept.steps),
+    }

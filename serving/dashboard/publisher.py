@@ -1,0 +1,123 @@
+"""Tells Redis every few seconds what this worker counted, so that any replica can show the whole."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import orjson
+
+from cache.errors import TierUnavailable
+from cache.format.keys import Keyspace
+from serving.dashboard.counters import Counts, difference, totals
+from serving.dashboard.time_bins import HISTORY_S, Bins
+
+log = logging.getLogger(__name__)
+
+LIFE_S = HISTORY_S + 300
+"""Of what lies in Redis, from its last change on."""
+GONE_S = 60.0
+"""A worker that has told nothing for so long is taken out of the table of workers."""
+AT_ONCE = 64
+"""Bins told in one go: all of them are told again when Redis came back empty."""
+_SWEEP = 30
+"""Tellings between two looks for workers that are gone."""
+TIMEOUT_S = 2.0
+
+Commands = Sequence[tuple[str | bytes | float, ...]]
+
+
+class Redis(Protocol):
+    """What telling needs of L2."""
+
+    async def ask_all(self, commands: Commands) -> list[Any]:
+        """The reply to each; raises TierUnavailable."""
+
+
+class Teller:
+    """Everything it writes is the state as it is, under this worker's name: told twice it stays the same.
+
+    `about` is what the worker says of itself beside its counts, JSON-able.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keyspace,
+        name: str,
+        clock: Callable[[], float],
+        counted: Callable[[], Counts],
+        about: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self.name = name
+        self.bins = Bins()
+        self.trouble: str | None = None
+        self._redis, self._keys, self._clock = redis, keys, clock
+        self._counted, self._about = counted, about
+        self._noted_at = self._began = clock()
+        self._noted: Counts = counted()
+        self._is_known = False
+        self._told = 0
+
+    def note(self) -> dict[str, Any]:
+        """Counts what came since the last call into the bin of the time between; this worker's row as of now."""
+        now, counts = self._clock(), self._counted()
+        self.bins.add((self._noted_at + now) / 2, difference(counts, self._noted))
+        self._noted_at, self._noted = now, counts
+        return {"at": now, "since": self._began, **self._about(), "counts": totals(counts)}
+
+    async def tell(self) -> None:
+        """Notes, and writes what Redis does not have yet; a Redis that is away is told later."""
+        row, bins = self.note(), self.bins
+        # A copy: what is noted while Redis answers is not told yet.
+        starts = {
+            start: bins.packed[start] for start in sorted(bins.untold, reverse=True)[:AT_ONCE]
+        }
+        commands: list[tuple[str | bytes | float, ...]] = [
+            ("HSET", self._keys.workers, self.name, orjson.dumps(row)),
+            ("EXPIRE", self._keys.workers, LIFE_S),
+        ]
+        for start, blob in starts.items():
+            key = self._keys.bin(start)
+            commands += ("HSET", key, self.name, blob), ("EXPIRE", key, LIFE_S)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                is_new = (await self._redis.ask_all(commands))[0]
+                await self._sweep(row["at"])
+        except (TierUnavailable, TimeoutError) as error:
+            self._failed(str(error) or f"no reply within {TIMEOUT_S} s")
+            return
+        bins.untold -= {start for start, blob in starts.items() if bins.packed.get(start) is blob}
+        if self.trouble is not None or (is_new and self._is_known):
+            bins.tell_again()  # it may be another Redis, or an emptied one
+        self.trouble, self._is_known = None, True
+
+    def _failed(self, why: str) -> None:
+        if self.trouble is None:
+            log.warning("the dashboard shows this worker alone: %s", why)
+        self.trouble = why
+
+    async def _sweep(self, now: float) -> None:
+        self._told += 1
+        if self._told % _SWEEP:
+            return
+        (rows,) = await self._redis.ask_all([("HGETALL", self._keys.workers)])
+        gone = [name for name, raw in rows.items() if told_at(raw) < now - GONE_S]
+        if gone:
+            await self._redis.ask_all([("HDEL", self._keys.workers, *gone)])
+
+    async def sign_off(self) -> None:
+        """Takes this worker out of the table: its counts leave `/metrics` as well."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._redis.ask_all([("HDEL", self._keys.workers, self.name)])
+        except (TierUnavailable, TimeoutError):
+            log.debug("not signed off: readers leave out who tells nothing")
+
+
+def told_at(raw: bytes) -> float:
+    """When a worker's row was told; 0 for one that cannot be read."""
+    try:
+        return float(orjson.loads(raw)["at"])
+    except (ValueError, TypeError, KeyError):
+        return 0.0

@@ -1,0 +1,172 @@
+"""The dashboard of one worker: what it tells, and the document that any viewer of any worker is answered with."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import orjson
+
+from cache.format.keys import Keyspace
+from cache.store.artefacts import ArtefactStore
+from serving.dashboard.aggregator import Seen, Whole
+from serving.dashboard.counters import Counts
+from serving.dashboard.document import document
+from serving.dashboard.generation_history import Archive
+from serving.dashboard.publisher import Commands, Teller
+from serving.generations.store_threads import InThread
+from serving.replica.freshness import Nights
+from serving.requests.errors import Problem
+from serving.usage.l1_curve import together
+
+log = logging.getLogger(__name__)
+
+READ_S = 1.0
+"""Redis is read at most once in so long, however many look."""
+ARCHIVE_S = 10.0
+DATA_S = 5.0
+"""How long a viewer waits at most: Redis has 2 s, the store one, the rest is computing."""
+_ARCHIVE_WAIT_S = 1.0
+"""A store that is slow costs a viewer no more: what was known before is shown."""
+
+Provider = Callable[[], Mapping[str, Any] | None]
+Archived = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+
+
+class Redis(Protocol):
+    """What the dashboard needs of L2; both raise TierUnavailable."""
+
+    async def ask_all(self, commands: Commands) -> list[Any]:
+        """The reply to each."""
+
+    async def infos(self) -> list[dict[str, Any]]:
+        """What each server says of itself."""
+
+
+def nothing() -> None:
+    """A provider that has nothing to tell."""
+
+
+class Dashboard:
+    """`tell` is to be called every few seconds; `data` answers any number of viewers from one reading a second.
+
+    `advisor` and `quality` tell their part of the document, quickly and without waiting for anything: the one what
+    this worker adds to the whole, the other the whole.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        store: ArtefactStore,
+        keys: Keyspace,
+        *,
+        name: str,
+        is_on: bool = True,
+        counted: Callable[[], Counts],
+        about: Callable[[], Mapping[str, Any]],
+        bounds: tuple[float, ...],
+        nights: Nights,
+        clock: Callable[[], float],
+        advisor: Provider = nothing,
+        quality: Provider = nothing,
+        in_thread: InThread = asyncio.to_thread,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.is_on = is_on
+
+        def advised() -> Mapping[str, Any]:
+            return {**about(), "advisor": _told(advisor)}
+
+        self.teller = Teller(redis, keys, name, clock, counted, advised)
+        self.advisor, self.quality = advisor, quality
+        self._whole = Whole(redis, keys, self.teller, bounds, clock, timer)
+        self._archive, self._in_thread = Archive(store), in_thread
+        self._bounds, self._nights, self._timer = bounds, nights, timer
+        self._archived: Archived = [], []
+        self._archived_at: float | None = None
+        self._archiving: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._body, self._read_at = b"", float("-inf")
+
+    async def tell(self) -> None:
+        """One telling; a Redis that is away is told later."""
+        await self.teller.tell()
+
+    async def data(self) -> bytes:
+        """The document as JSON, at most a second old; raises Problem 404 where nothing is told, 503 when it is late."""
+        if not self.is_on:
+            raise Problem(404, "dashboard_off", "LARDER_DASHBOARD_S is 0 here: nothing is told")
+        if self._timer() - self._read_at >= READ_S:
+            # One reading for all who look, which nobody's leaving or time-out ends: two at once would mix their bins.
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.create_task(self._read())
+            done, _ = await asyncio.wait({reading := self._reading}, timeout=DATA_S)
+            if not done:
+                raise Problem(503, "overloaded", f"the dashboard was not made within {DATA_S:g} s")
+            reading.result()
+        return self._body
+
+    async def _read(self) -> None:
+        self._body = await self._made()
+        self._read_at = self._timer()
+
+    async def _made(self) -> bytes:
+        seen = await self._whole.look()
+        await self._look_into_store(seen)
+        held = self._nights.follower.holding
+        schedule = {
+            "age_s": self._nights.age_s(), "due_at": self._nights.due_at(),
+            "missing": self._nights.is_missing(),
+        }  # fmt: skip
+        quality = _told(self.quality)
+        roles = {} if held is None else held.roles
+
+        def advice() -> Mapping[str, Any] | None:
+            return together(each["advisor"] for each in seen.workers.values())
+
+        def composed() -> bytes:
+            found = document(
+                seen, schedule=schedule, archive=self._archived, roles=roles,
+                bounds=self._bounds, advisor=_told(advice), quality=quality,
+            )  # fmt: skip
+            return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
+
+        return await asyncio.to_thread(composed)
+
+    async def _look_into_store(self, seen: Seen) -> None:
+        """Has generations and nights read when it is time; one reading at a time, however long the store takes."""
+        at = self._timer()
+        if self._archiving is None:
+            if self._archived_at is not None and at - self._archived_at < ARCHIVE_S:
+                return
+            self._archiving = asyncio.create_task(self._read_archive(seen))
+        # The first time a viewer waits for it; later it is there at the next look.
+        wait_s = _ARCHIVE_WAIT_S if self._archived_at is None else 0.0
+        await asyncio.wait({self._archiving}, timeout=wait_s)
+
+    async def _read_archive(self, seen: Seen) -> None:
+        try:
+            self._archived = await self._in_thread(self._archive.read, seen.registry)
+        except Exception:  # a defect here must not cost the rest of the page
+            log.exception("generations and nights cannot be read")
+        finally:
+            self._archived_at, self._archiving = self._timer(), None
+
+    async def aclose(self) -> None:
+        """Takes this worker out of what others show."""
+        pending = {each for each in (self._archiving, self._reading) if each is not None}
+        for each in pending:
+            each.cancel()
+        if pending:
+            await asyncio.wait(pending)
+        if self.is_on:
+            await self.teller.sign_off()
+
+
+def _told(provider: Provider) -> Mapping[str, Any] | None:
+    try:
+        return provider()
+    except Exception:
+        log.exception("a part of the dashboard cannot be told")
+        return None

@@ -1,0 +1,119 @@
+"""`python -m serving top`: the dashboard of a running service in a terminal."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import orjson
+
+from cache.errors import LarderError
+from cache.process.extras import missing
+
+TIMEOUT_S = 5.0
+_BODY_MAX = 16 << 20
+_WHY = {
+    401: "it wants a token: pass --token or set LARDER_TOKEN",
+    404: "there is no dashboard at this address: is it Larder, and is LARDER_DASHBOARD_S above 0?",
+}
+
+
+class NoDashboard(LarderError):
+    """The document could not be had."""
+
+    code = "no_dashboard"
+
+
+def fetch(url: str, token: str = "") -> dict[str, Any]:
+    """The document of the service at `url`; raises NoDashboard with what to do about it."""
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise NoDashboard(f"--url is http://host:port or https://host:port, not {url!r}")
+    request = Request(f"{url.rstrip('/')}/dashboard/data")  # noqa: S310  checked above
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urlopen(request, timeout=TIMEOUT_S) as response:  # noqa: S310
+            found = orjson.loads(response.read(_BODY_MAX))
+    except HTTPError as error:
+        raise NoDashboard(
+            f"{url} answers {error.code}: {_WHY.get(error.code, error.reason)}"
+        ) from error
+    except (URLError, OSError, HTTPException) as error:
+        why = getattr(error, "reason", error)
+        raise NoDashboard(f"{url} cannot be reached: {why}") from error
+    except ValueError as error:
+        raise NoDashboard(f"{url} answers with something else than a dashboard: {error}") from error
+    if not isinstance(found, dict) or not {"verdict", "series", "totals"} <= set(found):
+        raise NoDashboard(f"{url} answers with something else than a dashboard")
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Shows until Ctrl-C, or once; 2 for what cannot be shown."""
+    sent = _parser().parse_args(arguments)
+    if line := missing("top", "top", "rich"):
+        print(f"larder: {line}", file=sys.stderr)
+        return 2
+    try:
+        body = fetch(sent.url, sent.token)
+        if sent.once:
+            _print(body)
+        else:
+            _watch(sent.url, sent.token, sent.every, body)
+    except LarderError as error:
+        print(f"larder: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _print(body: Mapping[str, Any]) -> None:
+    from rich.console import Console
+
+    from serving.dashboard.terminal.layout import screen
+
+    Console().print(screen(body))
+
+
+def _watch(url: str, token: str, every_s: float, body: dict[str, Any]) -> None:
+    from rich.live import Live
+
+    from serving.dashboard.terminal.layout import screen
+
+    with Live(screen(body), screen=True, auto_refresh=False) as live:
+        while True:
+            live.refresh()
+            time.sleep(every_s)
+            try:
+                body, trouble = fetch(url, token), None
+            except NoDashboard as error:  # it may be restarting: what was seen last stays
+                trouble = error.message
+            live.update(screen(body, trouble))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving top",
+        description="The dashboard of a running service, in a terminal.",
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
+    parser.add_argument(
+        "--token", default=os.environ.get("LARDER_TOKEN", ""), help="default: LARDER_TOKEN"
+    )
+    parser.add_argument("--once", action="store_true", help="print and exit")
+    parser.add_argument("--every", type=_seconds, default=2.0, help="seconds, default %(default)s")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.5 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"0.5 to 3600 seconds, not {text}")
+    return seconds

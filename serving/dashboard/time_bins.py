@@ -1,0 +1,40 @@
+"""The last hour of one worker: what it counted in each ten seconds."""
+
+from collections.abc import Mapping
+
+from serving.dashboard.counters import Counts, merged, pack, unpack
+
+BIN_S = 10
+HISTORY_S = 3_600
+BINS_MAX = HISTORY_S // BIN_S + 2
+"""An hour of whole ones, the one that runs, and one more for clocks that are apart."""
+
+
+def start_of(at: float) -> int:
+    """When the bin began that a moment (Unix seconds) lies in."""
+    return int(at // BIN_S) * BIN_S
+
+
+class Bins:
+    """At most `BINS_MAX` bins, each packed (some hundred bytes); `untold` are those that Redis may not have."""
+
+    def __init__(self) -> None:
+        self.packed: dict[int, bytes] = {}
+        self.untold: set[int] = set()
+
+    def add(self, at: float, delta: Mapping[str, int]) -> None:
+        """Counts what came around a moment of Redis' clock; the oldest bin goes when there are too many."""
+        if not delta:
+            return
+        start = start_of(at)
+        before: Counts = unpack(self.packed[start]) if start in self.packed else {}
+        self.packed[start] = pack(merged((before, delta)))
+        self.untold.add(start)
+        while len(self.packed) > BINS_MAX:
+            oldest = min(self.packed)
+            del self.packed[oldest]
+            self.untold.discard(oldest)
+
+    def tell_again(self) -> None:
+        """Redis may have lost all of them."""
+        self.untold = set(self.packed)

@@ -1,0 +1,176 @@
+"""`python -m serving explain`: asks a running service why it answers an entity as it does, and shows what it says."""
+
+import argparse
+import http.client
+import os
+import ssl
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import orjson
+
+from serving.explain.console import show
+
+_BODY_MAX = 64 << 20
+
+
+class Failed(Exception):
+    """The service could not be asked, or said no; the text says what to do."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code: 0 explained, 1 not (the reason goes to standard error), 2 wrong usage."""
+    parser = _parser()
+    sent = parser.parse_args(arguments)
+    try:
+        target = _target(sent.url)
+        body = _body(sent)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        told = ask(target, sent, body)
+    except Failed as error:
+        print(f"larder: {error}", file=sys.stderr)
+        return 1
+    if sent.json:
+        print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
+    else:
+        show(told)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving explain",
+        description="Why a running service answers an entity as it does: which rung would answer, what each holds, the "
+        "record with its page and checksums, what the model says now, and the difference. Nothing is changed by "
+        "asking. Exit code: 0 explained, 1 the service could not be asked or refused, 2 wrong usage.",
+    )
+    parser.add_argument("table", help="a table, as /v1/generations lists them")
+    parser.add_argument("entity", help="an id; 7 and 007 are two")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
+    parser.add_argument("--token", help="default: LARDER_TOKEN of the environment")
+    parser.add_argument("--k", type=int, help="items of the list (default: all)")
+    parser.add_argument("--generation", help="one that the service holds (default: the live one)")
+    parser.add_argument(
+        "--history", help="item ids to compute from, oldest first, with commas; @FILE: one a line"
+    )
+    parser.add_argument("--features", metavar="JSON", help="feature columns to compute from")
+    parser.add_argument("--timeout", type=float, default=10.0, help="seconds (default: 10)")
+    parser.add_argument("--json", action="store_true", help="what the service says, as it is")
+    return parser
+
+
+def _target(url: str) -> tuple[str, str, int, str]:
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"--url {url!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"--url is http://host:port or https://host, not {url!r}")
+    port = port or (443 if parts.scheme == "https" else 80)
+    return parts.scheme, parts.hostname, port, parts.path.rstrip("/")
+
+
+def _body(sent: argparse.Namespace) -> dict[str, Any] | None:
+    """What is posted; None where a GET says all."""
+    if sent.history is None and sent.features is None:
+        return None
+    entity: dict[str, Any] = {"id": sent.entity}
+    if sent.history is not None:
+        entity["history"] = _history(sent.history)
+    if sent.features is not None:
+        try:
+            entity["features"] = orjson.loads(sent.features)
+        except orjson.JSONDecodeError as error:
+            raise ValueError(f"--features is a JSON object: {error}") from error
+    options = {"k": sent.k, "generation": sent.generation}
+    return {"entities": [entity]} | {k: v for k, v in options.items() if v is not None}
+
+
+def _history(text: str) -> list[str]:
+    if not text.startswith("@"):
+        return [each for each in text.split(",") if each]
+    try:
+        return [each for each in Path(text[1:]).read_text().splitlines() if each]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--history: {error}") from error
+
+
+def ask(
+    target: tuple[str, str, int, str], sent: argparse.Namespace, body: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What the service says; raises Failed."""
+    scheme, host, port, root = target
+    where = f"{scheme}://{host}:{port}{root}"
+    token = sent.token if sent.token is not None else os.environ.get("LARDER_TOKEN", "")
+    headers = {"Authorization": f"Bearer {token}".encode()} if token else {}
+    path = f"{root}/v1/explain/{quote(sent.table, safe='')}"
+    if body is None:
+        options = {"k": sent.k, "generation": sent.generation}
+        query = "&".join(f"{k}={quote(str(v))}" for k, v in options.items() if v is not None)
+        path += f"/{quote(sent.entity, safe='')}" + (f"?{query}" if query else "")
+    try:
+        connection = _connection(scheme, host, port, sent.timeout)
+        try:
+            connection.request(
+                "GET" if body is None else "POST",
+                path,
+                body=None if body is None else orjson.dumps(body),
+                headers=headers,
+            )
+            response = connection.getresponse()
+            raw = response.read(_BODY_MAX)
+        finally:
+            connection.close()
+    except TimeoutError as error:
+        raise Failed(f"{where} did not answer within {sent.timeout:g} s (--timeout)") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise Failed(
+            f"{where} cannot be asked: {error or type(error).__name__}; is --url that of a running service?"
+        ) from error
+    return _judged(where, response.status, raw)
+
+
+def _connection(scheme: str, host: str, port: int, timeout_s: float) -> http.client.HTTPConnection:
+    if scheme == "https":
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+    return http.client.HTTPConnection(host, port, timeout=timeout_s)
+
+
+def _judged(where: str, status: int, raw: bytes) -> dict[str, Any]:
+    try:
+        told = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        told = None
+    if status == 200 and isinstance(told, dict) and "answer" in told:
+        return told
+    error = told.get("error") if isinstance(told, dict) else None
+    if not isinstance(error, Mapping):
+        raise Failed(f"{where} answered {status} with what is no answer of Larder; is --url right?")
+    raise Failed(f"{where}: {error.get('message', status)}{_remedy(error)}")
+
+
+def _remedy(error: Mapping[str, Any]) -> str:
+    match error.get("code"):
+        case "unauthorized":
+            return " (--token, or LARDER_TOKEN)"
+        case "unknown_table":
+            return f"; there are {', '.join(error.get('tables', ()))}"
+        case "not_found":
+            return (
+                "; this service is of a version that explains nothing, or --url has a path too many"
+            )
+        case "not_ready":
+            return "; publish a generation, or wait until it is loaded (/readyz)"
+        case "generation_gone":
+            return f"; it holds {', '.join(error.get('held', ()))}"
+        case "overloaded":
+            return "; try again in a moment"
+        case _:
+            return ""

@@ -1,0 +1,248 @@
+"""Why an entity is answered as it is: what each rung holds of it, which would answer, and what live would say now."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from cache.errors import CorruptArtefact
+from cache.format.keys import Keyspace
+from cache.format.records import FLAG_LIVE, Record, decode, peek_format
+from cache.store.artefacts import ArtefactStore
+from cache.tiers.inspector import Looking, PagedRemote
+from cache.tiers.results import OUTAGES, Found, Missed, Outcome, Want
+from cache.tiers.tiered import Tiered
+from serving.admission.controller import Admission
+from serving.explain.difference import difference
+from serving.explain.page_check import Pages
+from serving.explain.rescore import Rescorer
+from serving.explain.summary import sentence
+from serving.generations.pointer_follower import Follower
+from serving.generations.served_set import Holding
+from serving.generations.snapshot import Snapshot
+from serving.generations.store_threads import InThread
+from serving.lookup.entity import Case, cases_of, want_in
+from serving.lookup.micro_batcher import MicroBatcher
+from serving.metrics.miss_reasons import EXHAUSTED
+from serving.rendering.answer_fields import Prediction, from_defaults, from_record
+from serving.requests.errors import Problem, unprocessable
+from serving.requests.models import Ask
+
+AT_ONCE = 2
+"""Explanations under way: each reads a whole page, and runs the model."""
+
+
+class Tier(PagedRemote, Protocol):
+    """L2, and how its keys are named."""
+
+    keyspace: Keyspace
+
+
+class Explainer:
+    """Looks without changing anything: no record is kept, no answer counted."""
+
+    def __init__(
+        self,
+        follower: Follower,
+        tiers: Tiered,
+        remote: Tier,
+        batcher: MicroBatcher,
+        admission: Admission,
+        store: ArtefactStore,
+        *,
+        in_thread: InThread = asyncio.to_thread,
+        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._follower = follower
+        self._looking = looking = Looking(tiers, remote, timer)
+        self._pages = Pages(looking, remote.keyspace, store, in_thread)
+        self._rescorer = Rescorer(batcher, admission, looking, timer)
+        self._timer = timer
+        self._clock = clock
+        self._under_way = 0
+
+    async def explain(self, holding: Holding, ask: Ask) -> dict[str, Any]:
+        """Of the one entity asked; raises Problem for more than one, for what never can be answered, and when busy."""
+        if len(ask.entities) != 1:
+            raise unprocessable("batch_too_long", "one entity is explained at a time", "entities")
+        if self._under_way >= AT_ONCE:
+            raise Problem(503, "overloaded", f"{AT_ONCE} explanations are under way here")
+        self._under_way += 1
+        try:
+            return await self._told(holding.pinned(ask.options.generation), ask)
+        finally:
+            self._under_way -= 1
+
+    async def _told(self, holding: Holding, ask: Ask) -> dict[str, Any]:
+        snapshot = holding.live
+        (case,) = await cases_of(snapshot, ask)
+        table, want, raw = case.table, case.want, case.entity.raw
+        l1, l2 = self._looking.l1(snapshot.view, want), await self._looking.l2(snapshot.view, want)
+        beside = self._looking.beside(snapshot.view, want)
+        barred = case.history_in(snapshot).seen if table.kind == "topk" else frozenset()
+        rungs = Rungs(snapshot, case, barred)
+        chosen, reason = rungs.chosen(l1, l2, beside)
+        case.reason = reason
+        stored = rungs.of_the_night(l1, l2)
+        said = await self._rescorer.say(snapshot, case, stored and stored[0])
+        previous = await self._previous(holding, case, reason)
+        answer: dict[str, Any] = {"tier": "default", "reason": reason, "live": None}
+        if chosen is not None:
+            answer = {"tier": chosen.tier, "reason": reason, "live": None}
+        elif said.is_of_input and said.record is not None:
+            answer["tier"] = "live"
+        elif previous is not None and previous["found"]:
+            answer["tier"] = "previous"
+        if chosen is None and said.is_of_input:
+            answer["live"] = said.reason
+        told: dict[str, Any] = {
+            "table": table.name,
+            "id": case.entity.id,
+            "generation": snapshot.generation,
+            "epoch": snapshot.epoch,
+            "published_at": snapshot.published_at,
+            "age_seconds": round(self._clock() - snapshot.manifest.data_until, 3),
+            "stale": self._follower.stale,
+            "degraded": snapshot.degraded,
+            "answer": answer,
+            "directory": self._directory(snapshot, want),
+            "page": await self._pages.told(snapshot, table, want) if want.position >= 0 else None,
+            "l1": self._tier(l1),
+            "l2": self._tier(l2),
+            "same_bytes": _same(l1, l2),
+            "record": None,
+            "previous": previous,
+            "model": said.told(),
+            "difference": None,
+        }
+        shown = stored or rungs.any_of(chosen, l1, l2)
+        if shown is not None:
+            prediction = rungs.prediction(shown[0])
+            told["record"] = _record(shown[0], shown[1], prediction)
+            if said.record is not None:
+                told["model"] |= rungs.prediction(said.record)
+                told["difference"] = difference(prediction, rungs.prediction(said.record))
+        elif said.record is not None:
+            told["model"] |= rungs.prediction(said.record)
+        if answer["tier"] == "default" and raw is not None:
+            told["default"] = from_defaults(snapshot, table, case.entity, case.k, (barred,))
+        return told | {"sentence": sentence(told)}
+
+    def _directory(self, snapshot: Snapshot, want: Want) -> dict[str, Any]:
+        entities = snapshot.manifest.entity_sets[want.table.entity]
+        hash_ = f"{want.key:016x}" if isinstance(want.key, int) else want.key.hex()
+        return {
+            "known": want.position >= 0,
+            "hash": hash_,
+            "seed": entities.seed,
+            "position": want.position if want.position >= 0 else None,
+            "entities": entities.count,
+        }
+
+    def _tier(self, outcome: Outcome | None) -> dict[str, Any]:
+        if outcome is None:
+            return {"found": False, "reason": "absent"}
+        if isinstance(outcome, Missed):
+            return {"found": False, "reason": outcome.reason.value}
+        left_s = None if outcome.expires_at is None else outcome.expires_at - self._timer()
+        return {"found": True, "by": "live" if outcome.live else "batch"} | (
+            {} if left_s is None else {"expires_in_seconds": round(left_s, 3)}
+        )
+
+    async def _previous(
+        self, holding: Holding, case: Case, reason: str | None
+    ) -> dict[str, Any] | None:
+        """What the generation before has of it; None where none is held."""
+        previous, raw = holding.previous, case.entity.raw
+        if previous is None:
+            return None
+        table = previous.manifest.tables.get(case.table.name)
+        told: dict[str, Any] = {"generation": previous.generation, "found": False, "reason": None}
+        if raw is None or reason in ("entity_blocked", EXHAUSTED):
+            return told | {"reason": reason or "no_id"}
+        if table is None or (table.entity, table.kind) != (case.table.entity, case.table.kind):
+            return told | {"reason": "no_such_table"}
+        want = want_in(previous, table, raw)
+        if want.position < 0:
+            return told | {"reason": "not_in_generation"}
+        outcome = self._looking.l1(previous.view, want)
+        if not isinstance(outcome, Found):
+            outcome = await self._looking.l2(previous.view, want)
+        if isinstance(outcome, Missed):
+            return told | {"reason": outcome.reason.value}
+        try:
+            decode(table.layout, outcome.record, previous.items.count)
+        except CorruptArtefact:
+            return told | {"reason": "corrupt"}
+        return told | {"found": True}
+
+
+class Rungs:
+    """The stored rungs as the ladder goes down them, for one case."""
+
+    def __init__(self, snapshot: Snapshot, case: Case, barred: frozenset[int]) -> None:
+        self._snapshot = snapshot
+        self._case = case
+        self._barred = barred
+
+    def chosen(
+        self, l1: Outcome | None, l2: Outcome, beside: Outcome | None
+    ) -> tuple[Found | None, str | None]:
+        """What would answer, and why it is no plain hit; None and the miss if nothing stored would."""
+        if self._snapshot.blocks(self._case.table, self._case.entity.raw):
+            return None, "entity_blocked"
+        outcome = l2 if l1 is None else l1
+        if isinstance(outcome, Missed):
+            if outcome.reason in OUTAGES and isinstance(beside, Found):
+                return beside, outcome.reason.value
+            return None, outcome.reason.value
+        record = self._decoded(outcome)
+        if record is None:
+            return None, "corrupt"
+        if record.items is not None and not len(self.prediction(record)["items"]):
+            return None, EXHAUSTED
+        return outcome, None
+
+    def of_the_night(self, *outcomes: Outcome | None) -> tuple[Record, Found] | None:
+        """The record that the night computed, from the first tier that has it."""
+        return next((each for each in self._readable(outcomes) if not each[1].live), None)
+
+    def any_of(self, *outcomes: Outcome | None) -> tuple[Record, Found] | None:
+        """The first record that can be read."""
+        return next(iter(self._readable(outcomes)), None)
+
+    def prediction(self, record: Record) -> Prediction:
+        """As it would be answered: without what is blocked, seen or beyond `k`."""
+        case = self._case
+        return from_record(self._snapshot, case.table, record, case.k, (self._barred,))
+
+    def _readable(self, outcomes: tuple[Outcome | None, ...]) -> list[tuple[Record, Found]]:
+        found = [each for each in outcomes if isinstance(each, Found)]
+        decoded = [(self._decoded(each), each) for each in found]
+        return [(record, each) for record, each in decoded if record is not None]
+
+    def _decoded(self, found: Found) -> Record | None:
+        try:
+            return self._case.decoded(self._snapshot, found.record)
+        except CorruptArtefact:
+            return None
+
+
+def _record(record: Record, found: Found, prediction: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "by": "live" if found.record[14] & FLAG_LIVE else "batch",
+        "bytes": len(found.record),
+        "format": peek_format(found.record),
+        "fingerprint": f"{record.fingerprint:016x}",
+        "scored_at": record.scored_at,
+        "count": len(record.numbers),
+        **prediction,
+    }
+
+
+def _same(l1: Outcome | None, l2: Outcome) -> bool | None:
+    """Whether both tiers hold the same bytes; None unless both hold something."""
+    if not isinstance(l1, Found) or not isinstance(l2, Found):
+        return None
+    return l1.record == l2.record

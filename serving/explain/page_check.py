@@ -1,0 +1,92 @@
+"""Where a record of the night lies, and whether its page in Redis is the one that the night made."""
+
+import asyncio
+import hashlib
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from cache.errors import CorruptArtefact, LarderError
+from cache.format.keys import Keyspace
+from cache.format.manifest import Table, TablePart
+from cache.l2.commands import PageRead
+from cache.store.artefacts import ArtefactStore, generation_path
+from cache.tiers.inspector import Looking
+from cache.tiers.results import Missed, Want
+from serving.generations.snapshot import Snapshot
+from serving.generations.store_threads import InThread
+
+_SUMS_S = 2.0
+"""How long the artefact store may take to hand over the checksums."""
+
+
+_AT_ONCE = 2
+"""Reads of checksums, those included that nobody waits for any more."""
+
+
+class Pages:
+    """Reads whole pages, so one at a time and only where somebody wants to know."""
+
+    def __init__(
+        self, looking: Looking, keyspace: Keyspace, store: ArtefactStore, in_thread: InThread
+    ) -> None:
+        self._looking = looking
+        self._keyspace = keyspace
+        self._store = store
+        self._in_thread = in_thread
+        self._reading: set[asyncio.Task[str]] = set()
+
+    async def told(self, snapshot: Snapshot, table: Table, want: Want) -> dict[str, Any]:
+        """Of a record that the night has: its page, its place there, and both checksums (xxh3-64, hex)."""
+        place, position = snapshot.directories[table.entity].place(want.position)
+        part = table.parts[place]
+        number, offset = table.locate(place, position)
+        within = number - part.first_page
+        records = min(table.records_per_page, part.count - within * table.records_per_page)
+        size_bytes = records * table.layout.size_bytes
+        generation = snapshot.generation
+        told: dict[str, Any] = {
+            "key": self._keyspace.page(generation, table.name, number),
+            "number": number,
+            "shard": place,
+            "offset_bytes": offset,
+            "size_bytes": size_bytes,
+            "records": records,
+        }
+        found = await self._looking.page(PageRead(generation, table.name, number, 0, size_bytes))
+        expected, why = await self._expected(generation, part, within)
+        if isinstance(found, Missed):
+            return told | {"state": found.reason.value, "expected": expected, "checksum": None}
+        checksum = f"{xxhash.xxh3_64_intdigest(found):016x}"
+        state = "unchecked" if expected is None else "ok" if checksum == expected else "damaged"
+        told |= {"state": state, "expected": expected, "checksum": checksum}
+        return told | ({"why": why} if why else {})
+
+    async def _expected(
+        self, generation: str, part: TablePart, within: int
+    ) -> tuple[str | None, str | None]:
+        late = f"the artefact store did not hand over the checksums within {_SUMS_S:g} s"
+        if len(self._reading) >= _AT_ONCE:
+            return None, late
+        task = asyncio.create_task(self._in_thread(self._read, generation, part, within))
+        self._reading.add(task)
+        task.add_done_callback(self._ended)
+        # Not ended with its caller: its thread would go on, and the next caller would take one more.
+        if not (await asyncio.wait({task}, timeout=_SUMS_S))[0]:
+            return None, late
+        try:
+            return task.result(), None
+        except LarderError as error:
+            return None, error.message
+
+    def _ended(self, task: "asyncio.Task[str]") -> None:
+        self._reading.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to whoever still waits
+
+    def _read(self, generation: str, part: TablePart, within: int) -> str:
+        raw = self._store.read(generation_path(generation, part.sums.path))
+        if raw is None or hashlib.sha256(raw).hexdigest() != part.sums.sha256:
+            raise CorruptArtefact(f"{part.sums.path} is missing in the store, or damaged")
+        return f"{int(np.frombuffer(raw, '<u8')[within]):016x}"

@@ -1,0 +1,152 @@
+"""What the model says now of an entity, beside what is stored: computed as for any request, kept nowhere."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from cache.errors import CorruptArtefact
+from cache.format.manifest import Table
+from cache.format.records import Record
+from cache.tiers.inspector import Looking
+from cache.tiers.results import Found
+from serving.admission.controller import Admission
+from serving.generations.snapshot import Snapshot
+from serving.lookup.candidate_scoring import vector_table
+from serving.lookup.entity import Case, want_in
+from serving.lookup.micro_batcher import Job, LiveUnavailable, MicroBatcher
+from serving.requests.errors import Problem
+
+LIVE_S = 2.0
+"""How long one inference may take, its wait included."""
+
+log = logging.getLogger(__name__)
+
+Input = Literal["sent", "own", "stored_vector"]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What came of it: a record, or `reason` why there is none.
+
+    `computed_from`: history or features that were sent, the item itself, or the vector that the night stored of the
+    user. That one says how the items of the stored list score, not which others would be in it.
+    """
+
+    record: Record | None
+    reason: str | None
+    computed_from: Input | None
+    seconds: float
+    precision: str | None
+
+    @property
+    def is_of_input(self) -> bool:
+        """Whether a request would be answered by this, too."""
+        return self.computed_from in ("sent", "own")
+
+    def told(self) -> dict[str, Any]:
+        """All but the prediction itself."""
+        return {
+            "computed_from": self.computed_from,
+            "reason": self.reason,
+            "seconds": round(self.seconds, 6),
+            "precision": self.precision,
+        }
+
+
+class Rescorer:
+    """Through the queue and the admission of live inference, so that it takes nothing from callers under load."""
+
+    def __init__(
+        self,
+        batcher: MicroBatcher,
+        admission: Admission,
+        looking: Looking,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._batcher = batcher
+        self._admission = admission
+        self._looking = looking
+        self._timer = timer
+
+    async def say(self, snapshot: Snapshot, case: Case, stored: Record | None) -> Said:
+        """From the input of the case, else from the stored vector for the items of the stored list."""
+        began = self._timer()
+        precision = _precision(snapshot, case.table)
+        if snapshot.predictor is None:
+            return Said(None, "no_model", _input(case), 0.0, None)
+        record: Record | None = None
+        reason: str | None = "nothing_to_compute_from"
+        computed_from = _input(case)
+        if case.may_compute(snapshot):
+            record, reason = await self._live(snapshot, case)
+        elif computed_from is not None:  # blocked, or without a producer
+            reason = case.reason if case.reason == "entity_blocked" else "no_producer"
+        elif stored is not None and stored.items is not None:
+            record = await self._from_vector(snapshot, case, stored)
+            if record is not None:
+                reason, computed_from = None, "stored_vector"
+        return Said(record, reason, computed_from, self._timer() - began, precision)
+
+    async def _live(self, snapshot: Snapshot, case: Case) -> tuple[Record | None, str | None]:
+        if not self._admission.admit_live():
+            return None, "overloaded"
+        job = Job(
+            snapshot, case.table.name, case.source, case.want.fingerprint, case.size_bytes,
+            self._timer() + LIVE_S,
+        )  # fmt: skip
+        try:
+            computed = await asyncio.wait_for(self._batcher.infer(job), LIVE_S)
+            return case.decoded(snapshot, computed.record), None
+        except LiveUnavailable as error:
+            return None, error.reason
+        except TimeoutError:
+            return None, "timeout"
+        except Exception:  # the model is a guest
+            log.warning("live inference for %s failed", case.table.name, exc_info=True)
+            return None, "failed"
+
+    async def _from_vector(self, snapshot: Snapshot, case: Case, stored: Record) -> Record | None:
+        """The stored list, scored and ordered by the stored vector; None without one."""
+        raw, items, predictor = case.entity.raw, stored.items, snapshot.predictor
+        if raw is None or items is None or predictor is None or case.table.entity != "user":
+            return None
+        if not predictor.supports(case.table.name):
+            return None
+        try:
+            table = vector_table(snapshot)
+        except Problem:
+            return None
+        want = want_in(snapshot, table, raw)
+        outcome = self._looking.l1(snapshot.view, want)
+        if not isinstance(outcome, Found):
+            outcome = await self._looking.l2(snapshot.view, want)
+        if not isinstance(outcome, Found):
+            return None
+        try:
+            vector = Case(case.entity, table, table.layout.width, want, case.digest).decoded(
+                snapshot, outcome.record
+            )
+        except CorruptArtefact:
+            return None
+        ordinals = items.astype(np.int64)
+        scores = await asyncio.to_thread(
+            predictor.score_vector, case.table.name, vector.numbers, ordinals
+        )
+        order = np.lexsort((ordinals, -scores))
+        return stored._replace(numbers=scores[order], items=items[order])
+
+
+def _input(case: Case) -> Input | None:
+    if case.entity.has_input:
+        return "sent"
+    return None if case.own_ordinal is None else "own"
+
+
+def _precision(snapshot: Snapshot, table: Table) -> str | None:
+    predictor = snapshot.predictor
+    return None if predictor is None else predictor.precisions.get(str(table.producer.model))

@@ -1,0 +1,224 @@
+"""Lookups of one table are answered from where they arrive: what is ready without a task, what is stored without a
+parser, what brings a body without uvicorn's cycle.
+
+A keep-alive client sends the same headers with every request. Once it has, and they ask for nothing special, the next
+request of that connection is nothing but a request line to look up. Everything else goes to uvicorn as it came.
+"""
+
+import asyncio
+import functools
+import logging
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from starlette.types import Scope
+
+from serving.config.bounds import Bounds
+from serving.fast_http.asgi_exchange import Cycle
+from serving.fast_http.connections import Connections
+from serving.fast_http.header_cache import BLOCK_BYTES_MAX, Allowed, Blocks, without_length
+from serving.fast_http.inbound import BEHIND
+from serving.fast_http.response_head import Heads
+from serving.fast_http.uvicorn_protocol import Connection
+from serving.fast_lookup.dispatcher import Hot, Message, Messages
+from serving.http.asgi_app import ADMITTED, Front
+from serving.requests.fast_parse import PREFIX
+from serving.requests.negotiation import JSON_TYPE
+
+_TYPE = b"\r\ncontent-type: " + JSON_TYPE.encode() + b"\r\n\r\n"
+_TARGET = re.compile(rb'[!"$-~]{1,8192}')
+"""Path and query in visible ASCII: everything else the parser cuts, or refuses. Longer ones are uvicorn's to bound."""
+
+_FAILED: tuple[Message, bytes] = (
+    {"status": 500, "headers": [
+        (b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"21"), (b"connection", b"close"),
+    ]},
+    b"Internal Server Error",
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+class Shared:
+    """What all connections of a server have in common."""
+
+    def __init__(self, front: Front, bounds: Bounds | None = None) -> None:
+        self.front = front
+        self.connections = Connections(bounds or Bounds())
+        self.blocks = Blocks(front)
+        self.heads = Heads()
+
+
+class Wire(Connection):
+    """One connection. While a lookup of it is under way what arrives behind that has to wait."""
+
+    __slots__ = ("_block", "_cycle", "_later", "_shared")
+
+    def __init__(self, shared: Shared, *given: Any, **named: Any) -> None:
+        self._shared = shared
+        self._block = b""
+        self._later = b""
+        self._cycle: Cycle | None = None
+        super().__init__(shared.connections, *given, **named)
+
+    def data_received(self, data: bytes) -> None:
+        """What is one whole request for something stored is answered past uvicorn."""
+        if self._is_waited_for:
+            self._later += data
+            if len(self._later) > BEHIND:
+                self.flow.pause_reading()
+        elif self._open or not self._is_taken(data):
+            super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See uvicorn."""
+        if self._cycle is not None:
+            self._cycle.lose()
+        super().connection_lost(exc)
+
+    def _is_taken(self, data: bytes) -> bool:
+        hot = self._shared.front.wire
+        if hot is None:
+            return False
+        is_get = data[:4] == b"GET "
+        if not is_get and data[:16] != b"POST " + PREFIX:
+            return False
+        end = data.find(b"\r\n")
+        if is_get:
+            block = data[end:]
+        else:
+            stop = data.find(b"\r\n\r\n", end) + 4
+            block, digits = without_length(data[end:stop])
+            if not digits or len(data) - stop != int(digits):
+                return False
+        if (allowed := self._shared.blocks.of(hot, block) or self._seen(hot, block)) is None:
+            return False
+        if data[end - 9 : end] != b" HTTP/1.1" or self._is_full or self.transport.is_closing():
+            return False
+        head = self._shared.heads.of(self.server_state.default_headers)
+        if head is None:
+            return False
+        if not is_get:
+            return self._is_run(data[5 : end - 9], allowed, digits, data[stop:])
+        target = data[4 : end - 9]
+        if (body := hot.answer(target)) is None:
+            return self._is_looked_up(hot, target, allowed, data)
+        self.transport.write(b"".join((head, b"%d" % len(body), _TYPE, body)))
+        self._done()
+        return True
+
+    def _seen(self, hot: Hot, block: bytes) -> Allowed | None:
+        """What headers allow that are not known, or not allowed, once they have come twice in a row."""
+        if block != self._block:
+            self._block = block[:BLOCK_BYTES_MAX]
+            return None
+        return self._shared.blocks.judged(hot, block)
+
+    def _is_looked_up(self, hot: Hot, target: bytes, allowed: Allowed, data: bytes) -> bool:
+        if not (allowed.is_unwatched and target.startswith(PREFIX) and _TARGET.fullmatch(target)):
+            return False
+        path, _, query = target.partition(b"?")
+        scope = {
+            "method": "GET", "raw_path": path, "query_string": query, "headers": allowed.headers
+        }  # fmt: skip
+        self._is_waited_for = True
+        if not self._is_joined(hot, scope, data):
+            self._begin(self._look_up(hot, scope, data))
+        return True
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
+        self.server_state.tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.server_state.tasks.discard(task)
+        if task.cancelled():
+            self.transport.close()
+
+    def _is_joined(self, hot: Hot, scope: dict[str, Any], data: bytes) -> bool:
+        try:
+            return self._shared.front.joins(hot, scope, functools.partial(self._answered, data))
+        except Exception:  # as below
+            log.exception("a lookup failed")
+            return False
+
+    async def _look_up(self, hot: Hot, scope: dict[str, Any], data: bytes) -> None:
+        try:
+            answer = await self._shared.front.stored(hot, scope)
+        except Exception:  # whoever comes next says what is wrong
+            log.exception("a lookup failed")
+            answer = None
+        self._answered(data, answer)
+
+    def _answered(self, data: bytes, answer: Messages | None) -> None:
+        """A lookup has ended; without an answer its request goes to uvicorn."""
+        self._is_waited_for = False
+        if self.transport.is_closing():
+            return
+        if answer is None:
+            super().data_received(data)
+            if self._is_ending:
+                super().shutdown()
+        else:
+            self._send(*answer)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        later, self._later = self._later, b""
+        self.flow.resume_reading()
+        if later and not self.transport.is_closing():
+            self.data_received(later)
+
+    def _is_run(self, target: bytes, allowed: Allowed, digits: bytes, body: bytes) -> bool:
+        path, _, query = target.partition(b"?")
+        if b"%" in path or not _TARGET.fullmatch(target):
+            return False
+        is_judged = allowed.is_unwatched  # who is watched is told of a refusal by whoever watches
+        if is_judged and (refusal := self._shared.front.refusal()) is not None:
+            self._respond(refusal[0], refusal[1]["body"])
+            return True
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": "1.1",
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": self.root_path,
+            "headers": allowed.with_length(digits),
+            "state": self.app_state.copy(),
+            "method": "POST",
+            "path": self.root_path + path.decode(),
+            "raw_path": self.root_path.encode() + path,
+            "query_string": query,
+        }
+        if is_judged:
+            scope[ADMITTED] = True
+        self._is_waited_for, self._cycle = True, Cycle(body)
+        self._begin(self._run(scope, self._cycle))
+        return True
+
+    async def _run(self, scope: Scope, cycle: Cycle) -> None:
+        try:
+            await self._shared.front(scope, cycle.receive, cycle.send)
+        except Exception:
+            log.exception("a request failed")
+        self._is_waited_for, self._cycle = False, None
+        if not self.transport.is_closing():
+            self._respond(*(cycle.answer() or _FAILED))
+            self._go_on()
+
+    def _send(self, start: Message, end: Message) -> None:
+        head, body = self._shared.heads.of(self.server_state.default_headers), end["body"]
+        if head is not None and start["status"] == 200 and not self._is_ending:
+            self.transport.write(b"".join((head, b"%d" % len(body), _TYPE, body)))
+            self._done()
+        else:
+            self._respond(start, body)
+
+
+def protocol(shared: Shared) -> Callable[..., Wire]:
+    """What uvicorn makes a connection of."""
+    return functools.partial(Wire, shared)

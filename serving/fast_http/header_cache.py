@@ -1,0 +1,114 @@
+"""What a block of headers allows, judged once for all connections whose requests repeat it."""
+
+import re
+from typing import NamedTuple
+
+import httptools
+
+from serving.fast_lookup.dispatcher import Hot
+from serving.http.asgi_app import Front
+
+Headers = list[tuple[bytes, bytes]]
+
+BLOCK_BYTES_MAX = 8_192
+_BLOCKS_MAX = 256
+_LENGTH = b"content-length"
+_UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
+_LENGTH_LINE = re.compile(rb"\r\ncontent-length: (\d{1,9})\r\n", re.IGNORECASE)
+
+
+class Allowed(NamedTuple):
+    """A request that leaves its connection open; `is_unwatched` where nobody wants to be told of a lookup like this."""
+
+    headers: Headers
+    is_unwatched: bool
+    length_at: int = -1
+    """Where its length stands among the headers, if it has one."""
+
+    def with_length(self, digits: bytes) -> Headers:
+        """The headers of the same request with a body of another length."""
+        headers = self.headers.copy()
+        headers[self.length_at] = _LENGTH, digits
+        return headers
+
+
+class Blocks:
+    """All headers of a request behind its first line, line break included, by their very bytes.
+
+    Whoever sends the same ones twice in a row will do so again: only those are judged, and a bounded number is kept.
+    """
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._hot: Hot | None = None
+        self._known: dict[bytes, Allowed | None] = {}
+
+    def of(self, hot: Hot, block: bytes) -> Allowed | None:
+        """What a request with these headers may have from `hot`, as far as that is known."""
+        return self._known.get(block) if hot is self._hot else None
+
+    def judged(self, hot: Hot, block: bytes) -> Allowed | None:
+        """The same of headers that have come twice, unless they are very long."""
+        if len(block) > BLOCK_BYTES_MAX:
+            return None
+        if hot is not self._hot or len(self._known) >= _BLOCKS_MAX:
+            self._hot, self._known = hot, {}
+        if block not in self._known:
+            self._known[block] = self._judge(hot, block)
+        return self._known[block]
+
+    def _judge(self, hot: Hot, block: bytes) -> Allowed | None:
+        sent, watch = plain(block), self._front.watch
+        if sent is None or not hot.takes(sent):
+            return None
+        names = [name for name, _ in sent]
+        is_unwatched = watch is None or watch.leaves({"headers": sent})
+        length_at = names.index(_LENGTH) if _LENGTH in names else -1
+        return Allowed(sent, is_unwatched, length_at)
+
+
+def without_length(block: bytes) -> tuple[bytes, bytes]:
+    """Headers of a request with a body as `Blocks` knows them, and the digits of its length; none if it says none."""
+    found = _LENGTH_LINE.search(block)
+    if found is None:
+        return block, b""
+    start, end = found.span(1)
+    return b"".join((block[:start], b"0", block[end:])), found[1]
+
+
+class _Told:
+    """What a parser tells of one request."""
+
+    def __init__(self) -> None:
+        self.parser = httptools.HttpRequestParser(self)
+        self.found: Headers = []
+        self.keeps_alive = False
+        self.messages = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of them."""
+        self.found.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """The end of its headers: behind that the parser thinks of the next request."""
+        self.keeps_alive = self.parser.should_keep_alive()
+
+    def on_message_complete(self) -> None:
+        """Its end, body included."""
+        self.messages += 1
+
+
+def plain(block: bytes) -> Headers | None:
+    """The headers (all behind the first line, line break included), names in lower case.
+
+    None unless this is all of one request whose body, if it has one, is of a told length, and that leaves its
+    connection open. A length of 0 stands for any.
+    """
+    told = _Told()
+    try:
+        told.parser.feed_data(b"POST / HTTP/1.1" + block)
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        return None
+    if told.messages != 1 or not block.endswith(b"\r\n\r\n") or not told.keeps_alive:
+        return None
+    return None if any(name in _UNUSUAL for name, _ in told.found) else told.found

@@ -1,0 +1,104 @@
+"""How much has come of the message that a connection is reading, and how long the connection stands where it stands."""
+
+from typing import Literal, NamedTuple
+
+from serving.config.bounds import Bounds
+
+PIECE = 16 << 10
+"""Bytes that are parsed at once: what a parser keeps to itself, and what it tells at once, is bounded by that."""
+BEHIND = 64 << 10
+"""Bytes of requests that may wait behind one that is not answered."""
+
+Kind = Literal["silent", "head", "body", "write", "close"]
+
+
+class Stage(NamedTuple):
+    """Where a connection stands; `mark` differs as soon as it moved on."""
+
+    kind: Kind
+    mark: tuple[int, ...] = ()
+
+
+class Excess(Exception):
+    """Raised where a parser tells something; `status` is what the peer is told."""
+
+
+class Inbound:
+    """Of one connection. What exceeds a bound raises Excess, whose status is kept: parsers hide what is raised."""
+
+    __slots__ = (
+        "_behind", "_bounds", "_fields", "_head", "_quiet", "_since", "_stage",
+        "begun", "is_head", "is_refused", "is_whole", "status",
+    )  # fmt: skip
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self.begun = 0
+        self.is_head, self.is_whole = False, True
+        self.is_refused = False
+        self.status = 0
+        self._head = self._fields = self._quiet = self._behind = 0
+        self._stage: Stage | None = None
+        self._since = 0.0
+
+    def begin(self, waiting: int) -> None:
+        """A message begins, `waiting` others of the connection are not answered."""
+        self.begun += 1
+        self.is_head, self.is_whole = True, False
+        self._head = self._fields = self._quiet = 0
+        if waiting >= self._bounds.pipeline_max:
+            self._exceed(429)
+
+    def url(self, size: int) -> None:
+        """So many bytes of its target."""
+        self._head += size
+        if self._head > self._bounds.head_bytes:
+            self._exceed(431)
+
+    def field(self, size: int) -> None:
+        """A header field or trailer."""
+        self._fields += 1
+        self._head += size
+        if self._fields > self._bounds.head_fields or self._head > self._bounds.head_bytes:
+            self._exceed(431)
+
+    def body(self, size: int, *, is_behind: bool) -> None:
+        """Bytes of its body, which nobody reads as yet if it is behind another."""
+        self._quiet = 0
+        if is_behind:
+            self._behind += size
+            if self._behind > BEHIND:
+                self._exceed(413)
+
+    def answered(self) -> None:
+        """One of the requests before has its answer."""
+        self._behind = 0
+
+    def fed(self, size: int) -> bool:
+        """Whether so many bytes more, of which the parser may have told nothing, are still within the bounds.
+
+        A value without an end is told at its end only. Counted by the piece, so up to two pieces more may have come.
+        """
+        if self.is_whole:
+            return True
+        self._quiet += size
+        return self._quiet <= self._bounds.head_bytes + PIECE
+
+    def late(self, stage: Stage | None, now: float) -> Kind | None:
+        """The kind of this stage if the connection has stood there for longer than it may."""
+        if stage != self._stage:
+            self._stage, self._since = stage, now
+        elif stage is not None and now - self._since > self._allowed_s(stage.kind):
+            self._stage = None
+            return stage.kind
+        return None
+
+    def _allowed_s(self, kind: Kind) -> float:
+        bounds = self._bounds
+        if kind == "body":
+            return bounds.body_timeout_s
+        return bounds.head_timeout_s if kind in ("silent", "head") else bounds.write_timeout_s
+
+    def _exceed(self, status: int) -> None:
+        self.status = status
+        raise Excess(status)

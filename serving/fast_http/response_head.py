@@ -1,0 +1,23 @@
+"""What stands before every answer that is sent past uvicorn's cycle."""
+
+from serving.fast_http.header_cache import Headers
+
+_STATUS = b"HTTP/1.1 200 OK\r\n"
+
+
+class Heads:
+    """What stands before the length of every answer; told anew when uvicorn's own headers change, once per second."""
+
+    def __init__(self) -> None:
+        self._of: Headers | None = None
+        self._count = 0
+        self._found: bytes | None = None
+
+    def of(self, headers: Headers) -> bytes | None:
+        """Status line and headers; None while they close connections, which is uvicorn's to do."""
+        if headers is not self._of or len(headers) != self._count:
+            self._of, self._count = headers, len(headers)
+            lines = b"".join(b"%b: %b\r\n" % each for each in headers)
+            closes = any(name == b"connection" for name, _ in headers)
+            self._found = None if closes else _STATUS + lines + b"content-length: "
+        return self._found

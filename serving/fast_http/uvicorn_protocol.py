@@ -1,0 +1,238 @@
+"""A connection of uvicorn's that can be answered past it.
+
+What each request touches lies together, in slots: with thousands of connections each of them is out of the processor's
+caches when its turn comes, and every object of its own costs more than the lookup.
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from serving.fast_http.connections import Connections
+from serving.fast_http.inbound import PIECE, Inbound, Stage
+from serving.fast_lookup.dispatcher import Message
+
+_AT_ONCE = struct.pack("ii", 1, 0)
+_REFUSALS = {
+    408: ("head", b"the request's head did not arrive in time"),
+    413: ("behind", b"too much is sent behind a request that is not answered yet"),
+    429: ("pipeline", b"too many requests of one connection are not answered yet"),
+    431: ("large_head", b"the request's head is too large"),
+    503: ("full", b"too many connections"),
+}
+"""Status -> what the end is counted as, and what the peer is told."""
+
+
+class Connection(HttpToolsProtocol):
+    """Knows whether a request is uvicorn's, and whether one is answered past it; winds the clock for those.
+
+    What comes is parsed within bounds (`Inbound`): beyond them the connection takes no more, and ends.
+    """
+
+    __slots__ = (
+        "_connections", "_inbound", "_is_ending", "_is_full", "_is_waited_for", "_open", "_was_asked",
+        # Uvicorn's own: those that every request looks at.
+        "server_state", "timeout_keep_alive_task", "transport",
+    )  # fmt: skip
+
+    def __init__(self, connections: Connections, *given: Any, **named: Any) -> None:
+        self._open = 0  # of uvicorn's requests: one for each that is not read, one for each that is not answered
+        self._was_asked = self._is_ending = self._is_full = False
+        self._is_waited_for = False
+        self._connections = connections
+        self._inbound = Inbound(connections.bounds)
+        super().__init__(*given, **named)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See uvicorn. One too many is told so."""
+        super().connection_made(transport)
+        if not self._connections.admit(self, len(self.connections)):
+            self._refuse(503)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See uvicorn."""
+        self._connections.asked(self)
+        super().connection_lost(exc)
+        if self.pipeline:
+            # Never begun, they and the connection hold each other: the garbage collector would look for thousands of
+            # them, tens of milliseconds at a time.
+            self.pipeline.clear()
+            self.cycle = None  # type: ignore[assignment]  # the newest of them
+
+    def data_received(self, data: bytes) -> None:
+        """See uvicorn. Parsed by the piece, so that what is too much is seen before all of it is taken apart."""
+        for at in range(0, len(data), PIECE):
+            if self._inbound.is_refused or self.transport.is_closing():
+                return
+            piece = data if len(data) <= PIECE else data[at : at + PIECE]
+            super().data_received(piece)
+            if not self._inbound.fed(len(piece)) and not self._inbound.is_refused:
+                self._refuse(431)
+
+    def send_400_response(self, msg: str) -> None:
+        """See uvicorn, which calls it for whatever a parser's callback raises."""
+        if self._inbound.status:
+            self._refuse(self._inbound.status)
+        else:
+            super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        """See uvicorn."""
+        self._open += 2
+        self._inbound.begin(len(self.pipeline) + self._is_unanswered())
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """See uvicorn."""
+        self._inbound.url(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See uvicorn."""
+        self._inbound.field(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """See uvicorn."""
+        self._inbound.is_head = False
+        self._connections.asked(self)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """See uvicorn."""
+        self._inbound.body(len(body), is_behind=bool(self.pipeline) or self._is_full)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """See uvicorn."""
+        self._open -= 1
+        self._inbound.is_whole = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn. Of a connection that takes no more this was the last."""
+        self._open -= 1
+        self._inbound.answered()
+        if self._inbound.is_refused:
+            self.transport.close()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """See uvicorn."""
+        self._is_full = True
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """See uvicorn."""
+        self._is_full = False
+        super().resume_writing()
+
+    def drop(self) -> None:
+        """Makes room for another connection, unless a request is under way."""
+        if not self._is_waited_for:
+            self.transport.abort()
+
+    def look(self, now: float) -> None:
+        """Ends the connection if it has stood where it stands for longer than it may."""
+        kind = self._inbound.late(self._stage(), now)
+        if kind is None:
+            return
+        if kind == "head":
+            self._refuse(408)
+            return
+        self._connections.ended[kind] += 1
+        if kind in ("write", "close"):
+            self._reset()
+        else:
+            self.transport.close()
+
+    def _reset(self) -> None:
+        """Cuts the peer off at once: the kernel would hold what it did not take for minutes."""
+        raw = self.transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):  # a descriptor is needed for it
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+        self.transport.abort()
+
+    def _stage(self) -> Stage | None:
+        """Where its peer is to move next; None while that is up to the application, or to the clock of idle ones."""
+        is_closing = self.transport.is_closing()
+        if is_closing or self._is_full:
+            left = self.transport.get_write_buffer_size()
+            return Stage("close" if is_closing else "write", (left >> 16,))
+        if self._is_waited_for:
+            return None
+        if not self._open:
+            return Stage("silent") if self.timeout_keep_alive_task is None else None
+        if self._is_unanswered() or self._inbound.is_whole:
+            return None
+        return Stage("head" if self._inbound.is_head else "body", (self._inbound.begun,))
+
+    def _is_unanswered(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse(self, status: int) -> None:
+        """Takes no more. What is under way is answered first, else the peer is told why; then the connection ends."""
+        inbound, cycle = self._inbound, self.cycle
+        inbound.is_refused = True
+        self._connections.ended[_REFUSALS[status][0]] += 1
+        if self.pipeline or (inbound.is_head and self._is_unanswered()):
+            return
+        is_begun = not inbound.is_head and not inbound.is_whole and cycle.response_started
+        if cycle is not None:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if is_begun:
+            self.transport.close()
+        else:
+            self._respond(*_refusal(status))
+
+    def timeout_keep_alive_handler(self) -> None:
+        """See uvicorn. Answers from here do not wind the clock up again: that would cost as much as they do."""
+        if self._was_asked or self._is_waited_for:
+            self._wait()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def shutdown(self) -> None:
+        """See uvicorn."""
+        if self._is_waited_for:
+            self._is_ending = True
+        else:
+            super().shutdown()
+
+    def _respond(self, start: Message, body: bytes) -> None:
+        headers = [*self.server_state.default_headers, *start["headers"]]
+        closes = any(name == b"connection" for name, _ in headers)
+        if self._is_ending and not closes:
+            headers.append((b"connection", b"close"))
+        lines = [b"%b: %b\r\n" % each for each in headers]
+        self.transport.write(b"".join((STATUS_LINE[start["status"]], *lines, b"\r\n", body)))
+        self._done()
+        if closes or self._is_ending:
+            self.transport.close()
+
+    def _done(self) -> None:
+        self.server_state.total_requests += 1
+        if self.timeout_keep_alive_task is None:
+            self._wait()
+        self._was_asked = True
+
+    def _wait(self) -> None:
+        self._was_asked = False
+        self._connections.asked(self)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+
+def _refusal(status: int) -> tuple[Message, bytes]:
+    body = _REFUSALS[status][1]
+    headers = [
+        (b"content-type", b"text/plain; charset=utf-8"),
+        (b"content-length", b"%d" % len(body)), (b"connection", b"close"),
+    ]  # fmt: skip
+    return {"status": status, "headers": headers}, body

@@ -1,0 +1,237 @@
+"""A batch of plain ids on the hot route: L1 for all, one pipeline for the rest, the ladder for what neither holds."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from cache.format.item_bytes import Named
+from cache.format.keys import fingerprints, hash_ids
+from cache.tiers.batches import Rows, Wants
+from cache.tiers.results import Found, Missed, Outcome, Want
+from serving.generations.snapshot import Snapshot
+from serving.lookup.service import LookupService
+from serving.rendering.answer_fields import Answer, complete
+from serving.rendering.arrow_rows import items_of, resolved_stream
+from serving.rendering.batch_result import Lookup, Resolved
+from serving.rendering.json_batch import plain, texts_of
+from serving.rendering.json_single import JSON, Marks, Unfit, prediction_of
+from serving.requests.models import Ask, Entity
+from serving.tracing.request_context import note
+from serving.usage.answer_sampling import Pick
+
+_SLICE = 128
+"""Answers rendered before others may use the event loop."""
+
+
+class Batches:
+    """Answers whole batches; each entity is resolved on its own."""
+
+    def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
+        self._service = service
+        self._tiers = service.tiers
+        self._ladder = service.ladder
+        self._metrics = service.metrics
+        self._watch = service.ladder.watch
+        self._clock = clock
+        self._marks: Marks | None = None
+
+    async def answer(self, lookup: Lookup) -> bytes:
+        """The body of the response as JSON."""
+        resolved = await self.resolve(lookup)
+        texts: list[bytes] = []
+        for start in range(0, len(resolved.places), _SLICE):
+            if start:
+                await asyncio.sleep(0)
+            texts += self._texts(lookup, resolved, slice(start, start + _SLICE))
+        if resolved.answers:
+            by_place = dict(zip(resolved.places.tolist(), texts, strict=True))
+            for place, answer in resolved.answers.items():
+                by_place[place] = orjson.dumps(answer, option=JSON)
+            texts = [by_place[place] for place in range(len(lookup.raws))]
+        return b'{"answers":[%b]}' % b",".join(texts)
+
+    async def stream(self, lookup: Lookup) -> bytes:
+        """The body of the response as an Arrow IPC stream."""
+        resolved = await self.resolve(lookup)
+        items: list[Named] = []
+        for start in range(0, len(resolved.places), _SLICE):
+            if start:
+                await asyncio.sleep(0)
+            items.append(items_of(lookup, resolved, slice(start, start + _SLICE)))
+        stale = self._service.follower.stale
+        return resolved_stream(lookup, resolved, items, self._clock(), stale)
+
+    async def resolve(self, lookup: Lookup) -> Resolved:
+        """Every answer, counted, in no form yet."""
+        places, wants = self._known(lookup)
+        if len(places) == len(lookup.raws):
+            return await self._stored(lookup, places, wants)
+        unknown = np.setdiff1d(np.arange(len(lookup.raws)), places).tolist()
+        if not len(places):
+            lower = await self._lower(lookup, unknown)
+            none = np.empty(0, lookup.table.layout.dtype)
+            return Resolved(places, none, np.empty(0, bool), lower)
+        # At the same time: what they read travels in one turn.
+        async with asyncio.TaskGroup() as both:
+            below = both.create_task(self._lower(lookup, unknown))
+            stored = both.create_task(self._stored(lookup, places, wants))
+        resolved = stored.result()
+        resolved.answers.update(below.result())
+        return resolved
+
+    def _known(self, lookup: Lookup) -> tuple[NDArray[np.int64], Wants]:
+        """Places of the ids that the night knows and nobody blocks, and what to read for them."""
+        live, table = lookup.holding.live, lookup.table
+        directory = live.directories[table.entity]
+        hashes = hash_ids(lookup.raws, directory.seed)
+        positions = directory.find_many(hashes)
+        digest = live.digest_without_input(table)
+        wants = Wants(table, hashes.tolist(), fingerprints(lookup.raws), positions, digest)
+        is_known = positions >= 0
+        if live.has_blocked_entities:
+            is_known &= [not live.blocks(table, raw) for raw in lookup.raws]
+        known = np.flatnonzero(is_known)
+        return known, wants if len(known) == len(wants) else wants.of(known.tolist())
+
+    async def read(self, lookup: Lookup, wants: Wants) -> tuple[Rows, NDArray[np.bool_]]:
+        """What the tiers hold of ids that the night knows, and which of it are plain answers."""
+        live, table = lookup.holding.live, lookup.table
+        deadline = None  # the tier keeps its own
+        if lookup.options.deadline_s < self._service.l2_bound_s():
+            deadline = self._ladder.l2_deadline(lookup.options, lookup.started, len(wants))
+        found = await self._tiers.get_rows(live.view, wants, deadline)
+        is_plain = plain(live, table, found.records, lookup.k)
+        if found.others:
+            is_plain[list(found.others)] = False
+        return found, is_plain
+
+    async def _stored(self, lookup: Lookup, places: NDArray[np.int64], wants: Wants) -> Resolved:
+        began = self._service.timer()
+        found, is_plain = await self.read(lookup, wants)
+        note("stored", self._service.timer() - began, len(wants))
+        if np.count_nonzero(is_plain) == len(is_plain):
+            resolved = Resolved(places, found.records, found.is_l2)
+        else:
+            resolved = Resolved(places[is_plain], found.records[is_plain], found.is_l2[is_plain])
+        if not (l2 := np.count_nonzero(resolved.is_l2)) or l2 == len(resolved.is_l2):
+            self._count(lookup, resolved.places, "l2" if l2 else "l1")
+        else:
+            self._count(lookup, resolved.places[~resolved.is_l2], "l1")
+            self._count(lookup, resolved.places[resolved.is_l2], "l2")
+        self._note(lookup, resolved, wants, is_plain)
+        if len(resolved.places) == len(places):
+            return resolved
+        lower: dict[int, str | None] = {}
+        for at in np.flatnonzero(~is_plain).tolist():
+            place = int(places[at])
+            answer = self.singly(lookup, place, wants.one(at), outcome_at(found, at))
+            if isinstance(answer, dict):
+                resolved.answers[place] = answer
+            else:
+                lower[place] = answer
+        if lower:
+            resolved.answers.update(await self._lower(lookup, list(lower), list(lower.values())))
+        return resolved
+
+    def singly(
+        self, lookup: Lookup, place: int, want: Want, outcome: Outcome
+    ) -> Answer | str | None:
+        """The answer of one that is no plain row, counted; else the reason why the ladder must give it."""
+        if isinstance(outcome, Missed):
+            return outcome.reason
+        if outcome.reason is not None:  # a live answer that stands in for the night's
+            return None
+        live, table = lookup.holding.live, lookup.table
+        try:
+            prediction = prediction_of(live, table, outcome, lookup.k)
+        except Unfit as unfit:
+            if unfit.is_damaged:
+                self._tiers.discard(live.view, want)
+            return unfit.reason
+        self._count(lookup, np.array([place]), outcome.tier)
+        if outcome.tier == "l2":
+            self._watch.read(live.generation, table.name, want.key)
+        entity = _entity(lookup, place)
+        return complete(
+            prediction, live, table.name, entity, outcome.tier, "batch", self._clock(),
+            stale=self._service.follower.stale,
+        )  # fmt: skip
+
+    async def _lower(
+        self, lookup: Lookup, places: Sequence[int], reasons: Sequence[str | None] = ()
+    ) -> dict[int, Answer]:
+        ask = Ask(tuple([_entity(lookup, place) for place in places]), lookup.options)
+        answers = await self._ladder.lookup(lookup.holding, ask, lookup.started, reasons)
+        if (stale := self._service.follower.stale) is not None:
+            for answer in answers:
+                answer["stale"] = stale
+        return dict(zip(places, answers, strict=True))
+
+    def _count(self, lookup: Lookup, places: NDArray[np.int64], tier: Literal["l1", "l2"]) -> None:
+        """So many were answered from a tier just now."""
+        if len(places):
+            name, raws = lookup.table.name, lookup.raws
+            is_all = len(places) == len(raws)
+            asked = raws if is_all else [raws[place] for place in places.tolist()]
+            self._ladder.recent.add(name, asked)
+            seconds = self._service.timer() - lookup.started
+            self._metrics.hot(name, tier, seconds, len(places))
+
+    def _note(
+        self, lookup: Lookup, resolved: Resolved, wants: Wants, is_plain: NDArray[np.bool_]
+    ) -> None:
+        """What was read from Redis, and what the sampler looks at again."""
+        generation, table = lookup.holding.live.generation, lookup.table.name
+        count = len(resolved.places)
+        if l2 := int(np.count_nonzero(resolved.is_l2)):
+            keys: Sequence[int] = wants.keys
+            if l2 < len(keys):
+                at = np.flatnonzero(is_plain)[resolved.is_l2]
+                keys = [keys[each] for each in at.tolist()]
+            self._watch.read_many(generation, table, keys)
+        picks = self._watch.picks
+        picks.left -= count
+        for each in picks.places(count) if picks.left < 0 else ():
+            raw = lookup.raws[int(resolved.places[each])]
+            source = "l2" if resolved.is_l2[each] else "l1"
+            picks.put(Pick(
+                generation, table, raw, source, "batch", self._clock(), lookup.k,
+                resolved.rows[each].tobytes(),
+            ))  # fmt: skip
+
+    def _texts(self, lookup: Lookup, resolved: Resolved, part: slice) -> list[bytes]:
+        live, raws = lookup.holding.live, lookup.raws
+        marks = self.marks(live)
+        ends = marks.ends(marks.age(self._clock()))
+        by_tier = ends["l1"], ends["l2"]
+        return texts_of(
+            live,
+            lookup.table,
+            [raws[place].decode() for place in resolved.places[part].tolist()],
+            resolved.rows[part],
+            lookup.k,
+            [by_tier[is_l2] for is_l2 in resolved.is_l2[part].tolist()],
+        )
+
+    def marks(self, live: Snapshot) -> Marks:
+        """The marks of answers from `live` at this moment, made once for as long as they hold."""
+        found, stale = self._marks, self._service.follower.stale
+        if found is None or found.snapshot is not live or found.stale != stale:
+            found = self._marks = Marks(live, stale)
+        return found
+
+
+def _entity(lookup: Lookup, place: int) -> Entity:
+    raw = lookup.raws[place]
+    return Entity(lookup.table.name, raw.decode(), raw, f"entities[{place}]")
+
+
+def outcome_at(found: Rows, at: int) -> Outcome:
+    """One row as a single read would have it."""
+    other = found.others.get(at)
+    tier: Literal["l1", "l2"] = "l2" if found.is_l2[at] else "l1"
+    return Found(found.records[at].tobytes(), tier, False, None) if other is None else other

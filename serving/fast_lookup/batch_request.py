@@ -1,0 +1,91 @@
+"""The body of a lookup of one table, read and answered ahead of the router: a batch of ids, or the ladder's answers."""
+
+from collections.abc import Callable
+
+import orjson
+
+from cache.errors import InvalidInput
+from cache.format.manifest import Table
+from serving.fast_lookup.batch import Batches
+from serving.generations.served_set import Holding
+from serving.lookup.service import LookupService
+from serving.rendering.batch_result import Lookup
+from serving.rendering.json_single import JSON
+from serving.requests import fast_parse, lookup_arrow
+from serving.requests.content import LARGE, Scope, beside, lookup_of, peek, refuse
+from serving.requests.errors import Problem
+from serving.requests.models import Ask, Options
+from serving.requests.negotiation import Form, Forms
+
+_JSON_BOTH = Forms("json", "json")
+
+
+class Posted:
+    """Answers as the routes do; None for what is refused, which is theirs to say."""
+
+    def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
+        self.batches = Batches(service, clock)
+        self._service = service
+
+    async def answer(
+        self,
+        scope: Scope,
+        body: bytes,
+        form: Forms,
+        table: Table,
+        deadline_s: float,
+        holding: Holding,
+        started: float,
+    ) -> bytes | None:
+        """The body of the response, in the form that is wanted; `deadline_s` is what the headers allow."""
+        batch = self._batch(scope, body, form.sent)
+        if batch is None:
+            if form != _JSON_BOTH:
+                return None
+            return await self._from_ladder(scope, body, table.name, deadline_s, holding, started)
+        if refuses(table, batch.k):
+            return None
+        options = Options(self._service.limits.deadline_ms / 1000, batch.k)
+        options = fast_parse.tighter(options, deadline_s)
+        lookup = Lookup(holding, table, batch.raws, options, started)
+        answered = self.batches.stream if form.wanted == "arrow" else self.batches.answer
+        return await answered(lookup)
+
+    def _batch(self, scope: Scope, body: bytes, form: Form) -> fast_parse.Batch | None:
+        limits = self._service.limits
+        if len(body) > LARGE:  # ids alone hardly ever are
+            return None
+        try:
+            found = peek(scope, body, form, limits)
+        except Problem:
+            return None
+        return (
+            lookup_arrow.batch(found)
+            if form == "arrow"
+            else fast_parse.batch(found, limits.max_batch)
+        )
+
+    async def _from_ladder(
+        self,
+        scope: Scope,
+        body: bytes,
+        table: str,
+        deadline_s: float,
+        holding: Holding,
+        started: float,
+    ) -> bytes | None:
+        service, limits = self._service, self._service.limits
+        try:
+            ask = await beside(body, lambda: lookup_of(scope, body, "json", table, limits))
+            service.metrics.stage("parse", service.timer() - started)
+            ask = Ask(ask.entities, fast_parse.tighter(ask.options, deadline_s))
+            answers = await service.ladder.lookup(holding, ask, started)
+        except (Problem, InvalidInput) as error:
+            refuse(scope, error)
+            return None
+        return orjson.dumps({"answers": service.marked(answers)}, option=JSON)
+
+
+def refuses(table: Table, k: int | None) -> bool:
+    """Whether the request is one that is told so elsewhere."""
+    return table.kind == "topk" and k is not None and k > table.layout.width

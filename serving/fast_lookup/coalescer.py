@@ -1,0 +1,227 @@
+"""Lookups of one plain id that come in the same turn of the event loop, answered as one batch.
+
+What a batch costs once (a pipeline, a flight, numpy's calls) they share; each keeps its own answer, clock and count.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol, cast
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from cache.tiers.batches import Rows, Wants
+from serving.fast_lookup.batch import Batches, outcome_at
+from serving.fast_lookup.single_request import Get
+from serving.lookup.service import LookupService
+from serving.rendering.batch_result import Lookup
+from serving.rendering.json_batch import texts_of
+from serving.rendering.json_single import JSON
+from serving.requests.models import Options
+from serving.usage.answer_sampling import Pick
+
+LEAST = 8
+"""In a group: fewer cost less one by one."""
+
+MOST = 128
+"""Answers rendered before others may use the event loop."""
+
+TURNS_MAX = 4
+"""That a group waits for more while each turn brings some."""
+
+log = logging.getLogger(__name__)
+
+
+class Lower(NamedTuple):
+    """No stored answer: `reason` is what the ladder goes on with."""
+
+    reason: str | None
+
+
+Told = bytes | Lower | None
+"""The body; or from where it comes instead. None: whoever asked goes on alone."""
+
+
+class Telling(Protocol):
+    """Who waits for what is told: a future, or whoever needs no task for it."""
+
+    def done(self) -> bool:
+        """Whether that was told, or nobody waits any more."""
+
+    def set_result(self, what: Told, /) -> None:
+        """Tells it."""
+
+
+class _Member(NamedTuple):
+    get: Get
+    told: Telling
+
+    def tell(self, what: Told) -> None:
+        if not self.told.done():
+            self.told.set_result(what)
+
+
+class Together:
+    """Use it in one event loop only."""
+
+    def __init__(
+        self, service: LookupService, batches: Batches, clock: Callable[[], float]
+    ) -> None:
+        self._service = service
+        self._batches = batches
+        self._clock = clock
+        self._turn: dict[tuple[int, str, int], list[_Member]] = {}
+        self._is_open = False
+        self._came = self._seen = self._turns = self._expected = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def have_time(self, *gets: Get) -> bool:
+        """Whether a read of L2 that begins now needs no clock but L2's own for any of them."""
+        until = self._service.timer() + self._service.l2_bound_s()
+        return min([get.started + get.options.deadline_s for get in gets]) >= until
+
+    def pays(self) -> bool:
+        """Whether one more, who is counted here, is likely to have company: as many came together of late."""
+        if not self._is_open:
+            # Runs after every callback that is ready now, so whoever asks in this turn comes along.
+            asyncio.get_running_loop().call_soon(self._flush)
+            self._is_open = True
+        self._came += 1
+        return self.is_busy
+
+    @property
+    def is_busy(self) -> bool:
+        """What `pays` says, without counting anybody."""
+        return self._expected >= LEAST
+
+    def ask(self, get: Get) -> asyncio.Future[Told]:
+        """For a request that has the time that L2 may take, once it is counted."""
+        told: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
+        self.join(get, told)
+        return told
+
+    def join(self, get: Get, told: Telling) -> None:
+        """As `ask`; `told` hears of it in a later turn."""
+        key = get.holding.live.stamp, get.asked.table, get.k
+        members = self._turn.setdefault(key, [])
+        members.append(_Member(get, told))
+        if len(members) == MOST:
+            self._start(self._turn.pop(key))
+
+    def _flush(self) -> None:
+        self._turns += 1
+        if self._came > self._seen and self._turns < TURNS_MAX:
+            self._seen = self._came
+            asyncio.get_running_loop().call_soon(self._flush)  # whoever comes next comes along, too
+            return
+        turn, self._turn = self._turn, {}
+        # Callers come in waves: a small one between large ones says little.
+        self._expected, self._is_open = max(self._came, self._expected // 2), False
+        self._came = self._seen = self._turns = 0
+        for members in turn.values():
+            self._start(members)
+
+    def _start(self, members: list[_Member]) -> None:
+        if len(members) < LEAST:
+            _leave(members)
+            return
+        task = asyncio.get_running_loop().create_task(self._answer(members))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, members: list[_Member]) -> None:
+        try:
+            # What was enough when each asked is not if much was sent since: no clock ends the reading of others.
+            if self.have_time(*[get for get, _ in members]):
+                await self._tell(_lookup(members), members)
+        except Exception:  # each goes on alone, and fails alone
+            log.exception("answering together failed")
+        finally:
+            _leave(members)
+
+    async def _tell(self, lookup: Lookup, members: list[_Member]) -> None:
+        wants = _wants(lookup, members)
+        found, is_plain = await self._batches.read(lookup, wants)
+        for place in np.flatnonzero(~is_plain).tolist():
+            if members[place].told.done():  # its caller has left
+                continue
+            answer = self._batches.singly(lookup, place, wants.one(place), outcome_at(found, place))
+            told = orjson.dumps(answer, option=JSON) if isinstance(answer, dict) else Lower(answer)
+            members[place].tell(told)
+        if np.count_nonzero(is_plain):
+            self._tell_plain(lookup, members, found, is_plain)
+
+    def _tell_plain(
+        self,
+        lookup: Lookup,
+        members: list[_Member],
+        found: Rows,
+        is_plain: NDArray[np.bool_],
+    ) -> None:
+        live = lookup.holding.live
+        own = [members[place] for place in np.flatnonzero(is_plain).tolist()]
+        is_l2 = found.is_l2[is_plain].tolist()
+        rows = found.records if len(own) == len(is_plain) else found.records[is_plain]
+        marks = self._batches.marks(live)
+        ends = marks.ends(marks.age(self._clock()))
+        by_tier = ends["l1"], ends["l2"]
+        bodies = texts_of(
+            live,
+            lookup.table,
+            [get.asked.id for get, _ in own],
+            rows,
+            lookup.k,
+            [by_tier[each] for each in is_l2],
+        )
+        now, watch = self._service.timer(), self._service.ladder.watch
+        picks, read = watch.picks, list[int | bytes]()
+        for at, (member, body, each) in enumerate(zip(own, bodies, is_l2, strict=True)):
+            if member.told.done():  # as above
+                continue
+            get, tier = member.get, _TIERS[each]
+            name = get.asked.table, get.asked.raw
+            self._service.ladder.recent.append(name)
+            self._service.metrics.hot(name[0], tier, now - get.started)
+            if not each and marks.stale is None:
+                ready = marks.ready(body[: -len(ends["l1"])], name, get.request)
+                self._service.tiers.keep(live.view, get.want, ready)
+            member.told.set_result(body)
+            if each:
+                read.append(get.want.key)
+            picks.left -= 1
+            if picks.left < 0:
+                picks.places(1)
+                record = rows[at].tobytes()
+                picks.put(Pick(
+                    live.generation, *name, tier, "batch", self._clock(), lookup.k, record
+                ))  # fmt: skip
+        if read:
+            watch.read_many(live.generation, lookup.table.name, read)
+
+
+_TIERS: tuple[Literal["l1"], Literal["l2"]] = "l1", "l2"
+
+
+def _lookup(members: Sequence[_Member]) -> Lookup:
+    first = members[0].get
+    options = Options(min([get.options.deadline_s for get, _ in members]), first.k)
+    raws = [get.asked.raw for get, _ in members]
+    return Lookup(first.holding, first.table, raws, options, first.started)
+
+
+def _wants(lookup: Lookup, members: Sequence[_Member]) -> Wants:
+    wants = [get.want for get, _ in members]
+    return Wants(
+        lookup.table,
+        [cast(int, want.key) for want in wants],
+        np.array([want.fingerprint for want in wants], np.uint64),
+        np.array([want.position for want in wants], np.int64),
+        wants[0].digest,
+    )
+
+
+def _leave(members: list[_Member]) -> None:
+    for member in members:
+        member.tell(None)

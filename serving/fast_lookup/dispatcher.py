@@ -1,0 +1,262 @@
+"""The hot route: lookups of plain ids, answered ahead of the router by parse, look up, send.
+
+What it does not recognise (other options, bad input, inputs to compute from, a running canary) it leaves to the routes
+behind it, and ids without a stored answer to the ladder.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, MutableMapping
+from typing import Any
+
+import orjson
+from starlette.types import Receive
+
+from serving.admission.deadline_check import Lateness
+from serving.arrow_ipc.schema import MEDIA_TYPE
+from serving.fast_lookup.batch_request import Posted, refuses
+from serving.fast_lookup.coalescer import Told
+from serving.fast_lookup.ready_counts import SentReady
+from serving.fast_lookup.single import Singles
+from serving.fast_lookup.single_request import Get
+from serving.generations.served_set import Holding
+from serving.lookup.entity import want_in
+from serving.lookup.service import LookupService
+from serving.metrics.fast_counters import GET_ROUTE
+from serving.requests import fast_parse
+from serving.requests.bodies import is_longer, whole_body
+from serving.requests.errors import Problem
+from serving.requests.fast_parse import Headers, Queries, credentials
+from serving.requests.negotiation import JSON_TYPE, forms
+
+Message = MutableMapping[str, Any]
+Messages = tuple[Message, Message]
+Tell = Callable[[Messages | None], None]
+
+_STARTS_MAX = 8_192
+_START = {"type": "http.response.start", "status": 200}
+_JSON_TYPE = b"content-type", JSON_TYPE.encode()
+_ARROW_TYPE = b"content-type", MEDIA_TYPE.encode()
+POST_ROUTE = "POST /v1/lookup/{table}"
+
+log = logging.getLogger(__name__)
+
+
+class _Joined:
+    """Waits for what is told to several together."""
+
+    __slots__ = ("_get", "_hot", "_is_told", "_tell")
+
+    def __init__(self, hot: "Hot", get: Get, tell: Tell) -> None:
+        self._hot, self._get, self._tell = hot, get, tell
+        self._is_told = False
+
+    def done(self) -> bool:
+        """Only ever once."""
+        return self._is_told
+
+    def set_result(self, what: Told, /) -> None:
+        """Passes it on."""
+        self._is_told = True
+        self._hot.joined(self._get, what, self._tell)
+
+
+class Hot:
+    """Needs what the routes need, and the tiers; every method answers None for what is not its own."""
+
+    def __init__(self, service: LookupService, clock: Callable[[], float] = time.time) -> None:
+        self._service = service
+        self._shelf = service.follower.shelf
+        self._tiers = tiers = service.tiers
+        self._ready = tiers.local.ready
+        self._concerns = service.follower.concerns
+        self._metrics = service.metrics
+        self._requests = service.metrics.tally.requests
+        self._sent = SentReady(service, clock)
+        self.answer = self._answer
+        if service.observes:
+            self._sent.at_turn = self._arm
+            self._metrics.at_flips.append(self._arm)
+            self._metrics.tally.flushes.append(self._sent.flush)
+            self._arm()
+        self._timer, self._clock = service.timer, clock
+        self._queries = Queries(service.limits)
+        sent = credentials(service.token) if service.token else ()
+        self._headers = Headers(sent, service.limits)
+        self._posted = Posted(service, clock)
+        self._singles = Singles(service, self._posted.batches, clock)
+        self.admission = service.admission
+        self.is_late = Lateness(service.admission, self._headers, service.limits).is_late
+        self._starts: dict[int, Message] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def refused(self, status: int) -> None:
+        """Counts a request that was refused before anybody looked for its route."""
+        self._metrics.requested("any", status)
+
+    async def body(
+        self, scope: MutableMapping[str, Any], receive: Receive
+    ) -> tuple[bytes | None, Receive]:
+        """As `whole_body`, within the bounds of the service."""
+        service = self._service
+        if is_longer(scope["headers"], service.body_bytes):  # told elsewhere, without reading it
+            return None, receive
+        return await whole_body(receive, service.body_bytes, service.body_timeout_s)
+
+    def ready(self, scope: MutableMapping[str, Any]) -> Messages | None:
+        """As `answer`, for a request whose headers allow that."""
+        if not self.takes(scope["headers"]):
+            return None
+        query, path = scope["query_string"], scope.get("raw_path") or b""
+        body = self.answer(path + b"?" + query if query else path)
+        return None if body is None else self._messages(body)
+
+    def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether a lookup with these headers may have what is ready."""
+        return self._headers.deadline_s(headers) is not None
+
+    def _answer(self, target: bytes) -> bytes | None:
+        """What is sent for a GET that was answered before (path and query as they came), from L1, with today's age."""
+        ready = self._ready(target)
+        if ready is None:
+            return None
+        holding, sent = self._shelf.holding, self._sent
+        if holding is None or self._shelf.canary is not None or self._concerns.text is not None:
+            return None
+        if ready[0] != holding.live.stamp:
+            if ready[0] != -holding.live.stamp:
+                return None
+            sent.touched(ready)
+        sent.append(ready)
+        if len(sent) >= sent.due:
+            sent.turn()
+        age = orjson.dumps(round(self._clock() - ready[3], 3))
+        return b"".join((ready[1], age, ready[2]))
+
+    def _arm(self) -> None:
+        self.answer = self._timed
+
+    def _timed(self, target: bytes) -> bytes | None:
+        """The next answer, and while generations change each one, says how long it took."""
+        started = self._timer()
+        body = self._answer(target)
+        if body is not None:
+            self._sent.times.append(seconds := self._timer() - started)
+            if self._metrics.is_flipping:
+                self._metrics.flip_answer_seconds.observe(seconds)
+            else:
+                self.answer = self._answer
+        return body
+
+    async def get(self, scope: MutableMapping[str, Any]) -> Messages | None:
+        """The answer to a GET of one id that the night knows."""
+        if (get := self._asked(scope)) is None:
+            return None
+        return await self._told(self._singles.answer(get))
+
+    def joins(self, scope: MutableMapping[str, Any], tell: Tell) -> bool:
+        """As `get`, without a task for it: whether `tell` hears the answer in a later turn."""
+        get = self._asked(scope)
+        return get is not None and self._singles.joins(get, _Joined(self, get, tell))
+
+    def joined(self, get: Get, what: Told, tell: Tell) -> None:
+        """What was told of one that joined others; who has to go on alone gets a task now."""
+        if isinstance(what, bytes):
+            self._requests[GET_ROUTE] += 1
+            tell(self._messages(what))
+            return
+
+        async def go_on() -> None:
+            tell(await self._told(self._singles.after(get, what)))
+
+        task = asyncio.get_running_loop().create_task(go_on())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _told(self, answer: Coroutine[Any, Any, bytes]) -> Messages | None:
+        try:
+            body = await answer
+        except Exception:  # the routes behind say what is wrong, and count it
+            log.exception("the hot route failed")
+            return None
+        self._requests[GET_ROUTE] += 1
+        return self._messages(body)
+
+    def _asked(self, scope: MutableMapping[str, Any]) -> Get | None:
+        started = self._timer()
+        deadline_s, holding = self._headers.deadline_s(scope["headers"]), self._holding()
+        if deadline_s is None or holding is None:  # first: what a stranger asks leaves no trace
+            return None
+        asked = fast_parse.single(scope.get("raw_path") or b"")
+        if asked is None or (options := self._queries.of(scope["query_string"])) is None:
+            return None
+        table = holding.live.manifest.tables.get(asked.table)
+        if table is None or refuses(table, options.k):
+            return None
+        if holding.live.blocks(table, asked.raw):
+            return None
+        want = want_in(holding.live, table, asked.raw)
+        if want.position < 0:
+            return None
+        if (digest := holding.live.digest_without_input(table)) is not None:
+            want = want._replace(digest=digest)
+        options = fast_parse.tighter(options, deadline_s)
+        query = scope["query_string"]
+        request = scope["raw_path"] + (b"?" + query if query else b"")
+        return Get(holding, table, asked, want, options, started, request)
+
+    async def post(
+        self, scope: MutableMapping[str, Any], receive: Receive
+    ) -> tuple[Messages | None, Receive]:
+        """The answer to a batch for one table, and from where the request can still be read if there is none."""
+        started, path = self._timer(), scope.get("raw_path") or b""
+        if not path.startswith(fast_parse.PREFIX) or (holding := self._holding()) is None:
+            return None, receive
+        try:
+            table = holding.live.manifest.tables.get(path[len(fast_parse.PREFIX) :].decode("ascii"))
+        except UnicodeDecodeError:
+            return None, receive
+        deadline_s = self._headers.deadline_s(scope["headers"])
+        if table is None or deadline_s is None:
+            return None, receive
+        try:
+            form = forms(scope["headers"])
+        except Problem:  # told by the routes behind
+            return None, receive
+        body, again = await self.body(scope, receive)
+        # Captured once more: the body may have taken its time.
+        if body is None or self._holding() is not holding:
+            return None, again
+        try:
+            found = await self._posted.answer(
+                scope, body, form, table, deadline_s, holding, started
+            )
+        except Exception:  # as above
+            log.exception("the hot route failed")
+            return None, again
+        if found is None:
+            return None, again
+        self._requests[POST_ROUTE] += 1
+        return _arrow(found) if form.wanted == "arrow" else self._messages(found), again
+
+    def _holding(self) -> Holding | None:
+        """What to answer from; None while there is nothing, or a canary takes some of the requests."""
+        return None if self._shelf.canary is not None else self._shelf.holding
+
+    def _messages(self, body: bytes) -> Messages:
+        length = len(body)
+        start = self._starts.get(length)
+        if start is None:
+            if len(self._starts) >= _STARTS_MAX:
+                self._starts.clear()
+            start = self._starts[length] = {
+                **_START,
+                "headers": [(b"content-length", b"%d" % length), _JSON_TYPE],
+            }
+        return start, {"type": "http.response.body", "body": body}
+
+
+def _arrow(stream: bytes) -> Messages:
+    headers = [(b"content-length", b"%d" % len(stream)), _ARROW_TYPE]
+    return {**_START, "headers": headers}, {"type": "http.response.body", "body": stream}

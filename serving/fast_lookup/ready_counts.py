@@ -1,0 +1,101 @@
+"""What was sent of what was ready: noted in a list, and counted some at a time, which costs a third of one by one."""
+
+from collections import Counter
+from collections.abc import Callable
+from operator import itemgetter
+
+import orjson
+
+from cache.control.hot_keys import Name
+from cache.tiers.l1 import Ready
+from serving.lookup.service import LookupService
+from serving.metrics.fast_counters import GET_ROUTE
+from serving.usage.answer_sampling import Pick
+
+FLUSHED = 256
+"""Answers that are counted together: what that costs by itself is paid this seldom."""
+TIMED = 128
+"""Of so many answers one is timed, and stands for all of them."""
+
+_asked, _table = itemgetter(4), itemgetter(0)
+
+
+class SentReady(list[Ready]):
+    """Answers of the live generation in their order; `times`: how long those of them took that were timed, in seconds.
+
+    Whoever appends the one that is `due` calls `turn`, whoever reads a count calls `flush` first. `at_turn` hears when
+    the next answer is to be timed.
+    """
+
+    def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self.at_turn: Callable[[], None] = lambda: None
+        self._clock = clock
+        self._shelf = service.follower.shelf
+        self._local = service.tiers.local
+        self._recent, self._observes = service.ladder.recent, service.observes
+        self._counters, self._trace = service.tiers.counters, service.tiers.trace
+        self._tally, self._answer_seconds = service.metrics.tally, service.metrics.answer_seconds
+        self._picks = service.ladder.watch.picks
+        self._step = TIMED if self._observes else FLUSHED
+        self.due = self._step
+        self._recent.earlier = self._counters.flush = self.flush
+
+    def turn(self) -> None:
+        """So many were sent that one is to be timed, or all to be counted."""
+        if len(self) >= FLUSHED:
+            self.flush()
+        else:
+            self.due += self._step
+            self.at_turn()
+
+    def flush(self) -> None:
+        """Counts all of them, and begins anew."""
+        if not self:
+            return
+        asked = list(map(_asked, self))
+        self._recent.extend(asked)
+        if self._observes:
+            self._count(asked)
+        self.clear()
+        self.times.clear()
+        self.due = self._step
+        self.at_turn()
+
+    def _count(self, asked: list[Name]) -> None:
+        count = len(asked)
+        self._counters.ready += count
+        self._tally.requests[GET_ROUTE] += count
+        times = self.times or [0.0]
+        for at, seconds in enumerate(times):
+            stands_for = count * (at + 1) // len(times) - count * at // len(times)
+            self._answer_seconds.observe("l1", seconds, stands_for)
+        tables = self._local.ready_tables
+        each = dict.fromkeys(tables, count) if len(tables) == 1 else Counter(map(_table, asked))
+        for name, found in each.items():
+            self._tally.answers[name, "l1"] += found
+        picks = self._picks
+        picks.left -= count
+        if picks.left < 0:
+            for place in picks.places(count):
+                if picks.has_room():
+                    self._pick(self[place])
+
+    def touched(self, ready: Ready) -> None:
+        """Writes down that one of the sample is about to be sent."""
+        touch = ready.touch
+        if touch is not None and touch[0] <= self._trace.last:
+            self._trace.append(touch)
+        else:  # since its answer was kept the sample shrank
+            self._local.unsampled(ready)
+
+    def _pick(self, ready: Ready) -> None:
+        """As it was sent, but for its age, which is today's; one from before a flip is passed over."""
+        holding, now = self._shelf.holding, self._clock()
+        if holding is not None and holding.live.stamp == abs(ready.stamp):
+            age = orjson.dumps(round(now - ready.data_until, 3))
+            body = b"".join((ready.head, age, ready.tail))
+            self._picks.put(
+                Pick(holding.live.generation, *ready.asked, "l1", "batch", now, body=body)
+            )

@@ -1,0 +1,64 @@
+"""When to open a degraded generation again: its models may only have been out of reach."""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+
+from cache.store.releases import Pointer
+from serving.generations.holder import Shelf
+
+log = logging.getLogger(__name__)
+
+_FIRST_S = 10.0
+_LONGEST_S = 640.0
+"""Ever more rarely; it answers from its pages meanwhile."""
+
+
+class Mending:
+    """Opens it beside the follower's looks: who rolls a degraded generation back waits for no load of it."""
+
+    def __init__(self, shelf: Shelf, timer: Callable[[], float] = time.monotonic) -> None:
+        self._shelf = shelf
+        self._timer = timer
+        self._at, self._wait_s = 0.0, _FIRST_S
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Another generation is live: what was loading is not waited for."""
+        self.drop()
+        self._at, self._wait_s = self._timer() + _FIRST_S, _FIRST_S
+
+    def mend(self, pointer: Pointer | None) -> None:
+        """Opens the pointer's generation once more if it is degraded and the time has come; returns at once."""
+        held = self._shelf.holding
+        if held is None or pointer is None or held.live.degraded is None:
+            return
+        if self._timer() < self._at or (self._task is not None and not self._task.done()):
+            return
+        self._wait_s = min(2 * self._wait_s, _LONGEST_S)
+        self._at = self._timer() + self._wait_s
+        self._task = asyncio.create_task(self._open(pointer))
+
+    def drop(self) -> asyncio.Task[None] | None:
+        """Gives up what is loading; that, on its way to an end."""
+        if self._task is not None:
+            self._task.cancel()
+        return self._task
+
+    async def settled(self) -> None:
+        """Returns once nothing is loading."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _open(self, pointer: Pointer) -> None:
+        try:
+            whole = await self._shelf.load(pointer)
+        except Exception:
+            log.warning("generation %s cannot be mended", pointer.generation, exc_info=True)
+            return
+        held = self._shelf.holding
+        # Another release may have become live meanwhile, also of this very generation: it has another epoch.
+        if whole.degraded is None and held is not None and held.live.epoch == pointer.epoch:
+            self._shelf.put(dataclasses.replace(held, live=whole))

@@ -1,0 +1,162 @@
+"""The generations that this replica holds: opened beside what is served, and swapped as one object."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from cache.control.canary_split import Split
+from cache.store.artefacts import ArtefactStore
+from cache.store.blocklist import Blocklist
+from cache.store.releases import Canary, Pointer
+from serving.generations.release_history import Open, open_published
+from serving.generations.served_set import Holding
+from serving.generations.snapshot import Snapshot
+from serving.generations.store_threads import InThread
+from serving.metrics.registry import Metrics
+
+Warm = Callable[[Snapshot, Snapshot | None], Coroutine[Any, Any, None]]
+"""(coming, current): reads ahead for the coming one what callers ask for; nothing is current at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The last change of the live generation, at a monotonic time; `is_flip` unless it was the first of all."""
+
+    generation: str
+    at: float
+    published_at: float
+    is_flip: bool
+
+
+class Shelf:
+    """Owns `holding`, which is replaced as one object; a request keeps the one it captured."""
+
+    def __init__(
+        self,
+        open_snapshot: Open,
+        metrics: Metrics,
+        *,
+        warm: Warm | None = None,
+        aside: Executor | None = None,
+        in_thread: InThread = asyncio.to_thread,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.holding: Holding | None = None
+        self.blocklist = Blocklist()
+        self.is_blocklist_known = False
+        self.changed: Callable[[], None] = lambda: None
+        self.flipped: Callable[[str], None] = lambda _before: None
+        self.swap: Swap | None = None
+        self.canary: Canary | None = None
+        self._open = open_snapshot
+        self._metrics = metrics
+        self._warm = warm
+        self._aside = aside
+        self._in_thread = in_thread
+        self._timer = timer
+        self._first: Snapshot | None = None
+
+    @property
+    def live(self) -> Snapshot | None:
+        """What is answered from, if anything is yet."""
+        return None if self.holding is None else self.holding.live
+
+    @property
+    def generations(self) -> tuple[str, ...]:
+        """Ids of all that is here, also before anything is live."""
+        if self.holding is not None:
+            return self.holding.generations
+        return () if self._first is None else (self._first.generation,)
+
+    def held(self, generation: str | None) -> Snapshot | None:
+        """The snapshot of a generation that is here, whatever it is held for."""
+        if self._first is not None and self._first.generation == generation:
+            return self._first
+        return None if self.holding is None else self.holding.find(generation)
+
+    async def load(self, pointer: Pointer) -> Snapshot:
+        """Opens a generation that should be live already; raises when it cannot be loaded."""
+        return await self._in_thread(self._open, pointer, self.blocklist)
+
+    async def published(self, store: ArtefactStore, generation: str) -> Snapshot | None:
+        """Opens a superseded generation as it was last released; None when that cannot be."""
+        return await self._in_thread(open_published, store, self._open, generation, self.blocklist)
+
+    async def open(self, generation: str) -> Snapshot:
+        """Opens one that is staged, where it holds up no other; raises when it cannot be loaded."""
+        coming = Pointer(generation, 0, None, "", time.time())
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._aside, self._open, coming, self.blocklist)
+
+    async def warm(self, coming: Snapshot) -> None:
+        """Reads ahead what callers ask for; a cold start is slower, never wrong."""
+        if self._warm is not None:
+            with contextlib.suppress(Exception):
+                await self._warm(coming, self.live)
+
+    def is_worse(self, coming: Snapshot) -> str | None:
+        """A generation whose models do not open here would answer less than the live one does."""
+        held = self.holding
+        if coming.degraded is None or held is None or held.live.degraded is not None:
+            return None
+        return f"its models do not open: {coming.degraded}"
+
+    def hold(self, coming: Snapshot | None) -> None:
+        """Keeps what is staged, or lets go of it."""
+        self._first = coming if self.holding is None else None
+        if self.holding is not None and self.holding.next is not coming:
+            self.put(dataclasses.replace(self.holding, next=coming))
+        self.changed()
+
+    def take(self, live: Snapshot, pointer: Pointer) -> None:
+        """Serves a snapshot as the pointer says; what was live stays if the pointer names it as previous."""
+        held, released = self.holding, live.released_as(pointer.epoch, pointer.published_at)
+        self._first, self.canary = None, pointer.canary
+        previous = next_ = None
+        if held is not None:
+            previous = held.find(pointer.previous)
+            next_ = None if held.next is None else self._kept(held.next, live, previous)
+        if held is None or held.live.generation != live.generation:
+            self.swap = Swap(
+                live.generation, self._timer(), pointer.published_at, is_flip=held is not None
+            )
+        if held is not None and held.live.generation != live.generation:
+            self.flipped(held.live.generation)
+        self.put(Holding(released, previous, next_))
+        if held is not None and held.live.generation != live.generation:
+            self._metrics.flipped()
+        self.changed()
+
+    @staticmethod
+    def _kept(coming: Snapshot, live: Snapshot, previous: Snapshot | None) -> Snapshot | None:
+        taken = (live.generation, None if previous is None else previous.generation)
+        return None if coming.generation in taken else coming
+
+    def put(self, holding: Holding) -> None:
+        """The one place where what is held changes, except for the blocklist."""
+        if any(each.blocklist is not self.blocklist for each in holding.snapshots):
+            # It changed while this one was loading.
+            holding = holding.with_blocklist(self.blocklist)
+        canary, split = self.canary, None
+        if canary is not None and holding.next and holding.next.generation == canary.generation:
+            split = Split.of(canary.generation, canary.percent)
+            next_ = holding.next.released_as(holding.live.epoch, canary.since)
+            holding = dataclasses.replace(holding, next=next_)
+        self.holding = dataclasses.replace(holding, canary=split)
+        live = self.holding.live
+        self._metrics.hold(self.holding.roles, is_degraded=live.degraded is not None)
+
+    async def block(self, blocklist: Blocklist) -> None:
+        """Puts a blocklist in force for all that is held and all that is loading."""
+        self.blocklist = blocklist
+        self.is_blocklist_known = True
+        while (held := self.holding) is not None and held.live.blocklist is not blocklist:
+            blocked = await asyncio.to_thread(held.with_blocklist, blocklist)
+            if self.holding is held:
+                self.holding = blocked
+        self._metrics.blocklist_version.set(blocklist.version)

@@ -1,0 +1,286 @@
+"""Follows the pointer forwards only, and has what it may name next ready when it moves."""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from cache.errors import CorruptArtefact, LarderError, TierUnavailable, masked
+from cache.store.artefacts import ArtefactStore
+from cache.store.releases import Pointer
+from serving.generations.degraded_reopen import Mending
+from serving.generations.health import About, Concerns, Health
+from serving.generations.holder import Shelf
+from serving.generations.pointer_lag import Pursuit
+from serving.generations.pointer_rules import judge
+from serving.generations.redis_clock import RedisClock
+from serving.generations.release_history import newest_pointer
+from serving.generations.served_set import Holding
+from serving.generations.snapshot import Snapshot
+from serving.generations.staging import Staged
+from serving.generations.store_threads import InThread
+from serving.metrics.registry import Metrics
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 10.0
+"""Between tries to load what could not be loaded: each reads and checks every file."""
+
+T = TypeVar("T")
+
+
+class Redis(Protocol):
+    """What following needs of L2."""
+
+    async def watch(self) -> tuple[bytes | None, bytes | None]:
+        """The live pointer and the staging note; raises TierUnavailable."""
+
+
+class Follower:
+    """Decides what the shelf holds; nothing but a greater epoch changes what is served."""
+
+    def __init__(
+        self,
+        store: ArtefactStore,
+        redis: Redis,
+        shelf: Shelf,
+        metrics: Metrics,
+        *,
+        load_bound_s: float = 60.0,
+        poll_s: float = 1.0,
+        clock: Callable[[], float] | None = None,
+        in_thread: InThread = asyncio.to_thread,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.is_draining = False
+        self.shelf = shelf
+        self.pursuit = Pursuit(load_bound_s, timer)
+        self.staged = Staged(shelf, clock or RedisClock(timer), timer)
+        self._store = store
+        self._redis = redis
+        self._metrics = metrics
+        self._poll_s, self._load_bound_s = poll_s, load_bound_s
+        self._in_thread = in_thread
+        self._timer = timer
+        self.concerns = Concerns("pointer", "starting")
+        self._retry_s, self._retry_at = min(_RETRY_S, load_bound_s / 3), 0.0
+        self._mending = Mending(shelf, timer)
+        self._looking = asyncio.Lock()
+        self._fetching: asyncio.Task[None] | None = None
+
+    @property
+    def holding(self) -> Holding | None:
+        """What is answered from."""
+        return self.shelf.holding
+
+    @property
+    def failed(self) -> str | None:
+        """Why what was seen cannot be loaded."""
+        return self.pursuit.failed
+
+    @property
+    def epoch(self) -> int | None:
+        """Of what is served."""
+        return None if self.holding is None else self.holding.live.epoch
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether a publisher waits for its replicas: the pointer may move any moment."""
+        held = self.holding
+        return self.staged.expected(None if held is None else held.live.generation) is not None
+
+    @property
+    def stale(self) -> str | None:
+        """Why answers may lag behind, or None."""
+        return self.concerns.text
+
+    @property
+    def health(self) -> Health:
+        """A replica that lost Redis stays ready; one that cannot load in time what it saw published does not."""
+        held, overdue = self.holding, self.pursuit.overdue()
+        if self.is_draining:
+            overdue = "this replica is stopping"
+        elif held is not None and overdue is None and not self.shelf.is_blocklist_known:
+            overdue = "no version of the blocklist could be read"
+        degraded = None if held is None else held.live.degraded
+        ready = held is not None and overdue is None
+        failed = overdue or self.failed
+        outside = self.pursuit.outside() if failed == self.failed else overdue
+        return Health(ready, self.stale, degraded, failed, outside)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Generation -> why it cannot be loaded here."""
+        found = {}
+        if self.staged.wanted is not None and self.staged.failed is not None:
+            found[self.staged.wanted] = self.staged.failed
+        if self.pursuit.seen is not None and self.failed is not None:
+            found[self.pursuit.seen.generation] = self.failed
+        return found
+
+    def note(self, about: About, why: str | None, remedy: str = "") -> None:
+        """A reason to trust this replica less, or None when it has passed; logged when it is news."""
+        if self.concerns.note(about, why) and why is not None:
+            log.warning("stale: %s%s", why, remedy and f": {remedy}")
+
+    async def look(self) -> None:
+        """One look at the pointer, following it when it is newer, and at what may come next."""
+        async with self._looking:
+            await self._look()
+            self._stage()
+            self._mending.mend(self.pursuit.followed)
+
+    async def _look(self) -> None:
+        try:
+            raw, note = await self._redis.watch()
+            pointer = None if raw is None else Pointer.from_bytes(raw)
+        except (TierUnavailable, CorruptArtefact) as error:
+            unreachable = isinstance(error, TierUnavailable)
+            self._mark("redis_unreachable" if unreachable else "pointer_corrupt")
+            await self._start_from_releases(None)
+            return
+        self.staged.hear(note)
+        # What the release records know and Redis does not was lost with an older Redis.
+        await self._start_from_releases(pointer)
+        verdict = judge(pointer, self.pursuit.seen)
+        if verdict == "newer" and pointer is not None:
+            await self._follow(pointer)
+        elif verdict != "same":
+            self._mark(f"pointer_{verdict}")
+        elif not self.pursuit.is_behind:
+            self._unmark()
+        elif self.pursuit.seen is not None and self._timer() >= self._retry_at:
+            await self._follow(self.pursuit.seen)
+        else:
+            self._mark("load_failed")
+
+    def _stage(self) -> None:
+        """At most one generation beside live and previous: what is staged, else what is tried out."""
+        followed, wanted = self.pursuit.followed, None
+        if not self.pursuit.is_behind:  # what should be live already comes first
+            wanted = self.staged.expected(None if followed is None else followed.generation)
+            if wanted is None and followed is not None and followed.canary is not None:
+                wanted = followed.canary.generation
+        self.staged.want(wanted)
+
+    async def settled(self) -> None:
+        """Returns once the previous generation, the next and what is being mended are here, or cannot be."""
+        await self.staged.settled()
+        await self._mending.settled()
+        if self._fetching is not None:
+            await asyncio.wait({self._fetching})
+
+    async def aclose(self) -> None:
+        """Stops loading."""
+        tasks = self.staged.drop(), self._mending.drop(), self._fetching
+        pending = {each for each in tasks if each is not None}
+        for each in pending:
+            each.cancel()
+        if pending:
+            await asyncio.wait(pending)
+
+    async def _start_from_releases(self, pointer: Pointer | None) -> None:
+        if self.pursuit.followed is not None or (self.failed and self._timer() < self._retry_at):
+            return
+        try:
+            newest = await self._in_thread(newest_pointer, self._store)
+        except (LarderError, OSError, ValueError):
+            log.exception("the release records cannot be read")
+            return
+        if newest is not None and (pointer is None or pointer.epoch < newest.epoch):
+            await self._follow(newest, trusted=False)
+
+    async def _follow(self, pointer: Pointer, *, trusted: bool = True) -> None:
+        self.pursuit.saw(pointer)
+        if self._fetching is not None:
+            self._fetching.cancel()
+        try:
+            live = await self._brought(pointer)
+            if not isinstance(live, Pointer):
+                self.shelf.take(live, pointer)
+        except Exception as error:  # whatever is wrong with it, the old one goes on
+            log.exception("generation %s cannot be loaded", pointer.generation)
+            await self._give_up(pointer, str(error))
+            return
+        if isinstance(live, Pointer):
+            # Rolled back, or published over, while it was loading: not one answer may come from it.
+            await self._follow(live)
+            return
+        self.pursuit.took(pointer)
+        self._mending.begin()
+        if trusted:
+            self._unmark()
+        log.info("serving generation %s of epoch %d", pointer.generation, pointer.epoch)
+        if pointer.previous is not None and self.holding and self.holding.previous is None:
+            self._fetching = asyncio.create_task(self._fetch(pointer, pointer.previous))
+
+    async def _give_up(self, pointer: Pointer, why: str) -> None:
+        why = masked(why)
+        self.pursuit.failed = f"generation {pointer.generation} cannot be loaded: {why}"
+        self._retry_at = self._timer() + self._retry_s
+        self._mark("load_failed")
+        await self._unless_overtaken(pointer, self._fall_back(pointer))
+
+    async def _unless_overtaken(
+        self, pointer: Pointer, work: Coroutine[Any, Any, T]
+    ) -> T | Pointer:
+        """What `work` comes to, or the newer pointer that was found meanwhile: a roll-back waits for no slow store."""
+        task = asyncio.create_task(work)
+        try:
+            while True:
+                done, _ = await asyncio.wait({task}, timeout=self._poll_s)
+                if (newer := await self._overtaken(pointer)) is not None:
+                    return newer
+                if done:
+                    return await task
+        finally:
+            if not task.cancel():  # else its thread goes on to its end, for nothing
+                task.exception()
+
+    async def _brought(self, pointer: Pointer) -> Snapshot | Pointer:
+        if (held := self.shelf.held(pointer.generation)) is not None:
+            return held
+        return await self._unless_overtaken(pointer, self._load(pointer))
+
+    async def _load(self, pointer: Pointer) -> Snapshot:
+        if self.staged.is_loading(pointer.generation):
+            # Not for ever: its one thread may hang, or stand behind one that does.
+            await self.staged.settled(self._load_bound_s)
+            if (staged := self.shelf.held(pointer.generation)) is not None:
+                return staged
+        self.staged.drop()  # never more than previous, live and one more
+        live = await self.shelf.load(pointer)
+        await self.shelf.warm(live)
+        return live
+
+    async def _fall_back(self, pointer: Pointer) -> None:
+        """To a replica that has nothing yet, the previous generation is better than no answers; it stays drained."""
+        if self.holding is not None or pointer.previous is None:
+            return
+        previous = await self.shelf.published(self._store, pointer.previous)
+        if previous is not None:
+            self.shelf.put(Holding(previous))
+            log.warning("answering from the previous generation %s", pointer.previous)
+
+    async def _overtaken(self, pointer: Pointer) -> Pointer | None:
+        try:
+            raw, _ = await self._redis.watch()
+            now = None if raw is None else Pointer.from_bytes(raw)
+        except (TierUnavailable, CorruptArtefact):
+            return None
+        return now if judge(now, pointer) == "newer" else None
+
+    async def _fetch(self, pointer: Pointer, generation: str) -> None:
+        previous = await self.shelf.published(self._store, generation)
+        if previous is not None and self.holding is not None and self.pursuit.followed is pointer:
+            self.shelf.put(dataclasses.replace(self.holding, previous=previous))
+
+    def _mark(self, why: str) -> None:
+        self.note("pointer", why)
+        self._metrics.refreshes.labels(why).inc()
+
+    def _unmark(self) -> None:
+        self.note("pointer", None)
+        self._metrics.refreshes.labels("in_step").inc()

@@ -1,0 +1,68 @@
+"""The generations that answers come from, as one value that a request captures when it starts."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Self
+
+from cache.control.canary_split import Split
+from cache.store.blocklist import Blocklist
+from serving.generations.snapshot import Snapshot
+from serving.requests.errors import Problem
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holding:
+    """The live snapshot and, where they are held, the previous one and the next (which a canary tries out)."""
+
+    live: Snapshot
+    previous: Snapshot | None = None
+    next: Snapshot | None = None
+    canary: Split | None = None
+
+    def pinned(self, generation: str | None) -> Self:
+        """What a request that pins `generation` may be answered from; 409 when it is not held."""
+        if generation is None:
+            return self
+        # What is only staged has not been published to anybody.
+        offered = (self.live, self.previous, None if self.canary is None else self.next)
+        for each in offered:
+            if each is not None and each.generation == generation:
+                return dataclasses.replace(self, live=each, previous=None, next=None, canary=None)
+        raise Problem(
+            409, "generation_gone", f"generation {generation!r} is not live or previous here",
+            field="generation", held=list(self.generations),
+        )  # fmt: skip
+
+    def tried(self, next_: Snapshot) -> Self:
+        """What a canary's request is answered from, whole: the next generation, and the live one below it."""
+        return dataclasses.replace(self, live=next_, previous=self.live, next=None, canary=None)
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Role -> generation."""
+        named = {"live": self.live, "previous": self.previous}
+        named["next" if self.canary is None else "canary"] = self.next
+        return {role: each.generation for role, each in named.items() if each is not None}
+
+    @property
+    def generations(self) -> tuple[str, ...]:
+        """Ids of what is held, the live one first."""
+        return tuple(each.generation for each in self.snapshots)
+
+    def with_blocklist(self, blocklist: Blocklist) -> Self:
+        """All generations under another blocklist."""
+        return dataclasses.replace(
+            self,
+            live=self.live.with_blocklist(blocklist),
+            previous=self.previous and self.previous.with_blocklist(blocklist),
+            next=self.next and self.next.with_blocklist(blocklist),
+        )
+
+    def find(self, generation: str | None) -> Snapshot | None:
+        """The held snapshot of a generation."""
+        return next((each for each in self.snapshots if each.generation == generation), None)
+
+    @property
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """All that is held."""
+        return tuple(each for each in (self.live, self.previous, self.next) if each is not None)

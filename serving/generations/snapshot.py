@@ -1,0 +1,225 @@
+"""One generation as this process holds it."""
+
+import dataclasses
+import functools
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from cache.errors import CorruptArtefact, LarderError
+from cache.format.directory import Directory
+from cache.format.item_table import ItemTable
+from cache.format.keys import hash_id, input_digest
+from cache.format.manifest import Artefact, Manifest, Table
+from cache.model.predictor import Predictor
+from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
+from cache.store.blocklist import Blocklist
+from cache.tiers.tiered import View
+from serving.config.settings import Precision
+from serving.requests.errors import Problem
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Default:
+    """What a top-K table answers when nothing better exists: ordinals and scores, best first."""
+
+    items: NDArray[np.uint32]
+    scores: NDArray[np.float32]
+    ordinals: Mapping[bytes, int]
+    """Of its items, by their ids."""
+
+    def among(self, raws: Iterable[bytes] | None) -> frozenset[int]:
+        """The ordinals of those of the ids that stand in it."""
+        ordinals = self.ordinals
+        return frozenset([ordinals[raw] for raw in raws or () if raw in ordinals])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """All parts of one generation in one immutable value: store, index and model can never be of two nights."""
+
+    generation: str
+    epoch: int
+    published_at: str
+    manifest: Manifest
+    root: Path
+    directories: Mapping[str, Directory]
+    items: ItemTable
+    view: View
+    predictor: Predictor | None
+    degraded: str | None
+    defaults: Mapping[str, Default]
+    blocklist: Blocklist
+    blocked: frozenset[int]
+    blocked_ordinals: NDArray[np.int64]
+    stamp: int = field(init=False, default_factory=itertools.count(1).__next__)
+    """Of this very value: also the same generation under another blocklist or release has another one."""
+
+    @classmethod
+    def open(
+        cls,
+        store: ArtefactStore,
+        generation: str,
+        *,
+        epoch: int,
+        published_at: float,
+        blocklist: Blocklist,
+        precision: Precision,
+        threads: int,
+        cores: Sequence[int] = (),
+    ) -> Self:
+        """Fetches, verifies, maps and warms a generation; slow, so never on the event loop.
+
+        A model or index that is damaged or does not open leaves the snapshot `degraded`: its pages still answer.
+        """
+        manifest = read_manifest(store, generation)
+        guests = {each.path for each in _live_files(manifest)}
+        for artefact in manifest.artefacts():
+            if artefact.path not in guests:
+                fetch_checked(store, generation, artefact)
+        root = store.local(generation_path(generation))
+        directories = {
+            name: Directory.open(root, each) for name, each in manifest.entity_sets.items()
+        }
+        items = ItemTable.open(root, manifest)
+        predictor, degraded = _open_predictor(store, manifest, items, precision, threads, cores)
+        blocked, blocked_ordinals = _blocked(blocklist, items)
+        return cls(
+            generation=generation,
+            epoch=epoch,
+            published_at=_iso(published_at),
+            manifest=manifest,
+            root=root,
+            directories=directories,
+            items=items,
+            view=View(generation, directories),
+            predictor=predictor,
+            degraded=degraded,
+            defaults=_defaults(manifest, root, items),
+            blocklist=blocklist,
+            blocked=blocked,
+            blocked_ordinals=blocked_ordinals,
+        )
+
+    def with_blocklist(self, blocklist: Blocklist) -> Self:
+        """The same generation under another version of the blocklist."""
+        blocked, ordinals = _blocked(blocklist, self.items)
+        return dataclasses.replace(
+            self, blocklist=blocklist, blocked=blocked, blocked_ordinals=ordinals
+        )
+
+    def released_as(self, epoch: int, published_at: float) -> Self:
+        """The same generation under a later release (a rollback to it, a restore)."""
+        return dataclasses.replace(self, epoch=epoch, published_at=_iso(published_at))
+
+    def table(self, name: str) -> Table:
+        """The table of that name, or a 404."""
+        found = self.manifest.tables.get(name)
+        if found is None:
+            raise Problem(
+                404, "unknown_table", f"there is no table {name!r}",
+                field="table", tables=sorted(self.manifest.tables),
+            )  # fmt: skip
+        return found
+
+    @property
+    def has_blocked_entities(self) -> bool:
+        """Whether any entity must not be served."""
+        return bool(self.blocklist.entities or self.blocklist.items or self.blocklist.users)
+
+    def digest_without_input(self, table: Table) -> bytes | None:
+        """An item of the catalogue is its own input; of others, who sends nothing has none."""
+        if table.entity != "item":
+            return None
+        return _digest_of_nothing("" if self.predictor is None else self.predictor.model_digest)
+
+    def knows(self, table: Table, raw: bytes) -> bool:
+        """Whether the night knew the entity."""
+        directory = self.directories[table.entity]
+        return directory.find(hash_id(raw, directory.seed)) >= 0
+
+    def blocks(self, table: Table, raw: bytes | None) -> bool:
+        """Whether the entity itself must not be served (an item also when it is blocked as an item)."""
+        if raw is None:
+            return False
+        blocklist = self.blocklist
+        return raw in blocklist.entities or raw in (
+            blocklist.items if table.entity == "item" else blocklist.users
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _digest_of_nothing(model_digest: str) -> bytes:
+    return input_digest(model_digest, None, None)
+
+
+def _iso(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _live_files(manifest: Manifest, precision: Precision | None = None) -> Iterator[Artefact]:
+    """Files that only the live path reads: all of them, or those that it runs in one precision."""
+    for model in manifest.models.values():
+        if precision != "int8" or model.int8 is None:
+            yield model.fp32
+        if precision != "fp32" and model.int8 is not None:
+            yield model.int8
+    yield from (index.file for index in manifest.indexes.values())
+
+
+def _open_predictor(
+    store: ArtefactStore,
+    manifest: Manifest,
+    items: ItemTable,
+    precision: Precision,
+    threads: int,
+    cores: Sequence[int],
+) -> tuple[Predictor | None, str | None]:
+    root = store.local(generation_path(manifest.generation))
+    try:
+        for artefact in _live_files(manifest, precision):
+            fetch_checked(store, manifest.generation, artefact)
+        predictor = Predictor.open(
+            manifest, root, items, precision=precision, threads=threads, cores=cores
+        )
+        predictor.warm()
+    except Exception as error:  # models are guests: a broken one must not take the pages along
+        log.exception("generation %s has no working model", manifest.generation)
+        return None, error.message if isinstance(error, LarderError) else type(error).__name__
+    return predictor, None
+
+
+def _blocked(blocklist: Blocklist, items: ItemTable) -> tuple[frozenset[int], NDArray[np.int64]]:
+    ordinals = items.ordinals_of(sorted(blocklist.items))
+    known: NDArray[np.int64] = np.sort(ordinals[ordinals >= 0])
+    return frozenset(known.tolist()), known
+
+
+def _defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, Default]:
+    raw = (root / manifest.defaults.path).read_bytes()
+    try:
+        sent = orjson.loads(raw)
+        defaults = {}
+        for name, each in sent.items():
+            raws = [id_.encode() for id_ in each["items"]]
+            ordinals = items.ordinals_of(raws)
+            if (ordinals < 0).any() or len(ordinals) != len(each["scores"]):
+                raise CorruptArtefact(f"the defaults of {name} do not fit the item table")
+            defaults[name] = Default(
+                ordinals.astype(np.uint32),
+                np.array(each["scores"], np.float32),
+                dict(zip(raws, ordinals.tolist(), strict=True)),
+            )
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptArtefact(f"{manifest.defaults.path} cannot be read: {error}") from error
+    return defaults

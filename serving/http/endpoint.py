@@ -1,0 +1,63 @@
+"""What stands around every documented route: the token, errors as problems, and the count of requests."""
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
+
+from cache.errors import InvalidInput, LarderError
+from serving.metrics.registry import Metrics
+from serving.requests.bodies import as_json, refused
+from serving.requests.errors import Problem, from_input
+from serving.requests.fast_parse import credentials
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Request, float], Awaitable[object]]
+"""(request, when it began): a response, or what is to be sent as JSON."""
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Of one service."""
+
+    token: str
+    metrics: Metrics
+    timer: Callable[[], float]
+
+    def around(self, route: str, handler: Handler, *, is_counted: bool = True) -> Endpoint:
+        """The handler as an endpoint; `route` is what its requests are counted under."""
+        expected = credentials(self.token)
+
+        async def answer(request: Request) -> Response:
+            started = self.timer()
+            try:
+                if self.token:
+                    # Starlette reads headers as latin-1: encoded back, these are the bytes that were sent.
+                    sent = request.headers.get("authorization", "").encode("latin-1")
+                    if not any(hmac.compare_digest(sent, each) for each in expected):
+                        raise Problem(401, "unauthorized", "send Authorization: Bearer <token>")
+                found = await handler(request, started)
+                response = found if isinstance(found, Response) else as_json(200, found)
+            except Problem as problem:
+                response = refused(problem)
+            except ClientDisconnect:
+                response = refused(Problem(400, "disconnected", "the body ended early"))
+            except InvalidInput as error:
+                response = refused(from_input(error, "body"))
+            except LarderError as error:
+                log.exception("%s failed", route)
+                response = refused(Problem(503, error.code, error.message))
+            except Exception:
+                log.exception("%s failed", route)
+                why = "this is a defect; the log has more"
+                response = refused(Problem(500, "internal_error", why))
+            if is_counted:
+                self.metrics.requested(route, response.status_code)
+            return response
+
+        return answer

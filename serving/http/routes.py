@@ -1,0 +1,219 @@
+"""The HTTP surface: reads a request, asks the ladder, sends prebuilt JSON."""
+
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
+from starlette.convertors import PathConvertor, register_url_convertor
+
+from serving.dashboard.document_schema import DASHBOARD
+from serving.dashboard.static_files import page_routes
+from serving.generations.snapshot import Snapshot
+from serving.http import json_schema, openapi
+from serving.http.endpoint import Guard, Handler
+from serving.http.generations_view import overview
+from serving.http.service import Service
+from serving.lookup.candidate_scoring import rank_candidates, vector_table
+from serving.metrics.registry import CONTENT_TYPE
+from serving.rendering.answer_fields import Answer
+from serving.rendering.arrow_batch import answers_stream
+from serving.requests.bodies import as_arrow, as_json, read_body
+from serving.requests.content import beside, lookup_of, take
+from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
+from serving.requests.models import Ask, Options
+from serving.requests.negotiation import JSON_TYPE, Form, forms
+from serving.requests.options import with_headers
+
+LOOKUP_PREFIX, EXPLAIN_PREFIX = b"/v1/lookup/", b"/v1/explain/"
+
+
+class _Rest(PathConvertor):
+    """The rest of a path, whatever it holds: Starlette's own ends at a line break, which an id may have."""
+
+    regex = r"[\s\S]*"
+
+
+class _Direct(APIRoute):
+    """A documented route that hands over the request as it is: resolving dependencies would cost a third of a hit."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint itself."""
+        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return handler
+
+
+def routes(service: Service) -> APIRouter:
+    """All routes of the service."""
+    register_url_convertor("rest", _Rest())
+    router = APIRouter(route_class=_Direct)
+    guard = Guard(service.token, service.metrics, service.timer)
+
+    async def lookup_one(request: Request, started: float) -> object:
+        raw_path = request.scope.get("raw_path") or request.url.path.encode()
+        ask = lookup_url(raw_path, LOOKUP_PREFIX, request.scope["query_string"], service.limits)
+        return (await _answers(service, request, ask, started))[0][0]
+
+    async def lookup_table(request: Request, started: float) -> object:
+        form = forms(request.scope["headers"])
+        ask = await _asked(service, request, form.sent, request.path_params["table"])
+        answers, of = await _answers(service, request, ask, started)
+        if form.wanted == "json":
+            return {"answers": answers}
+        table = of.table(request.path_params["table"])
+        ids = [entity.raw for entity in ask.entities]
+        return as_arrow(answers_stream(table, ids, dict(enumerate(answers))))
+
+    async def lookup_tables(request: Request, started: float) -> object:
+        ask = await _asked(service, request, "json", None)
+        return {"answers": (await _answers(service, request, ask, started))[0]}
+
+    async def score(request: Request, started: float) -> object:
+        ask = score_ask(await _json(service, request), service.limits)
+        ask = ask.with_options(_with_headers(service, request, ask.options))
+        live = service.holding()
+        user = ask.user.of_table(vector_table(live.live).name)
+        holding, part = service.trial.route(live, (user,), ask.options)
+        answer = await rank_candidates(service.ladder, holding, ask, started)
+        service.trial.count(
+            part, [{"source": answer["source"]}]
+        )  # its scores are of the caller's items
+        return service.marked([answer])[0]
+
+    async def feedback(request: Request, _started: float) -> object:
+        told = feedback_of(await _json(service, request))
+        return {"arm": service.trial.feedback(service.holding(), *told)}
+
+    async def explain_one(request: Request, _started: float) -> object:
+        raw_path = request.scope.get("raw_path") or request.url.path.encode()
+        ask = lookup_url(raw_path, EXPLAIN_PREFIX, request.scope["query_string"], service.limits)
+        return await explained(request, ask)
+
+    async def explain_input(request: Request, _started: float) -> object:
+        ask = await _asked(service, request, "json", request.path_params["table"])
+        return await explained(request, ask)
+
+    async def explained(request: Request, ask: Ask) -> object:
+        ask = Ask(ask.entities, _with_headers(service, request, ask.options))
+        return await service.explainer.explain(service.holding(), ask)
+
+    async def generations(_request: Request, _started: float) -> object:
+        shelf = service.follower.shelf
+        return overview(service.holding(), service.follower.health, shelf.canary)
+
+    async def dashboard_data(_request: Request, _started: float) -> object:
+        body = await service.dashboard.data()
+        return Response(body, media_type=JSON_TYPE, headers={"Cache-Control": "no-store"})
+
+    async def healthz(_request: Request) -> Response:
+        return as_json(200, {"status": "ok"})
+
+    async def readyz(_request: Request) -> Response:
+        health, held = service.follower.health, service.follower.holding
+        body = {
+            **health.told_to_anybody(),
+            "generation": None if held is None else held.live.generation,
+            "epoch": None if held is None else held.live.epoch,
+            "schedule": service.nights.body(),
+        }
+        return as_json(200 if health.ready else 503, body)
+
+    async def metrics(_request: Request) -> Response:
+        return Response(await service.expose(), media_type=CONTENT_TYPE)
+
+    def add(
+        path: str,
+        method: str,
+        handler: Handler,
+        extra: dict[str, Any] | None = None,
+        *,
+        is_counted: bool = True,
+    ) -> None:
+        route = path.partition("{entity")[0].rstrip("/") if "{entity" in path else path
+        router.add_api_route(
+            path,
+            guard.around(f"{method} {route}", handler, is_counted=is_counted),
+            methods=[method],
+            name=handler.__name__,
+            openapi_extra=extra,
+        )
+
+    described = functools.partial(openapi.described, has_token=bool(service.token))
+    add(
+        "/v1/lookup/{table}/{entity:rest}", "GET", lookup_one,
+        described(json_schema.ANSWER, path=("table", "entity"), query=True),
+    )  # fmt: skip
+    add(
+        "/v1/lookup/{table}", "POST", lookup_table,
+        described(
+            json_schema.ANSWERS, body=json_schema.lookup(service.limits), path=("table",), has_arrow=True
+        ),
+    )  # fmt: skip
+    add(
+        "/v1/lookup",
+        "POST",
+        lookup_tables,
+        described(json_schema.ANSWERS, body=json_schema.lookup_many(service.limits)),
+    )
+    add(
+        "/v1/score",
+        "POST",
+        score,
+        described(json_schema.SCORES, body=json_schema.score(service.limits)),
+    )
+    add(
+        "/v1/feedback", "POST", feedback,
+        described(json_schema.FEEDBACK, body=json_schema.FEEDBACK_BODY, has_options=False),
+    )  # fmt: skip
+    add(
+        "/v1/explain/{table}/{entity:rest}", "GET", explain_one,
+        described(json_schema.EXPLAINED, path=("table", "entity"), query=True),
+    )  # fmt: skip
+    add(
+        "/v1/explain/{table}", "POST", explain_input,
+        described(json_schema.EXPLAINED, body=json_schema.lookup(service.limits, 1), path=("table",)),
+    )  # fmt: skip
+    add(
+        "/v1/generations", "GET", generations, described(json_schema.GENERATIONS, has_options=False)
+    )
+    # Not counted, as no probe is: who looks on is not what is looked at.
+    add(
+        "/dashboard/data", "GET", dashboard_data,
+        described(DASHBOARD, has_options=False), is_counted=False,
+    )  # fmt: skip
+    router.add_api_route("/healthz", healthz, methods=["GET"])
+    router.add_api_route("/readyz", readyz, methods=["GET"], openapi_extra=openapi.READYZ)
+    router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
+    router.routes.extend(page_routes())
+    return router
+
+
+async def _answers(
+    service: Service, request: Request, ask: Ask, started: float
+) -> tuple[list[Answer], Snapshot]:
+    """One per entity, and the snapshot that was asked."""
+    ask = Ask(ask.entities, _with_headers(service, request, ask.options))
+    service.metrics.stage("parse", service.timer() - started)
+    holding, part = service.trial.route(service.holding(), ask.entities, ask.options)
+    answers = await service.ladder.lookup(holding, ask, started)
+    service.trial.count(part, answers)
+    return service.marked(answers), holding.pinned(ask.options.generation).live
+
+
+async def _asked(service: Service, request: Request, form: Form, table: str | None) -> Ask:
+    body, limits = await _body(service, request), service.limits
+    return await beside(body, lambda: lookup_of(request.scope, body, form, table, limits))
+
+
+async def _json(service: Service, request: Request) -> object:
+    body, limits = await _body(service, request), service.limits
+    return await beside(body, lambda: take(request.scope, body, "json", limits))
+
+
+async def _body(service: Service, request: Request) -> bytes:
+    return await read_body(request, service.body_bytes, service.body_timeout_s)
+
+
+def _with_headers(service: Service, request: Request, options: Options) -> Options:
+    return with_headers(options, request.scope["headers"], service.limits)

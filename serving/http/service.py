@@ -1,0 +1,24 @@
+"""The parts of a running service that its routes speak to."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from serving.dashboard.service import Dashboard
+from serving.explain.explainer import Explainer
+from serving.lookup.service import LookupService
+from serving.quality.monitor import Quality
+from serving.replica.canary_router import Trial
+from serving.replica.freshness import Nights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service(LookupService):
+    """Lookups, and everything else that a caller or an operator may ask a replica for."""
+
+    drain: Callable[[], Awaitable[None]]
+    nights: Nights
+    trial: Trial
+    expose: Callable[[], Awaitable[bytes]]
+    dashboard: Dashboard
+    explainer: Explainer
+    quality: Quality

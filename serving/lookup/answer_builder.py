@@ -1,0 +1,139 @@
+"""What a record or a default becomes: the one answer of an entity, filtered, named and counted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cache.format.records import Record
+from cache.tiers.tiered import MissReason
+from serving.generations.snapshot import Snapshot
+from serving.lookup.entity import Case
+from serving.metrics.miss_reasons import EXHAUSTED
+from serving.metrics.registry import Metrics, Source
+from serving.rendering.answer_fields import Barred, Prediction, complete, from_defaults, from_record
+from serving.requests.models import Options
+from serving.usage.answer_sampling import Pick
+from serving.usage.request_observer import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What all entities of one request share; times are monotonic."""
+
+    options: Options
+    started: float
+    deadline: float
+    _excluded: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    def excluded(self, snapshot: Snapshot) -> frozenset[int]:
+        """Ordinals of `exclude`, looked up once per generation and not once per entity."""
+        if not self.options.exclude:
+            return frozenset()
+        found = self._excluded.get(snapshot.generation)
+        if found is None:
+            ordinals = snapshot.items.ordinals_of(self.options.exclude)
+            found = self._excluded[snapshot.generation] = frozenset(ordinals.tolist())
+        return found
+
+
+_UNTOLD = (MissReason.NEGATIVE, MissReason.UNREAD)
+_NOWHERE = MissReason.NOT_IN_GENERATION.value
+
+
+class Reply:
+    """Gives a case its answer."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        watch: Watch,
+        timer: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self._metrics = metrics
+        self._watch = watch
+        self._timer = timer
+        self._clock = clock
+
+    def answer(
+        self,
+        case: Case,
+        snapshot: Snapshot,
+        record: Record,
+        source: Source,
+        turn: Turn,
+        *,
+        least: int = 1,
+    ) -> None:
+        """Answers, unless fewer than `least` items of the list are left: that is for a lower rung."""
+        table = snapshot.manifest.tables[case.table.name]
+        barred: Barred = (turn.excluded(snapshot),)
+        # A live record was computed from this very history, and leaves it out.
+        if source != "live" and table.kind == "topk":
+            barred += (case.history_in(snapshot).seen,)
+        prediction = from_record(snapshot, table, record, case.k, barred)
+        if record.items is not None:
+            left = len(prediction["items"])
+            if left == 0 or left < min(least, len(record.items)):
+                case.reason = EXHAUSTED
+                return
+        producer = "live" if record.live else "batch"
+        self._finish(case, prediction, snapshot, source, producer, turn)
+        self._note(case, snapshot, source, producer, barred)
+
+    def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
+        """Answers with what holds for everybody."""
+        case.reason = case.reason or MissReason.NOT_IN_GENERATION
+        barred = (turn.excluded(snapshot),)
+        prediction = from_defaults(snapshot, case.table, case.entity, case.k, barred)
+        producer = "defaults" if case.table.kind == "topk" else None
+        self._finish(case, prediction, snapshot, "default", producer, turn)
+
+    def _finish(
+        self,
+        case: Case,
+        prediction: Prediction,
+        snapshot: Snapshot,
+        source: Source,
+        producer: str | None,
+        turn: Turn,
+    ) -> None:
+        table = case.table.name
+        # Of a history that only kept items out of a list of the night, nothing was used to compute.
+        is_used = producer == "live" or case.live_reason == "no_usable_input"
+        dropped = 0
+        if is_used:
+            counted = case.dropped if source == "live" else None
+            dropped = case.history_in(snapshot).dropped if counted is None else counted
+        # A caller need not know that the unknown was remembered, or not looked up.
+        reason = _NOWHERE if case.reason in _UNTOLD else case.reason
+        case.answer = complete(
+            prediction, snapshot, table, case.entity, source, producer, self._clock(),
+            reason=reason, live=case.live_reason, dropped_history=dropped or None,
+        )  # fmt: skip
+        self._metrics.answered(table, source, self._timer() - turn.started)
+        if source not in ("l1", "l2"):
+            key, reason = case.want.key, case.reason
+            word = self._watch.word(snapshot.generation, table, key, reason)
+            self._metrics.missed(table, word)
+        elif source == "l2":
+            self._watch.read(snapshot.generation, table, case.want.key, case.want.position >= 0)
+
+        if case.is_cold:
+            self._watch.cold.append((table, case.entity.raw or b""))
+
+    def _note(
+        self, case: Case, snapshot: Snapshot, source: Source, producer: str, barred: Barred
+    ) -> None:
+        """Tells the sampler, whose turn it rarely is."""
+        picks = self._watch.picks
+        picks.left -= 1
+        if picks.left >= 0:
+            return
+        picks.places(1)
+        raw = case.entity.raw
+        if raw is not None:
+            sent = case.source if producer == "live" and case.entity.has_input else None
+            picks.put(Pick(
+                snapshot.generation, case.table.name, raw, source, producer, self._clock(),
+                fields=case.answer, sent=sent, barred=barred,
+            ))  # fmt: skip

@@ -1,0 +1,117 @@
+"""Putting a caller's own candidates in order for one user."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.manifest import Table
+from cache.format.records import Layout
+from cache.model.ranking import Metric, score
+from serving.generations.served_set import Holding
+from serving.generations.snapshot import Snapshot
+from serving.lookup.ladder import Ladder
+from serving.rendering.answer_fields import Answer, history_in
+from serving.requests.errors import Problem
+from serving.requests.models import Ask, ScoreAsk
+
+
+async def rank_candidates(
+    ladder: Ladder, holding: Holding, ask: ScoreAsk, started: float
+) -> Answer:
+    """Scores in rank order: the user's vector (from whatever rung has it) times the item vectors of its generation.
+
+    With a history or features the vector is computed from them, whatever is stored. `score_tolerance` bounds what
+    the precision of the stored vector may have changed: candidates whose scores are closer than twice that may stand
+    in either order. It is 0 where vectors are kept as f4, which ranks as the night did.
+
+    What cannot be scored is named: `unknown`, `blocked`, `excluded` (the sent history).
+    """
+    holding = holding.pinned(ask.options.generation)
+    table = vector_table(holding.live)
+    user = ask.user.of_table(table.name)
+    options = replace(ask.options, fresh=ask.options.fresh or user.has_input)
+    answer = (await ladder.lookup(holding, Ask((user,), options), started))[0]
+    snapshot = holding.find(answer["generation"]) or holding.live
+    vector = answer.pop("vector")
+    ordinals, named = _sorted_out(snapshot, ask)
+    answer |= {"items": [], "scores": []}
+    if vector is not None and ordinals:
+        layout = snapshot.manifest.tables[table.name].layout
+        answer |= _ranked(snapshot, layout, vector, np.array(ordinals, np.int64), ask.options.k)
+    elif ordinals:
+        named["unscored"] = snapshot.items.ids_of(np.array(ordinals, np.uint32))
+    return answer | named
+
+
+def vector_table(snapshot: Snapshot) -> Table:
+    """The user vectors whose products with the item vectors mean something; 404 when the generation has none."""
+    dims = snapshot.manifest.items.dims
+    for table in snapshot.manifest.tables.values():
+        if table.kind == "vector" and table.entity == "user" and table.layout.width == dims:
+            return table
+    raise Problem(
+        404, "unknown_table", "this generation has no user vectors to score with", field="table"
+    )
+
+
+def _ranked(
+    snapshot: Snapshot,
+    layout: Layout,
+    vector: NDArray[np.float32],
+    ordinals: NDArray[np.int64],
+    k: int | None,
+) -> dict[str, Any]:
+    metric = _metric(snapshot)
+    scores = score(vector[None, :], snapshot.items.vectors, ordinals[None, :], metric)[0]
+    order = np.lexsort((ordinals, -scores))[:k]
+    return {
+        "items": snapshot.items.ids_of(ordinals[order].astype(np.uint32)),
+        "scores": scores[order],
+        "score_tolerance": _tolerance(layout, vector, snapshot.items.vectors[ordinals], metric),
+    }
+
+
+def _tolerance(
+    layout: Layout, vector: NDArray[np.float32], items: NDArray[np.float32], metric: Metric
+) -> float:
+    """The most that rounding the vector to its layout can have moved any of these scores."""
+    if layout.precision == "f4":
+        return 0.0
+    size = np.abs(vector)
+    # Half a unit in the last place of a float16 (11 bits), or half a step of the int8 scale.
+    step = size * 2.0**-11 if layout.precision == "f2" else np.full_like(size, size.max() / 254)
+    moved = np.abs(items) @ step
+    if metric == "cosine":
+        # The vector's own length is off by as much again.
+        lengths = np.linalg.norm(items, axis=1) * np.linalg.norm(vector)
+        moved = 2 * moved / np.where(lengths == 0, 1, lengths)
+    return float(moved.max(initial=0))
+
+
+def _metric(snapshot: Snapshot) -> Metric:
+    """What the night ranked this generation's top-K lists by."""
+    manifest = snapshot.manifest
+    for table in manifest.tables.values():
+        name = table.producer.index
+        if table.producer.kind == "topk" and name is not None and name in manifest.indexes:
+            return manifest.indexes[name].metric
+    return "inner_product"
+
+
+def _sorted_out(snapshot: Snapshot, ask: ScoreAsk) -> tuple[list[int], dict[str, list[str]]]:
+    history = history_in(snapshot, ask.user.history).seen
+    ordinals: dict[int, None] = {}
+    named: dict[str, list[str]] = {"unknown": [], "blocked": [], "excluded": []}
+    found = snapshot.items.ordinals_of(ask.items).tolist()
+    for raw, ordinal in zip(ask.items, found, strict=True):
+        if ordinal < 0:
+            named["unknown"].append(raw.decode())
+        elif ordinal in snapshot.blocked:
+            named["blocked"].append(raw.decode())
+        elif ordinal in history:
+            named["excluded"].append(raw.decode())
+        else:
+            ordinals[ordinal] = None
+    return list(ordinals), named

@@ -1,0 +1,171 @@
+"""One entity on its way down the ladder: what is wanted, from what it could be computed, what came of it."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cache.errors import InvalidInput
+from cache.format.keys import FeatureValue, fingerprint, hash_id, input_digest
+from cache.format.manifest import Table
+from cache.format.records import Record, decode
+from cache.model.predictor import LiveInput
+from cache.tiers.tiered import Found, Want
+from serving.generations.snapshot import Snapshot
+from serving.rendering.answer_fields import Answer, History, history_in
+from serving.requests.errors import Problem, from_input
+from serving.requests.models import Ask, Entity
+
+_TURN = 64
+
+
+class Pace:
+    """Lets others use the event loop now and then while a large request is worked through."""
+
+    def __init__(self) -> None:
+        self._done = 0
+
+    async def step(self, entity: Entity) -> None:
+        """Counts one more entity, a long input as several."""
+        features = (entity.features or {}).values()
+        numbers = sum([len(each) if type(each) is tuple else 1 for each in features])
+        self._done += 1 + (len(entity.history or ()) + numbers) // 16
+        if self._done >= _TURN:
+            self._done = 0
+            await asyncio.sleep(0)
+
+
+@dataclass(slots=True, eq=False)
+class Case:
+    """`reason` says why there is no plain hit, `live_reason` why live did not answer though it had an input.
+
+    `dropped` counts the ids of the history that the model lacked, where live has counted them.
+    """
+
+    entity: Entity
+    table: Table
+    k: int
+    want: Want
+    digest: bytes
+    reason: str | None = None
+    live_reason: str | None = None
+    found: Found | None = None
+    answer: Answer | None = None
+    dropped: int | None = None
+    _history: tuple[str, History] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """About what the input occupies while it waits for the model."""
+        features = self.entity.features or {}
+        return (
+            256
+            + sum(len(raw) + 49 for raw in self.entity.history or ())
+            + sum(128 + len(name) + _feature_bytes(each) for name, each in features.items())
+        )
+
+    @property
+    def own_ordinal(self) -> int | None:
+        """An item of the catalogue is its own input: its model index stands in the item table."""
+        if self.table.entity == "item" and self.want.position >= 0:
+            return self.want.position
+        return None
+
+    @property
+    def source(self) -> LiveInput:
+        """What live computes from."""
+        return LiveInput(self.entity.history, self.entity.features, self.own_ordinal)
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the night did not know the id, though it may be served."""
+        return (
+            self.want.position < 0
+            and self.entity.raw is not None
+            and self.reason != "entity_blocked"
+        )
+
+    def may_compute(self, snapshot: Snapshot) -> bool:
+        """Whether there is an input and the table has a producer; the model itself may still be down."""
+        if self.reason == "entity_blocked":
+            return False
+        if not self.entity.has_input and self.own_ordinal is None:
+            return False
+        return snapshot.predictor is None or snapshot.predictor.supports(self.table.name)
+
+    def decoded(self, snapshot: Snapshot, stored: bytes) -> Record:
+        """A record of this generation; raises CorruptArtefact."""
+        return decode(self.table.layout, stored, snapshot.items.count)
+
+    def history_in(self, snapshot: Snapshot) -> History:
+        """The sent history as this generation knows it, looked up once."""
+        if self._history is None or self._history[0] != snapshot.generation:
+            self._history = snapshot.generation, history_in(snapshot, self.entity.history)
+        return self._history[1]
+
+
+def _feature_bytes(value: FeatureValue) -> int:
+    if isinstance(value, str):
+        return 4 * len(value)  # the widest that Python keeps a character
+    return 40 * len(value) if isinstance(value, tuple) else 32
+
+
+async def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
+    """One case per entity; raises Problem for what this generation can never answer."""
+    cases = []
+    pace = Pace()
+    for entity in ask.entities:
+        await pace.step(entity)
+        table = snapshot.table(entity.table)
+        k = _checked_k(table, ask.options.k)
+        if entity.features:
+            _check_features(snapshot, table, entity)
+        digest = _digest(snapshot, entity)
+        cases.append(Case(entity, table, k, _want(snapshot, table, entity, digest), digest))
+    return cases
+
+
+def want_in(snapshot: Snapshot, table: Table, raw: bytes) -> Want:
+    """What to read for an id that came without an input."""
+    directory = snapshot.directories[table.entity]
+    key = hash_id(raw, directory.seed)
+    return Want(table, key, fingerprint(raw), directory.find(key))
+
+
+def _digest(snapshot: Snapshot, entity: Entity) -> bytes:
+    model = "" if snapshot.predictor is None else snapshot.predictor.model_digest
+    return input_digest(model, entity.history or None, entity.features or None)
+
+
+def _want(snapshot: Snapshot, table: Table, entity: Entity, digest: bytes) -> Want:
+    if entity.raw is None:
+        return Want(table, digest, fingerprint(digest), -1, digest)
+    want = want_in(snapshot, table, entity.raw)
+    is_input = entity.has_input or (table.entity == "item" and want.position >= 0)
+    return want._replace(digest=digest) if is_input else want
+
+
+def _checked_k(table: Table, k: int | None) -> int:
+    width = table.layout.width
+    if k is None or table.kind != "topk":
+        return width
+    if k > width:
+        raise Problem(
+            422, "invalid_k", f"{table.name} holds {width} items per entity, k is {k}",
+            field="k", table=table.name, limit=width,
+        )  # fmt: skip
+    return k
+
+
+def _check_features(snapshot: Snapshot, table: Table, entity: Entity) -> None:
+    predictor = snapshot.predictor
+    if predictor is None or not predictor.supports(table.name):
+        return
+    try:
+        predictor.prepare(table.name, LiveInput(None, entity.features, None))
+    except InvalidInput as error:
+        raise from_input(error, f"{entity.field}.features") from error
+
+
+def still_open(cases: Sequence[Case]) -> list[Case]:
+    """Those without an answer yet."""
+    return [case for case in cases if case.answer is None]

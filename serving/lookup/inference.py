@@ -1,0 +1,213 @@
+"""One inference per key and input, whoever asks for it; what may be kept of it is kept."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Protocol
+
+from cache.l2.lease_commands import Mark
+from cache.tiers.results import STANDS_IN, MissReason
+from cache.tiers.singleflight import Boarded, SingleFlight
+from cache.tiers.tiered import Found, View, Want
+from serving.generations.snapshot import Snapshot
+from serving.lookup.entity import Case, Pace
+from serving.lookup.leases import Lead
+from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
+from serving.lookup.repeat_rate import Repeats
+
+SHARED = frozenset(
+    {
+        MissReason.NOT_IN_GENERATION,
+        MissReason.NEGATIVE,
+        MissReason.EXPIRED,
+        MissReason.INPUT_CHANGED,
+    }
+)
+"""Misses that another process may have at this moment, too, and whose answer is stored for both.
+
+Not `fresh` and `too_old`: what another process has stored may be older than what was asked for.
+"""
+
+_LOOKED_UP = SHARED | {MissReason.UNREAD}
+
+log = logging.getLogger(__name__)
+
+
+class Keeper(Protocol):
+    """Where live answers go."""
+
+    def put_live(
+        self,
+        view: View,
+        want: Want,
+        record: bytes,
+        digest: bytes,
+        ttl_s: float,
+        mark: Mark | None = None,
+    ) -> None:
+        """Keep a live answer where that is allowed; `mark` is the lease that ends with it."""
+
+    def probe(self, view: View, want: Want, tell: Callable[[bool], None]) -> None:
+        """Tells, later, whether an answer to this input is stored."""
+
+
+class Batcher(Protocol):
+    """What computes."""
+
+    def infer(self, job: Job) -> Awaitable[Computed]:
+        """One outcome; LiveUnavailable where there is none."""
+
+
+Key = tuple[str, str, int | bytes, bytes]
+"""Generation, table, entity and digest of the input: what one inference answers."""
+
+
+class Inferences:
+    """The live rung; callers with the same input share a flight, callers with different inputs never do."""
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        keeper: Keeper,
+        *,
+        overlay_ttl_s: float,
+        outage_ttl_s: float,
+        lead: Lead | None = None,
+        admit: Callable[[], bool] = lambda: True,
+        spares_reads: bool = False,
+    ) -> None:
+        self.repeats = Repeats()
+        self.flights: SingleFlight[Key, Computed] = SingleFlight()
+        self._jobs: dict[Key, Job] = {}
+        self._batcher = batcher
+        self._keeper = keeper
+        self._overlay_ttl_s = overlay_ttl_s
+        self._outage_ttl_s = outage_ttl_s
+        self._lead = lead
+        self._admit = admit
+        self._spares_reads = spares_reads
+
+    async def run(
+        self, snapshot: Snapshot, cases: Sequence[Case], limit_s: float
+    ) -> list[Computed | LiveUnavailable]:
+        """One outcome per case within `limit_s`, in order."""
+        if snapshot.predictor is None:
+            return [LiveUnavailable("no_model")] * len(cases)
+        give_up = time.monotonic() + limit_s
+        boarded: list[Boarded[Key, Computed] | None] = []
+        pace = Pace()
+        try:
+            for case in cases:
+                if time.monotonic() >= give_up:
+                    break
+                boarded.append(self._board(snapshot, case, give_up))
+                await pace.step(case.entity)
+            waiters = {each.waiter for each in boarded if each is not None}
+            if waiters:
+                await asyncio.wait(waiters, timeout=max(0.0, give_up - time.monotonic()))
+            outcomes = [_outcome(case, each) for case, each in zip(cases, boarded, strict=False)]
+        finally:
+            for each in boarded:
+                if each is not None:
+                    self.flights.leave(each)
+        return outcomes + [LiveUnavailable("timeout")] * (len(cases) - len(boarded))
+
+    def _board(
+        self, snapshot: Snapshot, case: Case, deadline: float
+    ) -> Boarded[Key, Computed] | None:
+        """A place in the one flight for this input, None if it is left out under overload.
+
+        A future per entity, and no task unless others may compute it.
+        """
+        want, table = case.want, case.table.name
+        lead, key = self._lead, (snapshot.generation, table, want.key, case.digest)
+        if (job := self._jobs.get(key)) is not None:
+            job.deadline = max(job.deadline, deadline)
+        joins = key in self.flights
+        if want.position < 0 and case.reason in _LOOKED_UP:
+            self.repeats.saw(joins)
+        is_left_out = not joins and not self._admit()  # who joins a flight costs nothing
+        is_led = lead is not None and want.position < 0 and case.reason in SHARED
+        if lead is not None and want.bid is not None and (joins or is_left_out or not is_led):
+            lead.give_back(want.bid)
+        if is_left_out:
+            return None
+
+        def work() -> asyncio.Future[Computed]:
+            job = Job(snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline)
+            self._jobs[key] = job
+            if lead is None or not is_led:
+                computing = self._infer(job, case)
+            elif want.bid is not None and (mark := lead.won(want.bid)) is not None:
+                computing = self._infer(job, case, mark)
+                lead.hold(want.bid, computing)
+            elif want.bid is None and lead.rests():
+                computing = self._infer(job, case)
+            else:
+                computing = asyncio.ensure_future(self._led(lead, job, case))
+            computing.add_done_callback(lambda _: self._forget(key, job))
+            return computing
+
+        return self.flights.board(key, work)
+
+    def approach(self, snapshot: Snapshot, cases: Iterable[Case]) -> None:
+        """Has leases asked for with the overlays that are read next, or these left unread, as far as either pays."""
+        if snapshot.predictor is None:
+            return
+        lead, spares = self._lead, self._spares_reads and self.repeats.are_rare
+        for case in cases:
+            want = case.want
+            if want.position < 0 and want.digest is not None and case.may_compute(snapshot):
+                if spares:
+                    case.want = Want(*want[:5], here_only=True)
+                    if self.repeats.spare():
+                        self._keeper.probe(snapshot.view, want, self.repeats.probed)
+                elif lead is not None:
+                    case.want = Want(*want[:5], lead.bid(snapshot.view, want, want.digest))
+
+    def _infer(self, job: Job, case: Case, mark: Mark | None = None) -> asyncio.Future[Computed]:
+        # An id of the night gets a live answer kept (beside, here only) while its page is out of reach, or has none.
+        unknown, outage = case.want.position < 0, case.reason in STANDS_IN
+
+        def keep(done: asyncio.Future[Computed]) -> None:
+            if (unknown or outage) and not done.cancelled() and done.exception() is None:
+                ttl_s = self._overlay_ttl_s if unknown else self._outage_ttl_s
+                record, view = done.result().record, job.snapshot.view
+                self._keeper.put_live(view, case.want, record, case.digest, ttl_s, mark)
+
+        computing = asyncio.ensure_future(self._batcher.infer(job))
+        computing.add_done_callback(keep)
+        return computing
+
+    async def _led(self, lead: Lead, job: Job, case: Case) -> Computed:
+        async def compute(mark: Mark | None) -> Computed:
+            return await self._infer(job, case, mark)
+
+        limit_s = max(0.0, job.deadline - time.monotonic())
+        answer = await lead.answer(job.snapshot.view, case.want, case.digest, limit_s, compute)
+        if not isinstance(answer, Found):
+            return answer
+        self.repeats.saw(True)
+        return Computed(answer.record)
+
+    def _forget(self, key: Key, job: Job) -> None:
+        if self._jobs.get(key) is job:
+            del self._jobs[key]
+
+
+def _outcome(case: Case, place: Boarded[Key, Computed] | None) -> Computed | LiveUnavailable:
+    if place is None:
+        return LiveUnavailable("overloaded")
+    if not place.waiter.done():
+        return LiveUnavailable("timeout")
+    # Looked at, not raised: an error whose traceback holds this frame, and so the flight that holds the error, would
+    # keep its generation until a collection that never comes for what was frozen.
+    error = place.waiter.exception()
+    if error is None:
+        return place.value()
+    if isinstance(error, LiveUnavailable):
+        return error
+    # The model is a guest: whatever it raises, the next rung answers.
+    log.warning("live inference for %s failed", case.table.name, exc_info=error)
+    return LiveUnavailable("failed")

@@ -1,0 +1,87 @@
+"""Reading ahead: what callers ask for is in L1 before a generation answers, at the start and at every flip."""
+
+import asyncio
+import gc
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from cache.control.hot_keys import Name
+from cache.tiers.tiered import View, Want
+from serving.generations.snapshot import Snapshot
+from serving.lookup.entity import want_in
+
+_SLICE = 16
+_PAUSE_S = 0.002
+"""Between slices: readers go first, also on the wire and in Redis."""
+_LONGEST_S = 5.0
+_MANY = 256
+
+
+class Reads(Protocol):
+    """What reading ahead needs of the tiers."""
+
+    async def warm(self, view: View, wants: Sequence[Want], deadline: float) -> int:
+        """Reads into L1, uncounted; `deadline` is monotonic."""
+
+
+class Warming:
+    """What was read ahead for a generation is not read again, so that topping up costs only what is new.
+
+    `recent` is what this replica was asked for, `hottest` what all were; it never raises, and is asked once for each
+    generation.
+    """
+
+    def __init__(
+        self,
+        tiers: Reads,
+        recent: Callable[[], Sequence[Name]],
+        hottest: Callable[[], Awaitable[Sequence[Name]]] | None = None,
+        observe: Callable[[int, float], None] = lambda _records, _seconds: None,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tiers = tiers
+        self._recent = recent
+        self._hottest = hottest
+        self._observe = observe
+        self._timer = timer
+        self._generation: str | None = None
+        self._done: set[Name] = set()
+        self._shared: Sequence[Name] = ()
+
+    async def __call__(self, coming: Snapshot, current: Snapshot | None) -> None:
+        """Reads what is hot for the coming generation, this replica's own first; bounded in time."""
+        if current is not None and coming.generation == current.generation:
+            return
+        began = self._timer()
+        if coming.generation != self._generation:
+            shared = () if self._hottest is None else await self._hottest()
+            self._generation, self._done, self._shared = coming.generation, set(), shared
+        hot = dict.fromkeys([*self._recent(), *self._shared])
+        new = [each for each in hot if each not in self._done]
+        self._done = {each for each in hot if each in self._done}
+        records, give_up = 0, began + _LONGEST_S
+        for start in range(0, len(new), _SLICE):
+            if self._timer() >= give_up:
+                break
+            part = new[start : start + _SLICE]
+            if wants := _wants(coming, part):
+                records += await self._tiers.warm(coming.view, wants, give_up)
+            self._done.update(part)
+            await asyncio.sleep(_PAUSE_S)
+        if new:
+            self._observe(records, self._timer() - began)
+        if len(new) >= _MANY:
+            # It stays for the life of the generation; a full collection that walked it would hold every request.
+            gc.collect(1)
+            gc.freeze()
+
+
+def _wants(coming: Snapshot, names: Sequence[Name]) -> list[Want]:
+    tables = coming.manifest.tables
+    found = [
+        want_in(coming, tables[name], raw)
+        for name, raw in names
+        if name in tables and not coming.blocks(tables[name], raw)
+    ]
+    return [want for want in found if want.position >= 0]

@@ -1,0 +1,268 @@
+"""Which source answers each entity: stored, live, the previous generation, defaults; within each caller's deadline."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from cache.format.records import Record, decode
+from cache.l2.pool import deadline_for
+from cache.tiers.tiered import Found, Missed, MissReason, Outcome, View, Want
+from serving.generations.served_set import Holding
+from serving.generations.snapshot import Snapshot
+from serving.lookup.answer_builder import Reply, Turn
+from serving.lookup.entity import Case, Pace, cases_of, still_open, want_in
+from serving.lookup.inference import Inferences
+from serving.lookup.micro_batcher import Computed
+from serving.metrics.miss_reasons import EXHAUSTED
+from serving.metrics.registry import Metrics
+from serving.rendering.answer_fields import Answer
+from serving.requests.models import Ask, Options
+from serving.usage.hot_keys import Recent
+from serving.usage.request_observer import Watch
+
+log = logging.getLogger(__name__)
+
+
+class Stored(Protocol):
+    """What the ladder needs of the tiers."""
+
+    async def get_many(
+        self, view: View, wants: Sequence[Want], deadline: float
+    ) -> Sequence[Outcome]:
+        """One outcome per want, in order; `deadline` is monotonic."""
+
+    def discard(self, view: View, want: Want) -> None:
+        """Forgets a record that turned out to be damaged."""
+
+
+class Ladder:
+    """Answers every entity exactly once; only a request that can never be answered raises (Problem)."""
+
+    def __init__(
+        self,
+        tiers: Stored,
+        inferences: Inferences,
+        metrics: Metrics,
+        *,
+        l2_deadline_s: float,
+        watch: Watch | None = None,
+        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.recent = Recent()
+        self.watch = watch or Watch(metrics.l1_misses)
+        self._tiers = tiers
+        self._inferences = inferences
+        self._metrics = metrics
+        self._reply = Reply(metrics, self.watch, timer, clock)
+        self._l2_deadline_s = l2_deadline_s
+        self._timer = timer
+        self._clock = clock
+
+    async def lookup(
+        self, holding: Holding, ask: Ask, started: float, reasons: Sequence[str | None] = ()
+    ) -> list[Answer]:
+        """One answer per entity, in order, from what `holding` had when the request came.
+
+        `reasons`, if any, say per entity why what is stored is no answer: it is not read again.
+        """
+        holding = holding.pinned(ask.options.generation)
+        cases = await cases_of(holding.live, ask)
+        self._metrics.asked(case.table.name for case in cases)
+        # Only ids of the night: a flood of random ones must not push out what is hot.
+        self.recent.extend(
+            (case.table.name, case.entity.raw)
+            for case in cases
+            if case.want.position >= 0 and case.entity.raw is not None
+        )
+        for case, reason in zip(cases, reasons, strict=False):
+            case.reason = reason
+        turn = Turn(ask.options, started, started + ask.options.deadline_s)
+        try:
+            await self._descend(holding, cases, turn)
+        except Exception:  # a defect of ours costs an answer its quality, not its caller the answer
+            log.exception("answering failed")
+            for case in still_open(cases):
+                case.reason = "internal_error"
+                self._reply.default(case, holding.live, turn)
+        return [case.answer for case in cases if case.answer is not None]
+
+    def l2_deadline(self, options: Options, started: float, commands: int = 1) -> float:
+        """Until when the stored records of a request may be waited for."""
+        tier_s = deadline_for(self._l2_deadline_s, commands)
+        return min(started + options.deadline_s, self._timer() + tier_s)
+
+    async def _descend(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+        live = holding.live
+        for case in cases:
+            if live.blocks(case.table, case.entity.raw):
+                case.reason = "entity_blocked"
+            elif turn.options.fresh and case.may_compute(live):
+                case.reason = "fresh"
+        unread = [case for case in cases if case.reason is None]
+        self._inferences.approach(live, unread)
+        await self._read_stored(live, unread, turn)
+        if waiting := still_open(cases):
+            await self._compute(live, [case for case in waiting if _is_worth(case, live)], turn)
+            await self._settle_for_stored(live, still_open(cases), turn)
+            if holding.previous is not None:
+                await self._read_previous(holding.previous, still_open(cases), turn)
+            pace = Pace()
+            for case in still_open(cases):
+                await pace.step(case.entity)
+                self._reply.default(case, live, turn)
+
+    async def _read_stored(self, snapshot: Snapshot, cases: Sequence[Case], turn: Turn) -> None:
+        await self._read(snapshot, cases, turn)
+        pace = Pace()
+        for case in cases:
+            if (found := case.found) is None:
+                continue
+            await pace.step(case.entity)
+            if case.want.position < 0 and case.want.digest is not None:
+                self._inferences.repeats.saw(True)
+            try:
+                self._take_stored(case, snapshot, found, turn)
+            except Exception:  # whatever a record holds, it costs no other entity its answer
+                self._spoilt(case, snapshot)
+
+    def _take_stored(self, case: Case, snapshot: Snapshot, found: Found, turn: Turn) -> None:
+        record = case.decoded(snapshot, found.record)
+        case.reason = found.reason
+        if self._too_old(snapshot, record, turn.options.max_age_s):
+            case.reason = "too_old"
+            if case.may_compute(snapshot):
+                return
+        elif turn.options.fresh:
+            case.reason = "nothing_to_compute_from"
+        # Live knows more than fits into a record; an answer that is live itself would only come out the same.
+        deeper = case.entity.has_input and case.may_compute(snapshot) and not record.live
+        least = turn.options.k if deeper and turn.options.k is not None else 1
+        self._reply.answer(case, snapshot, record, found.tier, turn, least=least)
+
+    def _spoilt(self, case: Case, snapshot: Snapshot) -> None:
+        log.warning("a stored record of %s cannot be read", case.table.name, exc_info=True)
+        self._tiers.discard(snapshot.view, case.want)
+        case.found, case.reason = None, MissReason.CORRUPT
+
+    async def _read(self, snapshot: Snapshot, cases: Sequence[Case], turn: Turn) -> None:
+        if not cases:
+            return
+        began = self._timer()
+        wants = [case.want for case in cases]
+        deadline = self.l2_deadline(turn.options, turn.started, _commands(wants))
+        outcomes = await self._tiers.get_many(snapshot.view, wants, deadline)
+        for case, outcome in zip(cases, outcomes, strict=True):
+            if isinstance(outcome, Missed):
+                case.reason = outcome.reason
+            else:
+                case.found = outcome
+        self._metrics.stage("stored", self._timer() - began, len(cases))
+
+    def _too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
+        if max_age_s is None:
+            return False
+        # A live record is as old as its inference, one of the night as old as its data.
+        since = record.scored_at if record.live else snapshot.manifest.data_until
+        return self._clock() - since > max_age_s
+
+    async def _compute(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
+        if not cases:
+            return
+        began = self._timer()
+        left_s = max(0.0, turn.deadline - began)
+        # What comes after live needs a little time too.
+        limit_s = left_s - min(self._l2_deadline_s, left_s / 4)
+        outcomes = await self._inferences.run(snapshot, cases, limit_s)
+        pace = Pace()
+        for case, outcome in zip(cases, outcomes, strict=True):
+            await pace.step(case.entity)
+            if isinstance(outcome, Computed):
+                self._take_live(case, snapshot, outcome, turn)
+            else:
+                case.live_reason = outcome.reason
+            if case.live_reason is not None:
+                self._metrics.live_failed(case.table.name, case.live_reason)
+        self._metrics.stage("live", self._timer() - began, len(cases))
+
+    def _take_live(self, case: Case, snapshot: Snapshot, computed: Computed, turn: Turn) -> None:
+        missed = case.reason
+        case.dropped = computed.dropped
+        try:
+            record = case.decoded(snapshot, computed.record)
+            self._reply.answer(case, snapshot, record, "live", turn)
+        except Exception:  # as for a stored one
+            log.warning("a live record of %s cannot be read", case.table.name, exc_info=True)
+            self._tiers.discard(snapshot.view, case.want)
+            case.live_reason = MissReason.CORRUPT
+        if case.answer is None and case.live_reason is None:
+            case.reason, case.live_reason = missed, EXHAUSTED
+
+    async def _settle_for_stored(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
+        """What is stored beats another night's answer when a fresher one could not be had."""
+        # Under overload an overlay that is hardly ever there is not looked for either.
+        unread = [
+            case
+            for case in cases
+            if case.reason == "fresh"
+            or (case.reason == MissReason.UNREAD and case.live_reason != "overloaded")
+        ]
+        for case in unread:
+            case.reason, case.want = None, case.want._replace(here_only=False)
+        await self._read(snapshot, unread, turn)
+        for case in cases:
+            if (found := case.found) is None or case.reason not in (None, "too_old", EXHAUSTED):
+                continue
+            try:
+                record = case.decoded(snapshot, found.record)
+                if turn.options.fresh:
+                    case.reason = case.reason or "fresh_unavailable"
+                self._reply.answer(case, snapshot, record, found.tier, turn)
+            except Exception:  # as above
+                self._spoilt(case, snapshot)
+
+    async def _read_previous(self, previous: Snapshot, cases: list[Case], turn: Turn) -> None:
+        asked: list[tuple[Case, Want]] = []
+        for case in cases:
+            table = previous.manifest.tables.get(case.table.name)
+            raw = case.entity.raw
+            if table is None or raw is None or case.reason in ("entity_blocked", EXHAUSTED):
+                continue
+            if (table.entity, table.kind) != (case.table.entity, case.table.kind):
+                continue
+            want = want_in(previous, table, raw)
+            if want.position >= 0:  # never an overlay: it was computed for another night
+                asked.append((case, want))
+        if not asked:
+            return
+        began = self._timer()
+        wants = [want for _, want in asked]
+        deadline = self.l2_deadline(turn.options, turn.started, _commands(wants))
+        outcomes = await self._tiers.get_many(previous.view, wants, deadline)
+        pace = Pace()
+        for (case, want), outcome in zip(asked, outcomes, strict=True):
+            if not isinstance(outcome, Found):
+                continue
+            await pace.step(case.entity)
+            missed = case.reason
+            try:
+                record = decode(want.table.layout, outcome.record, previous.items.count)
+                self._reply.answer(case, previous, record, "previous", turn)
+            except Exception:  # as for a record of this night, whose reason stays
+                log.warning("an older record of %s cannot be read", want.table.name, exc_info=True)
+                self._tiers.discard(previous.view, want)
+            if case.answer is None:
+                case.reason = missed
+        self._metrics.stage("previous", self._timer() - began, len(asked))
+
+
+def _is_worth(case: Case, snapshot: Snapshot) -> bool:
+    """Not when the very answer that live would compute is the one that was used up."""
+    used_up = case.reason == EXHAUSTED and case.found is not None and case.found.live
+    return case.may_compute(snapshot) and not used_up
+
+
+def _commands(wants: Sequence[Want]) -> int:
+    # An overlay has a life, and perhaps a lease.
+    return sum(1 if want.position >= 0 else 2 + (want.bid is not None) for want in wants)

@@ -1,0 +1,280 @@
+"""One process computes a cold answer; the others wait for it, but neither for long nor for a dead one."""
+
+import asyncio
+import functools
+import math
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol, TypeVar
+
+from cache.errors import TierUnavailable
+from cache.format.keys import Keyspace, hash_hex
+from cache.l2.commands import Answer
+from cache.l2.lease_commands import DONE, GIVEN_BACK, Bid, Lease, LeaseSwap, LeaseTake, Mark
+from cache.tiers.tiered import Found, View, Want
+
+REST_S = 1.0
+"""Without leases after Redis was slow or refused one."""
+
+_LOOKS = 8
+"""At the leases held, per life."""
+
+_FIRST_POLL_S = 0.002
+_POLL_MAX_S = 0.025
+_GROWTH = 1.5
+
+T = TypeVar("T")
+
+
+class Leases(Protocol):
+    """What leading needs of L2; `leases_come_along` where a lease lies beside its overlay."""
+
+    leases_come_along: bool
+
+    def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
+        """Redis' answer to one command."""
+
+    def submit(
+        self, reads: Sequence[Lease], keep: Callable[[Sequence[Answer]], T]
+    ) -> asyncio.Future[T]:
+        """What `keep` makes of Redis' answers to many."""
+
+
+class Again(Protocol):
+    """What following needs of the tiers."""
+
+    async def look_again(self, view: View, want: Want) -> Found | None:
+        """The answer that another process has stored."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """How leases went; each cold answer adds to `led`, `adopted`, `timed_out` or `unavailable`."""
+
+    led: int = 0
+    waited: int = 0
+    adopted: int = 0
+    taken_over: int = 0
+    timed_out: int = 0
+    unavailable: int = 0
+
+    def events(self) -> dict[str, float]:
+        """By the names under which they are scraped."""
+        return {f"leases_{name}": count for name, count in asdict(self).items()}
+
+
+class Lead:
+    """Leases that live for half of `wait_s` and are renewed while their leader computes.
+
+    Whoever computes marks the lease as done, also without holding it: what matters is that the answer is there.
+    A follower polls with jitter, takes the stored answer as soon as the lease says that it is there, and leads itself
+    once the leader's lease has ended. After `wait_s`, or half of its caller's time, it computes without one.
+
+    Who is going to read an overlay and to compute what it misses bids for the lease in that very read. A lease that was
+    won so and not needed, since the overlay was there, ends by itself.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        tiers: Again,
+        keyspace: Keyspace,
+        *,
+        wait_s: float,
+        name: str = "",
+        timer: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.counts = Counts()
+        self._leases = leases
+        self._tiers = tiers
+        self._keyspace = keyspace
+        self._wait_s = wait_s
+        self._life_s = wait_s / 2
+        self._slow_s = wait_s / 8
+        self._name = f"{name or secrets.token_hex(4)}/".encode()
+        self._number = 0
+        self._timer = timer
+        self._sleep = sleep
+        self._jitter = jitter
+        self._resting_until = float("-inf")
+        self._held: dict[Mark, float] = {}
+        """Since when each stands as it is in Redis."""
+        self._renewal: asyncio.TimerHandle | None = None
+
+    def bid(self, view: View, want: Want, digest: bytes) -> Bid | None:
+        """What to ask for with the overlay; None while leases rest, and where they lie elsewhere."""
+        if not self._leases.leases_come_along or self._timer() < self._resting_until:
+            return None
+        return Bid(self._mark(view, want, digest), self._life_ms)
+
+    def won(self, bid: Bid | None) -> Mark | None:
+        """The lease to compute under, if the bid took it, just now and soon enough; what came of it otherwise is for
+        `answer`."""
+        if bid is None or not _has_won(bid):
+            return None
+        # Until now, not until it landed: a loop that is late is slow, too, and leases are work.
+        self._judge(None, self._timer() - bid.asked_at)
+        return bid.mark if self._is_recent(bid) else None
+
+    def rests(self) -> bool:
+        """Whether who has no bid computes without a lease, which is counted."""
+        if self._timer() >= self._resting_until:
+            return False
+        self.counts.unavailable += 1
+        return True
+
+    def hold(self, bid: Bid, computing: asyncio.Future[T]) -> None:
+        """Keeps a lease that was won until `computing` has ended; without an answer somebody else may try at once."""
+        self._begin(bid.mark, bid.asked_at)
+        computing.add_done_callback(functools.partial(self._ended, bid.mark))
+
+    def give_back(self, bid: Bid | None) -> None:
+        """Lets others try at once if a lease was won and is not used."""
+        if bid is not None and _has_won(bid):
+            self._give_back(bid.mark)
+
+    async def answer(
+        self,
+        view: View,
+        want: Want,
+        digest: bytes,
+        limit_s: float,
+        compute: Callable[[Mark | None], Awaitable[T]],
+    ) -> T | Found:
+        """What `compute` makes, at most in one process at a time, or what another process has just stored.
+
+        `compute` stores its answer with the mark that it is given; its errors are the caller's.
+        """
+        began, bid = self._timer(), want.bid
+        since = began
+        if bid is not None and bid.took_s < math.inf:
+            self._judge(bid.stands, bid.took_s)
+        if bid is not None and self._is_recent(bid):
+            mark, since, stands = bid.mark, bid.asked_at, bid.stands
+        elif not _has_won(bid) and self.rests():
+            return await compute(None)
+        else:
+            mark = self._mark(view, want, digest) if bid is None else bid.mark
+            stands = await self._take(mark)
+            if stands == mark.token:  # from the read on
+                stands = None
+        if stands is not None:
+            give_up = began + min(self._wait_s, limit_s / 2)
+            found = await self._follow(mark, stands, view, want, give_up)
+            if isinstance(found, Found):
+                return found
+            if not found:
+                return await compute(mark)
+            since = self._timer()
+        return await self._lead(mark, since, compute)
+
+    async def _lead(
+        self, mark: Mark, since: float, compute: Callable[[Mark | None], Awaitable[T]]
+    ) -> T:
+        self._begin(mark, since)
+        try:
+            computed = await compute(mark)
+        except BaseException:
+            # No answer: somebody else may try at once.
+            self._give_back(mark)
+            raise
+        finally:
+            del self._held[mark]
+        return computed
+
+    def _is_recent(self, bid: Bid) -> bool:
+        """Whether what it found still holds, and will until the next renewal."""
+        return bid.took_s < math.inf and self._timer() - bid.asked_at <= self._life_s / 2
+
+    def _begin(self, mark: Mark, since: float) -> None:
+        self.counts.led += 1
+        self._held[mark] = since
+        if self._renewal is None:
+            self._renew_later()
+
+    def _ended(self, mark: Mark, computing: asyncio.Future[T]) -> None:
+        del self._held[mark]
+        if computing.cancelled() or computing.exception() is not None:
+            self._give_back(mark)
+
+    def _give_back(self, mark: Mark) -> None:
+        self._leases.lease(LeaseSwap(mark.key, mark.token, GIVEN_BACK, 1))
+
+    async def _follow(
+        self, mark: Mark, stands: bytes | TierUnavailable, view: View, want: Want, give_up: float
+    ) -> Found | bool:
+        """The stored answer, else whether this process leads now."""
+        if not isinstance(stands, TierUnavailable):
+            self.counts.waited += 1
+        pause_s = _FIRST_POLL_S
+        now: bytes | TierUnavailable | None = stands
+        while now is not None:
+            if isinstance(now, TierUnavailable):
+                self.counts.unavailable += 1
+                return False
+            if now.startswith(DONE):
+                if (found := await self._tiers.look_again(view, want)) is not None:
+                    self.counts.adopted += 1
+                    return found
+                # Stored and gone again, or replaced by the answer to another input: nobody computes it now.
+                if await self._leases.lease(self._instead(mark, now)) == mark.token:
+                    break
+            left_s = give_up - self._timer()
+            if left_s <= 0:
+                self.counts.timed_out += 1
+                return False
+            await self._sleep(min(left_s, pause_s * (0.75 + self._jitter() / 2)))
+            pause_s = min(pause_s * _GROWTH, _POLL_MAX_S)
+            now = await self._take(mark)
+        self.counts.taken_over += 1
+        return True
+
+    def _instead(self, mark: Mark, seen: bytes) -> LeaseSwap:
+        return LeaseSwap(mark.key, seen, mark.token, self._life_ms)
+
+    @property
+    def _life_ms(self) -> int:
+        return max(1, round(1000 * self._life_s))
+
+    async def _take(self, mark: Mark) -> bytes | TierUnavailable | None:
+        began = self._timer()
+        stands = await self._leases.lease(LeaseTake(mark.key, mark.token, self._life_ms))
+        self._judge(stands, self._timer() - began)
+        return stands
+
+    def _judge(self, stands: bytes | TierUnavailable | None, took_s: float) -> None:
+        if isinstance(stands, TierUnavailable) or took_s > self._slow_s:
+            self._resting_until = self._timer() + REST_S
+
+    def _mark(self, view: View, want: Want, digest: bytes) -> Mark:
+        self._number += 1
+        return Mark(
+            self._keyspace.lease(view.generation, want.table.name, hash_hex(want.key), digest),
+            self._name + b"%d" % self._number,
+        )
+
+    def _renew_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._renewal = loop.call_later(self._life_s / _LOOKS, self._renew)
+
+    def _renew(self) -> None:
+        # All leases of the process in one pipeline, and no timer for those that end before it.
+        self._renewal = None
+        now = self._timer()
+        # None is older than a third of its life by then; most have ended before.
+        at_most = self._life_s / 3 - self._life_s / _LOOKS
+        old = [mark for mark, since in self._held.items() if now - since > at_most]
+        if old:
+            self._held.update(dict.fromkeys(old, now))
+            self._leases.submit([self._instead(mark, mark.token) for mark in old], len)
+        if self._held:
+            self._renew_later()
+
+
+def _has_won(bid: Bid | None) -> bool:
+    return bid is not None and bid.stands is None and bid.took_s < math.inf

@@ -1,0 +1,265 @@
+"""Live inference off the event loop: a micro-batch that waits for nobody while the model is idle."""
+
+import asyncio
+import contextlib
+import math
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+from cache.model.predictor import LiveInput, Predictor, Prepared
+from serving.generations.snapshot import Snapshot
+from serving.lookup.batch_cost import Cost
+
+
+class LiveUnavailable(Exception):
+    """Live has no answer for this input now; `reason` is busy, overloaded, no_model, no_usable_input or failed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One input for one table of one snapshot; who joins with more time moves `deadline` back. Times are monotonic."""
+
+    snapshot: Snapshot
+    table: str
+    source: LiveInput
+    fingerprint: int
+    size_bytes: int
+    deadline: float = math.inf
+    queued_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """What live made of an input; `dropped` counts the history's ids that the model lacks, None: not counted."""
+
+    record: bytes
+    dropped: int | None = None
+
+
+Outcome = Computed | Exception
+Compute = Callable[[Sequence[Job]], list[Outcome]]
+Place = tuple[Job, asyncio.Future[Computed]]
+
+
+class MicroBatcher:
+    """Groups jobs of the same snapshot and table; full queues refuse at once, so overload sheds to the ladder.
+
+    An idle worker takes what is there; while all are busy, what comes gathers and is the next batch. A batch holds
+    no more than can end before the first deadline in it, as the recent ones tell.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        workers: int,
+        max_batch: int,
+        max_queue: int,
+        max_queue_bytes: int,
+        compute: Compute,
+        observe: Callable[[int, float], None] = lambda _size, _seconds: None,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._executor = executor
+        self._idle = workers
+        self._max_batch = max_batch
+        self._max_queue = max_queue
+        self._max_queue_bytes = max_queue_bytes
+        self._compute = compute
+        self._observe = observe
+        self._timer = timer
+        self._lanes: dict[tuple[int, str], deque[Place]] = {}
+        self._costs: defaultdict[str, Cost] = defaultdict(Cost)
+        self._pump_due = False
+        self.queued = 0
+        self.queued_bytes = 0
+        self.hopeless = 0
+        """Jobs that were not computed since they could not have ended in time."""
+
+    def infer(self, job: Job) -> "asyncio.Future[Computed]":
+        """The outcome for one job; LiveUnavailable when the queue is full, time too short or nothing came of it."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Computed] = loop.create_future()
+        if (
+            self.queued >= self._max_queue
+            or self.queued_bytes + job.size_bytes > self._max_queue_bytes
+        ):
+            done.set_exception(LiveUnavailable("busy"))
+            return done
+        lane = id(job.snapshot), job.table
+        waiting = self._lanes.get(lane)
+        if waiting is None:
+            waiting = self._lanes[lane] = deque()
+        job.queued_at = self._timer()
+        waiting.append((job, done))
+        self.queued += 1
+        self.queued_bytes += job.size_bytes
+        if self._idle and not self._pump_due:
+            # At the end of this turn of the loop: whatever the turn submits travels in one batch.
+            self._pump_due = True
+            loop.call_soon(self._pump)
+        return done
+
+    def waited(self) -> float:
+        """Of its time, the part that the input has waited that has waited longest; 0 while none waits."""
+        now = self._timer()
+        heads = [waiting[0][0] for waiting in self._lanes.values() if waiting]
+        return max(((now - each.queued_at) / _time_of(each) for each in heads), default=0.0)
+
+    def _pump(self) -> None:
+        self._pump_due = False
+        while self._idle and self._lanes:
+            lane = next(iter(self._lanes))
+            waiting = self._lanes.pop(lane)
+            batch = self._take(waiting, self._costs[lane[1]])
+            if waiting:
+                self._lanes[lane] = waiting  # behind the other lanes
+            if batch:
+                self._start(batch)
+
+    def _take(self, waiting: deque[Place], cost: Cost) -> list[Place]:
+        """The next batch of a lane, oldest first; who left is dropped, and who would get it too late is told."""
+        batch: list[Place] = []
+        now, limit = self._timer(), self._max_batch
+        while waiting and len(batch) < limit:
+            job, done = waiting[0]
+            if not done.done():
+                within = cost.size_within(job.deadline - now, limit)
+                if within < 1:
+                    self.hopeless += 1
+                    cost.fade()
+                    done.set_exception(LiveUnavailable("timeout"))
+                elif within <= len(batch):
+                    break  # its time is too short for this batch, not for the next
+                else:
+                    limit = within
+                    batch.append((job, done))
+            waiting.popleft()
+            self.queued -= 1
+            self.queued_bytes -= job.size_bytes
+        return batch
+
+    def _start(self, batch: list[Place]) -> None:
+        self._idle -= 1
+        loop = asyncio.get_running_loop()
+        started = self._timer()
+
+        def run() -> None:
+            error: Exception | None = None
+            outcomes: Sequence[Outcome] = ()
+            try:
+                outcomes = self._compute([job for job, _ in batch])
+            except Exception as failed:
+                error = _without_frames(failed)
+            # One hop back: a future of the loop's own in between would cost a lone request two turns more.
+            tell(outcomes, error, self._timer())
+
+        def tell(outcomes: Sequence[Outcome], error: Exception | None, ended: float) -> None:
+            # Where the loop is closed every caller is gone.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._finish, batch, started, outcomes, error, ended)
+
+        def done(running: "Future[None]") -> None:
+            if running.cancelled() or running.exception() is not None:
+                tell((), LiveUnavailable("failed"), started)
+
+        try:
+            self._executor.submit(run).add_done_callback(done)
+        except RuntimeError:  # shut down
+            self._idle += 1
+            _resolve(batch, [LiveUnavailable("failed")] * len(batch))
+
+    def _finish(
+        self,
+        batch: list[Place],
+        started: float,
+        outcomes: Sequence[Outcome],
+        error: Exception | None,
+        ended: float,
+    ) -> None:
+        self._idle += 1
+        if error is not None:
+            outcomes = [error] * len(batch)
+        else:
+            self._observe(len(batch), ended - started)
+            self._costs[batch[0][0].table].add(len(batch), ended - started)
+        if self._lanes:  # the next batch first: the model works while answers are handed out
+            self._pump()
+        _resolve(batch, outcomes)
+
+
+def _time_of(job: Job) -> float:
+    return max(job.deadline - job.queued_at, 1e-6)
+
+
+def _resolve(batch: Sequence[Place], outcomes: Sequence[Outcome]) -> None:
+    for (_, done), outcome in zip(batch, outcomes, strict=True):
+        if done.done():
+            continue
+        if isinstance(outcome, Computed):
+            done.set_result(outcome)
+        else:
+            done.set_exception(outcome)
+
+
+def compute(jobs: Sequence[Job], *, clock: Callable[[], float] = time.time) -> list[Outcome]:
+    """One inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
+    snapshot, table = jobs[0].snapshot, jobs[0].table
+    predictor = snapshot.predictor
+    if predictor is None:
+        return [LiveUnavailable("no_model")] * len(jobs)
+    outcomes: list[Outcome] = [LiveUnavailable("no_usable_input")] * len(jobs)
+    ready: list[tuple[int, Prepared]] = []
+    try:
+        found = predictor.prepare_all(table, [job.source for job in jobs])
+    except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on
+        return [_without_frames(error)] * len(jobs)
+    for place, prepared in enumerate(found):
+        if isinstance(prepared, Prepared):
+            ready.append((place, prepared))
+        elif prepared is not None:
+            outcomes[place] = prepared
+    _predict(predictor, jobs, ready, outcomes, int(clock()))
+    return outcomes
+
+
+def _predict(
+    predictor: Predictor,
+    jobs: Sequence[Job],
+    ready: Sequence[tuple[int, Prepared]],
+    outcomes: list[Outcome],
+    scored_at: int,
+) -> None:
+    if not ready:
+        return
+    try:
+        records = predictor.predict(
+            jobs[0].table,
+            [prepared for _, prepared in ready],
+            [jobs[place].fingerprint for place, _ in ready],
+            scored_at,
+            blocked=jobs[0].snapshot.blocked_ordinals,
+        )
+        for (place, prepared), record in zip(ready, records, strict=True):
+            outcomes[place] = Computed(record, prepared.dropped)
+    except Exception as error:
+        if len(ready) == 1:
+            outcomes[ready[0][0]] = _without_frames(error)
+            return
+        for one in ready:
+            _predict(predictor, jobs, [one], outcomes, scored_at)
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error, its traceback as text: frames hold the jobs and the error itself, and so keep their generation."""
+    if not hasattr(error, "__notes__"):
+        error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
+    return error.with_traceback(None)

@@ -1,0 +1,51 @@
+"""The parts that answer a lookup, and what every answer has to know of the replica."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cache.tiers.tiered import Tiered
+from serving.admission.controller import Admission
+from serving.generations.pointer_follower import Follower
+from serving.generations.served_set import Holding
+from serving.lookup.ladder import Ladder
+from serving.metrics.registry import Metrics
+from serving.rendering.answer_fields import Answer
+from serving.requests.errors import Problem
+from serving.requests.models import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupService:
+    """The running parts between a request and its answer, with the bounds of what a request may ask for.
+
+    `l2_bound_s` tells how long a read of L2 may take now; without `observes` nothing is noted for the dashboard.
+    """
+
+    follower: Follower
+    ladder: Ladder
+    metrics: Metrics
+    limits: Limits
+    body_bytes: int
+    body_timeout_s: float
+    token: str
+    tiers: Tiered
+    l2_bound_s: Callable[[], float]
+    admission: Admission
+    observes: bool = True
+    timer: Callable[[], float] = time.monotonic
+
+    def holding(self) -> Holding:
+        """The generations to answer one request from, captured once; raises Problem (503) before any is loaded."""
+        held = self.follower.holding
+        if held is None:
+            why = self.follower.failed or "no generation has been published yet"
+            raise Problem(503, "not_ready", why)
+        return held
+
+    def marked(self, answers: list[Answer]) -> list[Answer]:
+        """The answers, each with why this replica may lag behind, if it may."""
+        if (stale := self.follower.stale) is not None:
+            for answer in answers:
+                answer["stale"] = stale
+        return answers

@@ -1,0 +1,257 @@
+"""Everything the service counts; sources sum to the entities asked, misses to what no stored tier answered.
+
+What Redis answered sums to `larder_l1_misses`: each entity that L1 did not answer has exactly one reason.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from serving.metrics.fast_counters import Seconds, Tally
+from serving.metrics.miss_reasons import WORDS, L1Misses
+from serving.tracing.request_context import note
+
+Source = Literal["l1", "l2", "live", "previous", "default"]
+SOURCES: tuple[Source, ...] = ("l1", "l2", "live", "previous", "default")
+STAGES = ("parse", "stored", "live", "previous", "render", "inference")
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+OUTCOMES = (
+    "in_step", "load_failed", "redis_unreachable",
+    "pointer_corrupt", "pointer_vanished", "pointer_backwards", "pointer_conflicting",
+)  # fmt: skip
+"""Of a look at the pointer."""
+
+FLIP_S = 1.0
+"""How long after a swap answers count as around the flip."""
+
+_SECONDS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10,
+)  # fmt: skip
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class Metrics:
+    """One registry per service, so that two services in a process (and tests) count apart."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry(auto_describe=True)
+        # Not called `namespace`: Prometheus gives its targets in Kubernetes a label of that name.
+        self.namespace_info = Gauge(
+            "larder_namespace_info", "1 for the namespace that is served", ["served_namespace"],
+            registry=registry,
+        )  # fmt: skip
+        self.entities = Counter(
+            "larder_entities", "Entities asked for", ["table"], registry=registry
+        )
+        self.answers = Counter(
+            "larder_answers", "Entities answered, by source", ["table", "source"], registry=registry
+        )
+        self.misses = Counter(
+            "larder_misses",
+            "Entities no stored tier answered",
+            ["table", "reason"],
+            registry=registry,
+        )
+        self.l1_misses = L1Misses()
+        registry.register(self.l1_misses)
+        self.live_failures = Counter(
+            "larder_live_failures", "Inputs that live did not answer", ["table", "reason"],
+            registry=registry,
+        )  # fmt: skip
+        self.requests = Counter(
+            "larder_requests", "HTTP requests", ["route", "status"], registry=registry
+        )
+        self.refreshes = Counter(
+            "larder_refreshes", "Looks at the pointer, by outcome", ["outcome"], registry=registry
+        )
+        for (
+            outcome
+        ) in OUTCOMES:  # what first appears above 0 has no increase that an alert could see
+            self.refreshes.labels(outcome)
+        self.answer_seconds = Seconds(
+            "larder_answer_seconds", "Request start to answer", "source", SOURCES, _SECONDS
+        )
+        registry.register(self.answer_seconds)
+        self.tally = Tally()
+        self.stage_seconds = Seconds(
+            "larder_stage_seconds", "Time in one stage of a request", "stage", STAGES, _SECONDS
+        )
+        registry.register(self.stage_seconds)
+        self.live_batch = Histogram(
+            "larder_live_batch_size", "Inputs per inference", buckets=_BATCHES, registry=registry
+        )
+        self.generation_info = Gauge(
+            "larder_generation_info",
+            "1 for each generation held",
+            ["generation", "role"],
+            registry=registry,
+        )
+        self.generation_age = Gauge(
+            "larder_generation_age_seconds",
+            "Now minus data_until of the live generation",
+            registry=registry,
+        )
+        self.generation_missing = Gauge(
+            "larder_generation_missing",
+            "1 while the live generation is older than the newest night that is due",
+            registry=registry,
+        )
+        self.generation_due = Gauge(
+            "larder_generation_due_timestamp_seconds",
+            "Tick of the schedule that a generation must have followed by now",
+            registry=registry,
+        )
+        self.stale = Gauge(
+            "larder_stale", "1 while the pointer cannot be trusted or followed", registry=registry
+        )
+        self.ready = Gauge("larder_ready", "1 while /readyz says yes", registry=registry)
+        self.degraded = Gauge(
+            "larder_degraded", "1 while the live path has no model", registry=registry
+        )
+        self.breaker = Gauge(
+            "larder_breaker_state", "0 closed, 1 half open, 2 open", registry=registry
+        )
+        self.blocklist_version = Gauge(
+            "larder_blocklist_version", "The blocklist in force here", registry=registry
+        )
+        self.blocklist_age = Gauge(
+            "larder_blocklist_age_seconds",
+            "Since the blocklist was last read",
+            registry=registry,
+        )
+        self.l1_bytes = Gauge("larder_l1_bytes", "Bytes in L1", registry=registry)
+        self.l1_entries = Gauge("larder_l1_entries", "Records in L1", registry=registry)
+        self.live_queue = Gauge(
+            "larder_live_queue", "Inputs waiting for the model", registry=registry
+        )
+        self.flip_skew = Gauge(
+            "larder_flip_skew_seconds",
+            "From the pointer's published_at to the swap here, both in Redis' time, at the last flip",
+            registry=registry,
+        )
+        self.warm_seconds = Gauge(
+            "larder_warm_seconds", "From staged to ready, at the last staging", registry=registry
+        )
+        self.warmed_records = Counter(
+            "larder_warmed_records", "Records read into L1 before they were asked for",
+            registry=registry,
+        )  # fmt: skip
+        self.warming_seconds = Counter(
+            "larder_warming_seconds", "Time spent on reading ahead", registry=registry
+        )
+        self.flip_answer_seconds = Histogram(
+            "larder_flip_answer_seconds", "Request start to answer, in the second after a flip",
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.canary_requests = Counter(
+            "larder_canary_requests", "Requests while a canary runs: what answered, or why live did",
+            ["arm"], registry=registry,
+        )  # fmt: skip
+        self.canary_answers = Counter(
+            "larder_canary_answers", "Entities answered by source, while a canary runs",
+            ["arm", "source"], registry=registry,
+        )  # fmt: skip
+        self.canary_top_score = Summary(
+            "larder_canary_top_score", "Best score of each list", ["arm"], registry=registry
+        )
+        self.feedback = Counter(
+            "larder_feedback", "What callers report, by arm", ["arm", "event"], registry=registry
+        )
+        self._flips, self.is_flipping = 0, False
+        self.at_flips: list[Callable[[], None]] = []
+        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
+
+    def answered(self, table: str, source: Source, seconds: float) -> None:
+        """One entity has its answer."""
+        self._child(self.answers, table, source).inc()
+        self.answer_seconds.observe(source, seconds)
+        if self.is_flipping:
+            self.flip_answer_seconds.observe(seconds)
+
+    def hot(self, table: str, source: Source, seconds: float, times: int = 1) -> None:
+        """So many entities of a table were asked for and answered on the hot route, each after `seconds`."""
+        self.tally.answers[table, source] += times
+        self.answer_seconds.observe(source, seconds, times)
+        if self.is_flipping:
+            for _ in range(times):
+                self.flip_answer_seconds.observe(seconds)
+
+    def live_failed(self, table: str, reason: str) -> None:
+        """Live did not answer one input."""
+        self._child(self.live_failures, table, reason).inc()
+
+    def missed(self, table: str, reason: str) -> None:
+        """No stored tier answered one entity."""
+        self._child(self.misses, table, WORDS.get(reason, reason)).inc()
+
+    def asked(self, tables: Iterable[str]) -> None:
+        """Entities that passed validation: each of them will be answered exactly once."""
+        for table in tables:
+            self._child(self.entities, table).inc()
+
+    def requested(self, route: str, status: int) -> None:
+        """One HTTP request has its response."""
+        self._child(self.requests, route, str(status)).inc()
+
+    def _child(self, counter: Counter, *labels: str) -> Counter:
+        """prometheus_client checks labels and takes a lock at every look-up; a hit must not pay for that."""
+        key = (counter, labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = counter.labels(*labels)
+        return child
+
+    def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
+        """One stage of the current request has ended."""
+        self.stage_seconds.observe(stage, seconds)
+        note(stage, seconds, entities)
+
+    def inferred(self, size: int, seconds: float) -> None:
+        """One inference for `size` inputs."""
+        self.live_batch.observe(size)
+        self.stage("inference", seconds)
+
+    def warmed(self, records: int, seconds: float) -> None:
+        """So many records were read ahead."""
+        self.warmed_records.inc(records)
+        self.warming_seconds.inc(seconds)
+
+    def hold(self, roles: Mapping[str, str], *, is_degraded: bool) -> None:
+        """The generations held from now on, by role."""
+        self.generation_info.clear()
+        for role, generation in roles.items():
+            self.generation_info.labels(generation, role).set(1)
+        self.degraded.set(is_degraded)
+
+    def flipped(self) -> None:
+        """The live generation has changed: answers of the next moments are also counted as around a flip."""
+        self._flips += 1
+        self.is_flipping = True
+        for begin in self.at_flips:
+            begin()
+        asyncio.get_running_loop().call_later(FLIP_S, self._settle, self._flips)
+
+    def _settle(self, flip: int) -> None:
+        self.is_flipping = self._flips != flip
+
+    async def exposition(self) -> bytes:
+        """What a scrape is answered with where this process is the whole service."""
+        return self.expose()
+
+    def settle(self) -> None:
+        """Takes over what the hot route has counted since the last time."""
+        answers, requests = self.tally.take()
+        for (table, source), count in answers.items():
+            self._child(self.entities, table).inc(count)
+            self._child(self.answers, table, source).inc(count)
+        for route, count in requests.items():
+            self._child(self.requests, route, "200").inc(count)
+
+    def expose(self) -> bytes:
+        """The text format of Prometheus."""
+        self.settle()
+        return generate_latest(self.registry)

@@ -1,0 +1,145 @@
+"""The HTTP server of one process: starts the application, drains it, and stops."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from serving.config.settings import ServingConfig
+from serving.fast_http.connection import Shared, protocol
+from serving.fast_http.connections import Connections
+from serving.http.asgi_app import Front
+from serving.process.descriptors import make_room
+from serving.process.gc_tuning import settle
+from serving.process.listening import Listening
+
+_BACKLOG = 2_048
+_LOOK_S = 0.05
+_QUIET_LOOKS = 5
+_SWITCH_S = 0.0005
+"""How long a thread that opens the next generation may keep the loop from going on; Python's own 5 ms is felt."""
+
+log = logging.getLogger(__name__)
+
+
+def make_server(
+    app: Front, config: ServingConfig, log_level: str, announce: Callable[[], None]
+) -> "Server":
+    """A server for the application; `announce` is called once it answers."""
+    sys.setswitchinterval(_SWITCH_S)
+    shared = Shared(app, config.bounds(make_room(config.connections_max)))
+    settings = uvicorn.Config(
+        app,
+        loop="uvloop",
+        ws="none",  # nobody here speaks it, and a connection given to it would be out of bounds
+        timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # seconds, whole or not
+        http=protocol(shared),  # type: ignore[arg-type]  # called like the class that it makes
+        lifespan="on",
+        access_log=False,
+        proxy_headers=False,  # nobody here asks who called
+        log_config=None,  # uvicorn's loggers write where all others do
+        log_level=log_level,
+        backlog=_BACKLOG,
+    )
+    return Server(settings, shared.connections, drain_s=config.drain_s, announce=announce)
+
+
+class Server(uvicorn.Server):
+    """Tells when it serves, and stops when nobody asks any more."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        connections: Connections,
+        *,
+        drain_s: float,
+        announce: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self._connections = connections
+        self._listening = Listening(self)
+        self._looking: asyncio.Task[None] | None = None
+        self._drain_s = drain_s
+        self._announce = announce
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._is_told = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts, then announces."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            self._listening.keep(sockets or [])
+            self._looking = asyncio.create_task(self._look())
+            settle()
+            self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops as uvicorn does; connections are looked at until the last one has gone."""
+        self._listening.leave()
+        try:
+            await super().shutdown(sockets)
+        finally:
+            if self._looking is not None:
+                self._looking.cancel()
+
+    async def _look(self) -> None:
+        """Ends connections that stand still, and listens again where that ended."""
+        loop, connections = asyncio.get_running_loop(), self._connections
+        while True:
+            await asyncio.sleep(connections.every_s)
+            try:
+                await connections.look(self.server_state.connections, loop.time())  # type: ignore[arg-type]
+                await self._listening.look()
+            except Exception:  # the next look comes whatever this one met
+                log.exception("looking at the connections failed")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drains at the first signal, exits at once at the second."""
+        if self._loop is None or not self.started or self._is_told:
+            super().handle_exit(sig, frame)
+            self.force_exit = self._is_told
+            if self.force_exit:
+                self.config.timeout_graceful_shutdown = 0
+            return
+        self._is_told = True
+        # A signal handler runs between any two instructions, and the loop may be asleep.
+        self._loop.call_soon_threadsafe(self._start_draining, sig)
+
+    def retire(self) -> None:
+        """Leaves new connections to the others that listen on the same socket, and drains; on the event loop only."""
+        if self._draining is None:
+            self._listening.leave()
+            for each in self.servers:
+                each.close()
+            self._start_draining(signal.SIGTERM)
+
+    def _start_draining(self, sig: int) -> None:
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain(sig))
+
+    async def _drain(self, sig: int) -> None:
+        """Goes on accepting and answering until a while without requests: who was under way is not reset."""
+        loop, state = asyncio.get_running_loop(), self.server_state
+        give_up = loop.time() + self._drain_s
+        app: Any = self.config.app
+        signing_off = asyncio.create_task(app.state.service.drain())
+        for headers in (self.config.encoded_headers, state.default_headers):
+            headers.append((b"connection", b"close"))  # callers go elsewhere for their next request
+        answered, quiet = state.total_requests, 0
+        # Looks, not seconds: a loop that was busy in between has not yet seen what lies in its sockets.
+        while quiet < _QUIET_LOOKS and loop.time() < give_up and not self.should_exit:
+            await asyncio.sleep(_LOOK_S)
+            is_quiet = not state.tasks and state.total_requests == answered
+            answered, quiet = state.total_requests, quiet + 1 if is_quiet else 0
+        await asyncio.wait({signing_off}, timeout=max(0.0, give_up - loop.time()))
+        if not self.should_exit:
+            self.config.timeout_graceful_shutdown = max(1, int(give_up - loop.time()))
+            super().handle_exit(sig, None)

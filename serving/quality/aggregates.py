@@ -1,0 +1,123 @@
+"""Sums of samples, and what they say with how much certainty. Pure."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from serving.quality.comparison import Sample
+
+Key = tuple[str, str, str, str]
+"""Table, source, producer, band."""
+
+ERRORS = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Upper bounds of the score error's buckets; one more holds what is above."""
+
+_Z = 1.959964  # of 95 %
+
+
+@dataclass(slots=True)
+class Cell:
+    """Samples that are counted together."""
+
+    samples: int = 0
+    exact: int = 0
+    overlap: float = 0.0
+    squares: float = 0.0
+    error: float = 0.0
+    age: float = 0.0
+    errors: list[int] = field(default_factory=lambda: [0] * (len(ERRORS) + 1))
+
+    def saw(self, sample: Sample) -> None:
+        """One more."""
+        self.samples += 1
+        self.exact += sample.is_exact
+        self.overlap += sample.overlap
+        self.squares += sample.overlap**2
+        self.error += sample.score_error
+        self.age += sample.age_s
+        self.errors[bisect_left(ERRORS, sample.score_error)] += 1
+
+    def to_json(self) -> list[Any]:
+        """For Redis."""
+        sums = (self.samples, self.exact, self.overlap, self.squares, self.error, self.age)
+        return [*sums, self.errors]
+
+    @classmethod
+    def of(cls, cells: Iterable[Sequence[Any]]) -> "Cell":
+        """The sum of what `to_json` made."""
+        whole = cls()
+        for samples, exact, overlap, squares, error, age, errors in cells:
+            whole.samples += samples
+            whole.exact += exact
+            whole.overlap += overlap
+            whole.squares += squares
+            whole.error += error
+            whole.age += age
+            whole.errors = [a + b for a, b in zip(whole.errors, errors, strict=True)]
+        return whole
+
+    def exact_rate(self) -> dict[str, float]:
+        """Rate and bounds."""
+        low, high = wilson(self.exact, self.samples)
+        return {"rate": self.exact / max(1, self.samples), "low": low, "high": high}
+
+    def mean_overlap(self) -> dict[str, float]:
+        """Mean and bounds."""
+        mean = self.overlap / max(1, self.samples)
+        half = half_width(self.overlap, self.squares, self.samples)
+        return {"mean": mean, "low": max(0.0, mean - half), "high": min(1.0, mean + half)}
+
+    def mean_error(self) -> dict[str, float]:
+        """Mean, and the upper bound of the bucket that holds the 99th percentile."""
+        rank, below = math.ceil(0.99 * self.samples), 0
+        p99 = ERRORS[-1]
+        for bound, count in zip(ERRORS, self.errors, strict=False):
+            below += count
+            if below >= rank:
+                p99 = bound
+                break
+        return {"mean": self.error / max(1, self.samples), "p99": p99}
+
+
+def wilson(hits: int, of: int) -> tuple[float, float]:
+    """The 95 % score interval of a rate (Wilson, JASA 22, 1927): sound at 0, at 1 and for few."""
+    if not of:
+        return 0.0, 1.0
+    rate, z2 = hits / of, _Z * _Z
+    middle = rate + z2 / (2 * of)
+    half = _Z * math.sqrt(rate * (1 - rate) / of + z2 / (4 * of * of))
+    # At the ends the bound is the rate itself, but for the rounding of floats.
+    low = (middle - half) / (1 + z2 / of) if hits else 0.0
+    high = (middle + half) / (1 + z2 / of) if hits < of else 1.0
+    return low, high
+
+
+def half_width(total: float, squares: float, of: int) -> float:
+    """Of the 95 % interval of a mean by the normal approximation (central limit theorem); 1 for fewer than two.
+
+    Samples of one entity are not independent: where few are asked for very often the interval is too narrow.
+    """
+    if of < 2:
+        return 1.0
+    variance = max(0.0, squares - total * total / of) / (of - 1)
+    return _Z * math.sqrt(variance / of)
+
+
+def packed(cells: Mapping[Key, Cell]) -> dict[str, list[Any]]:
+    """Cells as JSON; no part of a key holds a tab."""
+    return {"\t".join(key): cell.to_json() for key, cell in cells.items()}
+
+
+def merged(parts: Iterable[Mapping[str, Sequence[Any]]]) -> dict[Key, Cell]:
+    """The cells of all parts, summed."""
+    found: dict[str, list[Sequence[Any]]] = {}
+    for part in parts:
+        for name, cell in part.items():
+            found.setdefault(name, []).append(cell)
+    whole = {}
+    for name, cells in found.items():
+        table, source, producer, band = name.split("\t")
+        whole[table, source, producer, band] = Cell.of(cells)
+    return whole

@@ -1,0 +1,184 @@
+"""A served answer against what the live path says now, for the same generation. Synchronous."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from cache.format.keys import fingerprint
+from cache.format.manifest import Table
+from cache.format.records import decode
+from cache.model.input_preparation import LiveInput
+from cache.model.tower import TowerSpec
+from serving.generations.snapshot import Snapshot
+from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable, compute
+from serving.quality.night_inputs import Inputs
+from serving.usage.answer_sampling import Pick
+
+CLOSE = 2.0**-8
+"""Numbers that differ by less than this part of the largest are the same: what float16 and int8 round away."""
+
+BANDS = ("none", "1-9", "10-99", "100+", "popular", "other")
+"""Of who is answered for: how much the model had to go by (items in the history), since a generation keeps no count of
+how often anybody is asked for; of items, whether they are among the popular ones that a generation names as defaults.
+"""
+
+
+DEPTH = 20
+"""Of lists, what the gate `skew` compares: shorter ones agree less, by nature."""
+
+
+class Sample(NamedTuple):
+    """One comparison: `overlap` and `score_error` are shares, `age_s` is the data's when the answer was served.
+
+    Of lists `overlap` is that of the first n of both, n being what was served; of vectors their cosine (0 if negative);
+    of values 1 minus the error. `score_error` is the mean difference of the numbers rank by rank, as a share of the
+    largest that the model gives. `whole` is the overlap as the night's own gate has it, None where the stored record
+    was not at hand.
+    """
+
+    table: str
+    source: str
+    producer: str
+    band: str
+    is_exact: bool
+    overlap: float
+    score_error: float
+    age_s: float
+    whole: float | None = None
+
+
+class Skipped(Exception):
+    """An answer that cannot be compared, and why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def compare(pick: Pick, snapshot: Snapshot, inputs: Inputs | None) -> Sample:
+    """Raises Skipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
+    table = snapshot.manifest.tables.get(pick.table)
+    if table is None:
+        raise Skipped("gone")
+    if snapshot.blocks(table, pick.raw):
+        raise Skipped("blocked")
+    if snapshot.predictor is None or not snapshot.predictor.supports(pick.table):
+        raise Skipped("no_model")
+    source = _source(pick, snapshot, table, inputs)
+    job = Job(snapshot, pick.table, source, fingerprint(pick.raw), 0)
+    (outcome,) = compute([job])
+    if isinstance(outcome, LiveUnavailable) and outcome.reason == "no_usable_input":
+        raise Skipped("no_input")
+    if not isinstance(outcome, Computed):
+        raise Skipped("failed")
+    try:
+        served, numbers = _sent(pick, snapshot, table)
+        stored = _stored(pick.record, snapshot, table, DEPTH) if pick.record else None
+        own = decode(table.layout, outcome.record, snapshot.items.count)
+    except Exception as damage:  # what a damaged record holds is the read path's to count
+        raise Skipped("failed") from damage
+    if own.items is None or served is None:
+        is_exact, overlap, error = _numbers(table, numbers, own.numbers)
+        whole: float | None = overlap
+    else:
+        keep = _allowed(own.items, (*pick.barred, snapshot.blocked))
+        items, scores = own.items[keep], own.numbers[keep]
+        is_exact, overlap, error = _lists(served, numbers, items, scores)
+        whole = None
+        if stored is not None and stored[0] is not None:
+            whole = _lists(stored[0], stored[1], items, scores)[1]
+    age_s = 0.0 if pick.producer == "live" else pick.at - snapshot.manifest.data_until
+    band = _band(snapshot, source)
+    return Sample(
+        table.name, pick.source, pick.producer, band, is_exact, overlap, error, age_s, whole
+    )
+
+
+def _source(pick: Pick, snapshot: Snapshot, table: Table, inputs: Inputs | None) -> LiveInput:
+    if pick.sent is not None:
+        return pick.sent
+    if pick.producer == "live":  # stored for an input that somebody else had sent
+        raise Skipped("no_input")
+    if table.entity == "item":
+        return LiveInput(item=snapshot.items.ordinal_of(pick.raw))
+    found = None if inputs is None else inputs.of(pick.raw)
+    if found is None:
+        raise Skipped("no_input")
+    if found.features:  # of all models of users; each takes its own
+        spec = TowerSpec.from_json(snapshot.manifest.models[str(table.producer.model)].spec)
+        own = {str(each.column): found.features[str(each.column)] for each in spec.features}
+        return replace(found, features=own or None)
+    return found
+
+
+Listed = tuple[NDArray[np.int64] | None, NDArray[np.float32]]
+"""Ordinals (of lists) and numbers."""
+
+
+def _stored(record: bytes, snapshot: Snapshot, table: Table, k: int) -> Listed:
+    decoded = decode(table.layout, record, snapshot.items.count)
+    if decoded.items is None:
+        return None, decoded.numbers
+    keep = _allowed(decoded.items, (snapshot.blocked,))[:k]
+    return decoded.items[keep].astype(np.int64), decoded.numbers[keep]
+
+
+def _sent(pick: Pick, snapshot: Snapshot, table: Table) -> Listed:
+    if pick.fields is None and not pick.body:
+        return _stored(pick.record, snapshot, table, pick.k)
+    fields: Mapping[str, Any] = pick.fields or orjson.loads(pick.body)
+    if (items := fields.get("items")) is not None:
+        ordinals = snapshot.items.ordinals_of([each.encode() for each in items])
+        return ordinals, np.asarray(fields["scores"], np.float32)
+    numbers = fields["vector"] if table.kind == "vector" else fields["values"]
+    return None, np.asarray(numbers, np.float32)
+
+
+def _allowed(items: NDArray[np.uint32], barred: Sequence[frozenset[int]]) -> list[int]:
+    """Places of those that nobody bars."""
+    ordinals = items.tolist()
+    return [place for place, each in enumerate(ordinals) if not any(each in of for of in barred)]
+
+
+def _lists(
+    served: NDArray[np.int64],
+    scores: NDArray[np.float32],
+    own: NDArray[np.uint32],
+    own_scores: NDArray[np.float32],
+) -> tuple[bool, float, float]:
+    count = len(served)
+    own, own_scores = own[:count], own_scores[:count]
+    if not count or not len(own):
+        return count == len(own), float(count == len(own)), 0.0
+    is_exact = len(own) == count and bool((own == served).all())
+    overlap = len(np.intersect1d(served, own)) / count
+    return is_exact, overlap, _error(scores[: len(own)], own_scores)
+
+
+def _numbers(
+    table: Table, served: NDArray[np.float32], own: NDArray[np.float32]
+) -> tuple[bool, float, float]:
+    largest = float(np.abs(own).max(initial=0)) or 1.0
+    apart = float(np.abs(served - own).max(initial=0)) / largest
+    if table.kind != "vector":
+        return apart <= CLOSE, max(0.0, 1.0 - apart), _error(served, own)
+    lengths = float(np.linalg.norm(served) * np.linalg.norm(own))
+    cosine = float(served @ own) / lengths if lengths else float(not (served.any() or own.any()))
+    return apart <= CLOSE, min(1.0, max(0.0, cosine)), _error(served, own)
+
+
+def _error(served: NDArray[np.float32], own: NDArray[np.float32]) -> float:
+    largest = float(np.abs(own).max(initial=0)) or 1.0
+    return float(np.abs(served - own).mean()) / largest
+
+
+def _band(snapshot: Snapshot, source: LiveInput) -> str:
+    if source.item is not None:
+        popular = any(source.item in each.ordinals.values() for each in snapshot.defaults.values())
+        return "popular" if popular else "other"
+    length = len(source.history or ())
+    return "none" if not length else "1-9" if length < 10 else "10-99" if length < 100 else "100+"

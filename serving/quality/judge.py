@@ -1,0 +1,123 @@
+"""Computes picked answers once more, one after the other, in a thread that everything else comes before."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+from cache.format.keys import hash_id
+from cache.tiers.l1 import LocalKey, LocalTier
+from serving.generations.snapshot import Snapshot
+from serving.quality.comparison import Sample, Skipped, compare
+from serving.quality.night_inputs import Inputs
+from serving.quality.results import Results
+from serving.usage.answer_sampling import Pick, Picks
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.2
+"""Between looks at an empty queue, and while live requests come first."""
+
+
+class Judged(NamedTuple):
+    """A sample, or why there is none, and the processor time that it took."""
+
+    outcome: Sample | Skipped
+    cpu_s: float
+
+
+class Sampler:
+    """`cpu_share` of one core at most, as the thread's own clock tells; idle while `is_busy` says so.
+
+    `threads`: those of one inference, of which only the first is measured; all are counted like it.
+    """
+
+    def __init__(
+        self,
+        picks: Picks,
+        results: Results,
+        local: LocalTier,
+        *,
+        live: Callable[[], Snapshot | None],
+        held: Callable[[str], Snapshot | None],
+        open_inputs: Callable[[Snapshot], Inputs | None],
+        is_busy: Callable[[], bool],
+        executor: Executor,
+        cpu_share: float,
+        threads: int = 1,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._picks = picks
+        self._results = results
+        self._local = local
+        self._live = live
+        self._held = held
+        self._open_inputs = open_inputs
+        self._is_busy = is_busy
+        self._executor = executor
+        self._cpu_share = cpu_share
+        self._threads = threads
+        self._clock = clock
+        self._inputs: dict[str, Inputs | None] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            try:
+                pause_s = await self.step()
+            except Exception:  # a defect here must cost no answer and no later sample
+                log.exception("judging an answer failed")
+                self._results.skipped["failed"] += 1
+                pause_s = IDLE_S
+            await asyncio.sleep(pause_s)
+
+    async def step(self) -> float:
+        """Judges one answer if one waits and nobody else needs the model; seconds to pause for, to keep the budget."""
+        self._inputs = {name: each for name, each in self._inputs.items() if self._held(name)}
+        if (live := self._live()) is not None:
+            self._results.begin(live, self._clock())
+        if self._is_busy():
+            self._results.skipped["overload"] += len(self._picks)
+            self._picks.clear()
+        self._results.skipped["queue_full"] = self._picks.dropped
+        pick = self._picks.next()
+        if pick is None:
+            return IDLE_S
+        snapshot = self._held(pick.generation)
+        if snapshot is None:
+            self._results.skipped["gone"] += 1
+            return 0.0
+        loop = asyncio.get_running_loop()
+        judged = await loop.run_in_executor(
+            self._executor, self._judge, self._completed(pick, snapshot), snapshot
+        )
+        self._results.cpu_s += judged.cpu_s
+        if isinstance(judged.outcome, Skipped):
+            self._results.skipped[judged.outcome.reason] += 1
+        else:
+            self._results.add(judged.outcome, pick.generation)
+        return judged.cpu_s / self._cpu_share
+
+    def _completed(self, pick: Pick, snapshot: Snapshot) -> Pick:
+        """With the stored record, if it is still in L1: a caller may have been sent only a few of its items."""
+        table = snapshot.manifest.tables.get(pick.table)
+        if pick.record or pick.producer != "batch" or table is None:
+            return pick
+        key = hash_id(pick.raw, snapshot.directories[table.entity].seed)
+        entry = self._local.get(LocalKey(pick.generation, pick.table, key))
+        if entry is None or entry.digest is not None:
+            return pick
+        return pick._replace(record=entry.record)
+
+    def _judge(self, pick: Pick, snapshot: Snapshot) -> Judged:
+        began = time.thread_time()
+        outcome: Sample | Skipped
+        try:
+            if snapshot.generation not in self._inputs:
+                self._inputs[snapshot.generation] = self._open_inputs(snapshot)
+            outcome = compare(pick, snapshot, self._inputs[snapshot.generation])
+        except Skipped as skipped:
+            outcome = Skipped(skipped.reason)  # without the frames, which hold the generation
+        return Judged(outcome, (time.thread_time() - began) * self._threads)

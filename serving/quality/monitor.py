@@ -1,0 +1,107 @@
+"""The judging of answers put together, for as long as the service runs."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from cache.control.hot_keys import COLD
+from cache.l2.cluster.tier import ClusterTier
+from cache.l2.tier import RemoteTier
+from cache.tiers.l1 import LocalTier
+from serving.admission.controller import Admission
+from serving.config.cpu_affinity import LAST, step_back
+from serving.config.settings import ServingConfig
+from serving.generations.holder import Shelf
+from serving.generations.redis_clock import RedisClock
+from serving.lookup.micro_batcher import MicroBatcher
+from serving.metrics.registry import Metrics
+from serving.quality.judge import Sampler
+from serving.quality.night_inputs import open_inputs
+from serving.quality.results import Results
+from serving.quality.shared_report import Told
+from serving.usage.hot_keys import Recent, Sketch
+from serving.usage.request_observer import Watch
+from serving.usage.table_usage import Usage
+
+Step = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Quality:
+    """`told` is for the dashboard; `steps` are taken every so many seconds by whoever keeps up with Redis."""
+
+    def __init__(
+        self,
+        config: ServingConfig,
+        watch: Watch,
+        metrics: Metrics,
+        local: LocalTier,
+        remote: RemoteTier | ClusterTier,
+        shelf: Shelf,
+        recent: Recent,
+        batcher: MicroBatcher,
+        admission: Admission,
+        clock: RedisClock,
+        name: str,
+    ) -> None:
+        def live() -> Any:
+            return shelf.live
+
+        self.cold = Sketch(remote, watch.cold, live, clock, COLD)
+        self._results = Results()
+        self._usage = Usage(remote, watch.reads, metrics, recent.names, live)
+        self._told = Told(remote, name, self._results, self._usage, live, clock, config.quality_s)
+        self._executor = ThreadPoolExecutor(
+            1, "larder-quality", initializer=step_back, initargs=(LAST,)
+        )
+        self._sampler = Sampler(
+            watch.picks,
+            self._results,
+            local,
+            live=live,
+            held=shelf.held,
+            open_inputs=partial(open_inputs, config.store()),
+            is_busy=lambda: batcher.queued > 0 or admission.is_behind or admission.live_share < 1,
+            executor=self._executor,
+            cpu_share=config.quality_cpu_share,
+            threads=config.live_threads,
+        )
+        self._is_sampling = config.sampled_per_mille > 0
+        self._running: asyncio.Task[None] | None = None
+        self._watch = watch
+        self._every_s = config.quality_s
+        for each in (self._results, self._usage):
+            metrics.registry.register(each)
+        shelf.flipped = local.absences.flipped
+        self.told = self._told.told
+
+    def steps(self) -> list[tuple[float, Step]]:
+        """Seconds between, and what is done."""
+        if not self._every_s:
+            return []
+        return [(self._every_s, self._told.report), (self._every_s, self.cold.report)]
+
+    def events(self) -> dict[str, float]:
+        """Counts, by name."""
+        return {
+            "cold_reported": self.cold.reported,
+            "cold_reports_failed": self.cold.failed,
+            "reads_left_out": self._watch.reads.left_out,
+        }
+
+    def start(self) -> None:
+        """Samples from now on."""
+        if self._is_sampling:
+            self._running = asyncio.create_task(self._sampler.run())
+
+    async def aclose(self) -> None:
+        """Samples no more."""
+        if self._running is not None:
+            self._running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._running
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._every_s:
+            await self._told.sign_off()

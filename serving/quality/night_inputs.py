@@ -1,0 +1,42 @@
+"""What the night computed users from, as far as its probe tells."""
+
+import logging
+from collections.abc import Callable
+
+from cache.format.keys import hash_id
+from cache.format.manifest import Artefact
+from cache.model.input_preparation import LiveInput
+from cache.model.input_sample import FACT, Probe
+from cache.store.artefacts import ArtefactStore, fetch_checked
+from serving.generations.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+Open = Callable[[Snapshot], "Inputs | None"]
+
+
+class Inputs:
+    """Of one generation."""
+
+    def __init__(self, probe: Probe, seed: int) -> None:
+        self._probe = probe
+        self._seed = seed
+
+    def of(self, raw: bytes) -> LiveInput | None:
+        """None for a user whose inputs are not in the probe."""
+        return self._probe.of(hash_id(raw, self._seed))
+
+
+def open_inputs(store: ArtefactStore, snapshot: Snapshot) -> Inputs | None:
+    """Fetches, checks and maps a probe; None where there is none or it is damaged: then user tables go unjudged."""
+    described = snapshot.manifest.facts.get(FACT)
+    if not described:
+        return None
+    try:
+        artefact = Artefact(**described)
+        fetch_checked(store, snapshot.generation, artefact)
+        probe = Probe.open(snapshot.root / artefact.path, snapshot.items)
+        return Inputs(probe, snapshot.directories["user"].seed)
+    except Exception:
+        log.warning("the probe of %s cannot be read", snapshot.generation, exc_info=True)
+        return None

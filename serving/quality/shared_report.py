@@ -1,0 +1,181 @@
+"""The quality of all replicas as one whole: each tells Redis its part, and hears the others'."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import orjson
+
+from cache.control.hot_keys import COLD, Name, hour_of
+from cache.errors import TierUnavailable
+from serving.generations.snapshot import Snapshot
+from serving.quality.aggregates import Cell, Key, merged
+from serving.quality.results import Results
+from serving.usage.table_usage import GIGABYTE, Redis, Usage
+
+LIFE_S = 120
+"""Of the hash in Redis, from the last report of any replica on."""
+
+FRESH_S = 30.0
+"""What a replica told longer ago counts no more."""
+
+
+class ColdRedis(Redis, Protocol):
+    """What is needed of L2."""
+
+    async def cold(self, day: int) -> list[Name]:
+        """What was asked for though no generation knew it."""
+
+
+class Told:
+    """`name` is this replica's; `clock` Redis' own, so that reports of several hosts can be compared."""
+
+    def __init__(
+        self,
+        redis: ColdRedis,
+        name: str,
+        results: Results,
+        usage: Usage,
+        live: Callable[[], Snapshot | None],
+        clock: Callable[[], float],
+        every_s: float,
+    ) -> None:
+        self._redis = redis
+        self._name = name
+        self._results = results
+        self._usage = usage
+        self._live = live
+        self._clock = clock
+        self._fresh_s = FRESH_S + 2 * every_s
+        self._parts: list[dict[str, Any]] = []
+        self._worklist: int | None = None
+
+    async def report(self) -> None:
+        """Tells, and hears; without Redis what was heard last is forgotten and only this replica's own is told."""
+        await self._usage.report()
+        now, ask, key = self._clock(), self._redis.ask, self._redis.keyspace.quality
+        own = self._own(now)
+        try:
+            await ask("HSET", key, self._name, orjson.dumps(own))
+            await ask("EXPIRE", key, LIFE_S)
+            parts = {n: _part(raw) for n, raw in dict(await ask("HGETALL", key)).items()}
+            heard = {n: part for n, part in parts.items() if part is not None}
+            gone = [n for n, part in heard.items() if now - part["at"] > self._fresh_s]
+            if gone:
+                await ask("HDEL", key, *gone)
+            fresh = [part for n, part in heard.items() if n not in gone]
+            self._worklist = await self._cold(now)
+        except TierUnavailable:
+            fresh, self._worklist = [], None
+        self._parts = [each for each in fresh if each["replica"] != self._name]
+
+    async def sign_off(self) -> None:
+        """Takes this replica's part back."""
+        try:
+            await self._redis.ask("HDEL", self._redis.keyspace.quality, self._name)
+        except TierUnavailable:
+            return
+
+    def told(self) -> dict[str, Any] | None:
+        """For the dashboard; None before there is a generation. See `summary`."""
+        if self._results.release is None:
+            return None
+        parts = [each for each in self._parts if each["generation"] == self._results.release[0]]
+        own = self._own(self._clock())
+        return summary(
+            [own, *parts],
+            worklist=self._worklist,
+            read_share=self._usage.read_share(),
+            size_bytes=self._usage.size_bytes(),
+        )
+
+    def _own(self, now: float) -> dict[str, Any]:
+        hits = sum(self._usage.hits().values())
+        return {"replica": self._name, "at": now, "hits": hits, **self._results.to_json()}
+
+    async def _cold(self, now: float) -> int | None:
+        live = self._live()
+        if live is None:
+            return None
+        return len(still_cold(live, await self._redis.cold(hour_of(now, COLD))))
+
+
+def _part(raw: bytes) -> dict[str, Any] | None:
+    """What a replica told; None for what cannot be added to others, which another version may have told."""
+    try:
+        part: dict[str, Any] = orjson.loads(raw)
+        summary([part], worklist=None, read_share=None, size_bytes=1)
+        is_sound = isinstance(part["at"], int | float) and {"replica", "generation"} <= part.keys()
+        return part if is_sound else None
+    except Exception:  # whatever it is: it would cost all replicas this part of the page
+        return None
+
+
+def still_cold(live: Snapshot, names: Sequence[Name]) -> list[Name]:
+    """Those that this generation does not know either."""
+    tables = live.manifest.tables
+    return [
+        (name, raw) for name, raw in names if name in tables and not live.knows(tables[name], raw)
+    ]
+
+
+def summary(
+    parts: Sequence[dict[str, Any]],
+    *,
+    worklist: int | None,
+    read_share: float | None,
+    size_bytes: int,
+) -> dict[str, Any]:
+    """What `GET /dashboard/data` calls `quality`, of the replicas' parts."""
+    cells = merged(each["cells"] for each in parts)
+    whole = Cell.of(cell.to_json() for cell in cells.values())
+    drift = sorted({table for each in parts for table in each["drift"]})
+    gigabytes = size_bytes / GIGABYTE
+    return {
+        "since": min(each["since"] for each in parts),
+        **_figures(whole),
+        "drift": bool(drift),
+        "drifted": drift,
+        "sentence": _sentence(whole, drift),
+        "by": [_row(key, cell) for key, cell in sorted(cells.items())],
+        "worklist": worklist,
+        "read_share": read_share,
+        "hits_per_gb": sum(each["hits"] for each in parts) / gigabytes if gigabytes else None,
+    }
+
+
+def _row(key: Key, cell: Cell) -> dict[str, Any]:
+    table, source, producer, band = key
+    return {
+        "table": table,
+        "source": source,
+        "producer": producer,
+        "band": band,
+        **_figures(cell),
+    }
+
+
+def _figures(cell: Cell) -> dict[str, Any]:
+    """Of no samples nothing is known: a rate of 0 would be an alarm."""
+    is_known = cell.samples > 0
+    return {
+        "samples": cell.samples,
+        "exact": cell.exact_rate() if is_known else None,
+        "overlap": cell.mean_overlap() if is_known else None,
+        "score_error": cell.mean_error() if is_known else None,
+        "age_s": cell.age / cell.samples if is_known else None,
+    }
+
+
+def _sentence(whole: Cell, drift: Sequence[str]) -> str:
+    if drift:
+        return (
+            f"Answers of {', '.join(drift)} are not what the model says: roll back, or restore the pages "
+            "(`python -m precompute restore`) and start the service anew."
+        )
+    if not whole.samples:
+        return "No served answer has been computed once more yet."
+    exact, overlap = whole.exact_rate(), whole.mean_overlap()
+    return (
+        f"Of {whole.samples} served answers computed once more {100 * exact['rate']:.1f} % came out the same "
+        f"({100 * exact['low']:.1f} to {100 * exact['high']:.1f} %), with {100 * overlap['mean']:.1f} % of the items."
+    )

@@ -1,0 +1,109 @@
+"""What a caller reads for one entity: a record turned into JSON-able fields, everything barred left out. Pure."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.format.manifest import Table
+from cache.format.records import Record
+from serving.generations.snapshot import Snapshot
+from serving.metrics.registry import Source
+from serving.requests.models import Entity
+
+Answer = dict[str, Any]
+Prediction = dict[str, Any]
+Barred = tuple[frozenset[int], ...]
+"""Ordinals to leave out, as sets that are each made once and shared by many entities."""
+
+
+class History(NamedTuple):
+    """A sent history in one generation: `seen` ordinals, and how many ids its models do not know."""
+
+    seen: frozenset[int]
+    dropped: int
+
+
+_NO_HISTORY = History(frozenset(), 0)
+
+
+def from_record(
+    snapshot: Snapshot, table: Table, record: Record, k: int, barred: Barred
+) -> Prediction:
+    """The prediction itself, from a stored or a live record, without the ordinals that are barred."""
+    if record.items is not None:
+        return _top(snapshot, record.items, record.numbers, k, barred)
+    if table.kind == "vector":
+        return {"vector": record.numbers}
+    return {"values": record.numbers, "labels": table.labels}
+
+
+def from_defaults(
+    snapshot: Snapshot, table: Table, entity: Entity, k: int, barred: Barred
+) -> Prediction:
+    """A popular list for top-K without the sent history; null elsewhere: a made-up vector would be a wrong answer."""
+    if table.kind == "vector":
+        return {"vector": None}
+    if table.kind == "value":
+        return {"values": None, "labels": table.labels}
+    default = snapshot.defaults.get(table.name)
+    if default is None:
+        return {"items": [], "scores": [], "short": True}
+    barred = (*barred, default.among(entity.history))
+    if table.entity == "item" and entity.raw is not None:
+        # An item is not similar to itself, however popular it is.
+        barred = (*barred, default.among((entity.raw,)))
+    return _top(snapshot, default.items, default.scores, k, barred)
+
+
+def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> History:
+    """What a generation makes of a sent history; an id that comes twice counts once, as live has it."""
+    if not history:
+        return _NO_HISTORY
+    ordinals = snapshot.items.ordinals_of(list(dict.fromkeys(history)))
+    dropped = int((snapshot.items.to_model(ordinals) < 0).sum())
+    return History(frozenset(ordinals.tolist()), dropped)
+
+
+def _top(
+    snapshot: Snapshot,
+    items: NDArray[np.uint32],
+    scores: NDArray[np.float32],
+    k: int,
+    barred: Barred,
+) -> Prediction:
+    """The first k of a list, in its order, without what is barred or blocked."""
+    left_out = [each for each in (*barred, snapshot.blocked) if each]
+    if left_out:
+        ordinals = items.tolist()
+        keep = list(range(len(ordinals)))
+        for each in left_out:
+            keep = [place for place in keep if ordinals[place] not in each]
+        items, scores = items[keep], scores[keep]
+    items, scores = items[:k], scores[:k]
+    return {"items": snapshot.items.ids_of(items), "scores": scores, "short": len(items) < k}
+
+
+def complete(
+    prediction: Prediction,
+    snapshot: Snapshot,
+    table: str,
+    entity: Entity,
+    source: Source,
+    producer: str | None,
+    now: float,
+    **marks: object,
+) -> Answer:
+    """The prediction with where it came from; marks that are None are left out."""
+    answer: Answer = {"id": entity.id, "table": table}
+    answer |= prediction
+    answer["source"] = source
+    answer["producer"] = producer
+    answer["generation"] = snapshot.generation
+    answer["age_seconds"] = round(now - snapshot.manifest.data_until, 3)
+    answer["published_at"] = snapshot.published_at
+    for name, value in marks.items():
+        if value is not None:
+            answer[name] = value
+    return answer

@@ -1,0 +1,46 @@
+"""A batch of the hot route as an Arrow IPC stream, straight from the arrays that it was resolved to. Pure."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cache.format.item_bytes import Named
+from cache.native import loader
+from serving.rendering.arrow_batch import NO_ITEMS, Origin, Stored, answers_stream
+from serving.rendering.batch_result import Lookup, Resolved
+from serving.rendering.json_batch import numbers
+
+
+def items_of(lookup: Lookup, resolved: Resolved, part: slice) -> Named:
+    """The ids of each list in a part of the rows; none where the table has no lists."""
+    if lookup.table.kind != "topk":
+        return NO_ITEMS
+    rows, items, columns = resolved.rows[part], lookup.holding.live.items, loader.columns()
+    if columns is None:
+        return items.names.of(rows["items"][:, : lookup.k])
+    layout = lookup.table.layout
+    data, cuts = columns.names(rows, layout.width, layout.precision == "f2", lookup.k, *items.lent)
+    return Named(data, cuts, lookup.k)
+
+
+def resolved_stream(
+    lookup: Lookup, resolved: Resolved, items: Sequence[Named], now: float, stale: str | None
+) -> bytes:
+    """The body of the response, from `items_of` all rows; `now` in Unix seconds, `stale` as the service says it."""
+    live, table = lookup.holding.live, lookup.table
+    age = round(now - live.manifest.data_until, 3)
+    after = ("batch", live.generation, age, live.published_at, None, None, None, stale)
+    by_tier: tuple[Origin, Origin] = ("l1", *after), ("l2", *after)
+    found = numbers(table, resolved.rows, lookup.k)
+    stored = Stored(resolved.places, by_tier, resolved.is_l2, found, _whole(items))
+    return answers_stream(table, lookup.raws, resolved.answers, stored)
+
+
+def _whole(parts: Sequence[Named]) -> Named:
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return NO_ITEMS
+    return Named.of(
+        b"".join([each.data for each in parts]), np.concatenate([each.sizes for each in parts])
+    )

@@ -1,0 +1,100 @@
+"""What the hot route sends: stored records as JSON, the very bytes that the ladder's answers would be. Pure."""
+
+import orjson
+
+from cache.format.manifest import Table
+from cache.format.records import Record, decode
+from cache.tiers.l1 import Ready
+from cache.tiers.results import Found
+from serving.generations.snapshot import Snapshot
+from serving.metrics.miss_reasons import EXHAUSTED
+from serving.rendering.answer_fields import Prediction, from_record
+
+JSON = orjson.OPT_SERIALIZE_NUMPY
+_AGE = b',"age_seconds":'
+
+
+class Unfit(Exception):
+    """A stored record that is no plain answer; `reason` is what the ladder goes on with, None: it reads it itself."""
+
+    def __init__(self, reason: str | None, *, is_damaged: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.is_damaged = is_damaged
+
+
+class Marks:
+    """What all answers from the batch records of a snapshot end with, for as long as it is served."""
+
+    def __init__(self, snapshot: Snapshot, stale: str | None) -> None:
+        self.snapshot, self.stale = snapshot, stale
+        generation, published_at = map(orjson.dumps, (snapshot.generation, snapshot.published_at))
+        middle = b'","producer":"batch","generation":' + generation + _AGE
+        self._heads = {tier: b',"source":"' + tier.encode() + middle for tier in ("l1", "l2")}
+        self._tail = b',"published_at":' + published_at
+        if stale is not None:
+            self._tail += b',"stale":' + orjson.dumps(stale)
+        self._tail += b"}"
+        self._data_until = snapshot.manifest.data_until
+
+    def age(self, now: float) -> bytes:
+        """`age_seconds` at a time in Unix seconds."""
+        return orjson.dumps(round(now - self._data_until, 3))
+
+    def ends(self, age: bytes) -> dict[str, bytes]:
+        """By tier, from the comma after the prediction to the closing brace."""
+        return {tier: head + age + self._tail for tier, head in self._heads.items()}
+
+    def end(self, tier: str, now: float) -> bytes:
+        """That of one tier, at a time in Unix seconds."""
+        return b"".join((self._heads[tier], self.age(now), self._tail))
+
+    def ready(self, start: bytes, asked: tuple[str, bytes], request: bytes) -> Ready:
+        """An answer from L1 whose prediction is `start`, for when it is asked for again."""
+        head = start + self._heads["l1"]
+        return Ready(self.snapshot.stamp, head, self._tail, self._data_until, asked, request)
+
+
+def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes:
+    """The answer's JSON up to its source, for an entity that sent nothing to compute from; raises Unfit."""
+    try:
+        record = _of_the_night(snapshot, table, found)
+        items, numbers = record.items, record.numbers
+        if items is not None and len(items) >= k and not snapshot.blocked:
+            listed = snapshot.items.texts.row(items[:k])
+            scores = orjson.dumps(numbers[:k], option=JSON)
+            name, of = orjson.dumps(id_), orjson.dumps(table.name)
+            return b'{"id":%b,"table":%b,"items":[%b],"scores":%b,"short":false' % (
+                name, of, listed, scores,
+            )  # fmt: skip
+        prediction = _prediction(snapshot, table, record, k)
+        return orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)[:-1]
+    except Unfit:
+        raise
+    except Exception as error:  # whatever a record holds, it costs nobody an answer
+        raise Unfit("corrupt", is_damaged=True) from error
+
+
+def prediction_of(snapshot: Snapshot, table: Table, found: Found, k: int) -> Prediction:
+    """The same as fields; raises Unfit."""
+    try:
+        return _prediction(snapshot, table, _of_the_night(snapshot, table, found), k)
+    except Unfit:
+        raise
+    except Exception as error:  # as above
+        raise Unfit("corrupt", is_damaged=True) from error
+
+
+def _of_the_night(snapshot: Snapshot, table: Table, found: Found) -> Record:
+    record = decode(table.layout, found.record, snapshot.items.count)
+    if record.live:
+        raise Unfit(None)
+    return record
+
+
+def _prediction(snapshot: Snapshot, table: Table, record: Record, k: int) -> Prediction:
+    width = k if table.kind == "topk" else table.layout.width
+    prediction = from_record(snapshot, table, record, width, ())
+    if record.items is not None and not prediction["items"]:
+        raise Unfit(EXHAUSTED)
+    return prediction

@@ -1,0 +1,207 @@
+"""Keeping up: looks at pointer and blocklist, listens for announcements, and says what is held."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+import orjson
+from redis.exceptions import ResponseError
+
+from cache.errors import LarderError, TierUnavailable
+from cache.store.artefacts import COPY_IDLE_S, ArtefactStore
+from serving.generations.pointer_follower import Follower
+from serving.generations.store_threads import InThread
+from serving.replica.blocklist_loader import newest_blocklist
+from serving.replica.heartbeat import Heartbeat
+
+log = logging.getLogger(__name__)
+
+_CANCEL_AGAIN_S = 0.1
+_EXPECTING_S = 0.1
+"""Between looks at the pointer while a generation is staged."""
+
+_SWEEP_S = 600.0
+
+Step = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Redis(Protocol):
+    """What keeping up needs of L2; everything here raises TierUnavailable."""
+
+    def subscribe(self) -> AsyncGenerator[bytes, None]:
+        """Announcements: b"pointer", b"next" or b"blocklist"."""
+
+    async def time(self) -> float:
+        """Redis' own clock, Unix seconds."""
+
+    async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
+        """Says what this replica holds."""
+
+    async def sign_off(self, replica_id: str) -> None:
+        """Takes it back."""
+
+    async def eviction_policy(self) -> str:
+        """`maxmemory-policy`, empty when the server does not say."""
+
+
+class Refresher:
+    """Runs the background of a replica; announcements only shorten what polling finds anyway."""
+
+    def __init__(
+        self,
+        follower: Follower,
+        store: ArtefactStore,
+        redis: Redis,
+        heartbeat: Heartbeat,
+        *,
+        poll_s: float,
+        blocklist_poll_s: float,
+        heartbeat_s: float,
+        also: Sequence[tuple[float, Step]] = (),
+        in_thread: InThread = asyncio.to_thread,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.follower = follower
+        self.blocklist_read_at = timer()
+        self._store = store
+        self._redis = redis
+        self._heartbeat = heartbeat
+        self._in_thread = in_thread
+        self._timer = timer
+        self._poll_s = poll_s
+        self._wake_pointer, self._wake_blocklist, self._wake_beat = (
+            asyncio.Event(), asyncio.Event(), asyncio.Event(),
+        )  # fmt: skip
+        self._steps: list[tuple[Callable[[], float], Step, asyncio.Event]] = [
+            (self._look_s, follower.look, self._wake_pointer),
+            (lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
+            (lambda: heartbeat_s, self.beat, self._wake_beat),
+            (lambda: _SWEEP_S, self.sweep_copies, asyncio.Event()),
+            *((lambda pause_s=pause_s: pause_s, step, asyncio.Event()) for pause_s, step in also),
+        ]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._beating = asyncio.Lock()
+        self._is_policy_fine = self._is_policy_unknown = False
+
+    def also(self, pause_s: float, step: Step) -> None:
+        """Takes another step, every `pause_s` seconds from the start on."""
+        self._steps.append((lambda: pause_s, step, asyncio.Event()))
+
+    async def start(self) -> None:
+        """Takes every step once, then keeps taking them in the background."""
+        await self.look_at_blocklist()
+        await self.follower.look()
+        await self.beat()
+        self.follower.shelf.changed = (
+            self._wake_beat.set
+        )  # whoever waits for a swap hears of it at once
+        self._tasks = [asyncio.create_task(self._every(*each)) for each in self._steps]
+        self._tasks.append(asyncio.create_task(self._listen()))
+
+    async def aclose(self) -> None:
+        """Stops, and signs off."""
+        pending = set(self._tasks)
+        while pending:
+            # Again and again: a client library may lose a cancellation that meets its reply.
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
+        await self.follower.aclose()
+        await self._sign_off()
+
+    async def drain(self) -> None:
+        """Not ready and signed off from now on, while answers go on."""
+        self.follower.is_draining = True
+        await self._sign_off()
+
+    def _look_s(self) -> float:
+        """A replica that a publisher waits for must not be the one that flips late."""
+        return min(self._poll_s, _EXPECTING_S) if self.follower.is_expecting else self._poll_s
+
+    async def look_at_blocklist(self) -> None:
+        """Takes over the newest blocklist that can be read; what cannot be read leaves the last in force, marked."""
+        follower, shelf = self.follower, self.follower.shelf
+        current = shelf.blocklist.version if shelf.is_blocklist_known else -1
+        try:
+            found, trouble = await self._in_thread(newest_blocklist, self._store, current)
+        except (LarderError, OSError, ValueError) as error:
+            found, trouble = None, str(error)
+        if found is not None:
+            await shelf.block(found)
+        follower.note("blocklist", trouble and "blocklist_unreadable", trouble or "")
+        if trouble is None:
+            self.blocklist_read_at = self._timer()
+
+    async def sweep_copies(self) -> None:
+        """Removes this host's copies of what the store no longer has, never one that is held here."""
+        held, before = self.follower.shelf.generations, time.time() - COPY_IDLE_S
+        await self._in_thread(self._store.sweep_host_copies, held, before=before)
+
+    async def beat(self) -> None:
+        """One heartbeat: what is served, and what must not be retired."""
+        async with self._beating:
+            if self.follower.is_draining:
+                return
+            try:
+                asked_at = self._timer()
+                self._heartbeat.clock.set(await self._redis.time(), asked_at)
+                payload = orjson.dumps(self._heartbeat.payload())
+                await self._redis.heartbeat(
+                    self._heartbeat.replica_id, payload, self._heartbeat.clock()
+                )
+            except TierUnavailable:
+                self._is_policy_fine = False  # what comes back may be another Redis
+                return
+        if not self._is_policy_fine:
+            await self._look_at_policy()
+
+    async def _look_at_policy(self) -> None:
+        try:
+            policy = await self._redis.eviction_policy()
+        except TierUnavailable as error:
+            if not isinstance(error.__cause__, ResponseError):
+                return  # gone again; a later beat asks
+            policy = ""  # there, but this user may not ask
+        if not policy and not self._is_policy_unknown:
+            log.warning("Redis does not tell its maxmemory-policy: make sure it is volatile-lru")
+        self._is_policy_unknown = self._is_policy_unknown or not policy
+        self._is_policy_fine = not policy.startswith("allkeys")
+        self.follower.note(
+            "eviction",
+            None if self._is_policy_fine else "eviction_policy",
+            f"Redis has maxmemory-policy {policy}, which may evict published pages; set volatile-lru",
+        )
+
+    async def _sign_off(self) -> None:
+        async with self._beating:
+            with contextlib.suppress(TierUnavailable):
+                await self._redis.sign_off(self._heartbeat.replica_id)
+
+    async def _listen(self) -> None:
+        while True:
+            with contextlib.suppress(TierUnavailable):
+                # Closed here: a generator left to the loop's own hook would outlive this replica.
+                async with contextlib.aclosing(self._redis.subscribe()) as messages:
+                    async for message in messages:
+                        blocked = message == b"blocklist"
+                        (self._wake_blocklist if blocked else self._wake_pointer).set()
+            self._is_policy_fine = (
+                False  # the connection ended: what comes back may be another Redis
+            )
+            await asyncio.sleep(self._poll_s)
+
+    async def _every(self, pause_s: Callable[[], float], step: Step, wake: asyncio.Event) -> None:
+        while True:
+            seconds = pause_s()
+            # Not wait_for: in Python 3.11 it loses a cancellation that meets the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await wake.wait()
+            wake.clear()
+            try:
+                await step()
+            except Exception:  # a loop that ended silently would leave this replica behind for ever
+                log.exception("keeping up failed; trying again in %s s", seconds)

@@ -1,0 +1,108 @@
+"""A canary at work: which requests it answers, and what is counted of both arms."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cache.store.releases import Canary
+from serving.generations.served_set import Holding
+from serving.metrics.registry import Metrics
+from serving.rendering.answer_fields import Answer
+from serving.replica.canary_stats import ARMS, EVENTS_MAX, OTHER, Arm, Counts, Part
+from serving.requests.models import Entity, Options
+
+
+class Trial:
+    """Routes by the caller's key alone, so that every replica sends the same requests to the same generation."""
+
+    def __init__(self, canary: Callable[[], Canary | None], metrics: Metrics) -> None:
+        self._canary = canary
+        self._metrics = metrics
+        self._counted: Canary | None = None
+        self._counts: dict[Arm, Counts] = {}
+        self._events: set[str] = set()
+
+    def route(
+        self, holding: Holding, entities: Sequence[Entity], options: Options
+    ) -> tuple[Holding, Part | None]:
+        """What answers the whole request, and what it takes part in; None for neither arm."""
+        if (canary := self._canary()) is None:
+            return holding, None
+        if options.generation is not None:
+            return self._aside(holding, "pinned")
+        key = options.canary_key or _user(holding, entities)
+        if key is None:
+            return self._aside(holding, "no_key")
+        if holding.canary is None or holding.next is None:
+            return self._aside(holding, "not_held")
+        self._begin(canary)
+        if holding.canary.takes(key):
+            return holding.tried(holding.next), Part("canary", key)
+        return holding, Part("live", key)
+
+    def count(self, part: Part | None, answers: Sequence[Answer]) -> None:
+        """A request of one arm has its answers."""
+        if part is None or part.arm not in self._counts:
+            return
+        arm, key = part
+        self._metrics.canary_requests.labels(arm).inc()
+        for each in answers:
+            self._metrics.canary_answers.labels(arm, each["source"]).inc()
+        for top in self._counts[arm].answered(key, answers):
+            self._metrics.canary_top_score.labels(arm).observe(top)
+
+    def feedback(
+        self, holding: Holding, generation: str | None, key: bytes | None, event: str, count: int
+    ) -> Arm | None:
+        """Counts what a caller reports of answers of a generation, or to a key; the arm, None if it is neither."""
+        canary = self._canary()
+        if canary is None or holding.canary is None:
+            return None
+        self._begin(canary)
+        if generation is not None:
+            arms: dict[str, Arm] = {holding.live.generation: "live", canary.generation: "canary"}
+            arm = arms.get(generation)
+        else:
+            arm = "canary" if key is not None and holding.canary.takes(key) else "live"
+        if arm is not None:
+            self._counts[arm].heard(event, count)
+            self._metrics.feedback.labels(arm, self._label(event, canary)).inc(count)
+        return arm
+
+    def _label(self, event: str, canary: Canary) -> str:
+        """The event, or `other` where this process has told enough of them apart over all canaries."""
+        # What decides is somebody's setting and no caller's choice, so it may always be one more.
+        if event not in self._events and (
+            len(self._events) < EVENTS_MAX or event == canary.event != ""
+        ):
+            self._events.add(event)
+        return event if event in self._events else OTHER
+
+    def report(self) -> dict[str, Any] | None:
+        """What the heartbeat carries while a canary runs."""
+        if (canary := self._canary()) is None:
+            return None
+        self._begin(canary)
+        return {
+            "generation": canary.generation,
+            "percent": canary.percent,
+            "since": canary.since,
+            "arms": {arm: counts.to_json() for arm, counts in self._counts.items()},
+        }
+
+    def _begin(self, canary: Canary) -> None:
+        if (
+            canary != self._counted
+        ):  # another one, or another share: what was counted is not comparable
+            self._counted, self._counts = canary, {arm: Counts(canary.event) for arm in ARMS}
+
+    def _aside(self, holding: Holding, why: str) -> tuple[Holding, None]:
+        self._metrics.canary_requests.labels(why).inc()
+        return holding, None
+
+
+def _user(holding: Holding, entities: Sequence[Entity]) -> bytes | None:
+    """The one user that a request is about."""
+    if len(entities) != 1:
+        return None
+    table = holding.live.manifest.tables.get(entities[0].table)
+    return entities[0].raw if table is not None and table.entity == "user" else None

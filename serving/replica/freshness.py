@@ -1,0 +1,49 @@
+"""Whether the generation that is served is the one that should exist by now, even if no night ever ran."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from cache.control.schedule import Schedule
+from serving.generations.pointer_follower import Follower
+
+
+@dataclass(frozen=True, slots=True)
+class Nights:
+    """What the schedule demands, compared with what is served; times are Unix seconds of this host's clock."""
+
+    schedule: Schedule
+    follower: Follower
+    clock: Callable[[], float] = time.time
+
+    def due_at(self) -> float:
+        """The tick that a generation must have followed by now."""
+        return self.schedule.due(self.clock())
+
+    def is_missing(self) -> bool:
+        """True also after a rollback: what is live then is older than the last night."""
+        return self.schedule.is_missing(self.clock(), self._created_at())
+
+    def missed(self) -> int:
+        """How many nights that are due are not in what is served."""
+        return self.schedule.missed(self.clock(), self._created_at())
+
+    def _created_at(self) -> float | None:
+        held = self.follower.holding
+        return None if held is None else float(held.live.manifest.created_at)
+
+    def age_s(self) -> float | None:
+        """Now minus `data_until` of what is served; None when that is nothing."""
+        held = self.follower.holding
+        return None if held is None else self.clock() - held.live.manifest.data_until
+
+    def body(self) -> dict[str, Any]:
+        """Part of /readyz's body; it never makes a replica unready, which would not bring the night back."""
+        due = datetime.fromtimestamp(self.due_at(), UTC)
+        return {
+            "missing": self.is_missing(),
+            "due": due.isoformat(timespec="seconds").replace("+00:00", "Z"),
+            "age_seconds": self.age_s(),
+        }

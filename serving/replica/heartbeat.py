@@ -1,0 +1,57 @@
+"""What a replica says of itself once a second: what it serves, holds and has ready."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serving.generations.holder import Swap
+from serving.generations.pointer_follower import Follower
+from serving.generations.redis_clock import RedisClock
+from serving.metrics.registry import Metrics
+from serving.replica.host import Host
+
+
+@dataclass(slots=True, eq=False)
+class Heartbeat:
+    """Composes the payload; its times are Redis' own, so that those of several hosts can be compared."""
+
+    replica_id: str
+    follower: Follower
+    clock: RedisClock
+    metrics: Metrics
+    l2_p99_ms: Callable[[], float | None] = lambda: None
+    canary: Callable[[], Mapping[str, Any] | None] = lambda: None
+    overlay_ttl_s: float | None = None
+    host: Host | None = None
+    _stamped: tuple[Swap, float] | None = None
+
+    def payload(self) -> dict[str, Any]:
+        """JSON-able; `holds` must not be retired, `ready` may be published, `failed` says why not."""
+        follower, shelf = self.follower, self.follower.shelf
+        staged, held, failed = follower.staged, shelf.holding, follower.failures
+        swapped_at = self._swapped_at(shelf.swap)
+        if staged.warm_s is not None:
+            self.metrics.warm_seconds.set(staged.warm_s)
+        return {
+            "replica": self.replica_id,
+            "serving": None if held is None else held.live.generation,
+            "holds": list(shelf.generations),
+            "epoch": follower.epoch,
+            "ready": [each for each in shelf.generations if each not in failed],
+            "failed": failed,
+            "swapped_at": swapped_at,
+            "warm_s": staged.warm_s,
+            "l2_p99_ms": self.l2_p99_ms(),
+            "canary": self.canary(),
+            "overlay_ttl_s": self.overlay_ttl_s,
+            **({} if self.host is None else self.host.left),
+        }
+
+    def _swapped_at(self, swap: Swap | None) -> float | None:
+        if swap is None or not swap.is_flip:
+            return None
+        # Once per swap: what the clock is told later must not move what has happened.
+        if self._stamped is None or self._stamped[0] is not swap:
+            self._stamped = swap, self.clock.at(swap.at)
+            self.metrics.flip_skew.set(self._stamped[1] - swap.published_at)
+        return self._stamped[1]

@@ -1,0 +1,31 @@
+"""How much memory and disk a replica's host has left, as its heartbeat tells it."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from cache.process.host import disk_free_bytes, memory_available_bytes
+from serving.generations.store_threads import InThread
+
+LOOK_S = 5.0
+"""Between looks."""
+
+
+class Host:
+    """Asked now and then; `left` is what was found last, empty before the first look."""
+
+    def __init__(self, folder: Path, in_thread: InThread = asyncio.to_thread) -> None:
+        self.left: Mapping[str, int] = {}
+        self._folder = folder
+        self._in_thread = in_thread
+
+    async def look(self) -> None:
+        """One look, beside the loop: a file system over a network may take its time."""
+        self.left = await self._in_thread(_look, self._folder)
+
+
+def _look(folder: Path) -> dict[str, int]:
+    return {
+        "memory_available_bytes": memory_available_bytes(),
+        "disk_free_bytes": disk_free_bytes(folder),
+    }

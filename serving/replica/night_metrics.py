@@ -1,0 +1,120 @@
+"""What Prometheus hears of the nights: a batch job cannot be scraped, so whoever reads its results tells of it."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from cache.control.schedule import MISSED_MAX
+from cache.format.manifest import Manifest
+from serving.generations.served_set import Holding
+from serving.replica.freshness import Nights
+from serving.replica.redis_memory import Room
+from serving.replica.release_watch import Chronicle
+
+Samples = Mapping[str, float]
+
+
+class Figures(Collector):
+    """Of the live generation what its manifest says, of the nights what the release records say, of Redis its room.
+
+    Labels are steps, tables, rules of the gates and actions: all bounded by the code and the configuration.
+    """
+
+    def __init__(
+        self,
+        holding: Callable[[], Holding | None],
+        nights: Nights,
+        chronicle: Chronicle,
+        room: Room,
+    ) -> None:
+        self._holding = holding
+        self._nights = nights
+        self._chronicle = chronicle
+        self._room = room
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Every family, also those without a sample yet."""
+        held, chronicle, room = self._holding(), self._chronicle, self._room
+        live = None if held is None else held.live.manifest
+        yield _gauge(
+            "larder_nights_missed",
+            f"Nights that are due and not in what is served, {MISSED_MAX} at most",
+            self._nights.missed(),
+        )
+        yield _gauge(
+            "larder_generation_data_until_timestamp_seconds",
+            "Up to when the live generation knows data",
+            None if live is None else live.data_until,
+        )
+        yield from _of(live)
+        yield _by(
+            "larder_last_release_timestamp_seconds",
+            "When each action of the release records was last taken",
+            "action",
+            chronicle.last,
+        )
+        yield _by(
+            "larder_gate_refused",
+            "1 for each gate that refused the last night, while nothing was published since",
+            "rule",
+            dict.fromkeys(sorted(chronicle.refused), 1.0),
+        )
+        used_bytes = room.used_bytes
+        yield _gauge("larder_redis_memory_used_bytes", "Of all nodes of Redis together", used_bytes)
+        yield _gauge(
+            "larder_redis_memory_max_bytes",
+            "maxmemory of them together, 0 where one has no limit",
+            None if used_bytes is None else room.max_bytes,
+        )
+
+
+def _of(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
+    tables = {} if live is None else live.tables
+    gates = () if live is None else live.gates
+    yield _by(
+        "larder_night_step_seconds",
+        "How long each step of the live generation's night took; score: of all shards together",
+        "step",
+        {} if live is None else live.timings,
+    )
+    yield _by(
+        "larder_generation_size_bytes",
+        "Pages of the live generation, by table",
+        "table",
+        {name: sum(part.file.size_bytes for part in each.parts) for name, each in tables.items()},
+    )
+    yield _by(
+        "larder_generation_records",
+        "Records of the live generation, by table",
+        "table",
+        {name: sum(part.count for part in each.parts) for name, each in tables.items()},
+    )
+    for name, text, field in (
+        ("value", "What each gate measured of the live generation", "value"),
+        ("threshold", "What each gate held that against", "threshold"),
+    ):
+        found = {str(each["rule"]): each.get(field) for each in gates}
+        numbers = {rule: float(n) for rule, n in found.items() if isinstance(n, int | float)}
+        yield _by(f"larder_gate_{name}", text, "rule", numbers)
+    overridden = {str(each["rule"]): 1.0 for each in gates if each.get("overridden") is not None}
+    yield _by(
+        "larder_gate_overridden",
+        "1 for each gate that a person let the live generation pass",
+        "rule",
+        overridden,
+    )
+
+
+def _gauge(name: str, text: str, value: float | None) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text)
+    if value is not None:
+        family.add_metric([], value)
+    return family
+
+
+def _by(name: str, text: str, label: str, samples: Samples) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for value, number in samples.items():
+        family.add_metric([value], number)
+    return family

@@ -1,0 +1,71 @@
+"""What the release records tell of the nights: when each action was taken last, and what refused the last night."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from cache.errors import LarderError
+from cache.store.artefacts import ArtefactStore, read_manifest
+from cache.store.releases import POINTED, Release, all_releases
+from serving.generations.store_threads import InThread
+
+log = logging.getLogger(__name__)
+
+UNKNOWN = "unknown"
+"""In place of the gate's name where the verdicts of what was refused cannot be read (yet)."""
+
+
+class Chronicle:
+    """Read now and then, aside from the event loop; what cannot be read leaves what is known."""
+
+    def __init__(self, store: ArtefactStore, in_thread: InThread = asyncio.to_thread) -> None:
+        self.last: dict[str, float] = {}
+        self.refused: frozenset[str] = frozenset()
+        self._store = store
+        self._in_thread = in_thread
+        self._known: dict[int, Release] = {}
+        self._judged: tuple[int, frozenset[str]] = 0, frozenset()
+        self._trouble: str | None = None
+
+    async def look(self) -> None:
+        """One look at the records."""
+        try:
+            self.last, self.refused = await self._in_thread(self._read)
+            trouble = None
+        except (LarderError, OSError, ValueError) as error:
+            trouble = str(error)
+        if trouble and trouble != self._trouble:
+            log.warning("the release records cannot be read: %s", trouble)
+        self._trouble = trouble
+
+    def _read(self) -> tuple[dict[str, float], frozenset[str]]:
+        records = all_releases(self._store, self._known)
+        happened = [each for each in records if each.done or each.action not in POINTED]
+        refusal = open_refusal(happened)
+        return {each.action: each.at for each in happened}, self._rules(refusal)
+
+    def _rules(self, refusal: Release | None) -> frozenset[str]:
+        if refusal is None:
+            return frozenset()
+        # A refusal is written before its verdicts are: what cannot be told yet is looked at again.
+        if self._judged[0] != refusal.place or UNKNOWN in self._judged[1]:
+            try:
+                gates = read_manifest(self._store, refusal.generation).gates
+            except LarderError:
+                gates = ()
+            failed = frozenset(str(each["rule"]) for each in gates if not each["passed"])
+            self._judged = refusal.place, failed or frozenset({UNKNOWN})
+        return self._judged[1]
+
+
+def open_refusal(happened: Iterable[Release]) -> Release | None:
+    """The newest refusal, if since then nothing was published and nobody lifted it or gave its generation up. Pure."""
+    found: Release | None = None
+    for each in happened:
+        if each.action == "refuse":
+            found = each
+        elif each.action == "publish":
+            found = None
+        elif each.action in ("verify", "abandon") and found is not None:
+            found = None if each.generation == found.generation else found
+    return found

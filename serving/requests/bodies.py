@@ -1,0 +1,97 @@
+"""Bodies in and out: what a request sends is bounded in bytes and time, what it gets is prebuilt JSON."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+
+import orjson
+from fastapi import Request, Response
+from starlette.types import Message, Receive
+
+from serving.arrow_ipc.schema import MEDIA_TYPE
+from serving.requests.errors import Problem
+
+_JSON = "application/json"
+
+
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+    """The whole body; what a caller says about its length only ever refuses earlier."""
+    too_large = Problem(
+        413, "body_too_large", f"a body has at most {limit} bytes", field="body", limit=limit
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > limit:
+                    raise too_large
+                pieces.append(piece)
+    except TimeoutError as error:
+        raise _too_slow(timeout_s) from error
+    return b"".join(pieces)
+
+
+def is_longer(headers: Iterable[tuple[bytes, bytes]], limit: int) -> bool:
+    """Whether a request says that its body is; names in lower case."""
+    for name, value in headers:
+        if name == b"content-length" and value.isdigit():
+            return int(value) > limit
+    return False
+
+
+async def whole_body(
+    receive: Receive, limit: int, timeout_s: float
+) -> tuple[bytes | None, Receive]:
+    """The body, None if it is too long or never ended; and from where all that was read can be read again.
+
+    Raises Problem 408 for a body that has not arrived within `timeout_s`, however steadily it trickles.
+    """
+    messages: deque[Message] = deque()
+
+    async def again() -> Message:
+        return messages.popleft() if messages else await receive()
+
+    size, more = 0, True
+    try:
+        async with asyncio.timeout(timeout_s):
+            while more:
+                message = await receive()
+                messages.append(message)
+                size += len(message.get("body", b""))
+                if message["type"] != "http.request" or size > limit:
+                    return None, again
+                more = message.get("more_body", False)
+    except TimeoutError as error:
+        raise _too_slow(timeout_s) from error
+    return b"".join([each.get("body", b"") for each in messages]), again
+
+
+def _too_slow(timeout_s: float) -> Problem:
+    why = f"the body did not arrive within {timeout_s} s"
+    return Problem(408, "body_timeout", why, field="body", limit=timeout_s)
+
+
+def refused(problem: Problem) -> Response:
+    """The response to a request that gets no answer."""
+    response = as_json(problem.status, problem.body())
+    if problem.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    elif problem.status in (408, 413):
+        response.headers["Connection"] = "close"  # the rest of the body is not waited for
+    elif problem.status == 503:
+        response.headers["Retry-After"] = "1"
+    return response
+
+
+def as_json(status: int, body: object) -> Response:
+    """A response with this body."""
+    return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=_JSON)
+
+
+def as_arrow(stream: bytes) -> Response:
+    """A response of this Arrow IPC stream."""
+    return Response(stream, 200, media_type=MEDIA_TYPE)

@@ -1,0 +1,48 @@
+"""How many bytes of request bodies are held at once, all requests of a process together."""
+
+from starlette.types import Message, Receive
+
+from serving.requests.errors import Problem
+
+BYTES_MAX = 64 << 20
+
+
+class Bodies:
+    """For one event loop."""
+
+    def __init__(self, bytes_max: int = BYTES_MAX) -> None:
+        self.bytes_max = bytes_max
+        self.held = 0
+
+    def of(self, receive: Receive) -> "Body":
+        """The body of one request, counted as it is read."""
+        return Body(self, receive)
+
+
+class Body:
+    """Holds its bytes until it is left."""
+
+    __slots__ = ("_all", "_receive", "_size")
+
+    def __init__(self, bodies: Bodies, receive: Receive) -> None:
+        self._all, self._receive = bodies, receive
+        self._size = 0
+
+    def __enter__(self) -> Receive:
+        return self.receive
+
+    def __exit__(self, *_: object) -> None:
+        self._all.held -= self._size
+
+    async def receive(self) -> Message:
+        """The next message; raises Problem 503 where the bodies of others leave no room for it."""
+        message = await self._receive()
+        size = len(message.get("body", b""))
+        if self._all.held + size > self._all.bytes_max:
+            why = (
+                f"bodies of all requests together have at most {self._all.bytes_max} bytes at once"
+            )
+            raise Problem(503, "overloaded", why, field="body", limit=self._all.bytes_max)
+        self._all.held += size
+        self._size += size
+        return message

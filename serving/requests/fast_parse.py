@@ -1,0 +1,146 @@
+"""What the hot route understands of a request; None for all it leaves to the others. Pure."""
+
+import contextlib
+import hmac
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+from urllib.parse import unquote_to_bytes
+
+from cache.format.keys import ID_BYTES_MAX, are_ids
+from serving.requests.errors import Problem
+from serving.requests.models import Limits, Options
+from serving.requests.options import query_options
+from serving.tracing.observer import ASKED
+
+PREFIX = b"/v1/lookup/"
+_QUERIES_MAX = 1_024
+_QUERY_BYTES_MAX = 256
+_DEADLINE_DIGITS_MAX = 9
+_BATCH_FIELDS = frozenset({"entities", "k"})
+_WATCHED = frozenset({b"x-deadline-ms", b"x-larder-canary-key", b"authorization", ASKED})
+
+
+class Single(NamedTuple):
+    """One id asked of one table."""
+
+    table: str
+    id: str
+    raw: bytes
+
+
+class Batch(NamedTuple):
+    """Ids asked of one table; `k` None = all."""
+
+    raws: list[bytes]
+    k: int | None
+
+
+class Queries:
+    """The options of a URL by its query, for those that do no more than choose `k` and a deadline.
+
+    Short ones are remembered: what a caller repeats is short, and no number of others can fill the memory.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._known: dict[bytes, Options | None] = {}
+
+    def of(self, query: bytes) -> Options | None:
+        """The options, read as everywhere else, once per distinct query."""
+        if len(query) > _QUERY_BYTES_MAX:
+            return self._read(query)
+        try:
+            return self._known[query]
+        except KeyError:
+            if len(self._known) >= _QUERIES_MAX:
+                self._known.clear()
+            found = self._known[query] = self._read(query)
+            return found
+
+    def _read(self, query: bytes) -> Options | None:
+        try:
+            options = query_options(query, self._limits)
+        except Problem:
+            return None
+        return options if options == Options(options.deadline_s, options.k) else None
+
+
+class Headers:
+    """Judges the headers that matter to a lookup; names come in lower case."""
+
+    def __init__(self, credentials: Iterable[bytes], limits: Limits) -> None:
+        self._credentials = tuple(credentials)
+        self._limits = limits
+
+    def deadline_s(self, headers: Iterable[tuple[bytes, bytes]]) -> float | None:
+        """What the request allows by its headers, infinite if it says nothing; None: not for the hot route."""
+        deadline_s, needed = float("inf"), self._credentials
+        for name, value in headers:
+            if name not in _WATCHED:
+                continue
+            if name == b"authorization":
+                if needed and not any(hmac.compare_digest(value, each) for each in needed):
+                    return None
+                needed = ()  # the first one counts
+            elif name == b"x-deadline-ms":
+                sent_ms = value.isdigit() and len(value) <= _DEADLINE_DIGITS_MAX and int(value)
+                if not sent_ms:
+                    return None
+                deadline_s = min(deadline_s, min(sent_ms, self._limits.deadline_max_ms) / 1000)
+            elif name == ASKED or not (  # taken away where the stages are told
+                value.isascii() and 0 < len(value) <= ID_BYTES_MAX
+            ):
+                return None
+        return None if needed else deadline_s
+
+
+def credentials(token: str) -> tuple[bytes, ...]:
+    """The header's bytes in each encoding that clients use; only a token beyond ASCII has two."""
+    header = f"Bearer {token}"
+    forms = {header.encode()}
+    with contextlib.suppress(UnicodeEncodeError):
+        forms.add(header.encode("latin-1"))
+    return tuple(sorted(forms))
+
+
+def single(path: bytes) -> Single | None:
+    """The table and the id of `/v1/lookup/<table>/<id>`."""
+    if not path.startswith(PREFIX):
+        return None
+    table, _, entity = path[len(PREFIX) :].partition(b"/")
+    raw = unquote_to_bytes(entity) if b"%" in entity else entity
+    # An encoded table is for those who decode it.
+    if not 0 < len(raw) <= ID_BYTES_MAX or b"%" in table:
+        return None
+    try:
+        return Single(table.decode("ascii"), raw.decode(), raw)
+    except UnicodeDecodeError:
+        return None
+
+
+def batch(data: object, longest: int) -> Batch | None:
+    """Plain text ids, as most batches are, and perhaps `k`, from the JSON of a body."""
+    if not isinstance(data, dict) or not data.keys() <= _BATCH_FIELDS:
+        return None
+    ids, k = data.get("entities"), _k(data)
+    if not isinstance(ids, list) or not 1 <= len(ids) <= longest or k == 0:
+        return None
+    try:
+        raws = [each.encode() for each in ids]
+    except (AttributeError, UnicodeEncodeError):
+        return None
+    return Batch(raws, k) if are_ids(raws) else None
+
+
+def _k(data: Mapping[str, Any]) -> int | None:
+    """0 stands for what is refused elsewhere."""
+    k = data.get("k")
+    return k if k is None or (type(k) is int and k > 0) else 0
+
+
+def tighter(options: Options, deadline_s: float) -> Options:
+    """The same options under the deadline of the headers."""
+    if deadline_s >= options.deadline_s:
+        return options
+    return replace(options, deadline_s=deadline_s)

@@ -1,0 +1,130 @@
+"""Reading the fields of a JSON body: ids, features, lists; whatever is wrong is refused with its field. Pure."""
+
+import math
+from typing import Any
+
+import orjson
+
+from cache.errors import InvalidId
+from cache.format.keys import FeatureValue, canonical_id
+from serving.requests.errors import Problem, unprocessable
+from serving.requests.json_weight import has_more_values
+
+_FEATURES_MAX = 256
+_FEATURE_WIDTH_MAX = 8_192
+_FEATURE_BYTES_MAX = 4_096
+_EXACT_MAX = 2**53
+"""Whole numbers beyond it are not all different as doubles, which is how a list of numbers is told from another."""
+
+
+def read_json(body: bytes, values_max: int) -> object:
+    """Raises Problem for what is not JSON, or holds more than any request may: nothing is made of that."""
+    if has_more_values(body, values_max):
+        raise unprocessable(
+            "too_many_values",
+            f"the body holds more than {values_max} lists, objects, texts and numbers: send several requests",
+            "body",
+            limit=values_max,
+        )
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise unprocessable(
+            "invalid_json", f"the body is not JSON (which has no NaN or Infinity): {error}", "body"
+        ) from error
+
+
+def read_object(value: object, field: str, known: frozenset[str]) -> dict[str, Any]:
+    """A JSON object of `known` fields only; `field` is where it stands, "body" for the whole."""
+    if not isinstance(value, dict):
+        raise unprocessable("invalid_field", f"{field} is a JSON object", field)
+    for name in value:
+        # A misspelt "history" that was silently ignored would be answered as if nothing had been sent.
+        if name not in known:
+            where = name if field == "body" else f"{field}.{name}"
+            raise unprocessable(
+                "unknown_field", f"{where} is not a field here", where, known=sorted(known)
+            )
+    return value
+
+
+def read_id(value: object, field: str) -> bytes:
+    """The canonical bytes of one id."""
+    try:
+        return canonical_id(value)
+    except InvalidId as error:
+        raise Problem(422, error.code, error.message, field=field, **error.details) from error
+
+
+def read_ids(value: object, field: str, longest: int, code: str) -> tuple[bytes, ...]:
+    """The canonical bytes of a list of at most `longest` ids."""
+    if not isinstance(value, list):
+        raise unprocessable("invalid_field", f"{field} is a list of ids", field)
+    check_length(value, 0, longest, field, code)
+    try:
+        return tuple([canonical_id(each) for each in value])
+    except InvalidId:
+        for place, each in enumerate(value):
+            read_id(each, f"{field}[{place}]")
+        raise
+
+
+def read_features(value: object, field: str) -> dict[str, FeatureValue]:
+    """Named features, of the types and sizes that a model may take."""
+    if not isinstance(value, dict):
+        raise unprocessable("invalid_field", f"{field} is a JSON object", field)
+    if len(value) > _FEATURES_MAX:
+        raise unprocessable("too_many_features", f"at most {_FEATURES_MAX} features", field)
+    return {name: _feature(each, f"{field}.{name}") for name, each in value.items()}
+
+
+def _feature(value: object, field: str) -> FeatureValue:
+    if isinstance(value, bool):
+        raise unprocessable(
+            "invalid_feature", f"{field} is true or false, which no model takes: send 1 or 0", field
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise unprocessable("not_finite", f"{field} is not a finite number", field)
+    if isinstance(value, str):
+        _check_size(len(value.encode(errors="replace")), _FEATURE_BYTES_MAX, "bytes", field)
+        return value
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, list):
+        _check_size(len(value), _FEATURE_WIDTH_MAX, "numbers", field)
+        return _vector(value, field)
+    raise unprocessable(
+        "invalid_feature", f"{field} is a string, a number or a list of numbers", field
+    )
+
+
+def _vector(value: list[Any], field: str) -> tuple[float, ...]:
+    """Whole numbers stay whole: what they become is the model's business."""
+    kinds = set(map(type, value))
+    if not kinds <= {int, float}:
+        place = next(at for at, each in enumerate(value) if type(each) not in (int, float))
+        where = f"{field}[{place}]"
+        raise unprocessable("invalid_feature", f"{where} is not a number", where)
+    if int in kinds and max(abs(min(value)), abs(max(value))) > _EXACT_MAX:
+        raise unprocessable(
+            "invalid_feature", f"{field} holds numbers beyond 2**53 beside whole ones", field
+        )
+    return tuple(value)
+
+
+def _check_size(found: int, most: int, unit: str, field: str) -> None:
+    if found > most:
+        raise unprocessable(
+            "feature_too_long", f"{field} has {found} {unit}, {most} are allowed", field, limit=most
+        )
+
+
+def check_length(value: list[Any], least: int, most: int, field: str, code: str) -> None:
+    """Refuses a list of fewer than `least` or more than `most` entries."""
+    if not least <= len(value) <= most:
+        raise unprocessable(
+            code,
+            f"{field} has {len(value)} entries, {least} to {most} are allowed",
+            field,
+            limit=most,
+        )

@@ -1,0 +1,82 @@
+"""A batch as an Arrow IPC stream, one column of ids, options as the schema's metadata. Pure."""
+
+from typing import NamedTuple
+
+from cache.format.keys import are_ids
+from cache.native import loader
+from serving.arrow_ipc.flatbuffers import Malformed
+from serving.arrow_ipc.messages import Unsupported
+from serving.arrow_ipc.reader import read
+from serving.arrow_ipc.schema import Field
+from serving.requests.errors import unprocessable
+from serving.requests.fast_parse import Batch
+from serving.requests.fields import check_length, read_id
+from serving.requests.models import Ask, Entity, Limits
+from serving.requests.options import text_options
+
+ID = "id"
+_K_DIGITS_MAX = 5
+_OTHERS = ("pandas", "ARROW:")
+"""How the metadata begins that other tools leave; it means nothing here."""
+
+
+class Sent(NamedTuple):
+    """Ids that were sent, as bytes of UTF-8, and options by name as texts."""
+
+    ids: list[bytes]
+    options: dict[str, str]
+
+
+def read_stream(body: bytes, limits: Limits) -> Sent:
+    """The ids, unchecked but for their number; raises Problem for what is no such stream."""
+    try:
+        # One more than allowed is enough to tell.
+        columns = loader.columns()
+        cutter = None if columns is None else columns.cut_texts
+        most = limits.max_batch + 1
+        frame = read(body, most, as_bytes=True, cutter=cutter, check=_check_column)
+    except Malformed as error:
+        raise unprocessable(
+            "invalid_arrow", f"the body is no Arrow IPC stream of ids: {error}", "body"
+        ) from error
+    except Unsupported as error:
+        raise unprocessable("unsupported_arrow", str(error), "body") from error
+    ids = frame.columns[ID]
+    if None in ids:
+        place = ids.index(None)
+        raise unprocessable("invalid_field", f"entities[{place}] is null", f"entities[{place}]")
+    check_length(ids, 1, limits.max_batch, "entities", "batch_too_long")
+    options = {name: text for name, text in frame.metadata.items() if not name.startswith(_OTHERS)}
+    return Sent(ids, options)
+
+
+def batch(sent: Sent) -> Batch | None:
+    """What the hot route understands of it: plain ids and perhaps `k`; None for all that is told elsewhere."""
+    raws, options = sent
+    if not are_ids(raws) or not options.keys() <= {"k"}:
+        return None
+    k = options.get("k")
+    if k is None:
+        return Batch(raws, None)
+    is_k = k.isascii() and k.isdigit() and len(k) <= _K_DIGITS_MAX and int(k) > 0
+    return Batch(raws, int(k)) if is_k else None
+
+
+def stream_ask(sent: Sent, table: str, limits: Limits) -> Ask:
+    """From the stream of POST /v1/lookup/{table}."""
+    ids = [each.decode() for each in sent.ids]
+    raws = [read_id(each, f"entities[{place}]") for place, each in enumerate(ids)]
+    entities = tuple(
+        Entity(table, id_, raw, f"entities[{place}]")
+        for place, (id_, raw) in enumerate(zip(ids, raws, strict=True))
+    )
+    return Ask(entities, text_options(sent.options, limits))
+
+
+def _check_column(fields: tuple[Field, ...]) -> None:
+    if [each.name for each in fields] != [ID] or fields[0].kind not in ("utf8", "large_utf8"):
+        raise unprocessable(
+            "invalid_field",
+            f"a batch is one column {ID!r} of utf8; histories and features go as JSON",
+            "entities",
+        )

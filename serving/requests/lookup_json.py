@@ -1,0 +1,141 @@
+"""Reading what a caller asks, by hand, from a URL or from JSON; whatever is wrong is refused with its field. Pure."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from serving.requests.errors import Problem, unprocessable
+from serving.requests.fields import check_length, read_features, read_id, read_ids, read_object
+from serving.requests.models import Ask, Entity, Limits, ScoreAsk
+from serving.requests.options import body_options, query_options
+
+_ENTITY_FIELDS = frozenset({"id", "history", "features"})
+_COMMON = {"k", "deadline_ms", "fresh", "max_age_seconds", "generation", "canary_key"}
+_LOOKUP_FIELDS = frozenset({"entities", "exclude", *_COMMON})
+_SCORE_FIELDS = frozenset({"user", "items", *_COMMON})
+_FEEDBACK_FIELDS = frozenset({"generation", "canary_key", "event", "count"})
+_EVENT = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_COUNT_MAX = 1_000_000
+
+
+def lookup_url(raw_path: bytes, prefix: bytes, query: bytes, limits: Limits) -> Ask:
+    """`<prefix><table>/<entity>?k=...`; the id is everything after the table, percent-decoded, slashes and all."""
+    start = raw_path.find(prefix)
+    if start < 0:
+        raise Problem(404, "not_found", "the fixed part of this path must not be percent-encoded")
+    table, _, entity = raw_path[start + len(prefix) :].partition(b"/")
+    try:
+        id_ = unquote_to_bytes(entity).decode()
+    except UnicodeDecodeError as error:
+        raise unprocessable("invalid_id", "the id in the path is not UTF-8", "id") from error
+    raw = read_id(id_, "id")
+    return Ask((Entity(_text(table), id_, raw, "id"),), query_options(query, limits))
+
+
+def lookup_ask(content: object, table: str | None, limits: Limits) -> Ask:
+    """From the JSON of POST /v1/lookup/{table}, or of POST /v1/lookup when `table` is None."""
+    data = read_object(content, "body", _LOOKUP_FIELDS)
+    sent = data.get("entities")
+    if not isinstance(sent, list):
+        raise unprocessable("invalid_field", "entities is a list", "entities")
+    check_length(sent, 1, limits.max_batch, "entities", "batch_too_long")
+    _check_total(sent, data, limits)
+    entities = tuple(
+        _entity(each, table, f"entities[{place}]", limits) for place, each in enumerate(sent)
+    )
+    return Ask(entities, body_options(data, limits))
+
+
+def score_ask(content: object, limits: Limits) -> ScoreAsk:
+    """From the JSON of POST /v1/score."""
+    data = read_object(content, "body", _SCORE_FIELDS)
+    if "user" not in data:
+        raise unprocessable("missing_field", "user is missing", "user")
+    _check_total([data["user"]], data, limits)
+    items = read_ids(data.get("items"), "items", limits.max_batch, "batch_too_long")
+    if not items:
+        raise unprocessable("invalid_field", "items is a list of 1 or more ids", "items")
+    return ScoreAsk(_entity(data["user"], "", "user", limits), items, body_options(data, limits))
+
+
+def feedback_of(content: object) -> tuple[str | None, bytes | None, str, int]:
+    """From the JSON of POST /v1/feedback: generation or canary key, the other None; event; count."""
+    data = read_object(content, "body", _FEEDBACK_FIELDS)
+    generation, key = data.get("generation"), data.get("canary_key")
+    if (generation is None) == (key is None):
+        raise unprocessable(
+            "missing_field", "send either generation, as the answer had it, or canary_key", "body"
+        )
+    if generation is not None and not isinstance(generation, str):
+        raise unprocessable("invalid_field", "generation is a string", "generation")
+    event, count = data.get("event"), data.get("count", 1)
+    if not isinstance(event, str) or not _EVENT.fullmatch(event):
+        raise unprocessable(
+            "invalid_field", "event is 1 to 32 of a-z, 0-9 and _, a letter first", "event"
+        )
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _COUNT_MAX:
+        raise unprocessable(
+            "invalid_field", f"count is a whole number from 1 to {_COUNT_MAX}", "count"
+        )
+    return generation, None if key is None else read_id(key, "canary_key"), event, count
+
+
+def _entity(value: object, table: str | None, field: str, limits: Limits) -> Entity:
+    if isinstance(value, str | int) and table is not None:
+        value = {"id": value}
+    known = _ENTITY_FIELDS if table is not None else _ENTITY_FIELDS | {"table"}
+    data = read_object(value, field, known)
+    if table is None:
+        named = data.get("table")
+        if not isinstance(named, str):
+            raise unprocessable("missing_field", f"{field}.table names a table", f"{field}.table")
+        table = named
+    sent_id, sent_history, sent_features = (
+        data.get(name) for name in ("id", "history", "features")
+    )
+    raw = None if sent_id is None else read_id(sent_id, f"{field}.id")
+    history = (
+        None
+        if sent_history is None
+        else read_ids(sent_history, f"{field}.history", limits.max_history, "history_too_long")
+    )
+    features = None if sent_features is None else read_features(sent_features, f"{field}.features")
+    if raw is None and not history and not features:
+        raise unprocessable(
+            "missing_field", f"{field} has neither id nor history nor features", field
+        )
+    return Entity(table, None if raw is None else raw.decode(), raw, field, history, features)
+
+
+def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -> None:
+    """Before anything is read: many inputs that are each within their limits are still too much in one request."""
+    sent = [each for each in entities if isinstance(each, dict)]
+    lists = [each.get("history") for each in sent]
+    lists.append(data.get("exclude"))
+    total = sum(len(each) for each in lists if isinstance(each, list))
+    if total > limits.max_ids:
+        raise unprocessable(
+            "too_many_ids",
+            f"histories and exclude hold {total} ids in all, {limits.max_ids} are allowed",
+            "body",
+            limit=limits.max_ids,
+        )
+    numbers = sum(_numbers(each.get("features")) for each in sent)
+    if numbers > limits.max_numbers:
+        raise unprocessable(
+            "too_many_numbers",
+            f"features hold {numbers} values in all, {limits.max_numbers} are allowed",
+            "body",
+            limit=limits.max_numbers,
+        )
+
+
+def _numbers(features: object) -> int:
+    """Each number of a list, and each feature that is none."""
+    values = features.values() if isinstance(features, dict) else ()
+    return sum([max(1, len(each)) if isinstance(each, list) else 1 for each in values])
+
+
+def _text(raw: bytes) -> str:
+    return unquote_to_bytes(raw).decode(errors="replace")

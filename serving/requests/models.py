@@ -1,0 +1,80 @@
+"""What a caller asks, as immutable values. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from cache.format.keys import FeatureValue
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one request may hold."""
+
+    max_batch: int
+    max_history: int
+    max_exclude: int
+    deadline_ms: float
+    deadline_max_ms: float
+    max_ids: int = 50_000
+    max_numbers: int = 100_000
+
+    @property
+    def max_values(self) -> int:
+        """Values of any kind in a JSON body that may be one: of what is not counted by the others there are few."""
+        return self.max_ids + 2 * self.max_numbers + 8 * self.max_batch + 64
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """One thing asked for; `field` is where it stands in the request, for messages."""
+
+    table: str
+    id: str | None
+    raw: bytes | None
+    field: str
+    history: tuple[bytes, ...] | None = None
+    features: Mapping[str, FeatureValue] | None = None
+
+    @property
+    def has_input(self) -> bool:
+        """Whether the caller sent anything to compute from."""
+        return bool(self.history) or bool(self.features)
+
+    def of_table(self, table: str) -> Self:
+        """The same entity, asked of a table."""
+        return replace(self, table=table)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What counts for every entity of a request."""
+
+    deadline_s: float
+    k: int | None = None
+    exclude: tuple[bytes, ...] = ()
+    fresh: bool = False
+    max_age_s: float | None = None
+    generation: str | None = None
+    canary_key: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A lookup."""
+
+    entities: tuple[Entity, ...]
+    options: Options
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreAsk:
+    """One user and the candidates to put in order."""
+
+    user: Entity
+    items: tuple[bytes, ...]
+    options: Options
+
+    def with_options(self, options: Options) -> Self:
+        """The same under other options."""
+        return replace(self, options=options)

@@ -1,0 +1,86 @@
+"""Which form a request has and which its answer shall have, by its headers. Pure."""
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from serving.arrow_ipc.schema import MEDIA_TYPE
+from serving.requests.errors import Problem
+
+JSON_TYPE = "application/json"
+Form = Literal["json", "arrow"]
+
+_ARROW = MEDIA_TYPE.encode()
+_SENT: dict[bytes, Form] = {
+    _ARROW: "arrow",
+    b"application/json": "json",
+    # What curl and urllib say of a body when nobody chose a type.
+    b"application/x-www-form-urlencoded": "json",
+    b"": "json",
+}
+_WANTED: dict[bytes, Form] = {
+    _ARROW: "arrow",
+    b"application/json": "json",
+    b"application/*": "json",
+    b"*/*": "json",
+}
+_OFFERED = [JSON_TYPE, MEDIA_TYPE]
+
+
+class Forms(NamedTuple):
+    """Of the request's body and of the answer."""
+
+    sent: Form
+    wanted: Form
+
+
+def forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
+    """By Content-Type and Accept, names in lower case; raises Problem 415 or 406 for what is none of them."""
+    sent: Form = "json"
+    accepted: list[bytes] = []
+    for name, value in headers:
+        if name == b"content-type":
+            sent = _sent(value)
+        elif name == b"accept":
+            accepted.append(value)
+    return Forms(sent, _wanted(b",".join(accepted)) if accepted else "json")
+
+
+def _sent(value: bytes) -> Form:
+    type_ = value.partition(b";")[0].strip().lower()
+    form = _SENT.get(type_)
+    if form is None:
+        raise Problem(
+            415, "unsupported_media_type", f"a body is one of {', '.join(_OFFERED)}",
+            field="content-type", supported=_OFFERED,
+        )  # fmt: skip
+    return form
+
+
+def _wanted(value: bytes) -> Form:
+    """The one with the greatest weight, a type named outright before a wildcard, the first of equals."""
+    found = _WANTED.get(value)
+    if found is not None:
+        return found
+    best: tuple[float, bool, Form] | None = None
+    for each in value.lower().split(b","):
+        type_, *parameters = (part.strip() for part in each.split(b";"))
+        form, weight = _WANTED.get(type_), _weight(parameters)
+        rank = weight, b"*" not in type_
+        if form is not None and weight > 0 and (best is None or rank > best[:2]):
+            best = *rank, form
+    if best is None:
+        raise Problem(
+            406, "not_acceptable", f"an answer is one of {', '.join(_OFFERED)}",
+            field="accept", supported=_OFFERED,
+        )  # fmt: skip
+    return best[2]
+
+
+def _weight(parameters: list[bytes]) -> float:
+    for each in parameters:
+        if each.startswith(b"q="):
+            try:
+                return float(each[2:])
+            except ValueError:
+                return 0.0
+    return 1.0

@@ -1,0 +1,164 @@
+"""Reading the options of a request, from a body, a query or a header. Pure."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+from urllib.parse import parse_qsl
+
+from serving.requests.errors import unprocessable
+from serving.requests.fields import read_id, read_ids, read_object
+from serving.requests.models import Limits, Options
+
+_QUERY_FIELDS = frozenset(
+    {"k", "fresh", "max_age_seconds", "generation", "deadline_ms", "canary_key"}
+)
+_WHOLE = re.compile(r"-?[0-9]+")
+_DIGITS_MAX = 18
+_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
+
+
+def body_options(data: Mapping[str, Any], limits: Limits) -> Options:
+    """The options of a JSON body."""
+    exclude = data.get("exclude")
+    fresh = data.get("fresh", False)
+    if not isinstance(fresh, bool):
+        raise unprocessable("invalid_field", "fresh is true or false", "fresh")
+    generation = data.get("generation")
+    if generation is not None and not isinstance(generation, str):
+        raise unprocessable("invalid_field", "generation is a string", "generation")
+    return Options(
+        deadline_s=_deadline(data.get("deadline_ms"), "deadline_ms", limits),
+        k=_k(data.get("k")),
+        exclude=()
+        if exclude is None
+        else read_ids(exclude, "exclude", limits.max_exclude, "exclude_too_long"),
+        fresh=fresh,
+        max_age_s=_max_age(data.get("max_age_seconds")),
+        generation=generation,
+        canary_key=_key(data.get("canary_key"), "canary_key"),
+    )
+
+
+def body_deadline_s(data: object, limits: Limits) -> float:
+    """Of these options the deadline alone, whatever else is wrong with a body."""
+    sent = data.get("deadline_ms") if isinstance(data, dict) else None
+    return _deadline(sent, "deadline_ms", limits)
+
+
+def query_options(query: bytes, limits: Limits) -> Options:
+    """The options of a URL's query; nothing sent means all defaults."""
+    if not query:
+        return Options(limits.deadline_ms / 1000)
+    return text_options(_pairs(query), limits)
+
+
+def text_options(pairs: Mapping[str, str], limits: Limits) -> Options:
+    """The options where each is a text by its name, as in a query."""
+    data = read_object(dict(pairs), "body", _QUERY_FIELDS)
+    k, fresh = data.get("k"), data.get("fresh", "false").lower()
+    if fresh not in ("true", "false", "1", "0"):
+        raise unprocessable("invalid_field", "fresh is true or false", "fresh")
+    return Options(
+        deadline_s=_deadline(
+            _number(data.get("deadline_ms"), "deadline_ms"), "deadline_ms", limits
+        ),
+        k=None if k is None else _k(_whole_number(k, "k")),
+        fresh=fresh in ("true", "1"),
+        max_age_s=_max_age(_number(data.get("max_age_seconds"), "max_age_seconds")),
+        generation=data.get("generation"),
+        canary_key=_key(data.get("canary_key"), "canary_key"),
+    )
+
+
+def with_deadline_header(options: Options, header: str, limits: Limits) -> Options:
+    """The same options under the header X-Deadline-Ms; the tighter of the two counts."""
+    sent = _deadline(_number(header, "x-deadline-ms"), "x-deadline-ms", limits)
+    return replace(options, deadline_s=min(options.deadline_s, sent))
+
+
+def with_headers(
+    options: Options, headers: Iterable[tuple[bytes, bytes]], limits: Limits
+) -> Options:
+    """The same options under the request's headers as they came (names in lower case), looked through once."""
+    for name, value in headers:
+        if name == b"x-deadline-ms":
+            options = with_deadline_header(options, value.decode("latin-1"), limits)
+        elif name == b"x-larder-canary-key":
+            options = with_canary_header(options, value)
+    return options
+
+
+def with_canary_header(options: Options, header: bytes) -> Options:
+    """The same options under the header X-Larder-Canary-Key; what the body or the query says counts first."""
+    if options.canary_key is not None:
+        return options
+    sent = header.decode(errors="replace")
+    return replace(options, canary_key=_key(sent, "x-larder-canary-key"))
+
+
+def _key(value: object, field: str) -> bytes | None:
+    return None if value is None else read_id(value, field)
+
+
+def _pairs(query: bytes) -> dict[str, str]:
+    try:
+        text = query.decode("ascii")
+        if "%" in text or "+" in text:
+            return dict(parse_qsl(text, keep_blank_values=True, errors="strict"))
+    except ValueError as error:
+        raise unprocessable(
+            "invalid_field", f"the query cannot be read: {error}", "query"
+        ) from error
+    parts = [part.partition("=") for part in text.split("&") if part]
+    return {name: value for name, _, value in parts}
+
+
+def _number(text: str | None, field: str) -> float | None:
+    if text is None:
+        return None
+    # Not what float() takes: that reads "1_0", "nan" and digits of any script.
+    if not _NUMBER.fullmatch(text):
+        raise unprocessable("invalid_field", f"{field} is a number, not {text[:40]!r}", field)
+    return float(text)
+
+
+def _whole_number(text: str, field: str) -> int:
+    if not _WHOLE.fullmatch(text):
+        raise unprocessable(
+            f"invalid_{field}", f"{field} is a whole number, not {text[:40]!r}", field
+        )
+    if len(text) > _DIGITS_MAX:
+        raise unprocessable(
+            f"invalid_{field}", f"{field} has at most {_DIGITS_MAX} digits, not {len(text)}", field
+        )
+    return int(text)
+
+
+def _k(value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise unprocessable("invalid_k", "k is a whole number", "k")
+    if value < 1:
+        raise unprocessable("invalid_k", f"k is 1 or more, not {value}", "k")
+    return value
+
+
+def _max_age(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise unprocessable(
+            "invalid_field", "max_age_seconds is a finite number, 0 or more", "max_age_seconds"
+        )
+    return float(value)
+
+
+def _deadline(value: object, field: str, limits: Limits) -> float:
+    if value is None:
+        return limits.deadline_ms / 1000
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise unprocessable("invalid_field", f"{field} is a finite number above 0", field)
+    return min(float(value), limits.deadline_max_ms) / 1000

@@ -1,0 +1,162 @@
+"""How this program writes its log: one line per record, as text or JSON, without secrets, at a bounded rate."""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Literal, Protocol
+
+import orjson
+
+from serving.tracing.redaction import Redactor, passwords_of
+from serving.tracing.request_context import current
+
+Form = Literal["text", "json"]
+
+BURST = 20.0
+"""Records of one place in the program that may come at once."""
+
+_PLACES_MAX = 1_024
+FIELDS = "larder_fields"
+"""Attribute of a record: what its line holds beside its message, by name."""
+
+
+class Settings(Protocol):
+    """What the log needs of the service's settings."""
+
+    @property
+    def log(self) -> Form:
+        """Its form."""
+
+    @property
+    def log_lines_per_s(self) -> float:
+        """Of each place in the program."""
+
+    @property
+    def token(self) -> str:
+        """Never written."""
+
+    @property
+    def redis_url(self) -> str:
+        """Its password is never written."""
+
+    @property
+    def artifacts(self) -> str:
+        """As above."""
+
+
+def configure_for(settings: Settings, level: str, *, worker: int | None = None) -> None:
+    """Sends everything that this process logs to standard error, in place of what was set up before."""
+    redact = Redactor({settings.token} | passwords_of(settings.redis_url, settings.artifacts))
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter((Json if settings.log == "json" else Text)(redact, worker))
+    handler.addFilter(Limit(settings.log_lines_per_s))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """The record's own fields, and those that say to which request it belongs."""
+    found = dict(getattr(record, FIELDS, None) or {})
+    if (seen := current()) is not None and "request_id" not in found:
+        found["request_id"] = seen.id
+        if seen.span is not None:
+            found["trace_id"], found["span_id"] = seen.span
+        elif seen.parent is not None:
+            found["trace_id"] = seen.parent.trace_id
+    if dropped := getattr(record, "larder_dropped", 0):
+        found["dropped"] = dropped
+    return found
+
+
+class Json(logging.Formatter):
+    """One JSON object a line; `time` in UTC, the exception's traceback as one text."""
+
+    def __init__(self, redact: Redactor, worker: int | None = None) -> None:
+        super().__init__()
+        self._redact = redact
+        self._worker = {} if worker is None else {"worker": worker}
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._worker,
+            **fields_of(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(self._clean(line), default=str).decode()
+
+    def _clean(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._redact(value.encode(errors="replace").decode())
+        if isinstance(value, dict):
+            return {name: self._clean(each) for name, each in value.items()}
+        return value
+
+
+class Text(logging.Formatter):
+    """For eyes: level, logger, message, then the fields as `name=value`."""
+
+    def __init__(self, redact: Redactor, worker: int | None = None) -> None:
+        own = "" if worker is None else f"worker {worker} "
+        super().__init__(f"%(levelname)s {own}%(name)s: %(message)s")
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, and the traceback below it."""
+        told, newline, more = super().format(record).partition("\n")
+        fields = "".join(f" {name}={value}" for name, value in fields_of(record).items())
+        return self._redact(f"{told}{fields}{newline}{more}")
+
+
+class Limit(logging.Filter):
+    """At most `per_s` records a second of each place in the program, after a first burst: no storm fills a disk.
+
+    The first record that passes after others did not says how many were dropped.
+    """
+
+    def __init__(self, per_s: float, timer: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._per_s = per_s
+        self._timer = timer
+        self._lock = threading.Lock()
+        self._places: dict[tuple[str, int, int], _Bucket] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it may be written."""
+        place = record.name, record.lineno, record.levelno
+        with self._lock:
+            now = self._timer()
+            bucket = self._places.get(place)
+            if bucket is None:
+                if len(self._places) >= _PLACES_MAX:
+                    self._places.clear()
+                bucket = self._places[place] = _Bucket(now)
+            dropped = bucket.take(now, self._per_s)
+        if dropped:
+            record.larder_dropped = dropped
+        return dropped is not None
+
+
+class _Bucket:
+    """Tokens of one place."""
+
+    def __init__(self, now: float) -> None:
+        self._tokens, self._at, self._dropped = BURST, now, 0
+
+    def take(self, now: float, per_s: float) -> int | None:
+        """None if the record is to be dropped, else how many were before it."""
+        self._tokens = min(BURST, self._tokens + (now - self._at) * per_s)
+        self._at = now
+        if self._tokens < 1.0:
+            self._dropped += 1
+            return None
+        self._tokens -= 1.0
+        dropped, self._dropped = self._dropped, 0
+        return dropped

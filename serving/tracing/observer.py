@@ -1,0 +1,173 @@
+"""Watches requests: how long their stages take, what to log, what to trace. Plain single lookups pass it by."""
+
+import time
+from collections.abc import Awaitable, Callable, Container, Iterable, MutableMapping
+from typing import Any, NamedTuple, Protocol
+
+from starlette.types import Message, Receive, Scope, Send
+
+from serving.tracing.request_context import CURRENT, Seen
+from serving.tracing.request_id import accepted, new_id
+from serving.tracing.trace_context import Parent, parent_of
+
+ASKED = b"x-larder-timing"
+"""With this header a single lookup tells where time went, too; it is answered past the ready answers."""
+
+_NAMES = frozenset({b"x-request-id", b"traceparent", b"tracestate", ASKED})
+_ROUTES = {
+    "/v1/lookup": "/v1/lookup/{table}",
+    "/v1/explain": "/v1/explain/{table}",
+}
+_PLAIN = frozenset(
+    {"/v1/lookup", "/v1/score", "/v1/feedback", "/v1/generations", "/healthz", "/readyz", "/metrics"}
+)  # fmt: skip
+_METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
+
+Below = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Request(NamedTuple):
+    """What may be told of a request: no id of an entity, unless somebody asked for that."""
+
+    method: str
+    route: str
+    table: str | None
+    entity: str | None
+
+
+class Journal(Protocol):
+    """Where finished requests are told."""
+
+    def level(self, seen: Seen, seconds: float) -> int | None:
+        """Of the line that the request gets; None if it gets none."""
+
+    def told(self, level: int, seen: Seen, request: Request, seconds: float) -> None:
+        """Writes it."""
+
+
+class Tracer(Protocol):
+    """What makes spans."""
+
+    def judged(self, scope: Scope, parent: Parent | None) -> bool:
+        """Whether this request is traced; the same answer however often it is asked of one request."""
+
+    def begin(self, seen: Seen) -> Any:
+        """The request's span, and its ids for the log."""
+
+    def end(self, span: Any, seen: Seen, request: Request, seconds: float) -> None:
+        """Ends it, with a span for each stage that was seen."""
+
+
+class Watch:
+    """`times`: stage times go into `Server-Timing`; `tables`: names that may stand in logs and spans."""
+
+    def __init__(
+        self,
+        tables: Callable[[], Container[str]],
+        *,
+        times: bool,
+        journal: Journal | None = None,
+        tracer: Tracer | None = None,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tables = tables
+        self._times = times
+        self._journal = journal
+        self._tracer = tracer
+        self._timer = timer
+
+    def leaves(self, scope: Scope) -> bool:
+        """Whether a single lookup may pass by: it asks for nothing, is part of no trace, and costs little itself."""
+        if not _NAMES.isdisjoint([name for name, _ in scope["headers"]]):
+            return False
+        return self._tracer is None or not self._tracer.judged(scope, None)
+
+    async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
+        """Has the request answered by `below`, and tells what was seen of it."""
+        seen = Seen(self._timer(), "")
+        if sent := _watched(scope["headers"]):
+            scope = _taken(seen, sent, scope)
+        if not seen.id:
+            seen.id = new_id()
+        span: Any = None
+        if self._tracer is not None and self._tracer.judged(scope, seen.parent):
+            span = self._tracer.begin(seen)
+        current = CURRENT.set(seen)
+        try:
+            await below(scope, receive, self._telling(seen, send))
+        except Exception:
+            seen.status = 500
+            raise
+        finally:
+            CURRENT.reset(current)
+            self._end(seen, scope, span)
+            seen.end()
+
+    def _telling(self, seen: Seen, send: Send) -> Send:
+        timer = self._timer
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                seen.status = status = message["status"]
+                own = [*message["headers"], (b"x-request-id", seen.id.encode())]
+                if self._times and status != 401:  # a stranger learns nothing
+                    own.append((b"server-timing", timing(seen, timer() - seen.started)))
+                message = {**message, "headers": own}
+            else:
+                seen.body = message.get("body", b"")
+            await send(message)
+
+        return tell
+
+    def _end(self, seen: Seen, scope: Scope, span: Any) -> None:
+        seconds = self._timer() - seen.started
+        level = None if self._journal is None else self._journal.level(seen, seconds)
+        if level is None and span is None:
+            return
+        request = request_of(scope, self._tables())
+        if self._journal is not None and level is not None:
+            self._journal.told(level, seen, request, seconds)
+        if self._tracer is not None and span is not None:
+            self._tracer.end(span, seen, request, seconds)
+
+
+def _taken(seen: Seen, sent: dict[bytes, list[bytes]], scope: Scope) -> Scope:
+    """Reads what the request says of itself; the scope that the hot route gets, which takes only headers it knows."""
+    seen.id = accepted(sent[b"x-request-id"][0]) or "" if b"x-request-id" in sent else ""
+    if traceparents := sent.get(b"traceparent"):
+        seen.parent = parent_of(traceparents, sent.get(b"tracestate", ()))
+    if ASKED not in sent:
+        return scope
+    return {**scope, "headers": [each for each in scope["headers"] if each[0] != ASKED]}
+
+
+def timing(seen: Seen, total_s: float) -> bytes:
+    """The value of `Server-Timing` (https://www.w3.org/TR/server-timing/), in milliseconds."""
+    total = b"total;dur=%.3f" % (total_s * 1000)
+    if not seen.stages:
+        return total
+    times = [b"%b;dur=%.3f" % (name.encode(), s * 1000) for name, s in seen.by_stage().items()]
+    return b", ".join([*times, total])
+
+
+def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> Request:
+    """What was asked, by its route; a path that is none of ours is `other`."""
+    path: str = scope["path"]
+    method = scope["method"] if scope["method"] in _METHODS else "other"
+    if path in _PLAIN:
+        return Request(method, path, None, None)
+    parts = path.split("/", 3)
+    route = _ROUTES.get("/".join(parts[:3]))
+    table, slash, entity = parts[-1].partition("/")
+    if route is None or len(parts) < 4 or not table:
+        return Request(method, "other", None, None)
+    known = table if table in tables else None
+    return Request(method, route + "/{entity}" * bool(slash), known, entity or None)
+
+
+def _watched(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, list[bytes]]:
+    found: dict[bytes, list[bytes]] = {}
+    for name, value in headers:
+        if name in _NAMES:
+            found.setdefault(name, []).append(value)
+    return found

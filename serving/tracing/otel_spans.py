@@ -1,0 +1,184 @@
+"""OpenTelemetry spans of requests, made when a request is over from what was seen of it. Imported only when on."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    TraceState,
+    set_span_in_context,
+)
+
+from serving.tracing.observer import Request
+from serving.tracing.request_context import Seen
+from serving.tracing.response_peek import generation_of, sources_of
+from serving.tracing.trace_context import Parent
+
+_TRACED = "larder.traced"
+_PREFIX = "/v1/"
+_CLOSE_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class Spans:
+    """`share`: of the requests that no caller traces, those that begin a trace; who has a parent follows it.
+
+    Spans are queued in bounded memory and sent by a thread of the SDK's own; what does not fit is dropped there.
+    """
+
+    def __init__(
+        self,
+        processor: SpanProcessor,
+        *,
+        share: float,
+        with_ids: bool,
+        instance: str,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._provider = TracerProvider(
+            resource=_resource(instance), sampler=ALWAYS_ON, shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("larder.serving")
+        self._share = share
+        self._with_ids = with_ids
+        self._draw = draw
+
+    @classmethod
+    def exporting(cls, *, share: float, with_ids: bool, instance: str) -> "Spans":
+        """Over OTLP/HTTP, to where the environment says (OTEL_EXPORTER_OTLP_ENDPOINT and its like)."""
+        processor = BatchSpanProcessor(OTLPSpanExporter())
+        return cls(processor, share=share, with_ids=with_ids, instance=instance)
+
+    def judged(self, scope: MutableMapping[str, Any], parent: Parent | None) -> bool:
+        """Whether it is traced; kept in `scope`, since the hot route asks before the watch does."""
+        found: bool | None = scope.get(_TRACED)
+        if found is None:
+            found = scope["path"].startswith(_PREFIX) and (
+                self._draw() < self._share if parent is None else parent.is_sampled
+            )
+            scope[_TRACED] = found
+        return found
+
+    def begin(self, seen: Seen) -> Span:
+        """The request's span, a child of the caller's, and its ids for the log."""
+        span = self._tracer.start_span(
+            "request",
+            context=_context(seen.parent),
+            kind=SpanKind.SERVER,
+            start_time=time.time_ns() - round((time.monotonic() - seen.started) * 1e9),
+        )
+        own = span.get_span_context()
+        seen.span = f"{own.trace_id:032x}", f"{own.span_id:016x}"
+        return span
+
+    def end(self, span: Span, seen: Seen, request: Request, seconds: float) -> None:
+        """Ends it as long as the request took, with a child for each stage: `parse`, `stored` (L2), `live`..."""
+        now_ns, now = time.time_ns(), time.monotonic()
+
+        def at(moment: float) -> int:
+            return now_ns - round((now - moment) * 1e9)
+
+        shared = _shared(seen, request)
+        span.update_name(f"{request.method} {request.route}")
+        span.set_attributes(shared | _own(seen, request))
+        if self._with_ids and request.entity is not None:
+            span.set_attribute("larder.entity", request.entity)
+        if seen.status >= 500 or not seen.status:
+            span.set_status(Status(StatusCode.ERROR))
+        inside = set_span_in_context(span, Context())
+        for stage in seen.stages:
+            child = self._tracer.start_span(
+                f"larder.{stage.name}",
+                context=inside,
+                start_time=at(stage.ended - stage.seconds),
+                attributes={**shared, "larder.entities": stage.entities}
+                if stage.entities
+                else shared,
+            )
+            child.end(at(stage.ended))
+        span.end(at(seen.started + seconds))
+
+    async def aclose(self) -> None:
+        """Sends what is queued, as far as a few seconds allow: a collector that is away stops nobody."""
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def close() -> None:
+            try:
+                self._provider.shutdown()
+            except Exception:  # a guest: what it raises must not keep the service from ending
+                log.warning("spans could not be sent at the end", exc_info=True)
+            finally:
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # the loop waited long enough, and is closed
+                    loop.call_soon_threadsafe(done.set)
+
+        threading.Thread(target=close, name="larder-spans", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), _CLOSE_S)
+
+
+def _resource(instance: str) -> Resource:
+    """What the environment says (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES), and who we are where it does not."""
+    said = Resource.create({"service.instance.id": instance})
+    if str(said.attributes["service.name"]).startswith("unknown_service"):
+        return said.merge(Resource({"service.name": "larder"}))
+    return said
+
+
+def _context(parent: Parent | None) -> Context:
+    if parent is None:
+        return Context()
+    own = SpanContext(
+        int(parent.trace_id, 16),
+        int(parent.span_id, 16),
+        is_remote=True,
+        trace_flags=TraceFlags(parent.flags),
+        trace_state=TraceState.from_header([parent.state]) if parent.state else None,
+    )
+    return set_span_in_context(NonRecordingSpan(own), Context())
+
+
+def _shared(seen: Seen, request: Request) -> dict[str, str | int]:
+    """What every span of a request carries."""
+    generation = generation_of(seen.body)
+    named = {"larder.table": request.table, "larder.generation": generation}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _own(seen: Seen, request: Request) -> dict[str, str | int]:
+    """What the request's own span carries; names by OpenTelemetry's conventions where there are any."""
+    sources = sources_of(seen.body)
+    own: dict[str, str | int] = {
+        "http.request.method": request.method,
+        "http.route": request.route,
+        "http.response.status_code": seen.status,
+        "larder.request_id": seen.id,
+    }
+    if sources:
+        own["larder.entities"] = sum(sources.values())
+        own |= {f"larder.answers.{each}": count for each, count in sources.items()}
+        if len(sources) == 1:
+            own["larder.source"] = next(iter(sources))
+    return own

@@ -1,0 +1,60 @@
+"""What was seen of one request while it was answered; the hottest path, a ready answer, has none of this."""
+
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from serving.tracing.trace_context import Parent
+
+
+class Stage(NamedTuple):
+    """Time in one stage, which ended then (monotonic), for so many entities (0: not counted)."""
+
+    name: str
+    ended: float
+    seconds: float
+    entities: int
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """`started` is monotonic; `id` names the request in logs and to its caller."""
+
+    started: float
+    id: str
+    parent: Parent | None = None
+    stages: list[Stage] = field(default_factory=list)
+    status: int = 0
+    body: bytes = b""
+    """The last piece of the response's body, not a copy."""
+    span: tuple[str, str] | None = None
+    """Trace and span id, once it is known that there is a span."""
+    is_over: bool = False
+
+    def end(self) -> None:
+        """From now on this is nobody's request: a connection that it opened keeps its context for good."""
+        self.is_over, self.body = True, b""
+
+    def by_stage(self) -> dict[str, float]:
+        """Seconds by stage, in the order in which they first ended."""
+        found: dict[str, float] = {}
+        for stage in self.stages:
+            found[stage.name] = found.get(stage.name, 0.0) + stage.seconds
+        return found
+
+
+CURRENT: ContextVar[Seen | None] = ContextVar("larder_seen", default=None)
+"""Of the request that this task answers, and of what it started; never of others that are answered along with it."""
+
+
+def current() -> Seen | None:
+    """The request that is being answered here, if any."""
+    seen = CURRENT.get()
+    return None if seen is None or seen.is_over else seen
+
+
+def note(stage: str, seconds: float, entities: int = 0) -> None:
+    """One stage of the current request has ended."""
+    if (seen := current()) is not None:
+        seen.stages.append(Stage(stage, time.monotonic(), seconds, entities))

@@ -1,0 +1,55 @@
+"""The log of requests: every error and every slow one, and of the others a sample."""
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+from serving.tracing.log_setup import FIELDS
+from serving.tracing.observer import Request
+from serving.tracing.request_context import Seen
+from serving.tracing.response_peek import sources_of
+
+log = logging.getLogger("larder.requests")
+
+
+class RequestLog:
+    """Answers from L1 that are ready are not among them: nothing is decided or written for each hit."""
+
+    def __init__(
+        self, *, share: float, slow_s: float, draw: Callable[[], float] = random.random
+    ) -> None:
+        self._share = share
+        self._slow_s = slow_s
+        self._draw = draw
+
+    def level(self, seen: Seen, seconds: float) -> int | None:
+        """Errors and slow requests have levels of their own, so that no sample crowds them out; None: no line."""
+        if seen.status >= 500:
+            return logging.ERROR
+        if seconds >= self._slow_s:
+            return logging.WARNING
+        return logging.INFO if self._draw() < self._share else None
+
+    def told(self, level: int, seen: Seen, request: Request, seconds: float) -> None:
+        """One line, unless it is a probe's: that tells a state, as it should."""
+        if request.route != "/readyz" and log.isEnabledFor(level):
+            fields = {FIELDS: fields_of(seen, request, seconds)}
+            log.log(level, "%s %s", request.method, request.route, extra=fields)
+
+
+def fields_of(seen: Seen, request: Request, seconds: float) -> dict[str, Any]:
+    """What a line says; nothing of it is an entity's id."""
+    fields: dict[str, Any] = {"request_id": seen.id}
+    if seen.span is not None:
+        fields["trace_id"], fields["span_id"] = seen.span
+    elif seen.parent is not None:
+        fields["trace_id"] = seen.parent.trace_id
+    if request.table is not None:
+        fields["table"] = request.table
+    fields |= {"status": seen.status, "seconds": round(seconds, 6)}
+    if sources := sources_of(seen.body):
+        fields["sources"] = sources
+    if stages := seen.by_stage():
+        fields["stages"] = {name: round(each, 6) for name, each in stages.items()}
+    return fields

@@ -1,0 +1,118 @@
+"""Which served answers are looked at again: drawn ahead, so that an answer pays for a countdown only."""
+
+import math
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from cache.model.input_preparation import LiveInput
+from serving.rendering.answer_fields import Barred
+
+QUEUE_MAX = 256
+"""Picks that may wait; each holds its own answer of some hundred bytes to a few kilobytes."""
+
+QUEUE_BYTES = 4 << 20
+"""What they may hold in all: one that was computed from a history of 10,000 ids holds them, too."""
+
+_OBJECT_BYTES = 64
+"""Of a short text, a number or a place in a set, with what refers to it."""
+
+
+class Pick(NamedTuple):
+    """One answer as it was served, by `generation`; `at` in Unix seconds.
+
+    What was sent is in `body` (JSON), in `fields`, or the first `k` items of `record`: the stored record, whole, where
+    it is at hand. `sent` is what it was computed from, None where the night knows; `barred` what was left out.
+    """
+
+    generation: str
+    table: str
+    raw: bytes
+    source: str
+    producer: str
+    at: float
+    k: int = 0
+    record: bytes = b""
+    body: bytes = b""
+    fields: Mapping[str, Any] | None = None
+    sent: LiveInput | None = None
+    barred: Barred = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it keeps in memory."""
+        sent = self.sent or LiveInput()
+        texts = (self.raw, self.record, self.body, *(sent.history or ()))
+        lists = (texts, *self.barred, *_values(self.fields), *_values(sent.features))
+        objects = sum(len(each) if hasattr(each, "__len__") else 1 for each in lists)
+        return sum(map(len, texts)) + _OBJECT_BYTES * objects
+
+
+def _values(of: Mapping[str, Any] | None) -> Iterable[Any]:
+    return () if of is None else of.values()
+
+
+class Picks:
+    """Each answer is picked with the same chance, independently: the gaps between picks are geometric.
+
+    Whoever answers subtracts from `left` and, once that is below 0, asks `places` which of its answers are meant.
+    (Vitter, "Faster methods for random sampling", CACM 27(7), 1984: skip counts in place of a number per record.)
+    """
+
+    def __init__(self, per_mille: float, rng: random.Random | None = None) -> None:
+        self.taken = 0
+        self.dropped = 0
+        self.left = 0
+        self._queue: deque[tuple[Pick, int]] = deque()
+        self._size_bytes = 0
+        self._rng = rng or random.Random()
+        chance = min(per_mille / 1000, 1.0)
+        self._log = math.log1p(-chance) if chance < 1 else -math.inf
+        self.left = self._gap()
+
+    def places(self, count: int) -> list[int]:
+        """Which of the last `count` answers, counted from 0, are picked; draws how many come before the next."""
+        at, found = count + self.left, []
+        while at < count:
+            found.append(at)
+            at += 1 + self._gap()
+        self.left = at - count
+        return found
+
+    def has_room(self) -> bool:
+        """Whether one more may wait; if not that one is counted as dropped, and need not be made."""
+        if len(self._queue) < QUEUE_MAX and self._size_bytes < QUEUE_BYTES:
+            return True
+        self.dropped += 1
+        return False
+
+    def put(self, pick: Pick) -> None:
+        """Queues a pick; dropped and counted when too many wait."""
+        if self.has_room():
+            self.taken += 1
+            self._queue.append((pick, size := pick.size_bytes))
+            self._size_bytes += size
+
+    def next(self) -> Pick | None:
+        """The oldest, taken out."""
+        if not self._queue:
+            return None
+        pick, size = self._queue.popleft()
+        self._size_bytes -= size
+        return pick
+
+    def clear(self) -> None:
+        """Drops all that wait."""
+        self._queue.clear()
+        self._size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def _gap(self) -> int:
+        if not self._log:
+            return sys.maxsize
+        # In (0, 1], whose logarithm is finite.
+        return int(math.log(1.0 - self._rng.random()) / self._log)

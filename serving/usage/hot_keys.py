@@ -1,0 +1,130 @@
+"""What is hot: remembered in this process, told to Redis every few seconds, and heard from there by who starts cold."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from itertools import islice, repeat
+from typing import Protocol
+
+from cache.control.hot_keys import HOT, Name, Report, Window, hour_of
+from cache.errors import TierUnavailable
+from serving.generations.snapshot import Snapshot
+
+RECENT = 4_096
+"""Entities remembered, with repetitions."""
+REPORTED = 512
+"""Entities told at most each time, the most asked ones."""
+_AT_ONCE = 128
+"""In one script: a third of a millisecond of Redis, which readers wait for."""
+_HEAR_S = 1.0
+_MARK: Name = ("", b"")
+
+
+class Redis(Protocol):
+    """What the sketch needs of L2; both raise TierUnavailable."""
+
+    async def report_hot(self, report: Report) -> None:
+        """Adds a report."""
+
+    async def hot(self, hour: int) -> list[Name]:
+        """What all replicas reported in this hour and the last, hottest first."""
+
+
+class Recent(deque[Name]):
+    """What was asked for, newest last; appending is all that a request pays for it.
+
+    `earlier` adds what was asked for before and is still to be added.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=RECENT)
+        self.earlier: Callable[[], None] = lambda: None
+        self._batches: deque[tuple[str, Sequence[bytes]]] = deque()
+        self._waiting = 0
+
+    def add(self, table: str, raws: Sequence[bytes]) -> None:
+        """So many of one table at once: kept as they are until somebody looks."""
+        self._batches.append((table, raws))
+        self._waiting += len(raws)
+        while self._waiting - len(self._batches[0][1]) >= RECENT:
+            self._waiting -= len(self._batches.popleft()[1])
+
+    def names(self) -> Sequence[Name]:
+        """All that is remembered."""
+        self.earlier()
+        for table, raws in self._batches:
+            self.extend(zip(repeat(table), raws))
+        self._batches.clear()
+        self._waiting = 0
+        return self
+
+    def fresh(self) -> list[Name]:
+        """What came since the last call, as far as it is still remembered."""
+        names = list(self.names())
+        last = names[::-1].index(_MARK) if _MARK in names else len(names)
+        if last:
+            self.append(_MARK)
+        return names[len(names) - last :]
+
+
+class Sketch:
+    """This replica's part in the sketch; a Redis that fails costs a report, nothing is tried again."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        recent: Recent,
+        live: Callable[[], Snapshot | None],
+        clock: Callable[[], float],
+        window: Window = HOT,
+    ) -> None:
+        self.reported = 0
+        self.failed = 0
+        self._redis = redis
+        self._recent = recent
+        self._live = live
+        self._clock = clock
+        self._window = window
+        self._told: set[Name] = set()
+
+    async def report(self) -> None:
+        """Tells what was asked for since the last report; takes back what was told before it was blocked."""
+        live, fresh = self._live(), self._recent.fresh()
+        if live is None:
+            return
+        hottest = await asyncio.to_thread(_hottest, fresh)
+        hottest = [each for each in hottest if each[0][0] in live.manifest.tables]
+        told = {name for name, _ in hottest}
+        gone = list(
+            islice((each for each in told | self._told if _is_blocked(live, each)), REPORTED)
+        )
+        counts = [each for each in hottest if not _is_blocked(live, each[0])]
+        self._told = {name for name, _ in counts}
+        if not counts and not gone:
+            return
+        hour = hour_of(self._clock(), self._window)
+        try:
+            for at in range(0, max(1, len(counts)), _AT_ONCE):
+                piece = counts[at : at + _AT_ONCE]
+                await self._redis.report_hot(Report(hour, piece, () if at else gone, self._window))
+                self.reported += len(piece)
+        except TierUnavailable:
+            self.failed += 1
+            self._told.update(gone)
+
+    async def hottest(self) -> Sequence[Name]:
+        """What all replicas were asked for of late, hottest first; empty when Redis does not say at once."""
+        try:
+            async with asyncio.timeout(_HEAR_S):
+                return await self._redis.hot(hour_of(self._clock()))
+        except (TierUnavailable, TimeoutError):
+            return ()
+
+
+def _hottest(names: Sequence[Name]) -> list[tuple[Name, int]]:
+    return Counter(names).most_common(REPORTED)
+
+
+def _is_blocked(live: Snapshot, name: Name) -> bool:
+    table = live.manifest.tables.get(name[0])
+    return table is not None and live.blocks(table, name[1])

@@ -1,0 +1,39 @@
+"""What the request path tells of its answers, and nothing more: judging comes later, elsewhere."""
+
+from collections.abc import Sequence
+
+from cache.tiers.eviction_history import Absences
+from serving.metrics.miss_reasons import NOWHERE, L1Misses
+from serving.usage.answer_sampling import Picks
+from serving.usage.hot_keys import Recent
+from serving.usage.read_counts import Reads
+
+
+class Watch:
+    """For the event loop of one process only. `cold`: ids asked for that the night did not know."""
+
+    def __init__(
+        self, l1_misses: L1Misses, absences: Absences | None = None, picks: Picks | None = None
+    ) -> None:
+        self.cold = Recent()
+        self.reads = Reads()
+        self.picks = Picks(0) if picks is None else picks
+        self._l1_misses = l1_misses
+        self._absences = absences or Absences(slots=2)
+
+    def word(self, generation: str, table: str, key: int | bytes, reason: str | None) -> str:
+        """The reason by which a miss is counted: an id that the night lacks may have had a live answer for its life."""
+        if reason in NOWHERE and self._absences.is_over(generation, table, key):
+            return "expired"
+        return reason or "internal_error"
+
+    def read(self, generation: str, table: str, key: int | bytes, is_known: bool = True) -> None:
+        """Redis answered this one, so L1 did not; `is_known` to the night."""
+        self._l1_misses.add(table, {self._absences.why(generation, table, key): 1})
+        if is_known:
+            self.reads.add(generation, table, (key,))
+
+    def read_many(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
+        """The same of many that the night knows."""
+        self._l1_misses.add(table, self._absences.count(generation, table, keys))
+        self.reads.add(generation, table, keys)

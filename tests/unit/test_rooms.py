@@ -1,0 +1,132 @@
+"""Rooms: packages whose imports only go down, small enough to be held in the head."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES_MAX = 12
+ROOMS = (
+    "cache", "cache.mrc", "cache.control", "cache.native", "cache.process", "cache.format", "cache.store", "cache.l2",
+    "cache.l2.cluster", "cache.model", "cache.tiers",
+    "serving.arrow_ipc", "serving.tracing", "serving.requests", "serving.client", "serving.admission", "serving.config",
+    "serving.metrics", "serving.generations", "serving.rendering", "serving.usage", "serving.replica", "serving.lookup",
+    "serving.quality", "serving.explain", "serving.dashboard", "serving.dashboard.terminal", "serving.fast_lookup",
+    "serving.http", "serving.fast_http", "serving.process", "serving",
+    "precompute.config", "precompute.control", "precompute.sources", "precompute.bulk", "precompute.bundles",
+    "precompute.erasures", "precompute.releases", "precompute.partitions", "precompute.topk", "precompute.device",
+    "precompute.builds", "precompute.scoring", "precompute.erasing", "precompute.gates.evidence",
+    "precompute.gates.rules",
+    "precompute.gates", "precompute.steps", "precompute.canary", "precompute.planning", "precompute.cli", "precompute",
+)  # fmt: skip
+"""Lowest first: a room imports itself and rooms before it."""
+FAST = {
+    "serving.fast_lookup": {"serving.http", "serving.fast_http", "serving"},
+    "serving.fast_http": {"serving.process"},
+}
+"""Rooms that exist for speed, and who alone may know of them."""
+FILES = sorted(
+    file for top in ("cache", "serving", "precompute") for file in (ROOT / top).rglob("*.py")
+)
+
+
+def module_of(file: Path) -> str:
+    """Its dotted name."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def room_of(module: str) -> str:
+    """The package that the module is in; a package is its own room."""
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The modules of these packages that it imports anywhere, for types alone included."""
+    return frozenset(_imports(ast.parse(MODULES[module].read_text())) - {module})
+
+
+def _imports(tree: ast.Module) -> set[str]:
+    return {name for each in _named(tree) for name in [_known(each)] if name}
+
+
+def _named(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _known(name: str) -> str:
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def upward(module: str, imported: frozenset[str]) -> set[str]:
+    """What of it a module must not import."""
+    room = room_of(module)
+    allowed = set(ROOMS[: ROOMS.index(room) + 1])
+    found = {other for other in imported if room_of(other) not in allowed}
+    secret = {
+        other
+        for other in imported
+        if room_of(other) in FAST and room not in FAST[room_of(other)] | {room_of(other)}
+    }
+    return found | secret
+
+
+def test_every_room_is_known() -> None:
+    assert {room_of(module) for module in MODULES} == set(ROOMS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_only_go_down(module: str) -> None:
+    assert upward(module, imports(module)) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "expected"),
+    [
+        ("cache.format.records", "cache.store.artefacts", True),
+        ("cache.store.artefacts", "cache.format.records", False),
+        ("serving.lookup.ladder", "serving.fast_lookup.batch", True),
+        ("serving.fast_http.connection", "serving.fast_lookup.dispatcher", False),
+        ("serving.bootstrap", "serving.fast_http.connection", True),
+        ("precompute.scoring.users", "precompute.steps.begin", True),
+    ],
+)
+def test_a_planted_import_is_noticed(module: str, imported: str, *, expected: bool) -> None:
+    assert bool(upward(module, frozenset({imported}))) == expected
+
+
+def test_no_modules_import_each_other() -> None:
+    done: dict[str, bool] = {}
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert done.get(module, True), " -> ".join((*path[path.index(module) :], module))
+        if module in done:
+            return
+        done[module] = False
+        for other in sorted(imports(module)):
+            visit(other, (*path, module))
+        done[module] = True
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_small_and_says_what_it_is_for(room: str) -> None:
+    folder = ROOT / room.replace(".", "/")
+
+    assert len([each for each in folder.glob("*.py") if each.name != "__init__.py"]) <= MODULES_MAX
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
