@@ -73,7 +73,7 @@ torch-env: env  ## torch (extra `gpu`) in .venv: scoring on GPUs, and the tests 
 
 feast-env: env  ## Feast in .venv-feast, for the bench `peers`
 	@test -x .venv-feast/bin/python || $(UV) venv -q --python $(BIN)/python .venv-feast
-	@VIRTUAL_ENV=$(CURDIR)/.venv-feast $(UV) pip sync -q --compile-bytecode tests/bench/feast.txt
+	@VIRTUAL_ENV=$(CURDIR)/.venv-feast $(UV) pip sync -q --compile-bytecode tests/bench/tools/feast.txt
 
 lock: env  ## resolve pyproject.toml again; names, versions and hashes only
 	@$(LOCKING) --upgrade $(addprefix --extra ,airflow client dev local otel precompute top) -o infra/locks/all.txt

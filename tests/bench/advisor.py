@@ -18,12 +18,19 @@ import numpy as np
 
 from cache.mrc.shards import Shards
 from serving.config.settings import ServingConfig
-from tests.bench.harness import Options, Promise, Ratio, Report, parse
 from tests.bench.observe import on_vs_off
-from tests.bench.place import own_server
 from tests.bench.read_path import make_case
-from tests.bench.topk_cases import DATA
-from tests.bench.traces import capacities_of, lru_hit_ratio, orm_busy, sampled, trace_file, zipf
+from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
+from tests.bench.tools.place import own_server
+from tests.bench.tools.topk_cases import DATA
+from tests.bench.tools.traces import (
+    capacities_of,
+    lru_hit_ratio,
+    orm_busy,
+    sampled,
+    trace_file,
+    zipf,
+)
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 LARGE = 0.01

@@ -32,13 +32,13 @@ from serving.http.service import Service
 from serving.process.gc_tuning import settle
 from serving.requests.content import lookup_of
 from serving.requests.models import Ask
-from tests.bench.catalogue import make_catalogue
-from tests.bench.harness import Options, Report, alternate, parse
-from tests.bench.http_load import Program, place, program
-from tests.bench.place import own_server
 from tests.bench.read_path import TABLE, Case, make_case
-from tests.bench.sockets import drive, request
-from tests.bench.uncached import no_tiers
+from tests.bench.tools.catalogue import make_catalogue
+from tests.bench.tools.harness import Options, Report, alternate, parse
+from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.place import own_server
+from tests.bench.tools.sockets import drive, request
+from tests.bench.tools.uncached import no_tiers
 from tests.integration.nights import environment
 from tests.integration.serving_app import settings
 
@@ -49,7 +49,7 @@ IN_FLIGHT = {1: 64, 100: 4}
 """Requests at once, by entities per request."""
 
 SERVICES: Mapping[str, tuple[str, str]] = {
-    "no_cache": ("tests.bench.uncached", "auto"),
+    "no_cache": ("tests.bench.tools.uncached", "auto"),
     "": ("serving", "auto"),
     "always_": ("serving", "always"),
 }

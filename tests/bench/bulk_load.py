@@ -22,8 +22,8 @@ from cache.process.redis_server import Server
 from precompute.bulk.load import Part, load_part
 from precompute.config.settings import NightConfig
 from precompute.scoring.tables import records_per_page
-from tests.bench.harness import Promise, Ratio, Report, alternate, parse
-from tests.bench.place import own_server, pin, unpin
+from tests.bench.tools.harness import Promise, Ratio, Report, alternate, parse
+from tests.bench.tools.place import own_server, pin, unpin
 
 LAYOUT = Layout("topk", 100, "f2")
 AT_ONCE = 1_000

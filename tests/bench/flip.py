@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control
 from precompute.steps import pipeline
-from tests.bench.flip_calls import Recording, calling
-from tests.bench.harness import Options, Promise, Ratio, Report, parse
-from tests.bench.place import own_server
+from tests.bench.tools.flip_calls import Recording, calling
+from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
+from tests.bench.tools.place import own_server
 from tests.integration.fleet import control_of, fleet
 from tests.integration.nights import NEXT, UNTIL, build_verified, histories, prepare, publish_night
 from tests.polling import until

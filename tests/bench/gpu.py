@@ -21,9 +21,9 @@ import numpy as np
 
 from cache.model.tower import Histories
 from precompute.config.devices import devices
-from tests.bench.harness import Options, Report, compare, parse
+from tests.bench.tools.harness import Options, Report, compare, parse
+from tests.bench.tools.topk_cases import Case, random_case, real_case, real_file
 from tests.bench.topk import recall_of
-from tests.bench.topk_cases import Case, random_case, real_case, real_file
 
 K = 100
 ROWS = 1024

@@ -32,15 +32,15 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.bench.harness import Options, Promise, Ratio, Report, parse
-from tests.bench.hostile_calls import Answered, call
-from tests.bench.hostile_peers import HOSTILE, peers
-from tests.bench.hostile_server import FILE, Times
-from tests.bench.http_load import Program, program
-from tests.bench.mix import DEADLINE_S, Stream
-from tests.bench.open_loop import caller
-from tests.bench.place import awake, own_server
 from tests.bench.read_path import make_case
+from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
+from tests.bench.tools.hostile_calls import Answered, call
+from tests.bench.tools.hostile_peers import HOSTILE, peers
+from tests.bench.tools.hostile_server import FILE, Times
+from tests.bench.tools.http_load import Program, program
+from tests.bench.tools.mix import DEADLINE_S, Stream
+from tests.bench.tools.open_loop import caller
+from tests.bench.tools.place import awake, own_server
 from tests.integration.nights import environment
 
 PEERS = 1_000
@@ -240,7 +240,7 @@ def main() -> None:
         serve = [
             sys.executable,
             "-m",
-            "tests.bench.hostile_server",
+            "tests.bench.tools.hostile_server",
             "--port",
             "0",
             "--log-level",

@@ -14,11 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
-from tests.bench.harness import Options, Report, compare, parse
-from tests.bench.http_load import Program, place, program
-from tests.bench.place import own_server
 from tests.bench.read_path import TABLE, Case, body_of, make_case
-from tests.bench.sockets import per_cpu_s, request
+from tests.bench.tools.harness import Options, Report, compare, parse
+from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.place import own_server
+from tests.bench.tools.sockets import per_cpu_s, request
 from tests.integration.nights import environment
 
 
@@ -31,8 +31,8 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
     body = case.folder / "body.json"
     with program(serve, case.folder / "serving.log", environment(case.night)) as larder:
         body.write_bytes(body_of(larder, paths))
-        bare_app: list[str | Path] = [sys.executable, "-m", "tests.bench.bare_asgi", body]
-        plain_app: list[str | Path] = [sys.executable, "-m", "tests.bench.plain_fastapi"]
+        bare_app: list[str | Path] = [sys.executable, "-m", "tests.bench.tools.bare_asgi", body]
+        plain_app: list[str | Path] = [sys.executable, "-m", "tests.bench.tools.plain_fastapi"]
         plain_app += [body, redis_url]
         with (
             program(bare_app, case.folder / "bare.log") as bare,

@@ -21,8 +21,8 @@ import numpy as np
 from cachetools import LRUCache
 
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, Ready
-from tests.bench.harness import Options, Report, alternate, parse
-from tests.bench.place import pin
+from tests.bench.tools.harness import Options, Report, alternate, parse
+from tests.bench.tools.place import pin
 
 RECORD_BYTES = 616
 KEYS, KEYS_QUICK = 200_000, 50_000

@@ -25,11 +25,11 @@ import uvloop
 
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.client.arrow import write_arrow_ids
-from tests.bench.harness import Options, Report, alternate, compare, parse
-from tests.bench.http_load import Program, place, program
-from tests.bench.place import own_server, pin
 from tests.bench.read_path import TABLE, Case, make_case
-from tests.bench.sockets import per_cpu_s, request
+from tests.bench.tools.harness import Options, Report, alternate, compare, parse
+from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.place import own_server, pin
+from tests.bench.tools.sockets import per_cpu_s, request
 from tests.integration.nights import environment
 
 RECORD_BYTES = 616
@@ -44,12 +44,12 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
     body = case.folder / "body.json"
     body.write_bytes(bytes(RECORD_BYTES))
     serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
-    plain_app: list[str | Path] = [sys.executable, "-m", "tests.bench.plain_fastapi", body]
+    plain_app: list[str | Path] = [sys.executable, "-m", "tests.bench.tools.plain_fastapi", body]
     env = environment(case.night, LARDER_L1_BYTES=_NO_L1)
     with ExitStack() as stack:
         larder = stack.enter_context(program(serve, case.folder / "serving.log", env))
         plain = stack.enter_context(program([*plain_app, redis_url], case.folder / "plain.log"))
-        bare_app: list[str | Path] = [sys.executable, "-m", "tests.bench.bare_asgi", body]
+        bare_app: list[str | Path] = [sys.executable, "-m", "tests.bench.tools.bare_asgi", body]
         bare = stack.enter_context(program(bare_app, case.folder / "bare.log"))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         names = runner.run(_fill(redis_url, len(case.users)))

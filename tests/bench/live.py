@@ -30,9 +30,9 @@ from serving.config.settings import Precision, ServingConfig
 from serving.generations.snapshot import Snapshot
 from serving.lookup.micro_batcher import Computed, Job, MicroBatcher, compute
 from serving.process.gc_tuning import settle
-from tests.bench.harness import Options, Report, alternate, parse
-from tests.bench.place import own_server
 from tests.bench.read_path import TABLE, Case, make_case
+from tests.bench.tools.harness import Options, Report, alternate, parse
+from tests.bench.tools.place import own_server
 from tests.integration.serving_app import settings
 
 SIZES = tuple(1 << power for power in range(10))

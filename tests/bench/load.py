@@ -39,9 +39,9 @@ from cache.store.releases import Pointer
 from precompute.bulk.load import load_part
 from precompute.config.settings import NightConfig
 from tests.bench.bulk_load import GENERATION, KEYS, LAYOUT, Case, make_case
-from tests.bench.harness import Promise, Ratio, Report, parse
-from tests.bench.load_rates import Baselines, flat_out, loaded
-from tests.bench.place import awake, own_server, pin, unpin
+from tests.bench.tools.harness import Promise, Ratio, Report, parse
+from tests.bench.tools.load_rates import Baselines, flat_out, loaded
+from tests.bench.tools.place import awake, own_server, pin, unpin
 
 KIB = 1024
 READS_S = 2_000.0
@@ -128,7 +128,9 @@ def process(run: Any, *arguments: Any) -> Iterator[tuple[int, Connection]]:
     """A process that answers once."""
     here, there = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.bench.load_rates"])  # so that none imports for a second
+    context.set_forkserver_preload(
+        ["tests.bench.tools.load_rates"]
+    )  # so that none imports for a second
     running = context.Process(target=run, args=(*arguments, there))
     running.start()
     assert running.pid is not None

@@ -23,13 +23,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.bench.harness import Options, Report, alternate, parse
-from tests.bench.http_load import Program, place, program
-from tests.bench.mix import CONNECTIONS, DEADLINE_S, Stream, path_of
-from tests.bench.open_loop import SOURCES, Arrivals, Outcomes, caller, drive
-from tests.bench.place import own_server
 from tests.bench.read_path import Case, body_of, make_case
-from tests.bench.sockets import request
+from tests.bench.tools.harness import Options, Report, alternate, parse
+from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.mix import CONNECTIONS, DEADLINE_S, Stream, path_of
+from tests.bench.tools.open_loop import SOURCES, Arrivals, Outcomes, caller, drive
+from tests.bench.tools.place import own_server
+from tests.bench.tools.sockets import request
 from tests.integration.nights import environment
 
 CALM_S = 2.2
@@ -159,7 +159,7 @@ def measure(report: Report, case: Case, options: Options) -> None:
     body = case.folder / "body.json"
     with program(serve, case.folder / "serving.log", environment(case.night, **settings)) as larder:
         body.write_bytes(body_of(larder, [path_of(user) for user in case.users[:100]]))
-        bare_app: list[str | Path] = [sys.executable, "-m", "tests.bench.bare_asgi", body]
+        bare_app: list[str | Path] = [sys.executable, "-m", "tests.bench.tools.bare_asgi", body]
         with program(bare_app, case.folder / "bare.log") as bare, caller() as callers:
             where = place(larder, bare)
             report.figures["placement"] = f"servers on {where}, callers and redis on the last core"

@@ -35,8 +35,8 @@ from precompute.config.settings import NightConfig, ReferenceConfig, Sources, Ta
 from precompute.scoring.shard import Scorers
 from precompute.scoring.users import ShardWork
 from precompute.steps import pipeline
-from tests.bench.harness import Promise, Ratio, Report, alternate, parse
-from tests.bench.topk_cases import NO_DATA, Case, real_case, real_file
+from tests.bench.tools.harness import Promise, Ratio, Report, alternate, parse
+from tests.bench.tools.topk_cases import NO_DATA, Case, real_case, real_file
 
 K = 100
 DIMS = ReferenceConfig().dims

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.bench.harness import Options, Ratio, Report, alternate, parse
-from tests.bench.http_load import Program, place, program
-from tests.bench.mix import path_of
-from tests.bench.place import own_server
 from tests.bench.read_path import Case, make_case
-from tests.bench.sockets import per_cpu_s, request
+from tests.bench.tools.harness import Options, Ratio, Report, alternate, parse
+from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.mix import path_of
+from tests.bench.tools.place import own_server
+from tests.bench.tools.sockets import per_cpu_s, request
 from tests.integration.nights import environment
 
 TOLERANCE = 0.02

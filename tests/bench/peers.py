@@ -10,7 +10,8 @@ is compared with the night's files. The figure is per second of the server's pro
 core of its own, which favours a server that leaves its core idle; rates by the clock and shares of the core stand
 beside it.
 
-`make feast-env` installs Feast, from pinned versions in `tests/bench/feast.txt`; without it the bench says so and ends.
+`make feast-env` installs Feast, from pinned versions in `tests/bench/tools/feast.txt`; without it the bench says so and
+ends.
 """
 
 import json
@@ -26,13 +27,22 @@ from urllib.parse import quote
 
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.client.arrow import write_arrow_ids
-from tests.bench import feast_side
-from tests.bench.feast_side import ABSENT, ENVIRONMENT, FORMS, Row, ask, call, differing, rows_of
-from tests.bench.harness import Options, Report, Run, compare, parse
-from tests.bench.http_load import Program, place, program
-from tests.bench.place import own_server, pin, unpin
 from tests.bench.read_path import TABLE, Case, make_case
-from tests.bench.sockets import Driven, drive, request
+from tests.bench.tools import feast_side
+from tests.bench.tools.feast_side import (
+    ABSENT,
+    ENVIRONMENT,
+    FORMS,
+    Row,
+    ask,
+    call,
+    differing,
+    rows_of,
+)
+from tests.bench.tools.harness import Options, Report, Run, compare, parse
+from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.place import own_server, pin, unpin
+from tests.bench.tools.sockets import Driven, drive, request
 from tests.integration.nights import environment
 
 K = 20

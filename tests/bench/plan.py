@@ -36,8 +36,8 @@ from precompute.planning.forecast import DAY_S, MIB, Asked, Forecast, forecast
 from precompute.planning.spent import Spent, timed
 from precompute.steps import pipeline
 from precompute.steps.train import train_reference
-from tests.bench.harness import Ratio, Report, parse
-from tests.bench.place import own_server
+from tests.bench.tools.harness import Ratio, Report, parse
+from tests.bench.tools.place import own_server
 from tests.integration.nights import write_clicks
 
 UNTIL = "2026-01-31T00:00:00Z"

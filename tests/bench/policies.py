@@ -12,9 +12,9 @@ import numpy as np
 from infra.demo.dataset import synthetic
 from infra.demo.synthetic import World
 from infra.demo.traffic import Stream
-from tests.bench.harness import Ratio, Report, parse
-from tests.bench.policy import POLICIES
-from tests.bench.traces import Keys, capacities_of, orm_busy, trace_file
+from tests.bench.tools.harness import Ratio, Report, parse
+from tests.bench.tools.policy import POLICIES
+from tests.bench.tools.traces import Keys, capacities_of, orm_busy, trace_file
 
 SHARES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5)
 UNREAD = frozenset({"fresh", "stranger"})

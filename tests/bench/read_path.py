@@ -40,9 +40,9 @@ from serving.lookup.entity import want_in
 from serving.lookup.micro_batcher import Job, compute
 from serving.requests.content import lookup_of
 from serving.requests.models import Ask
-from tests.bench.harness import Options, Report, alternate, parse
-from tests.bench.http_load import BUSY, Load, Program, paths_script, place, program, wrk
-from tests.bench.place import own_server, pin, unpin
+from tests.bench.tools.harness import Options, Report, alternate, parse
+from tests.bench.tools.http_load import BUSY, Load, Program, paths_script, place, program, wrk
+from tests.bench.tools.place import own_server, pin, unpin
 from tests.integration.nights import environment, histories, prepare, publish_night
 from tests.integration.serving_app import settings
 
@@ -85,7 +85,7 @@ def over_http(report: Report, case: Case, options: Options) -> None:
     body = case.folder / "body.json"
     with program(serve, case.folder / "serving.log", environment(case.night)) as larder:
         body.write_bytes(body_of(larder, paths))
-        bare_command: list[str | Path] = [sys.executable, "-m", "tests.bench.bare_asgi", body]
+        bare_command: list[str | Path] = [sys.executable, "-m", "tests.bench.tools.bare_asgi", body]
         with program(bare_command, case.folder / "bare.log") as bare:
             core = place(larder, bare)
             report.figures["placement, HTTP"] = f"servers on {core}, wrk and redis on the last core"

@@ -32,11 +32,11 @@ from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.planning.memory import step_bytes
 from precompute.steps import pipeline
 from precompute.topk.topk import Scorer
-from tests.bench import wide_night
-from tests.bench.harness import Options, Ratio, Report, parse
 from tests.bench.night import UNTIL, drawn_case, write_interactions
-from tests.bench.topk_cases import random_case
-from tests.bench.wide_night import CASE, Case
+from tests.bench.tools import wide_night
+from tests.bench.tools.harness import Options, Ratio, Report, parse
+from tests.bench.tools.topk_cases import random_case
+from tests.bench.tools.wide_night import CASE, Case
 
 K = 100
 DIMS = 128

@@ -31,10 +31,10 @@ from serving.config.settings import ServingConfig
 from serving.http.service import Service
 from serving.requests.content import lookup_of
 from serving.requests.models import Ask
-from tests.bench import stampede_peers
-from tests.bench.harness import Options, Ratio, Report, parse
-from tests.bench.place import own_server, pin
 from tests.bench.read_path import TABLE, Case, make_case
+from tests.bench.tools import stampede_peers
+from tests.bench.tools.harness import Options, Ratio, Report, parse
+from tests.bench.tools.place import own_server, pin
 from tests.integration.serving_app import settings
 
 PEERS = Path(".venv-peers/bin/python")

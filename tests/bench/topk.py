@@ -19,8 +19,8 @@ import numpy as np
 
 from precompute.topk.compiled import kernel
 from precompute.topk.topk import AnyScorer, Scorer
-from tests.bench.harness import Promise, Ratio, Report, compare, parse
-from tests.bench.topk_cases import NO_DATA, Case, random_case, real_case, real_file
+from tests.bench.tools.harness import Promise, Ratio, Report, compare, parse
+from tests.bench.tools.topk_cases import NO_DATA, Case, random_case, real_case, real_file
 
 K = 100
 ITEMS = 40_981

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.bench.harness import Options, Promise, Ratio, Report
+from tests.bench.tools.harness import Options, Promise, Ratio, Report
 
 QUICK = Options(json=True, quick=True, rounds=5)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.bench import load_rates
-from tests.bench.load_rates import REPEATS, Baselines
+from tests.bench.tools import load_rates
+from tests.bench.tools.load_rates import REPEATS, Baselines
 
 
 def baselines(

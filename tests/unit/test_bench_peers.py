@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.bench import peers
-from tests.bench.feast_side import ABSENT, Row, columns_of, differing, post, write_rows
-from tests.bench.sockets import Driven
+from tests.bench.tools.feast_side import ABSENT, Row, columns_of, differing, post, write_rows
+from tests.bench.tools.sockets import Driven
 
 RECORD = bytes(range(256))
 ROWS = {

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODULES_MAX = 12
+TESTS_MAX = 25
 ROOMS = (
     "cache", "cache.mrc", "cache.control", "cache.native", "cache.process", "cache.format", "cache.store", "cache.l2",
     "cache.l2.cluster", "cache.model", "cache.tiers",
@@ -130,3 +131,9 @@ def test_a_room_is_small_and_says_what_it_is_for(room: str) -> None:
 
     assert len([each for each in folder.glob("*.py") if each.name != "__init__.py"]) <= MODULES_MAX
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+
+
+def test_no_folder_of_tests_is_a_hallway() -> None:
+    folders = {file.parent for file in (ROOT / "tests").rglob("*.py")}
+
+    assert {each for each in folders if len(list(each.glob("*.py"))) > TESTS_MAX} == set()

@@ -1,0 +1,151 @@
+"""Feast's feature server beside ours: the same records in its store, its requests, and what it answers."""
+
+import base64
+import json
+import subprocess
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache.format.item_table import ItemTable
+from cache.format.records import decode
+from cache.store.artefacts import open_generation
+from tests.bench.read_path import TABLE, Case
+from tests.bench.tools import feast_store
+from tests.bench.tools.http_load import Program, program
+from tests.bench.tools.sockets import request
+from tests.integration.nights import raw_records
+
+ENVIRONMENT = Path(".venv-feast/bin")
+ABSENT = "skipped: there is no Feast here; `make feast-env` installs it in .venv-feast"
+FORMS: Mapping[str, tuple[str, ...]] = {
+    "bytes": ("bytes:record",),
+    "arrays": ("arrays:items", "arrays:scores"),
+}
+"""What is asked of Feast, by form of the record."""
+_PATH = "/get-online-features"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What both services hold of a user: the record, and the first of its items with float32 scores."""
+
+    record: bytes
+    items: tuple[str, ...]
+    scores: tuple[float, ...]
+
+
+def rows_of(case: Case, k: int) -> dict[str, Row]:
+    """The generation's records as they lie in its files."""
+    manifest, root = open_generation(case.night.store(), case.generation)
+    items = ItemTable.open(root, manifest)
+    rows = {}
+    for user, raw in raw_records(case.night, case.generation, case.users, TABLE).items():
+        record = decode(manifest.tables[TABLE].layout, raw)
+        if record.items is None:
+            raise RuntimeError(f"{TABLE} holds no lists")
+        scores = tuple(record.numbers[:k].tolist())
+        rows[user] = Row(raw, tuple(items.ids_of(record.items[:k])), scores)
+    return rows
+
+
+def write_rows(path: Path, rows: Mapping[str, Row]) -> None:
+    """The Parquet file that Feast materialises."""
+    now = datetime.now(UTC)
+    columns = {
+        "user": pa.array(list(rows), pa.string()),
+        "record": pa.array([row.record for row in rows.values()], pa.binary()),
+        "items": pa.array([row.items for row in rows.values()], pa.list_(pa.string())),
+        "scores": pa.array([row.scores for row in rows.values()], pa.list_(pa.float32())),
+        "event_timestamp": pa.array([now] * len(rows), pa.timestamp("us", tz="UTC")),
+    }
+    pq.write_table(pa.table(columns), path)
+
+
+def question(form: str, users: Sequence[str]) -> bytes:
+    """The body of one request."""
+    return json.dumps({"features": FORMS[form], "entities": {"user": users}}).encode()
+
+
+def post(form: str, users: Sequence[str]) -> bytes:
+    """A whole request."""
+    return request(_PATH, question(form, users))
+
+
+def columns_of(answer: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Values by feature, in the order of the users asked for; None where Feast has none."""
+    names = answer["metadata"]["feature_names"]
+    return dict(zip(names, (each["values"] for each in answer["results"]), strict=True))
+
+
+def differing(
+    rows: Mapping[str, Row],
+    forms: Mapping[str, Mapping[str, Any]],
+    ours: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    """Users whose row is not what Feast answered in both forms and what our service answered (`ours`)."""
+    found = columns_of(forms["bytes"]) | columns_of(forms["arrays"])
+    rest = zip(found["record"], found["items"], found["scores"], ours, strict=True)
+    wrong = []
+    for (user, row), (record, items, scores, answer) in zip(rows.items(), rest, strict=True):
+        same = (
+            record is not None
+            and base64.b64decode(record) == row.record
+            and tuple(items or ()) == tuple(answer["items"]) == row.items
+            and _floats(scores) == _floats(answer["scores"]) == _floats(row.scores)
+        )
+        if not same:
+            wrong.append(user)
+    return wrong
+
+
+def _floats(values: Sequence[float] | None) -> list[float]:
+    found: list[float] = np.array(values or (), np.float32).tolist()
+    return found
+
+
+def call(url: str, body: bytes) -> Any:
+    """The JSON answer to one JSON body."""
+    asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
+    with urllib.request.urlopen(asked, timeout=30.0) as response:  # noqa: S310 - our own loopback
+        return json.load(response)
+
+
+def ask(feast: Program, form: str, users: Sequence[str]) -> Any:
+    """One request's answer."""
+    return call(feast.url + _PATH, question(form, users))
+
+
+@contextmanager
+def served(folder: Path, rows: Mapping[str, Row], redis_url: str) -> Iterator[tuple[Program, str]]:
+    """A feature server with one worker over these rows, and its version.
+
+    No access log, no worker that restarts after 1,000 requests, no registry that is read again meanwhile: its defaults
+    are slower.
+    """
+    folder.mkdir()
+    write_rows(folder / "users.parquet", rows)
+    fill: list[str | Path] = [ENVIRONMENT / "python", feast_store.__file__, folder]
+    said = subprocess.run(
+        [*fill, urlsplit(redis_url).netloc.rpartition("@")[2]], capture_output=True, text=True
+    )  # fmt: skip
+    if said.returncode != 0:
+        raise RuntimeError(f"Feast could not be filled:\n{said.stderr[-2000:]}")
+    filled = json.loads(said.stdout.splitlines()[-1])
+    serve: list[str | Path] = [ENVIRONMENT / "feast", "--chdir", folder, "serve", "--port", "0"]
+    serve += ["--workers", "1", "--no-access-log", "--max-requests", "0", "-r", "0"]
+    with program(serve, folder / "serving.log", {"HOME": str(folder)}) as parent:
+        ask(parent, "bytes", [next(iter(rows))])
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        if len(children) != 1:
+            raise RuntimeError(f"one worker was asked for, not {len(children)}")
+        yield replace(parent, pid=int(children[0])), str(filled["version"])

@@ -1,0 +1,78 @@
+"""The mixed stream: known users drawn by Zipf 1.0, and 5 % who are new and bring a history."""
+
+import json
+import random
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.bench.read_path import TABLE, Case
+from tests.bench.tools.open_loop import Arrivals
+from tests.bench.tools.sockets import request
+
+DEADLINE_S = 0.3
+UNKNOWN = 0.05
+IN_FLIGHT = 64
+CONNECTIONS = 2_048
+
+
+@dataclass(slots=True)
+class Stream:
+    """Requests in the mix; who is new never comes again."""
+
+    case: Case
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    strangers: int = 0
+    items: NDArray[np.str_] = field(init=False)
+    known: list[bytes] = field(init=False)
+    shares: NDArray[np.float64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.items = np.array(self.case.items)
+        users = random.Random(0).sample(self.case.users, len(self.case.users))
+        self.known = [request(path_of(user)) for user in users]
+        weights = 1 / np.arange(1, len(users) + 1)
+        self.shares = weights / weights.sum()
+
+    def draw(self, count: int) -> tuple[list[bytes], NDArray[np.int64]]:
+        """Requests, and which of them comes when."""
+        which = self.rng.choice(len(self.known), count, p=self.shares)
+        new = np.flatnonzero(self.rng.random(count) < UNKNOWN)
+        which[new] = len(self.known) + np.arange(len(new))
+        return self.known + [self._stranger() for _ in range(len(new))], which
+
+    def _stranger(self) -> bytes:
+        self.strangers += 1
+        history = self.rng.choice(self.items, int(self.rng.integers(5, 31)), replace=False)
+        entity = {"id": f"stranger-{self.strangers}", "history": history.tolist()}
+        body = json.dumps({"entities": [entity], "k": 20}).encode()
+        return request(f"/v1/lookup/{TABLE}", body)
+
+    def arrivals(self, url: str, *parts: tuple[float, float]) -> Arrivals:
+        """Poisson arrivals: (rate, seconds) after (rate, seconds)."""
+        due, began = [], 0.0
+        for rate, seconds in parts:
+            gaps = self.rng.exponential(1 / rate, int(rate * seconds * 1.1) + 50)
+            times = began + np.cumsum(gaps)
+            due.append(times[times < began + seconds])
+            began += seconds
+        moments = np.concatenate(due)
+        requests, which = self.draw(len(moments))
+        return Arrivals(url, requests, which, moments, CONNECTIONS, DEADLINE_S)
+
+    def all_known(self, url: str) -> Arrivals:
+        """Each known user twice: after it all of them are ready in L1."""
+        which = np.tile(np.arange(len(self.known)), 2)
+        return Arrivals(url, self.known, which, np.zeros(len(which)), IN_FLIGHT)
+
+    def closed(self, url: str, count: int) -> Arrivals:
+        """All are due at once, a few under way: as quick as it can."""
+        requests, which = self.draw(count)
+        return Arrivals(url, requests, which, np.zeros(count), IN_FLIGHT)
+
+
+def path_of(user: str) -> str:
+    """An L1 hit of the hot route."""
+    return f"/v1/lookup/{TABLE}/{quote(user, safe='')}?k=20"

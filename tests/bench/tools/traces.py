@@ -1,0 +1,77 @@
+"""Streams of keys to replay against caches, and what an exact LRU cache makes of them."""
+
+import gzip
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from cache.mrc.shards import Shards
+from tests.bench.tools.topk_cases import DATA
+
+Keys = NDArray[np.int64]
+"""The key of each read, numbered from 0."""
+
+_AT_ONCE = 128
+
+
+def trace_file() -> Path | None:
+    """The trace `orm-busy`, if the environment names the folder that holds `traces/`."""
+    path = Path(os.environ.get(DATA, ""), "traces/orm-busy.trace.txt.gz")
+    return path if DATA in os.environ and path.exists() else None
+
+
+def orm_busy(file: Path) -> Keys:
+    """Five million reads of 76,349 objects by a web shop."""
+    with gzip.open(file, "rb") as lines:
+        return np.array(lines.read().split(), np.int64)
+
+
+def zipf(keys: int, reads: int, *, skew: float = 1.0, seed: int = 0) -> Keys:
+    """Independent reads; the popularity of a key is its rank to the power of -skew."""
+    weights = np.arange(1, keys + 1) ** -skew
+    return np.random.default_rng(seed).choice(keys, reads, p=weights / weights.sum())
+
+
+def capacities_of(keys: Keys, shares: Sequence[float]) -> list[int]:
+    """Cache sizes in keys, as shares of all keys of the stream."""
+    count = int(keys.max()) + 1
+    return [max(1, int(count * share)) for share in shares]
+
+
+def lru_hit_ratio(keys: Sequence[int], sizes: Sequence[int] | None, capacity: int) -> float:
+    """Of a cache that holds `capacity`, empty at first; `sizes` are by key, None: one each."""
+    held: OrderedDict[int, int] = OrderedDict()
+    used = hits = 0
+    for key in keys:
+        if key in held:
+            hits += 1
+            held.move_to_end(key)
+            continue
+        size = 1 if sizes is None else sizes[key]
+        held[key] = size
+        used += size
+        while used > capacity:
+            used -= held.popitem(last=False)[1]
+    return hits / len(keys)
+
+
+def spots_of(keys: Keys, seed: int) -> NDArray[np.uint64]:
+    """A hash of each key, by key."""
+    raws = (each.to_bytes(8, "little") for each in range(int(keys.max()) + 1))
+    return np.array([xxhash.xxh3_64_intdigest(raw, seed) for raw in raws], np.uint64)
+
+
+def sampled(keys: Keys, shards: Shards, *, seed: int = 0) -> None:
+    """Let the sample see a stream of keys of size 1 as a service does: only what is in the sample gets there."""
+    spots = spots_of(keys, seed)
+    for start in range(0, len(keys), 4_096):
+        part = spots[keys[start : start + 4_096]]
+        shards.count(len(part), len(part))
+        touches = [(spot, 1) for spot in part[part <= np.uint64(shards.last)].tolist()]
+        for at in range(0, len(touches), _AT_ONCE):
+            shards.take(touches[at : at + _AT_ONCE])

@@ -1,0 +1,100 @@
+"""Ninety days of late data, retries, clears, backfills, overlaps, lost Redises and changing clocks, by seed."""
+
+import os
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from cache.format.keys import Keyspace
+from cache.store.releases import all_releases
+from precompute.control.control_keys import connect
+from tests.integration.demo.ninety_days import KEEP, QuickStore, Simulation
+
+ZONES = [
+    ("Europe/Berlin", "2026-02-01"),
+    ("America/New_York", "2026-09-15"),
+    ("America/New_York", "2026-01-20"),
+    ("Europe/Berlin", "2026-09-01"),
+]
+STORM_SEEDS = 8
+
+
+@pytest.fixture(autouse=True)
+def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No power fails in here, and a season writes thousands of files."""
+    monkeypatch.setattr("os.fsync", lambda _file: None)
+
+
+def a_seed() -> int:
+    return int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 32))
+
+
+def live_through(
+    seed: int, folder: Path, redis_url: str, keys: Keyspace, zone: str, first_day: str
+) -> Simulation:
+    """The whole season, then what must be true of its history."""
+    print(f"seed {seed}, {zone} from {first_day} (LARDER_SEED={seed} repeats it)")
+    with connect(redis_url, 5.0) as client:
+        season = Simulation(
+            seed, QuickStore(str(folder)), client, keys, zone=zone, first_day=first_day
+        )
+        season.run()
+        print(dict(sorted(season.counts.items())))
+        check_history(season)
+        season.rest()
+        check_leaks(season)
+    return season
+
+
+def check_history(season: Simulation) -> None:
+    live: str | None = None
+    lifted: set[str] = set()
+    published: set[str] = set()
+    for each in all_releases(season.store):
+        if each.action == "verify":
+            lifted.add(each.generation)
+        if not each.done or each.action not in ("publish", "roll_back", "restore"):
+            continue
+        if each.action == "publish":
+            assert live is None or each.generation[:16] >= live[:16], "older data over newer"
+            assert each.generation not in published or each.generation in lifted, "published twice"
+            published.add(each.generation)
+            lifted.discard(each.generation)
+        if each.action == "restore":
+            assert each.generation == live, "a restore made something else live"
+        live = each.generation
+
+
+def check_leaks(season: Simulation) -> None:
+    pages = {
+        found[1].decode()
+        for name in season._keys()
+        if (found := re.match(rb"larder:1:[^:]+:g:([^:]+):", name))
+    }
+    rows = set(season.control.rows())
+    assert pages <= rows, "pages of a generation that the registry does not know"
+    recent = {name for name, at in season.created.items() if season.now - at < 8 * 86_400}
+    stored = set(season.store.names("generations"))
+    assert len(stored - recent) <= KEEP + 2, stored
+    assert len(rows - recent) <= KEEP + 6, rows
+
+
+def test_ninety_days_of_nights_stay_in_order_and_the_service_knows_each_one_that_is_missing(
+    tmp_path: Path, redis_url: str, keyspace: Keyspace
+) -> None:
+    seed = a_seed()
+    season = live_through(seed, tmp_path, redis_url, keyspace, *ZONES[seed % len(ZONES)])
+
+    assert season.counts["publish"] > 30
+    assert min(season.counts[each] for each in ("missing", "not missing", "reader: newer")) > 0
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("number", range(STORM_SEEDS))
+@pytest.mark.parametrize(("zone", "first_day"), ZONES, ids=str)
+def test_many_seasons_of_ninety_days(
+    tmp_path: Path, redis_url: str, keyspace: Keyspace, zone: str, first_day: str, number: int
+) -> None:
+    live_through(a_seed() + number, tmp_path, redis_url, keyspace, zone, first_day)

@@ -1,0 +1,362 @@
+"""The hot route answers as the routes behind it do, to the byte, and keeps every rule that they keep."""
+
+import json
+from collections.abc import Iterator
+from urllib.parse import quote
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as example_settings
+from hypothesis import strategies as st
+
+from cache.store.blocklist import Blocklist
+from cache.store.releases import Canary
+from cache.tiers.l1 import LocalKey
+from precompute.config.settings import NightConfig
+from serving.lookup.entity import want_in
+from tests.integration.http.hot_way import Asked, Ways, running
+from tests.integration.nights import K, build_night, histories
+
+QUIET = example_settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("hot"), redis_url)
+
+
+@pytest.fixture(scope="module")
+def users(night: NightConfig) -> list[str]:
+    return sorted(histories(night))
+
+
+@pytest.fixture
+def ways(night: NightConfig) -> Iterator[Ways]:
+    yield from running(night)
+
+
+@pytest.fixture(scope="module")
+def long_lived(night: NightConfig) -> Iterator[Ways]:
+    """For the generated requests: nothing but L1 changes under them."""
+    yield from running(night)
+
+
+def get(user: str, query: bytes = b"", table: str = "user_topk", **more: object) -> Asked:
+    path = f"/v1/lookup/{table}/{quote(user, safe='')}".encode()
+    return Asked("GET", path, query, **more)  # type: ignore[arg-type]
+
+
+def post(body: object, table: str = "user_topk", **more: object) -> Asked:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return Asked("POST", f"/v1/lookup/{table}".encode(), pieces=(raw,), **more)  # type: ignore[arg-type]
+
+
+TABLES = st.sampled_from(
+    ["user_topk", "user_vector", "item_vector", "item_similar", "user_affinity", "nothing", "a%62"]
+)
+IDS = st.one_of(
+    st.integers(0, 420).map(lambda number: f"u-{number:05d}"),
+    st.integers(0, 130).map(lambda number: f"i-{number:05d}"),
+    st.sampled_from(["0000007", "team/57/a", "zoë-107", "用户 157"]),
+    st.text(max_size=6),
+    st.sampled_from(["", "x" * 257, "ü/%", "a\nb", 'q"\\', "no-such"]),
+)
+QUERIES = st.sampled_from(
+    [b"", b"", b"k=5", b"k=20", b"k=50", b"k=51", b"k=0", b"k=x", b"k=1&k=2", b"fresh=true", b"deadline_ms=900",
+     b"deadline_ms=0", b"k=3&deadline_ms=900", b"generation=none", b"max_age_seconds=1", b"canary_key=u", b"z=1",
+     b"k=%35", b"k"]
+)  # fmt: skip
+HEADERS = st.lists(
+    st.sampled_from(
+        [(b"x-deadline-ms", b"800"), (b"x-deadline-ms", b"0"), (b"x-deadline-ms", b"1e2"), (b"accept", b"*/*"),
+         (b"x-deadline-ms", b"nan"), (b"x-larder-canary-key", b"u"), (b"x-larder-canary-key", b""),
+         (b"x-larder-canary-key", b"x" * 300), (b"x-larder-canary-key", b"\xff"), (b"authorization", b"Bearer x")]
+    ),
+    max_size=2,
+).map(tuple)  # fmt: skip
+
+
+@st.composite
+def gets(draw: st.DrawFn) -> Asked:
+    path = f"/v1/lookup/{draw(TABLES)}/{quote(draw(IDS), safe=draw(st.sampled_from(['', '/'])))}"
+    return Asked("GET", path.encode(), draw(QUERIES), draw(HEADERS))
+
+
+ITEMS = st.integers(0, 130).map(lambda number: f"i-{number:05d}")
+# Live answers for ids that the night does not know are stored, and the second way would find them.
+WITH_INPUT = st.one_of(
+    st.fixed_dictionaries(
+        {"id": st.integers(0, 119).map(lambda number: f"u-{number:05d}")},
+        optional={"history": st.lists(ITEMS, max_size=5), "features": st.just({"age": 1})},
+    ),
+    st.fixed_dictionaries(
+        {"id": st.just("nobody")}, optional={"history": st.lists(st.just("no-item"), max_size=2)}
+    ),
+    st.sampled_from([{"history": 7}, {"id": 1.5, "history": []}, {"id": "x", "other": 1}, {}]),
+)
+BODIES = st.one_of(
+    st.fixed_dictionaries(
+        {"entities": st.lists(IDS, max_size=8)},
+        optional={"k": st.sampled_from([1, 5, K, K + 1, 0, -1, True, 2.0, None, "5"])},
+    ),
+    st.fixed_dictionaries(
+        {"entities": st.lists(st.one_of(IDS, st.integers(-2, 9), st.none()), max_size=4)},
+        optional={
+            "exclude": st.lists(IDS, max_size=3),
+            "deadline_ms": st.sampled_from([900, 0]),
+            "generation": st.just("none"),
+            "other": st.just(1),
+        },
+    ),
+    st.sampled_from([[], "x", {"entities": "x"}, {"entities": [{"id": "u-00001"}], "k": 3}, {}]),
+    st.fixed_dictionaries(
+        {"entities": st.lists(WITH_INPUT, min_size=1, max_size=4)},
+        optional={
+            "k": st.sampled_from([1, 5, K, K + 1]),
+            "exclude": st.lists(ITEMS, max_size=3),
+            "fresh": st.booleans(),
+            "max_age_seconds": st.sampled_from([0, 1, -1]),
+        },
+    ),
+)
+
+
+@st.composite
+def posts(draw: st.DrawFn) -> Asked:
+    raw = draw(
+        st.one_of(
+            BODIES.map(orjson.dumps), st.sampled_from([b"", b"{", b'{"entities":["\\ud800"]}'])
+        )
+    )
+    cut = draw(st.integers(0, len(raw)))
+    path = draw(st.one_of(TABLES.map(lambda table: f"/v1/lookup/{table}"), st.just("/v1/lookup")))
+    return Asked("POST", path.encode(), draw(QUERIES), draw(HEADERS), (raw[:cut], raw[cut:]))
+
+
+@QUIET
+@given(asked=st.one_of(gets(), posts()))
+def test_both_ways_send_the_same_bytes(long_lived: Ways, asked: Asked) -> None:
+    hot, slow = long_lived.both(asked)
+
+    assert hot == slow
+
+
+def test_known_ids_take_the_hot_way_from_redis_from_memory_and_ready(
+    ways: Ways, users: list[str]
+) -> None:
+    """Without it the comparison above would compare the routes with themselves."""
+    asked = [get(users[0], b"k=20"), post({"entities": users[:300], "k": 20})]
+    for each in asked:
+        for source in (b'"source":"l2"', b'"source":"l1"', b'"source":"l1"'):
+            ways.service.metrics.tally.take()
+            sent = ways.ask(each)
+            _, requests = ways.service.metrics.tally.take()
+            assert sent.status == 200 and source in sent.body
+            assert sum(requests.values()) == 1
+        ways.forget()
+    ways.ask(asked[0])
+    ways.ask(asked[0])
+    assert ways.service.tiers.local.ready(asked[0].path + b"?k=20") is not None
+
+
+def test_a_stranger_with_a_history_takes_the_hot_way(ways: Ways, users: list[str]) -> None:
+    stranger = {"id": "stranger-of-the-hot-way", "history": ["i-00001", "i-00002"]}
+    ways.service.metrics.tally.take()
+
+    sent = ways.ask(post({"entities": [stranger, users[0]], "k": 5, "exclude": ["i-00003"]}))
+
+    _, requests = ways.service.metrics.tally.take()
+    answers = json.loads(sent.body)["answers"]
+    assert [each["source"] for each in answers] == ["live", "l2"]
+    assert sum(requests.values()) == 1
+
+
+def test_whole_batches_are_the_same_both_ways(ways: Ways, users: list[str]) -> None:
+    """With ids that the night does not know among them, and ids that come twice."""
+    mixed = [*users[:200], "nobody", *users[:3], "nobody", 'q"\\']
+    for table in ("user_topk", "user_vector", "user_affinity"):
+        for body in ({"entities": mixed, "k": 7}, {"entities": users}, {"entities": ["nobody"]}):
+            hot, slow = ways.both(post(body, table), times=2)
+            assert hot == slow
+
+
+def test_what_is_blocked_is_gone_from_the_next_answer(ways: Ways, users: list[str]) -> None:
+    """Also where an answer lay ready."""
+    asked = get(users[0], b"k=5")
+    first = [json.loads(ways.ask(asked).body) for _ in range(3)][-1]
+    barred = first["items"][0].encode()
+
+    ways.runner.run(ways.service.follower.shelf.block(Blocklist(1, frozenset({barred}))))
+    second = json.loads(ways.ask(asked).body)
+
+    assert second["source"] == "l1" and first["items"][0] not in second["items"]
+    for each in (asked, post({"entities": users[:50], "k": 20}), post({"entities": users[:50]})):
+        hot, slow = ways.both(each)
+        assert hot == slow
+
+    erased = Blocklist(2, entities=frozenset({users[0].encode()}))
+    ways.runner.run(ways.service.follower.shelf.block(erased))
+    gone = json.loads(ways.ask(asked).body)
+
+    assert (gone["source"], gone["reason"]) == ("default", "entity_blocked")
+    hot, slow = ways.both(post({"entities": users[:50], "k": 20}))
+    assert hot == slow
+
+
+def test_while_a_canary_runs_every_request_is_routed_and_counted(
+    ways: Ways, users: list[str]
+) -> None:
+    asked = get(users[0], b"k=5")
+    for _ in range(3):
+        ways.ask(asked)
+    ways.service.metrics.tally.take()
+
+    ways.service.follower.shelf.canary = Canary("20990101T000000Z-0", 50.0, 0.0)
+    for each in (asked, post({"entities": users[:3]})):
+        assert ways.ask(each).status == 200
+
+    assert ways.service.metrics.tally.take() == ({}, {})
+    counted = ways.scraped("larder_canary_requests_total")
+    assert sum(counted.values()) == 2
+
+
+def test_answers_of_a_stale_replica_say_so(ways: Ways, users: list[str]) -> None:
+    asked = get(users[0], b"k=5")
+    for _ in range(3):
+        ways.ask(asked)
+
+    ways.service.follower.note("pointer", "pointer_vanished")
+
+    for each in (asked, post({"entities": [*users[:5], "nobody"]})):
+        hot, slow = ways.both(each)
+        assert hot == slow and all(b'"stale":"pointer_vanished"' in sent.body for sent in hot)
+
+
+def test_sources_sum_to_entities_and_latencies_to_answers(ways: Ways, users: list[str]) -> None:
+    """Invariant 6, over both ways."""
+    for hot in (True, False, True):
+        for each in (get(users[0]), get("nobody"), post({"entities": [*users[:20], "nobody"]})):
+            assert ways.ask(each, hot=hot).status == 200
+    ways.ask(get(users[0], b"k=0"))
+
+    entities = sum(ways.scraped("larder_entities_total").values())
+    answers = sum(ways.scraped("larder_answers_total").values())
+    seconds = sum(ways.scraped("larder_answer_seconds_count").values())
+    statuses = ways.scraped("larder_requests_total")
+
+    assert entities == answers == seconds == 3 * 23
+    assert statuses['{route="GET /v1/lookup/{table}",status="200"}'] == 6
+    assert statuses['{route="POST /v1/lookup/{table}",status="200"}'] == 3
+    assert statuses['{route="GET /v1/lookup/{table}",status="422"}'] == 1
+    assert sum(ways.scraped("larder_misses_total").values()) == 6
+    assert ways.service.tiers.counters.total == 3 * 23
+
+
+def test_what_was_answered_hot_is_read_ahead_before_a_flip(ways: Ways, users: list[str]) -> None:
+    for _ in range(3):
+        ways.ask(get(users[7]))
+
+    assert list(ways.service.ladder.recent.names()).count(("user_topk", users[7].encode())) == 3
+
+
+def test_a_body_that_is_too_long_is_refused_as_before(ways: Ways) -> None:
+    limit = ways.service.body_bytes
+    long = b'{"entities":["' + b"x" * limit + b'"]}'
+    declared = ((b"content-length", b"%d" % (limit + 1)),)
+    for asked in (post(long), post(b"", headers=declared)):
+        hot, slow = ways.both(asked, times=1)
+        assert hot == slow and hot[0].status == 413
+
+
+def test_without_the_token_nothing_is_answered(night: NightConfig, users: list[str]) -> None:
+    for ways in running(night, token="sésame"):
+        good = ((b"authorization", "Bearer sésame".encode()),)
+        for _ in range(3):
+            assert ways.ask(get(users[0], headers=good)).status == 200
+        for headers in (
+            (),
+            ((b"authorization", b"Bearer x"),),
+            ((b"authorization", b"Bearer x"), *good),
+        ):
+            for each in (
+                get(users[0], headers=headers),
+                post({"entities": users[:2]}, headers=headers),
+            ):
+                assert ways.ask(each).status == 401
+        assert ways.ask(get(users[0], headers=good)).status == 200
+
+
+def test_ready_answers_count_in_the_bound_of_memory(night: NightConfig, users: list[str]) -> None:
+    bound = 300_000
+    for ways in running(night, l1_bytes=bound):
+        local = ways.service.tiers.local
+        for user in users:
+            for _ in range(3):
+                ways.ask(get(user, b"k=20"))
+            assert local.size_bytes <= bound
+        assert len(local) < 2 * len(users)
+
+
+@pytest.mark.parametrize(
+    ("at", "raw"),
+    [
+        (14, b"\x20"),  # another format
+        (14, b"\x11"),  # a live record
+        (12, b"\x03\x00"),  # three items left
+        (12, b"\x00\x00"),  # none
+        (12, b"\xff\xff"),  # more than fit
+        (16 + 4 * 30, b"\xf0\xff\xff\xff"),  # no such item, beyond k
+        (16 + 4 * K, b"\x00\x7e"),  # not a number
+        (16 + 4 * K + 60, b"\x00\x7c"),  # infinite, beyond k
+        (15, b"\x7f"),  # beyond float32 with its exponent
+    ],
+)
+def test_whatever_a_record_holds_both_ways_make_the_same_of_it(
+    ways: Ways, users: list[str], at: int, raw: bytes
+) -> None:
+    live = ways.service.holding().live
+    table = live.manifest.tables["user_topk"]
+    wants = [want_in(live, table, user.encode()) for user in users[:4]]
+    for asked in (get(users[0], b"k=20"), post({"entities": users[:4], "k": 20})):
+        found = []
+        for hot in (True, False):
+            ways.forget()
+            ways.ask(post({"entities": users[:4]}), hot=False)
+            key = LocalKey(live.generation, table.name, wants[0].key)
+            entry = ways.service.tiers.local.get(key)
+            assert entry is not None
+            record = entry.record[:at] + raw + entry.record[at + len(raw) :]
+            ways.service.tiers.local.put(key, entry._replace(record=record))
+            found.append([ways.ask(asked, hot=hot) for _ in range(2)])
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"entities":["u-00001",""],"deadline_ms":900}', 422),
+        (b'{"entities":["u-00001"],"k":5000,"deadline_ms":900}', 422),
+        (b'{"entities":[{"id":"new","history":["i-00001"]}],"deadline_ms":900}', 200),
+        (b'{"entities":["deadline_ms"', 422),
+    ],
+)
+def test_a_body_is_parsed_once_whatever_comes_of_it(
+    long_lived: Ways, monkeypatch: pytest.MonkeyPatch, body: bytes, status: int, is_behind: bool
+) -> None:
+    """To tell whether it is late, by the hot route and by the routes behind that: it was parsed two to three times."""
+    parsed: list[object] = []
+    loads = orjson.loads
+
+    def counted(raw: bytes) -> object:
+        parsed.append(raw)
+        return loads(raw)
+
+    monkeypatch.setattr(orjson, "loads", counted)
+    monkeypatch.setattr(long_lived.service.admission.loop, "wait", 0.1 if is_behind else 0.0)
+    sent = long_lived.ask(post(body))
+
+    assert sent.status == status and parsed.count(body) == 1

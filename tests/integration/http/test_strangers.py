@@ -1,0 +1,219 @@
+"""A real service among peers that send endlessly, partly or slowly, or do not read: it stays small and answers."""
+
+import contextlib
+import resource
+import select
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote, urlsplit
+
+import httpx
+import pytest
+
+from precompute.config.settings import NightConfig
+from tests.integration.http.hot_way import Asked, running
+from tests.integration.nights import build_night, histories
+from tests.integration.program import environment, started
+from tests.polling import until
+
+TOKEN = "sesame"
+KNOWN = {"Authorization": f"Bearer {TOKEN}"}
+PEERS = 200
+GROWTH_MB = 40
+DESCRIPTORS = 120
+
+
+class Larder(NamedTuple):
+    """A running service."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+    path: str
+
+    @property
+    def where(self) -> tuple[str, int]:
+        """Its address."""
+        parts = urlsplit(self.url)
+        return parts.hostname or "", parts.port or 0
+
+    def memory_mb(self) -> float:
+        """Resident now."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+    def files(self) -> int:
+        """Open now."""
+        return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
+
+    def answers(self) -> bool:
+        """Whether a caller that behaves well, on a connection of its own, is answered."""
+        response = httpx.get(self.url + self.path, headers=KNOWN, timeout=10)
+        return response.status_code == 200
+
+    def under_way(self) -> str:
+        """The line of `/metrics`."""
+        text = httpx.get(f"{self.url}/metrics", headers=KNOWN, timeout=10).text
+        return next(
+            line for line in text.splitlines() if line.startswith("larder_requests_under_way ")
+        )
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("night"), redis_url)
+
+
+@pytest.fixture(scope="module")
+def larder(night: NightConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Larder]:
+    state = tmp_path_factory.mktemp("state")
+    bounds = {
+        "LARDER_HEAD_TIMEOUT_S": "0.6", "LARDER_BODY_TIMEOUT_S": "0.6", "LARDER_WRITE_TIMEOUT_S": "0.6",
+        "LARDER_IDLE_TIMEOUT_S": "0.6", "LARDER_BODY_BYTES": "200000", "LARDER_BODIES_BYTES": "300000",
+        "LARDER_TOKEN": TOKEN,
+    }  # fmt: skip
+    path = f"/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}"
+    with started(environment(night, state, **bounds), state / "log") as (process, url):
+        found = Larder(process, url, path)
+        assert found.answers()
+        yield found
+
+
+@contextlib.contextmanager
+def peers(larder: Larder, first: bytes, count: int = PEERS) -> Iterator[list[socket.socket]]:
+    """So many connections, each with these bytes sent, that read nothing by themselves."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            peer = stack.enter_context(socket.socket())
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2_048)
+            peer.connect(larder.where)
+            peer.setblocking(False)
+            send(peer, first)
+            found.append(peer)
+        yield found
+
+
+def send(peer: socket.socket, data: bytes) -> int:
+    """As much as goes without waiting; -1 once the service has closed the connection."""
+    try:
+        return peer.send(data)
+    except BlockingIOError:
+        return 0
+    except OSError:
+        return -1
+
+
+def is_ended(peer: socket.socket) -> bool:
+    """Whether the service has ended the connection; what it sent before is read."""
+    try:
+        while peer.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@pytest.mark.parametrize(("start", "more"), [
+    (b"GET / HTTP/1.1\r\n", b"a:b\r\n" * 2_000),
+    (b"GET / HTTP/1.1\r\na: ", b"b" * 10_000),
+    (b"POST /healthz HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"a:b\r\n" * 2_000),
+])  # fmt: skip
+def test_heads_without_an_end_are_cut_off(larder: Larder, start: bytes, more: bytes) -> None:
+    before, sent = larder.memory_mb(), 0
+    with socket.create_connection(larder.where, timeout=10) as peer:
+        peer.sendall(start)
+        with contextlib.suppress(ConnectionError):
+            while sent < 100 << 20:
+                peer.sendall(more)
+                sent += len(more)
+    assert sent < 20 << 20  # what lies in the kernel's buffers
+    assert larder.answers() and larder.memory_mb() - before < GROWTH_MB
+
+
+@pytest.mark.parametrize("first", [
+    b"", b"G", b"GET / HTTP/1.1\r\na: b", b"\r\n",
+    b"POST /v1/lookup/user_topk HTTP/1.1\r\nContent-Length: 9\r\n\r\nx",  # no token: not waited for
+])  # fmt: skip
+def test_who_never_ends_what_it_began_is_ended(larder: Larder, first: bytes) -> None:
+    with peers(larder, first) as found:
+        assert larder.answers()
+        assert until(lambda: all(map(is_ended, found)))
+
+
+@pytest.mark.parametrize(
+    "first", [b"G", b"POST /v1/lookup/x HTTP/1.1\r\nContent-Length: 999\r\n\r\n"]
+)
+def test_a_trickle_keeps_no_connection(larder: Larder, first: bytes) -> None:
+    with peers(larder, first, 20) as found:
+
+        def are_ended() -> bool:
+            found[:] = [each for each in found if send(each, b"x") >= 0 and not is_ended(each)]
+            return not found
+
+        assert until(are_ended, every_s=0.05)
+    assert larder.answers() and larder.under_way().endswith(" 0.0")
+
+
+@pytest.mark.parametrize(("target", "count"), [(b"/v1/lookup/x/y", PEERS), (b"/openapi.json", 30)])
+def test_who_asks_and_does_not_read_is_bounded_and_cut_off(
+    larder: Larder, target: bytes, count: int
+) -> None:
+    before, files = larder.memory_mb(), larder.files()
+    asked = b"GET " + target + b" HTTP/1.1\r\nHost: a\r\n\r\n"
+    with peers(larder, asked * 16, count) as few, peers(larder, asked * 500, count) as many:
+        assert len(few) == len(many) and larder.answers() and larder.under_way().endswith(" 0.0")
+        assert larder.memory_mb() - before < GROWTH_MB
+        assert until(lambda: larder.files() < files + count // 3)
+
+
+def test_bodies_together_are_bounded_and_end(larder: Larder) -> None:
+    head = f"POST /v1/lookup/user_topk HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n"
+    begun = head.encode() + b"Content-Length: 199000\r\n\r\n" + b" " * 150_000
+    with peers(larder, begun[:-1], 3) as found:
+        replies = [reply(each) for each in found]
+    assert sorted(each[9:12] for each in replies) in (
+        [b"408", b"408", b"503"],
+        [b"408", b"503", b"503"],
+    )
+    assert b"overloaded" in b"".join(replies)
+    assert larder.answers() and larder.under_way().endswith(" 0.0")
+    asked = b'{"entities":["nobody"]}' + b" " * 150_000
+    after = httpx.post(f"{larder.url}/v1/lookup/user_topk", headers=KNOWN, content=asked)
+    assert after.status_code == 200
+
+
+def reply(peer: socket.socket) -> bytes:
+    """The first that comes."""
+    select.select([peer], [], [], 10)
+    return peer.recv(1 << 16)
+
+
+def test_running_out_of_files_passes(larder: Larder) -> None:
+    pid, limits = larder.process.pid, resource.prlimit(larder.process.pid, resource.RLIMIT_NOFILE)
+    assert limits[0] >= min(limits[1], 8_192)  # raised at the start
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, limits[1]))
+    try:
+        with peers(larder, b""):
+
+            def is_answered() -> bool:
+                with contextlib.suppress(httpx.TransportError):
+                    return larder.answers()
+                return False
+
+            assert until(is_answered)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert larder.process.poll() is None and larder.answers()
+
+
+def test_what_a_stranger_asks_is_not_remembered(night: NightConfig) -> None:
+    path = f"/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}".encode()
+    for ways in running(night, token=TOKEN):
+        for number in range(20):
+            assert ways.ask(Asked("GET", path, b"k=%d" % (1 + number))).status == 401
+        assert not ways.hot._queries._known

@@ -1,0 +1,98 @@
+"""A night whose shards are scored by torch: on its processor device here, as on a GPU elsewhere."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.errors import ConfigError
+from cache.store.artefacts import generation_path
+from precompute.config.devices import devices
+from precompute.config.settings import NightConfig
+from precompute.scoring import towers
+from precompute.steps import pipeline
+from precompute.steps.train import train_reference
+from tests.integration.night.test_streaming import elsewhere, files_of
+from tests.integration.nights import UNTIL, prepare, publish_night
+
+pytest.importorskip("torch", reason="scoring on a device needs torch: make torch-env")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return prepare(tmp_path_factory.mktemp("device"), redis_url, users=400, items=90, seed=6)
+
+
+def scored(config: NightConfig, shards: list[int]) -> dict[str, Any]:
+    build = pipeline.begin(config, data_until=UNTIL, run_after=None)
+    pipeline.embed_items(config, build)
+    pipeline.score_shards(config, build, shards)
+    return build
+
+
+def test_the_device_and_the_processor_write_the_same_bytes(
+    prepared: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from precompute.device import scorer
+
+    made = []
+    plain = scorer.DeviceScorer.of
+
+    def of(vectors: Any, metric: Any, device: str) -> Any:
+        made.append((metric, device))
+        return plain(vectors, metric, device)
+
+    monkeypatch.setattr(scorer.DeviceScorer, "of", of)
+    found = {}
+    for device in ("off", "cpu"):
+        config = elsewhere(replace(prepared, device=device), tmp_path / device)
+        found[device] = files_of(config, scored(config, [0, 1]))
+    assert found["cpu"] == found["off"]
+    assert sorted(made) == [("cosine", "cpu"), ("inner_product", "cpu")]
+
+
+def test_a_shard_begun_on_a_device_is_finished_on_the_processor(
+    prepared: NightConfig, tmp_path: Path
+) -> None:
+    # Given a worker without a GPU that takes over from one with a GPU
+    config = elsewhere(replace(prepared, device="cpu"), tmp_path / "both")
+    build = scored(config, [0])
+    pipeline.score_shards(replace(config, device="off"), build, [0, 1])
+    alone = elsewhere(replace(prepared, device="off"), tmp_path / "alone")
+    assert files_of(config, build) == files_of(alone, scored(alone, [0, 1]))
+
+
+def test_a_night_by_programs_is_published(
+    prepared: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = replace(prepared.reference, programs=True)
+    config = replace(
+        elsewhere(prepared, tmp_path),
+        device="cpu",
+        bundle=str(tmp_path / "bundle"),
+        reference=reference,
+    )
+    train_reference(config, data_until=UNTIL)
+    opened = []
+    plain = towers.ProgramTower.run
+
+    def run(self: Any, inputs: Any) -> Any:
+        opened.append(self._name)
+        return plain(self, inputs)
+
+    monkeypatch.setattr(towers.ProgramTower, "run", run)
+    generation = publish_night(config, UNTIL)
+    root = config.store().local(generation_path(generation))
+    assert set(opened) == {"user_tower", "item_tower", "user_affinity"}
+    assert (root / "bundle/user_tower.pt2").is_file()
+    assert devices("cpu") == ("cpu",)
+
+
+def test_a_device_that_is_not_there_is_said_before_anything_is_read(
+    prepared: NightConfig, tmp_path: Path
+) -> None:
+    config = elsewhere(replace(prepared, device="cuda:97"), tmp_path)
+    with pytest.raises(ConfigError, match="'cuda:97' is not there"):
+        publish_night(config, UNTIL)
+    assert not Path(config.artifacts).exists()

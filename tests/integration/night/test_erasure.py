@@ -1,0 +1,430 @@
+"""Erasing an entity, end to end: served, blocked within seconds, gone from the next night, then reported done."""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.table import Table
+
+from cache.control.hot_keys import COLD, HOT, Window, hour_of
+from cache.errors import Conflict
+from cache.format.directory import Directory
+from cache.format.keys import hash_hex, hash_id
+from cache.store.artefacts import read_manifest
+from cache.store.blocklist import change_blocklist, latest_blocklist
+from precompute.builds.copies import record_copies
+from precompute.cli.erase import erase
+from precompute.config.progress import quiet
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
+from precompute.control.states import State
+from precompute.erasing.erasing import (
+    Standing,
+    begin_erasing,
+    drop_overlays,
+    forget,
+    look,
+    settle,
+)
+from precompute.erasures.erasure import all_erasures, demand_unerased, request
+from precompute.partitions import catalogue
+from precompute.releases.registry import open_releases
+from precompute.steps import begin, pipeline
+from tests.integration.nights import (
+    NEXT,
+    UNTIL,
+    environment,
+    histories,
+    prepare,
+    publish_night,
+    top_lists,
+)
+from tests.integration.serving_app import eventually, serving
+
+LATER = "2026-01-31T00:00:00Z"
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    """One small night, made once; each test works on a copy of its files."""
+    config = prepare(tmp_path_factory.mktemp("erasure"), redis_url, users=80, items=60)
+    publish_night(config, UNTIL)
+    return config
+
+
+@pytest.fixture
+def night(published: NightConfig, tmp_path: Path) -> NightConfig:
+    """The same night in a namespace of its own, restored from its files."""
+    folder = tmp_path / "night"
+    shutil.copytree(published.base, folder)
+    config = dataclasses.replace(
+        published, base=str(folder), superseded_grace_s=0.0, keep=1, warm_timeout_s=0.1
+    )
+    name = f"erasure-{tmp_path.name}"
+    (folder / "artifacts" / config.namespace).rename(folder / "artifacts" / name)
+    config = dataclasses.replace(config, namespace=name)
+    pipeline.restore(config)
+    return config
+
+
+def has(config: NightConfig, generation: str, entity: str, kind: str = "user") -> bool:
+    """Whether the generation's directory knows the entity."""
+    store = config.store()
+    entities = read_manifest(store, generation).entity_sets[kind]
+    directory = Directory.open(store.local(f"generations/{generation}"), entities)
+    return directory.find(hash_id(entity.encode(), directory.seed)) >= 0
+
+
+def live(config: NightConfig) -> str:
+    with open_releases(config) as releases:
+        pointer = releases.control.pointer()
+    assert pointer is not None
+    return pointer.generation
+
+
+def stands(config: NightConfig) -> list[Standing]:
+    with open_releases(config) as releases:
+        return look(config, releases)
+
+
+def settled(config: NightConfig) -> list[Standing]:
+    with open_releases(config) as releases:
+        return settle(config, releases)
+
+
+def shell(config: NightConfig, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "precompute", "--quiet", *arguments],
+        env={"PATH": "/usr/bin:/bin", **environment(config), **more},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_when_swept(
+    night: NightConfig,
+) -> None:
+    first = live(night)
+    user = next(each for each in sorted(histories(night)) if has(night, first, each))
+    async with serving(night) as app:
+        path = f"/v1/lookup/user_topk/{user}"
+        assert (await app.get(path))["source"] == "l2"
+
+        erased = shell(night, "erase", user)
+
+        assert erased.returncode == 0, erased.stderr
+        assert first in erased.stdout and "1 pending" in erased.stdout
+
+        async def is_blocked() -> bool:
+            return bool((await app.get(path)).get("reason") == "entity_blocked")
+
+        assert await eventually(is_blocked, 3.0)
+
+        second = publish_night(night, NEXT)
+
+        assert second != first and not has(night, second, user)
+        assert (
+            user not in (night.store().local(f"generations/{second}") / "defaults.json").read_text()
+        )
+        (standing,) = stands(night)
+        assert [held.generation for held, _ in standing.held] == [first]
+        assert standing.word == "pending" and "superseded" in standing.held[0][1]
+        assert await eventually(is_blocked, 3.0)
+
+    third = publish_night(night, LATER)
+    pipeline.retire(night)  # the replica that held the first one is gone
+
+    assert night.store().names("generations") == [second, third]
+    (standing,) = stands(night)
+    assert standing.word == "done" and not standing.held
+    listed = shell(night, "erase", "--list")
+    assert user in listed.stdout and "done 20" in listed.stdout
+
+
+def test_an_erased_item_leaves_the_catalogue_and_every_history(night: NightConfig) -> None:
+    first = live(night)
+    users = sorted(histories(night))
+    item = next(iter(top_lists(night, first, users[:1]).values()))[0]
+    begin_erasing(night.store(), item.encode(), "item", at=1.0)
+
+    second = publish_night(night, NEXT)
+
+    assert not has(night, second, item, "item")
+    lists = top_lists(night, second, users)
+    assert lists and all(item not in each for each in lists.values())
+    begun = json.loads(
+        (night.store().local(f"generations/{second}") / "work/begin.json").read_text()
+    )
+    assert begun["erased"] == [1] and begun["unknown_items"] == 0
+
+
+def test_entities_that_had_to_go_are_not_missed_by_the_gates(night: NightConfig) -> None:
+    users = sorted(histories(night))
+    for user in users[: len(users) // 2]:
+        request(night.store(), user.encode(), "user", at=1.0)
+
+    second = publish_night(night, NEXT)
+
+    gates = {each["rule"]: each for each in read_manifest(night.store(), second).gates}
+    assert gates["coverage_of_live"]["passed"] and gates["coverage_of_live"]["value"] >= 0.99
+    assert gates["coverage_of_source"]["value"] >= 0.99
+
+
+def test_erasing_before_a_retry_names_another_generation(night: NightConfig) -> None:
+    begun = pipeline.begin(night, data_until=NEXT, run_after=None)
+    begin_erasing(night.store(), b"u1", "user", at=1.0)
+
+    again = pipeline.begin(night, data_until=NEXT, run_after=None)
+
+    assert again["generation"] != begun["generation"]
+    assert pipeline.begin(night, data_until=NEXT, run_after=None) == again
+
+
+def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
+    night: NightConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, store = min(histories(night)), night.store()
+    write = catalogue.write_catalogue
+
+    def erase_late(*arguments: Any, **more: Any) -> dict[str, Any]:
+        begin_erasing(store, user.encode(), "user", at=1.0)
+        (before,) = settled(night)
+        assert before.word == "pending" and len(before.held) == 2  # live, and the one being made
+        found: dict[str, Any] = write(*arguments, **more)
+        return found
+
+    monkeypatch.setattr(catalogue, "write_catalogue", erase_late)
+    generation = publish_night(night, NEXT)
+
+    assert has(night, generation, user)
+    (standing,) = stands(night)
+    assert generation in [held.generation for held, _ in standing.held]
+    assert user.encode() in latest_blocklist(store).users
+
+
+def test_an_erasure_between_naming_and_noting_gives_the_night_another_name(
+    night: NightConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, store, known = min(histories(night)), night.store(), all_erasures
+
+    def slip_in(where: Any) -> Any:
+        found = known(where)
+        if not found:
+            request(store, user.encode(), "user", at=1.0)
+        return found
+
+    monkeypatch.setattr(begin, "all_erasures", slip_in)
+    begun = pipeline.begin(night, data_until=NEXT, run_after=None)
+
+    report = json.loads(
+        (store.local(f"generations/{begun['generation']}") / "work/begin.json").read_text()
+    )
+    assert report["erased"] == [1]
+
+
+def test_overlays_of_the_entity_are_dropped_and_others_stay(night: NightConfig) -> None:
+    keys, generation = night.keyspace(), live(night)
+    with connect(night.redis_url, 5.0) as client:
+        names = [
+            keys.overlay(generation, table, hash_hex(hash_id(entity, 0)))
+            for table in ("user_topk", "user_vector")
+            for entity in (b"somebody", b"else")
+        ]
+        for name in names:
+            client.set(name, b"x", px=60_000)
+        erasure, is_new = begin_erasing(night.store(), b"somebody", "user", at=1.0)
+
+        dropped = drop_overlays(night, night.store(), Control(client, keys), [erasure])
+
+        assert is_new and dropped == 2
+        assert [bool(client.exists(name)) for name in names] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("window", [HOT, COLD])
+def test_the_entity_leaves_the_sketches_of_requests(night: NightConfig, window: Window) -> None:
+    keys = night.keyspace()
+    key = keys.hot if window is HOT else keys.cold
+    with connect(night.redis_url, 5.0) as client:
+        control = Control(client, keys)
+        now = hour_of(control.time(), window)
+        for each in (now, now - 1):
+            for name in (b"user_topk:somebody", b"user_vector:somebody", b"user_topk:else"):
+                client.zincrby(key(each), 3.0, name)
+        begin_erasing(night.store(), b"somebody", "user", at=1.0)
+
+        settled(night)
+
+        left = [client.zrange(key(each), 0, -1) for each in (now, now - 1)]
+        assert left == [[b"user_topk:else"]] * 2
+
+
+def test_an_entity_that_nothing_holds_is_done_at_once_and_stays_out(night: NightConfig) -> None:
+    begin_erasing(night.store(), b"nobody", "user", at=1.0)
+
+    (standing,) = settled(night)
+
+    assert standing.word == "done"
+    assert settled(night) == [standing]
+
+
+def test_a_mistyped_id_does_not_read_like_an_erasure_that_was_carried_out(
+    night: NightConfig,
+) -> None:
+    item = str(pq.read_table(night.base + "/items.parquet").column(0)[0])
+
+    typo = shell(night, "erase", "u-00 17", "--as", "user").stdout
+    other = shell(night, "erase", item, "--as", "user").stdout
+    right = shell(night, "erase", item, "--as", "item").stdout
+
+    assert "no generation holds user 'u-00 17': check the id" in " ".join(typo.split())
+    assert typo.count("'u-00 17'") >= 2 and "did you mean" not in typo
+    assert "did you mean --as item?" in " ".join(other.split())
+    assert "check the id" not in right
+
+
+def test_a_user_without_a_record_is_still_found_in_the_partition(night: NightConfig) -> None:
+    clicks = pq.read_table(night.path("interactions.parquet"))
+    more = pa.table({
+        "user": ["lurker"], "item": ["never-heard-of"],
+        "timestamp": pa.array([clicks["timestamp"][0].as_py()], clicks.schema.field("timestamp").type),
+    })  # fmt: skip
+    pq.write_table(pa.concat_tables([clicks, more]), night.path("interactions.parquet"))
+    generation = publish_night(night, NEXT)
+    assert not has(night, generation, "lurker")
+
+    begin_erasing(night.store(), b"lurker", "user", at=1.0)
+
+    (standing,) = settled(night)
+    assert [held.generation for held, _ in standing.held] == [generation]
+
+
+def test_unblocking_resurrects_nobody_and_forgetting_needs_a_reason(night: NightConfig) -> None:
+    store = night.store()
+    begin_erasing(store, b"u1", "user", at=1.0)
+    begin_erasing(store, b"i1", "item", at=1.0)
+
+    with pytest.raises(Conflict, match="--forget --reason"):
+        demand_unerased(store, [b"i1"])
+    change_blocklist(store, unblock_items=[b"i1"], unblock_entities=[b"u1"], unblock_users=[b"u1"])
+    settled(night)
+    blocked = latest_blocklist(store)
+    assert (blocked.items, blocked.users) == (frozenset({b"i1"}), frozenset({b"u1"}))
+
+    refused = shell(night, "erase", "u1", "--forget")
+    assert refused.returncode == 1 and "--reason" in refused.stderr
+    forget(store, b"u1", "user", at=2.0, reason="consented again")
+    with pytest.raises(Conflict, match="not erased"):
+        forget(store, b"u1", "user", at=3.0, reason="twice")
+
+    assert latest_blocklist(store).users == frozenset()
+    assert [each.is_in_force for each in all_erasures(store)] == [False, True]
+    again, is_new = begin_erasing(store, b"u1", "user", at=4.0)
+    assert is_new and again.number == 3
+
+
+def test_erasing_twice_is_one_request_and_an_item_of_the_same_id_is_left_alone(
+    night: NightConfig,
+) -> None:
+    store = night.store()
+    first, _ = begin_erasing(store, b"42", "user", at=1.0)
+    again, is_new = begin_erasing(store, b"42", "user", at=2.0)
+
+    assert (again, is_new) == (first, False)
+    blocked = latest_blocklist(store)
+    assert blocked.users == frozenset({b"42"})
+    assert not blocked.items and not blocked.entities
+
+
+def test_without_redis_the_entity_is_blocked_all_the_same(night: NightConfig) -> None:
+    user = min(histories(night))
+
+    erased = shell(night, "erase", user, REDIS_URL="redis://127.0.0.1:1")
+
+    assert erased.returncode == 0, erased.stderr
+    assert "expire by themselves" in erased.stderr and "1 pending" in erased.stdout
+    assert user.encode() in latest_blocklist(night.store()).users
+
+
+def test_a_refused_generation_that_holds_the_entity_keeps_it_pending(night: NightConfig) -> None:
+    begun = pipeline.begin(night, data_until=NEXT, run_after=None)
+    with open_releases(night) as releases:
+        releases.refuse(begun["generation"], reason="a test says so", attempt="test")
+        assert releases.state(begun["generation"]) is State.REFUSED
+    begin_erasing(night.store(), min(histories(night)).encode(), "user", at=1.0)
+
+    (standing,) = settled(night)
+
+    fates = {held.generation: fate for held, fate in standing.held}
+    assert fates[begun["generation"]].startswith("refused, swept by the next retire")
+
+
+def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
+    night: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers that share a store and Redis: one computed what the other retired."""
+    worker, other = (
+        dataclasses.replace(
+            night,
+            artifacts=f"memory://{tmp_path.name}",
+            namespace=f"hosts-{tmp_path.name}",
+            state=str(tmp_path / name),
+        )
+        for name in ("worker", "other")
+    )
+    begun = pipeline.begin(worker, data_until=UNTIL, run_after=None)
+    begin_erasing(worker.store(), min(histories(night)).encode(), "user", at=1.0)
+    with open_releases(other) as releases:
+        releases.refuse(begun["generation"], reason="a test says so", attempt="test")
+
+    assert pipeline.retire(other)["retired"] == [begun["generation"]]
+
+    (standing,) = settled(other)
+    copies = worker.store().copies
+    assert copies is not None and standing.word == "pending"
+    assert [(each.generation, each.host) for each, _ in standing.held] == [
+        (begun["generation"], copies.host)
+    ]
+    assert "swept by the next step or service on that host" in standing.held[0][1]
+
+    again = pipeline.begin(worker, data_until=NEXT, run_after=None)
+    assert settled(other) == [standing]
+    monkeypatch.setattr("precompute.builds.copies.COPY_IDLE_S", -60.0)
+    pipeline.embed_items(worker, again)
+    (standing,) = settled(other)
+
+    assert copies.generations() == [again["generation"]]
+    assert standing.word == "done"
+
+
+def test_without_redis_copies_on_hosts_are_named_and_can_be_declared_gone(
+    night: NightConfig, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(
+        night, artifacts=f"memory://{tmp_path.name}", state=str(tmp_path / "a"), redis_url=None
+    )
+    store, generation = config.store(), f"20260101T000000Z-{'0' * 12}"
+    record_copies(store, generation)
+    asked = {"entity": "somebody", "kind": "user", "list": False, "status": False, "forget": False}
+    asked |= {"reason": None, "gone": None}
+
+    table, *lines = erase(config, argparse.Namespace(**asked), quiet)
+
+    assert store.copies is not None and isinstance(table, Table)
+    assert list(table.columns[4].cells) == [f"{generation} on {store.copies.host}"]
+    assert "1 pending" in str(lines[0]) and "erase --gone HOST" in str(lines[1])
+
+    elsewhere = dataclasses.replace(config, state=str(tmp_path / "b"))
+    table, *lines = erase(elsewhere, argparse.Namespace(**asked | {"gone": "*"}), quiet)
+
+    assert isinstance(table, Table) and list(table.columns[4].cells) == [""]

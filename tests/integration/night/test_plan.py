@@ -1,0 +1,222 @@
+"""`python -m precompute plan` beside a real night, on a real Redis: what it foretells, refuses and leaves alone."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from cache.process.host import memory_available_bytes
+from cache.store.artefacts import generation_path, read_manifest
+from precompute.bulk.load import page_keys, total_bytes
+from precompute.config.settings import NightConfig
+from precompute.planning.capacity import limits_of
+from tests.clusters import cluster
+from tests.integration.nights import UNTIL, build_verified, histories, prepare
+
+ROOT = Path(__file__).parents[3]
+USERS, ITEMS = 600, 150
+
+
+@pytest.fixture
+def config(tmp_path, own_redis):
+    return prepare(tmp_path / "night", own_redis.url, users=USERS, items=ITEMS)
+
+
+def settings(config):
+    """The same as a file."""
+    path = config.path("larder.toml")
+    tables = "".join(
+        f'[tables.{name}]\nkind = "{table.kind}"\nk = {table.k}\nprecision = "{table.precision}"\n'
+        + (f'metric = "{table.metric}"\n' if table.metric else "")
+        + (f'value = "{table.value}"\n' if table.value else "")
+        for name, table in config.tables.items()
+    )
+    path.write_text(
+        f'namespace = "{config.namespace}"\nshards = 2\npage_bytes = {config.page_bytes}\nthreads = 1\n'
+        'artifacts = "artifacts"\nstate = "state"\nbundle = "bundle"\n'
+        '[sources]\ninteractions = "interactions.parquet"\nitem_features = "items.parquet"\n'
+        + tables
+    )
+    return path
+
+
+def plan(config, *options, url=None):
+    arguments = [sys.executable, "-m", "precompute", "--config", str(settings(config)), "plan"]
+    arguments += ["--seconds", "0.2", "--data-until", UNTIL, *options]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(config.path("."))}
+    if url != "":
+        environment["REDIS_URL"] = str(config.redis_url)
+    return subprocess.run(
+        arguments, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env=environment
+    )  # fmt: skip
+
+
+def test_a_plan_foretells_the_bytes_of_the_night_that_follows(config):
+    store = config.path("artifacts")
+    before = sorted(store.rglob("*"))
+    with redis.Redis.from_url(config.redis_url) as client:
+        found = plan(
+            config, "--json", "--qps", "100", "--gpu-users-per-s", "1e6", "--sample", "0.5"
+        )
+        assert client.dbsize() == 0
+        assert sorted(store.rglob("*")) == before  # nothing of it is left in the store
+        assert found.returncode == 0, found.stderr
+        told = json.loads(found.stdout)
+        assert {"begin", "score", "index", "verify"} < set(told["step_memory_bytes"])
+
+        manifest = read_manifest(config.store(), build_verified(config, UNTIL))
+        keys = list(page_keys(config.keyspace(), manifest))
+        in_redis = sum(client.memory_usage(each) for each in keys)
+    parts = [part.file for each in manifest.entity_sets.values() for part in each.parts]
+    root = config.store().local(generation_path(manifest.generation))
+    on_disk = sum(each.stat().st_size for each in root.rglob("*") if each.is_file())
+    assert told["users"] == manifest.facts["users_in_source"]
+    assert sum(told["pages"].values()) == pytest.approx(len(keys), abs=4)
+    assert told["payload_bytes"] == pytest.approx(total_bytes(manifest), rel=0.03)
+    assert told["redis_bytes"] == pytest.approx(in_redis, rel=0.05)
+    assert told["directory_bytes"] == sum(each.size_bytes for each in parts)
+    mapped = sum(each.size_bytes for each in manifest.artefacts())
+    assert told["mapped_bytes"] == pytest.approx(mapped, rel=0.05)
+    assert told["disk_bytes"] == pytest.approx(on_disk, rel=0.1)
+    assert {each["rule"] for each in told["verdicts"]} == {
+        "redis_headroom", "memory_headroom", "disk_headroom",
+    }  # fmt: skip
+    assert min(told["scoring_gpu_s"], told["scoring_s"], told["load_s"]) > 0
+    assert all(0 < each["from_cold"] <= each["steady"] <= 1 for each in told["l1"])
+
+
+def test_a_larger_plan_is_extrapolated_and_says_so(config):
+    smaller = json.loads(plan(config, "--json").stdout)
+
+    larger = json.loads(
+        plan(
+            config, "--json", "--users", "60000", "--items", "1500", "--dims", "32", "--k", "100"
+        ).stdout
+    )
+
+    assert larger["users"] == 60_000
+    assert larger["directory_bytes"] == 8 * (larger["users_with_records"] + 1500)
+    assert larger["record_bytes"]["user_topk"] == 16 + 6 * 100
+    assert larger["record_bytes"]["user_vector"] == 16 + 2 * 32
+    assert larger["scoring_cpu_s"] > 5 * smaller["scoring_cpu_s"]
+    assert "extrapolated" in larger["scoring_note"] and not smaller["scoring_note"]
+
+
+def test_a_redis_too_small_for_the_generations_of_a_peak_refuses_and_still_shows_the_plan(config):
+    told = json.loads(plan(config, "--json").stdout)
+    limit = (told["generations"] - 1) * told["redis_bytes"]
+    with redis.Redis.from_url(config.redis_url) as client:
+        client.config_set("maxmemory", limit + client.info("memory")["used_memory"])
+
+    found = plan(config)
+
+    assert found.returncode == 1
+    assert found.stderr.startswith(
+        "refused: the generations of a night at its peak would not fit: redis_headroom"
+    )
+    assert "reader's host" in found.stdout and "refused" in found.stdout
+
+
+def test_a_redis_that_may_evict_pages_refuses_before_anything_is_drawn(config):
+    with redis.Redis.from_url(config.redis_url) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+
+    found = plan(config)
+
+    assert found.returncode == 1
+    assert "maxmemory-policy allkeys-lru" in found.stderr and not found.stdout
+
+
+def test_a_redis_that_does_not_answer_is_named_before_anything_is_drawn(config, own_redis):
+    os.kill(own_redis.pid, signal.SIGKILL)
+
+    found = plan(config)
+
+    assert found.returncode == 1
+    assert "Traceback" not in found.stderr and not found.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [
+        ("--redis-gb", "redis_headroom"),
+        ("--host-gb", "memory_headroom"),
+        ("--disk-gb", "disk_headroom"),
+    ],
+)
+def test_room_that_is_stated_counts_instead_of_what_is_here(config, option, rule):
+    found = plan(config, "--json", option, "1e-5", url="")
+
+    assert found.returncode == 1
+    assert re.search(rf"^refused: .*{rule}", found.stderr)
+    failed = [each["rule"] for each in json.loads(found.stdout)["verdicts"] if not each["passed"]]
+    assert failed == [rule]
+
+
+def test_a_log_of_requests_replaces_zipf(config, tmp_path):
+    users = sorted(histories(config))
+    (tmp_path / "log.txt").write_text("\n".join(users[:1] * 99 + users[1:2]))
+
+    options = ("--requests", str(tmp_path / "log.txt"), "--l1-mb", "1", "--qps", "1")
+    told = json.loads(plan(config, "--json", "--answer-bytes", "0", *options).stdout)
+
+    # Two users, each missed once; by Zipf's law it would be all of them.
+    assert told["l1"][0]["steady"] == 1.0
+    assert told["l1"][0]["from_cold"] == pytest.approx(1 - 600 / 86_400, abs=0.004)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--sample", "2"), "--sample is a share of 1"),
+        (("--users", "0"), "--users is a number above 0"),
+        (("--redis-nodes", "3"), "--redis-nodes goes with --redis-gb"),
+        (("--requests", "nowhere.txt"), "nowhere.txt"),
+        (("--answer-bytes", "-1"), "--answer-bytes is 0 or more"),
+        (("--zipf", "-1"), "--zipf is 0 to 10"),
+    ],
+)
+def test_what_cannot_be_asked_is_said_at_once(config, options, said):
+    found = plan(config, *options)
+
+    assert found.returncode == 1 and said in found.stderr and "Traceback" not in found.stderr
+
+
+def test_generations_of_the_namespace_itself_count_as_room(config):
+    before = limits_of(config, record_bytes=500)
+
+    build_verified(config, UNTIL)
+    after = limits_of(config, record_bytes=500)
+
+    (node,) = after.nodes
+    with redis.Redis.from_url(config.redis_url) as client:
+        used = int(client.info("memory")["used_memory"])
+    pages = total_bytes(read_manifest(config.store(), config.store().names("generations")[0]))
+    assert pages > 200_000
+    assert node.other_bytes == pytest.approx(used - pages, abs=pages / 4)
+    assert after.disk_bytes == pytest.approx(before.disk_bytes, abs=200 << 20)
+
+
+def test_without_a_redis_this_host_is_the_node():
+    limits = limits_of(NightConfig(), record_bytes=1)
+
+    assert [(each.name, each.share) for each in limits.nodes] == [("primary", 1.0)]
+    assert limits.nodes[0].limit_bytes == pytest.approx(memory_available_bytes(), rel=0.2)
+
+
+def test_every_master_of_a_cluster_is_a_node_with_its_share(tmp_path):
+    with cluster(tmp_path / "cluster") as running:
+        config = replace(NightConfig(base=str(tmp_path)), redis_url=running.url)
+
+        limits = limits_of(config, record_bytes=500)
+
+    assert len(limits.nodes) == 3
+    assert sum(each.share for each in limits.nodes) == pytest.approx(1)
+    assert all(each.limit_bytes > 0 and each.other_bytes > 0 for each in limits.nodes)

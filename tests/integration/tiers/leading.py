@@ -1,0 +1,124 @@
+"""A process that answers unknown users by live inference over a real Redis, told line by line what to do.
+
+`ask USER ITEM` starts one request, `take N` prints the next N answers once they are there, and the
+process' counts so far.
+Every inference is noted in the list `<namespace>:loads` before it starts and waits for a turn from `<namespace>:go`.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from redis.asyncio import Redis
+
+from cache.format.keys import Keyspace
+from cache.l2.tier import RemoteConfig, RemoteTier
+from cache.tiers.l1 import LocalTier, NegativeCache
+from cache.tiers.tiered import Tiered
+from serving.generations.served_set import Holding
+from serving.lookup.inference import Inferences
+from serving.lookup.ladder import Ladder
+from serving.lookup.leases import Lead
+from serving.lookup.micro_batcher import Computed, Job, compute
+from tests.unit.serving.world import World, ask, entity, ids
+
+
+@dataclass
+class Gated:
+    """The model, one noted and permitted inference at a time."""
+
+    control: Redis
+    namespace: str
+    name: str
+
+    async def infer(self, job: Job) -> Computed:
+        """Waits for its turn."""
+        await self.control.rpush(f"{self.namespace}:loads", self.name)
+        await self.control.blpop([f"{self.namespace}:go"], timeout=60)
+        outcome = compute([job])[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
+    """Reads commands until standard input ends."""
+    # A turn is waited for as long as the command says: redis-py's own time-out is 5 s.
+    control = Redis.from_url(url, protocol=2, socket_timeout=None)
+    remote = RemoteTier(RemoteConfig(url, deadline_s=5.0), Keyspace(namespace))
+    tiers = Tiered(LocalTier(1 << 20), NegativeCache(1_000, 5.0), remote)
+    lead = Lead(remote, tiers, remote.keyspace, wait_s=float(wait_ms) / 1000, name=name)
+    inferences = Inferences(
+        Gated(control, namespace, name), tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, lead=lead
+    )
+    world = World()
+    ladder = Ladder(tiers, inferences, world.metrics, l2_deadline_s=5.0)
+    holding = Holding(world.snapshot())
+    await remote.ping()
+    answers: list[asyncio.Task[list[Any]]] = []
+    print("ready", flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        word, *rest = line.split()
+        if word == "ask":
+            asked = ask(entity(rest[0], history=ids(rest[1])), deadline_s=120.0)
+            answers.append(asyncio.create_task(ladder.lookup(holding, asked, time.monotonic())))
+        else:
+            taken, answers = answers[: int(rest[0])], answers[int(rest[0]) :]
+            found = [(await each)[0] for each in taken]
+            said = [[each["source"], each["items"]] for each in found]
+            print(json.dumps({"answers": said, **lead.counts.events()}), flush=True)
+
+
+class Process:
+    """One such process, for as long as the block lasts."""
+
+    def __init__(self, url: str, namespace: str, name: str, wait_ms: float) -> None:
+        self._arguments = (url, namespace, name, str(wait_ms))
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.integration.tiers.leading", *self._arguments,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert await self._line() == b"ready\n"
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+    async def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        async with asyncio.timeout(60):
+            return await self._process.stdout.readline()
+
+    def ask(self, user: str, item: str = "i1") -> None:
+        """Starts a request."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"ask {user} {item}\n".encode())
+
+    async def take(self, count: int = 1) -> dict[str, Any]:
+        """The oldest answers not yet taken, and what the process has counted by then."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"take {count}\n".encode())
+        found: dict[str, Any] = json.loads(await self._line())
+        return found
+
+    async def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        await self._process.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(run(*sys.argv[1:]))

@@ -1,0 +1,297 @@
+"""A whole night into a Redis Cluster of three masters, and answers out of it, also while it is being mended."""
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from redis.crc import key_slot
+
+from cache.store.artefacts import read_manifest
+from precompute.bulk.load import page_keys
+from precompute.bulk.reload import damaged
+from precompute.config.sections import GovernorConfig
+from precompute.config.settings import NightConfig
+from precompute.releases.registry import open_releases
+from precompute.steps import pipeline
+from tests.clusters import TestCluster, cluster
+from tests.integration.nights import (
+    NEXT,
+    UNTIL,
+    prepare,
+    publish_night,
+    roll_back,
+    top_lists,
+)
+from tests.integration.serving_app import Running, eventually, serving
+from tests.integration.tiers.clustered import (
+    all_from_l2,
+    ask,
+    live,
+    other_than,
+    page_key_of,
+    users_of,
+)
+
+USERS = 900
+CONF = Path(__file__).parents[3] / "infra/redis.conf"
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
+    with cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, servers: TestCluster) -> NightConfig:
+    """Two generations, the second one live; pages so small that there are hundreds."""
+    config = prepare(tmp_path_factory.mktemp("night"), servers.url, users=USERS)
+    config = replace(config, page_bytes=4096)
+    publish_night(config, UNTIL)
+    publish_night(config, NEXT)
+    return config
+
+
+@pytest.fixture
+async def app(night: NightConfig) -> AsyncIterator[Running]:
+    """Without an L1, so that every answer is asked for."""
+    async with serving(night, l1_bytes=1, breaker_cooldown_s=0.1) as running:
+        yield running
+
+
+async def test_a_batch_from_all_masters_is_what_the_night_computed(
+    app: Running, night: NightConfig, servers: TestCluster
+) -> None:
+    users = users_of(night)
+    owners = {servers.of_slot(key_slot(page_key_of(night, user).encode())) for user in users[:50]}
+
+    answers = await ask(app, users)
+
+    assert {name: tuple(each["items"]) for name, each in answers.items()} == dict(
+        top_lists(night, live(night), users)
+    )
+    assert {each["source"] for each in answers.values()} == {"l2"}
+    assert len(owners) == 3
+    one = await app.get(f"/v1/lookup/user_topk/{users[0]}")
+    assert one["source"] == "l2" and one["items"] == answers[users[0]]["items"]
+
+
+async def test_pages_of_all_masters_can_be_looked_at(
+    app: Running, night: NightConfig, servers: TestCluster
+) -> None:
+    users = users_of(night)[:20]
+    owners = {servers.of_slot(key_slot(page_key_of(night, each).encode())) for each in users}
+
+    told = [await app.get(f"/v1/explain/user_topk/{each}") for each in users]
+
+    assert len(owners) == 3 and {each["page"]["state"] for each in told} == {"ok"}
+
+
+async def test_replicas_are_seen_and_a_roll_back_reaches_them(
+    app: Running, night: NightConfig
+) -> None:
+    users, before = users_of(night)[:100], live(night)
+    with open_releases(night) as releases:
+
+        async def beating() -> bool:
+            return [each.serving for each in releases.control.replicas()] == [before]
+
+        assert await eventually(beating)
+
+    now = roll_back(night)
+
+    async def moved() -> bool:
+        return {each["generation"] for each in (await ask(app, users)).values()} == {now}
+
+    assert now != before and await eventually(moved)
+    answers = await ask(app, users)
+    assert {name: tuple(each["items"]) for name, each in answers.items()} == dict(
+        top_lists(night, now, users)
+    )
+
+
+@pytest.mark.parametrize("which", ["a master of pages", "the master of the control keys"])
+async def test_a_killed_master_costs_only_its_own_keys(
+    app: Running, night: NightConfig, servers: TestCluster, which: str
+) -> None:
+    users = users_of(night)
+    home = servers.of_slot(key_slot(night.keyspace().live.encode()))
+    victim = home if which != "a master of pages" else other_than(servers, home)
+    lost = {
+        user
+        for user in users
+        if servers.of_slot(key_slot(page_key_of(night, user).encode())) is victim
+    }
+
+    async def ready() -> bool:
+        return await all_from_l2(app, users)
+
+    assert 0 < len(lost) < len(users) and await eventually(ready)
+
+    victim.kill()
+    for _ in range(20):
+        answers = await ask(app, users)
+        assert {name for name, each in answers.items() if each["source"] != "l2"} == lost
+    if victim is home:
+
+        async def told() -> bool:
+            return bool((await app.get(f"/v1/lookup/user_topk/{users[0]}"))["stale"])
+
+        assert await eventually(told, 30.0)
+    victim.start()  # empty: no node keeps anything on disk but what it knows of the others
+
+    async def back() -> bool:
+        return bool(servers.well())
+
+    assert await eventually(back, 30.0)
+    restored = pipeline.restore(replace(night, governor=GovernorConfig(readers="always")))
+
+    async def healed() -> bool:
+        return await all_from_l2(app, users)
+
+    assert restored["generation"] == live(night) and await eventually(healed, 30.0)
+    with open_releases(night) as releases:
+        assert not damaged(releases.control, releases.control.keys, night.store(), live(night))
+
+
+async def test_a_master_that_hangs_costs_only_its_own_keys(
+    app: Running, night: NightConfig, servers: TestCluster
+) -> None:
+    users = users_of(night)
+    victim = other_than(servers, servers.of_slot(key_slot(night.keyspace().live.encode())))
+    owners = {user: servers.of_slot(key_slot(page_key_of(night, user).encode())) for user in users}
+    lost = {user for user, owner in owners.items() if owner is victim}
+
+    with victim.frozen():
+        for _ in range(8):
+            answers = await ask(app, users)
+            assert {name for name, each in answers.items() if each["source"] != "l2"} == lost
+        assert (await app.counted("larder_breaker_state"))[()] > 0, "its own; the others' are shut"
+
+    async def healed() -> bool:
+        return await all_from_l2(app, users)
+
+    assert await eventually(healed, 30.0)
+
+    async def back() -> bool:
+        return bool(servers.well())
+
+    assert await eventually(back, 30.0)
+
+
+async def test_reads_follow_a_slot_on_its_way(
+    app: Running, night: NightConfig, servers: TestCluster
+) -> None:
+    users = users_of(night)
+    slot = key_slot(page_key_of(night, users[0]).encode())
+    to = other_than(servers, servers.of_slot(slot))
+
+    owner = servers.open_slot(slot, to)
+    assert await all_from_l2(app, users)
+    assert servers.move_keys(slot, owner, to) > 0
+    for _ in range(3):  # ASK, each time: the slot is still the old owner's
+        assert await all_from_l2(app, users)
+    servers.close_slot(slot, to)
+    for _ in range(3):  # MOVED, once
+        assert await all_from_l2(app, users)
+
+    assert (await app.counted("larder_breaker_state"))[()] == 0
+    assert servers.of_slot(slot) is to
+    manifest = read_manifest(night.store(), live(night))
+    with open_releases(night) as releases:
+        assert releases.control.client.exists(*page_keys(night.keyspace(), manifest)) > 0
+
+
+async def test_the_control_keys_may_move(
+    app: Running, night: NightConfig, servers: TestCluster
+) -> None:
+    slot = key_slot(night.keyspace().live.encode())
+    to = other_than(servers, servers.of_slot(slot))
+
+    owner = servers.open_slot(slot, to)
+    servers.move_keys(slot, owner, to)
+    servers.close_slot(slot, to)
+    before = live(night)
+    now = publish_night(night, "2026-01-31T00:00:00Z")
+
+    async def moved() -> bool:
+        answer = await app.get(f"/v1/lookup/user_topk/{users_of(night)[0]}")
+        return bool(answer["generation"] == now)
+
+    assert now != before and await eventually(moved)
+
+
+async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: TestCluster) -> None:
+    lines = [line for line in CONF.read_text().splitlines() if line.startswith("user larder-")]
+    for line in lines:
+        rules = line.replace("default", night.namespace).split()[1:]
+        rules = [">secret" if each.startswith("#") else each for each in rules]
+        for node in servers.nodes:
+            node.client.execute_command("ACL SETUSER", *joined(rules))
+    loading = replace(night, redis_url=servers.url.replace("//", "//larder-loader:secret@"))
+    reading = replace(night, redis_url=servers.url.replace("//", "//larder-reader:secret@"))
+    users = users_of(night)
+
+    assert pipeline.restore(loading)["generation"] == live(night)
+    pipeline.load(loading, {"generation": live(night)})
+    publish_night(loading, "2026-02-01T00:00:00Z")
+    pipeline.retire(loading)
+    async with serving(reading, l1_bytes=1, figures_s=0.1, quality_s=0.1) as app:
+
+        async def whole() -> bool:
+            return await all_from_l2(app, users)
+
+        async def asked() -> bool:
+            return bool(await app.counted("larder_redis_memory_used_bytes"))
+
+        assert await eventually(whole)
+        assert await eventually(asked)
+        await app.get("/v1/lookup/user_topk/stranger")
+
+        async def told() -> bool:
+            found = app.service.quality.told() or {}
+            return found.get("worklist") == 1 and abs((found["read_share"] or 0) - share) < 0.02
+
+        manifest = read_manifest(night.store(), live(night))
+        counts = {name: each.count for name, each in manifest.entity_sets.items()}
+        tables = manifest.tables.values()
+        share = len(users) / sum(counts[each.entity] for each in tables)
+        assert await eventually(told)
+        with open_releases(loading) as releases:
+
+            async def beating() -> bool:
+                return len(releases.control.replicas()) == 1
+
+            assert await eventually(beating)
+
+
+def joined(rules: list[str]) -> list[str]:
+    """Each selector, in brackets, is one rule."""
+    found: list[str] = []
+    for each in rules:
+        if found and found[-1].startswith("(") and not found[-1].endswith(")"):
+            found[-1] += f" {each}"
+        else:
+            found.append(each)
+    return found
+
+
+async def test_the_dashboard_is_whole_and_adds_up_the_memory_of_all_masters(
+    night: NightConfig, servers: TestCluster
+) -> None:
+    async with (
+        serving(night, dashboard_s=0.1) as one,
+        serving(night, dashboard_s=0.1) as other,
+    ):
+        await one.post("/v1/lookup/user_topk", {"entities": users_of(night)[:10]})
+
+        async def is_whole() -> bool:
+            body = await other.get("/dashboard/data")
+            return bool(body["whole"] and body["totals"]["entities"] == 10)
+
+        assert await eventually(is_whole)
+        body = await other.get("/dashboard/data")
+
+    assert len(body["replicas"]) == 2 and body["generations"][0]["state"] == "live"
+    assert body["redis"]["used_bytes"] > 3 * 500_000 and body["redis"]["policy"] == "volatile-lru"

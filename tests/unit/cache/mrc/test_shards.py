@@ -1,0 +1,227 @@
+"""The curve of L1 at other sizes: exact where everything is sampled, close where a part is, bounded always."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.mrc.lru_stack import RecencyStack
+from cache.mrc.shards import SPACE, Shards
+from tests.bench.tools.traces import (
+    capacities_of,
+    lru_hit_ratio,
+    orm_busy,
+    sampled,
+    trace_file,
+    zipf,
+)
+
+SMALL = (0.001, 0.002, 0.005)
+LARGE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+def spot(number: int) -> int:
+    """Of a key, spread over the space as a hash is."""
+    return number * 0x9E3779B97F4A7C15 % SPACE
+
+
+def read(shards: Shards, keys: Sequence[int], sizes: Sequence[int] | None = None) -> None:
+    shards.count(len(keys), len(keys))
+    for key in keys:
+        shards.take([(spot(key), 1 if sizes is None else sizes[key])])
+
+
+@given(
+    st.lists(st.integers(0, 19), min_size=1, max_size=400),
+    st.lists(st.integers(1, 50), min_size=20, max_size=20),
+    st.sets(st.integers(1, 600), min_size=1, max_size=8).map(sorted),
+)
+def test_with_everything_sampled_it_is_the_exact_curve_of_lru(
+    keys: list[int], sizes: list[int], capacities: list[int]
+) -> None:
+    shards = Shards(capacities, keys_max=20)
+
+    read(shards, keys, sizes)
+
+    exact = [lru_hit_ratio(keys, sizes, capacity) for capacity in capacities]
+    assert shards.rate == 1.0
+    assert shards.hit_ratios() == pytest.approx(exact, abs=1e-12)
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 400))
+def test_slots_that_run_out_and_keys_out_of_reach_change_nothing(seed: int, capacity: int) -> None:
+    rng = random.Random(seed)
+    keys = [int(rng.paretovariate(0.7)) % 300 for _ in range(3_000)]
+    shards = Shards([capacity], keys_max=300)
+
+    read(shards, keys)
+
+    exact = lru_hit_ratio(keys, None, capacity)
+    assert shards.hit_ratios() == pytest.approx([exact], abs=1e-12)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["touch", "touch", "touch", "forget", "close"]), st.integers(0, 60)),
+        max_size=800,
+    )
+)  # fmt: skip
+def test_the_bytes_above_a_key_are_those_touched_since(script: list[tuple[str, int]]) -> None:
+    stack, order = RecencyStack(61), list[tuple[int, int]]()
+    for at, (action, key) in enumerate(script):
+        place = next((index for index, (each, _) in enumerate(order) if each == key), None)
+        if action == "close" or stack.left == 0:
+            stack.close_up(1e9)
+        if action == "touch":
+            above = None if place is None else sum(size for _, size in order[place + 1 :])
+            order = [(each, size) for each, size in order if each != key] + [(key, at + 1)]
+            assert stack.touch(key, at + 1) == above
+        elif action == "forget" and place is not None:
+            stack.forget(key)
+            del order[place]
+        assert list(stack) == [each for each, _ in order]
+    newest = [size for _, size in reversed(order)]
+    held = [max(n for n in range(len(newest) + 1) if sum(newest[:n]) <= d) for d in (0, 500, 9e9)]
+    assert stack.within([0, 500, 9e9]) == held
+
+
+@given(st.integers(0, 1 << 32), st.sampled_from([1, 2, 300, 900]))
+def test_memory_is_bounded_whatever_comes(seed: int, keys_max: int) -> None:
+    rng = random.Random(seed)
+    shards = Shards([1_000, 2_000], keys_max)
+    before = shards.rate
+    for _ in range(40):
+        spots = [rng.randrange(SPACE) for _ in range(50)] * 2
+        for each in spots:
+            shards.take([(each, rng.choice((1, -1)) * rng.randint(1, 9))])
+
+        assert shards.keys <= keys_max
+        assert len(shards._greatest) == len(shards._stack) == shards.keys
+        assert len(shards._stack._sizes) <= max(256, 2 * keys_max + 128)
+        assert all(each <= shards.last for each in shards._stack)
+        assert shards.rate <= before
+        before = shards.rate
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stream_of_zipf_is_within_a_point_of_exact(seed: int) -> None:
+    keys = zipf(40_000, 400_000, seed=seed)
+    capacities = capacities_of(keys, SMALL + LARGE)
+    shards = Shards(capacities, keys_max=16_384)
+
+    sampled(keys, shards, seed=seed)
+
+    listed = keys.tolist()
+    exact = np.array([lru_hit_ratio(listed, None, capacity) for capacity in capacities])
+    error = np.abs(np.array(shards.hit_ratios()) - exact) * 100
+    assert 0.4 < shards.rate < 0.6
+    assert error[: len(SMALL)].max() <= 4.0, error
+    assert error[len(SMALL) :].max() <= 1.0, error
+
+
+@pytest.mark.skipif(trace_file() is None, reason="LARDER_BENCH_DATA names no folder with traces/")
+def test_a_real_trace_is_within_a_point_of_exact() -> None:
+    file = trace_file()
+    assert file is not None
+    keys = orm_busy(file)
+    capacities = capacities_of(keys, SMALL + LARGE)
+    shards = Shards(capacities, keys_max=16_384)
+
+    sampled(keys, shards)
+
+    listed = keys.tolist()
+    exact = np.array([lru_hit_ratio(listed, None, capacity) for capacity in capacities])
+    error = np.abs(np.array(shards.hit_ratios()) - exact) * 100
+    assert 0.15 < shards.rate < 0.3
+    assert error[: len(SMALL)].max() <= 3.0, error
+    assert error[len(SMALL) :].max() <= 1.0, error
+
+
+@pytest.mark.parametrize("hot", [1, SPACE - 1], ids=["in the sample", "not in the sample"])
+def test_a_key_that_is_asked_for_all_the_time_is_counted_for_what_it_is(hot: int) -> None:
+    """SHARDS-adj: without it one key would count for as many as the rate says, or for none at all."""
+    rng = random.Random(0)
+    shards = Shards([100, 20_000], keys_max=500)
+    cold = [rng.randrange(SPACE) for _ in range(5_000)]
+    for each in cold * 2:
+        for touch in (each, hot):
+            shards.count(1, 1)
+            shards.take([(touch, 1)])
+
+    low, high = shards.hit_ratios()
+
+    assert shards.rate < 0.2
+    assert low == pytest.approx(0.5, abs=0.06)
+    assert high == pytest.approx(0.75, abs=0.06)
+
+
+def test_what_is_found_nowhere_is_a_miss_at_every_size() -> None:
+    shards = Shards([10, 20], keys_max=100)
+    read(shards, [1, 2, 1, 2])
+
+    shards.count(found=0, reads=4)
+
+    assert shards.hit_ratios() == [0.25, 0.25]
+
+
+def test_a_store_moves_its_key_and_counts_for_nothing() -> None:
+    shards = Shards([2], keys_max=100)
+    read(shards, [1, 2, 3])
+    shards.take([(spot(1), -1), (spot(4), -1)])
+
+    read(shards, [1, 4, 3])
+
+    assert shards.sampled == 6
+    assert shards.hit_ratios() == [pytest.approx(2 / 6)]
+
+
+def test_reads_of_long_ago_count_for_less() -> None:
+    shards = Shards([1, 10], keys_max=100)
+    read(shards, [1, 2] * 500)
+    before = shards.hit_ratios()
+    shards.age(0.001)
+
+    read(shards, [1, 1] * 500)
+
+    assert before == [0.0, pytest.approx(998 / 1_000)]
+    assert min(shards.hit_ratios()) > 0.99
+
+
+def test_a_restart_forgets_keys_and_keeps_what_was_counted() -> None:
+    shards = Shards([10], keys_max=2)
+    read(shards, [1, 2, 1, 2, 3, 4, 5])
+    counted, rate = shards.reads, shards.rate
+    shards.restart()
+
+    read(shards, [1])
+
+    assert rate < 1.0 == shards.rate and shards.keys == 1
+    assert shards.reads == counted + 1
+
+
+def test_a_lower_rate_samples_fewer_keys() -> None:
+    shards = Shards([10_000], keys_max=10_000)
+    read(shards, list(range(1_000)))
+
+    shards.lower(0.25)
+    shards.lower(0.5)
+
+    assert shards.rate == 0.25
+    assert shards.keys == pytest.approx(250, abs=60)
+    shards.lower(0.0)
+    assert 0 < shards.rate < 1e-8
+
+
+def test_the_entries_of_a_capacity_are_those_that_fit() -> None:
+    shards = Shards([25, 100, 1_000], keys_max=100)
+
+    read(shards, [0, 1, 2, 3, 4], sizes=[500, 10, 10, 20, 5])
+
+    assert shards.entries() == [2, 4, 5]
+
+
+def test_before_the_first_read_every_ratio_is_none() -> None:
+    assert Shards([1, 2], keys_max=1).hit_ratios() == [0.0, 0.0]

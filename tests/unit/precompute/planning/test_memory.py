@@ -1,0 +1,33 @@
+"""The memory of a night's steps, foretold: no step grows with a shard, and what grows is named."""
+
+from precompute.planning.memory import step_bytes
+from tests.unit.precompute.planning.test_sizes import shape
+
+GIB = 1 << 30
+TARGET = {
+    "users": 100_000_000, "items": 10_000_000, "dims": 128, "interactions": 1_000_000_000,
+    "model_bytes": {"user_tower": 5 * GIB, "item_tower": 5 * GIB}, "model_items": 10_000_000, "model_dims": 128,
+}  # fmt: skip
+
+
+def test_more_users_cost_only_the_directory_that_verify_reads():
+    few, many = (
+        step_bytes(shape(**{**TARGET, "shards": 8, "users": users, "interactions": 10 * users}))
+        for users in (50_000_000, 100_000_000)
+    )
+    grown = {step for step in few if many[step] > 1.01 * few[step]}
+    assert grown <= {"train", "verify"}
+    assert many["verify"] - few["verify"] < 16 * 50_000_000
+
+
+def test_features_of_any_width_are_bounded_in_scoring():
+    narrow, wide = (
+        step_bytes(shape(**{**TARGET, "shards": 8, "feature_bytes": each}))
+        for each in (4 * 768, 4 * 4096)
+    )
+    assert wide["score"] == narrow["score"] and wide["begin"] == narrow["begin"]
+
+
+def test_a_hundred_million_users_fit_a_host_of_64_gib_in_every_step_of_a_night():
+    found = step_bytes(shape(**{**TARGET, "shards": 8}))
+    assert max(each for step, each in found.items() if step != "train") < 64 * GIB, found

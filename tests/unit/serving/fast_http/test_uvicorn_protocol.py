@@ -1,0 +1,343 @@
+"""What one peer may cost: whatever it sends or does not read, a connection keeps and waits no more than it may."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serving.config.bounds import Bounds
+from serving.fast_http.inbound import BEHIND, PIECE
+from tests.unit.serving.fast_http.test_connection import KEPT, Connection, Front, Transport, get
+
+BOUNDS = Bounds(head_bytes=2_000, head_fields=10, connections_max=4, connections_new_max=3)
+LINE = b"GET /other HTTP/1.1\r\n"
+CHUNKED = b"POST /other HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+LATE = 60.0
+
+
+class Unread(Transport):
+    """To a peer that reads as far as the test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.is_aborted = 0, False
+        self._extra = {
+            "socket": SimpleNamespace(
+                setsockopt=lambda *_: None,
+                getsockname=lambda: ("a", 1),
+                getpeername=lambda: ("a", 2),
+            )
+        }
+
+    def get_write_buffer_size(self) -> int:
+        return self.left
+
+    def abort(self) -> None:
+        self.is_aborted = self.is_closed = True
+
+
+def opened(front: Front | None = None, bounds: Bounds = BOUNDS) -> Connection:
+    """A new connection within these bounds."""
+    connection = Connection(front or Front(), bounds)
+    connection.transport = connection.protocol.transport = Unread()
+    return connection
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """On a loop of its own."""
+    asyncio.run(test())
+
+
+def status(connection: Connection) -> bytes:
+    """Of the first answer, and the reason."""
+    return bytes(connection.transport.written[9:12])
+
+
+def unread(connection: Connection) -> Unread:
+    """Its transport."""
+    transport: Any = connection.transport
+    assert isinstance(transport, Unread)
+    return transport
+
+
+def look_twice(connection: Connection, after_s: float = LATE) -> None:
+    """Two looks, with so much time between them."""
+    wire: Any = connection.protocol
+    wire.look(1.0)
+    wire.look(1.0 + after_s)
+
+
+def field(size: int) -> bytes:
+    """A header field of so many bytes, name and value together."""
+    return b"a: " + b"b" * (size - 1) + b"\r\n"
+
+
+@pytest.mark.parametrize(("more", "expected"), [(0, b"200"), (1, b"431")])
+@pytest.mark.parametrize("is_in_target", [False, True])
+def test_a_head_has_at_most_so_many_bytes(more: int, expected: bytes, is_in_target: bool) -> None:
+    async def test() -> None:
+        connection = opened()
+        left = BOUNDS.head_bytes - len(b"/other") + more
+        head = b"GET /other?%b HTTP/1.1\r\n\r\n" % (b"q" * (left - 1))
+        await connection.take(head if is_in_target else LINE + field(left) + b"\r\n")
+        assert status(connection) == expected
+        assert connection.transport.is_closed == (expected == b"431")
+
+    run(test)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(10, b"200"), (11, b"431")])
+def test_a_head_has_at_most_so_many_fields(count: int, expected: bytes) -> None:
+    async def test() -> None:
+        connection = opened()
+        await connection.take(LINE + b"a:b\r\n" * count + b"\r\n")
+        assert status(connection) == expected
+        assert connection.transport.is_closed == (expected == b"431")
+
+    run(test)
+
+
+@pytest.mark.parametrize("start", [
+    LINE + b"a: ", LINE, b"GET /", b"GET /other HTTP/1.1\r\na",
+    CHUNKED + b"1;", CHUNKED + b"0\r\na: ", CHUNKED + b"0\r\n",
+])  # fmt: skip
+@pytest.mark.parametrize("chunk", [b"b" * 700, b"a:b\r\n" * 20, b"b" * 250_000])
+def test_what_never_ends_is_not_kept(start: bytes, chunk: bytes) -> None:
+    async def test() -> None:
+        connection, sent = opened(), 0
+        await connection.take(start)
+        while not connection.transport.is_closed:
+            assert sent <= BOUNDS.head_bytes + 2 * PIECE
+            await connection.take(chunk)
+            sent += len(chunk)
+        assert status(connection) in (b"431", b"400")
+        assert sum(len(name) + len(value) for name, value in connection.protocol.headers) <= 2_000
+
+    run(test)
+
+
+def test_a_body_is_no_head_however_small_its_chunks() -> None:
+    async def test() -> None:
+        connection = opened()
+        await connection.take(CHUNKED)
+        for _ in range(40):
+            await connection.take(b"1\r\nx\r\n" * 2_000)
+        await connection.take(b"0\r\n\r\n")
+        assert status(connection) == b"200" and not connection.transport.is_closed
+        assert connection.transport.written.endswith(b"x" * 80_000)
+
+    run(test)
+
+
+def test_so_many_requests_may_be_asked_at_once_and_more_end_the_connection() -> None:
+    async def test() -> None:
+        connection = opened()
+        await connection.take(get(b"/other") * BOUNDS.pipeline_max)
+        for _ in range(8):
+            await connection.take(b"")
+        assert connection.transport.written.count(b"HTTP/1.1 200") == BOUNDS.pipeline_max
+        assert not connection.transport.is_closed
+        connection.transport.written.clear()
+        await connection.take(get(b"/other") * 5_000)
+        assert len(connection.protocol.pipeline) < BOUNDS.pipeline_max
+        assert connection.transport.written.count(b"HTTP/1.1") == 1
+        assert connection.transport.is_closed
+
+    run(test)
+
+
+def test_a_pipeline_that_ends_unanswered_leaves_nothing_to_the_garbage_collector() -> None:
+    async def test() -> Any:
+        connection = opened()
+        wire: Any = connection.protocol
+        for each in get(b"/other") * 3, b"":
+            wire.data_received(each)
+        wire.connection_lost(None)
+        for _ in range(8):  # the one that had begun ends
+            await asyncio.sleep(0)
+        return weakref.ref(wire)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(test())() is None
+    finally:
+        gc.enable()
+
+
+def test_what_waits_behind_an_unanswered_request_is_bounded() -> None:
+    async def test() -> None:
+        connection = opened()
+        body = b"x" * (4 * BEHIND)
+        connection.protocol.data_received(get(b"/other") + post_of(body))
+        kept = sum(len(cycle.body) for cycle, _ in connection.protocol.pipeline)
+        assert kept <= BEHIND
+        await connection.take(b"")
+        await connection.take(b"x")
+        assert connection.transport.written.count(b"HTTP/1.1") == 1
+        assert connection.transport.is_closed
+
+    run(test)
+
+
+def post_of(body: bytes) -> bytes:
+    """A request with a body that never ends."""
+    return b"POST /other HTTP/1.1\r\nContent-Length: 9999999\r\n\r\n" + body
+
+
+def test_who_does_not_read_is_not_read_from() -> None:
+    async def test() -> None:
+        connection = opened()
+        connection.protocol.pause_writing()
+        connection.protocol.data_received(post_of(b"x" * (4 * BEHIND)))
+        assert len(connection.protocol.cycle.body) <= BEHIND
+        assert connection.transport.is_closed
+
+    run(test)
+
+
+@pytest.mark.parametrize(("sent", "answer"), [
+    (b"", b""), (b"G", b"408"), (LINE + b"a: b", b"408"), (b"\r\n", b""),
+])  # fmt: skip
+def test_a_head_that_does_not_come_ends_its_connection(sent: bytes, answer: bytes) -> None:
+    async def test() -> None:
+        early, late = opened(), opened()
+        for each in (early, late):
+            if sent:
+                await each.take(sent)
+        look_twice(early, BOUNDS.head_timeout_s)
+        look_twice(late)
+        assert not early.transport.is_closed and late.transport.is_closed
+        assert status(late) == answer
+
+    run(test)
+
+
+def test_blank_lines_after_an_answer_keep_no_connection_open() -> None:
+    async def test() -> None:
+        connection = opened()
+        await connection.take(get(b"/other"))
+        await connection.take(b"\r\n")
+        look_twice(connection)
+        assert connection.transport.is_closed
+
+    run(test)
+
+
+def test_the_rest_of_a_body_whose_request_is_answered_has_to_come() -> None:
+    async def test() -> None:
+        connection = opened()
+        await connection.take(b"POST /hasty HTTP/1.1\r\nContent-Length: 9\r\n\r\nx")
+        assert status(connection) == b"200"
+        look_twice(connection, BOUNDS.body_timeout_s)
+        assert not connection.transport.is_closed
+        await connection.take(b"x")
+        wire: Any = connection.protocol
+        wire.look(LATE)
+        assert connection.transport.is_closed
+
+    run(test)
+
+
+@pytest.mark.parametrize("is_closing", [False, True])
+def test_who_takes_nothing_of_its_answers_is_cut_off_and_who_is_slow_is_not(
+    is_closing: bool,
+) -> None:
+    async def test() -> None:
+        connection = opened()
+        transport = unread(connection)
+        wire: Any = connection.protocol
+        if is_closing:
+            transport.close()
+        else:
+            wire.pause_writing()
+        for time in range(1, 100, 9):  # 64 KiB in nine seconds
+            transport.left = (1 << 20) - (time << 13)
+            wire.look(float(time))
+        assert not transport.is_aborted
+        wire.look(100.0 + BOUNDS.write_timeout_s)
+        assert transport.is_aborted
+
+    run(test)
+
+
+def test_nobody_waits_for_the_application_in_vain() -> None:
+    async def test() -> None:
+        connection = opened()
+        connection.protocol.data_received(get(b"/other"))  # under way
+        look_twice(connection)
+        assert not connection.transport.is_closed
+        await connection.take(b"")
+        look_twice(connection)  # idle: uvicorn's clock runs
+        assert not connection.transport.is_closed
+        for _ in range(3):
+            await connection.take(get())
+        connection.protocol.data_received(get(b"/v1/lookup/t/a"))
+        look_twice(connection)
+        assert not connection.transport.is_closed
+
+    run(test)
+
+
+def made(count: int, asks: bool) -> list[Connection]:
+    """Connections of one server, one after the other."""
+    first = opened()
+    wire: Any = first.protocol
+    found = [first]
+    for number in range(count):
+        if asks:
+            found[-1].protocol.data_received(get(b"/other"))
+        if number + 1 < count:
+            found.append(beside(wire))
+    return found
+
+
+def beside(wire: Any) -> Connection:
+    """Another one of the same server."""
+    other = Connection.__new__(Connection)
+    other.state, other.transport = wire.server_state, Unread()
+    other.protocol = type(wire)(wire._shared, wire.config, wire.server_state, {}, wire.loop)
+    other.protocol.connection_made(other.transport)
+    return other
+
+
+def test_of_those_that_ask_nothing_the_oldest_has_to_go() -> None:
+    async def test() -> None:
+        found = made(5, asks=False)
+        assert [unread(each).is_aborted for each in found] == [True, True, False, False, False]
+
+    run(test)
+
+
+def test_beyond_the_most_connections_one_is_told_so_unless_another_asks_nothing() -> None:
+    async def test() -> None:
+        *asking, one_more = made(5, asks=True)
+        assert status(one_more) == b"503" and one_more.transport.is_closed
+        assert b"connection: close" in one_more.transport.written
+        assert not any(each.transport.is_closed for each in asking)
+        for each in (asking[0], one_more):
+            each.protocol.connection_lost(None)
+        silent, next_ = beside(asking[1].protocol), beside(asking[1].protocol)
+        assert unread(silent).is_aborted and not next_.transport.is_closed
+
+    run(test)
+
+
+def test_a_ready_answer_is_a_request() -> None:
+    async def test() -> None:
+        front = Front()
+        connection = opened(front)
+        for _ in range(2):
+            await connection.take(get())
+        other = beside(connection.protocol)
+        other.protocol.data_received(get(block=KEPT))
+        assert front.wire.answered == [b"/ready"] * 2
+        for _ in range(BOUNDS.connections_new_max):
+            beside(connection.protocol)
+        assert not other.transport.is_closed
+
+    run(test)
