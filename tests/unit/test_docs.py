@@ -1,0 +1,47 @@
+"""Documents: short where it is asked for, no link into the void, every room told of."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_rooms import ROOMS, ROOT
+
+README_LINES_MAX = 200
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "infra").glob("*.md")]
+
+
+def anchors(page: Path) -> set[str]:
+    """What its headings are linked by."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.is_relative_to(ROOT) and target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX
+
+
+def test_every_module_that_is_named_exists() -> None:
+    for page in PAGES:
+        if page.name == "moved.md":
+            continue
+        for path in re.findall(
+            r"`((?:cache|serving|precompute|dags|tests)/[\w/]+\.py)`", page.read_text()
+        ):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_the_architecture_tells_of_every_room() -> None:
+    told = (ROOT / "docs/architecture.md").read_text()
+
+    rooms = [room.partition(".")[2].replace(".", "/") for room in ROOMS if "." in room]
+    assert [room for room in rooms if f"| `{room}` |" not in told] == []
