@@ -1,1 +1,1 @@
-"""One file per DAG: what runs and when. The work itself is in `precompute`."""
+"""DAGs, a file each: what runs and when. The work itself is in `precompute`."""

@@ -1,4 +1,4 @@
-"""Every night, and whenever a new model bundle arrives: score everything, publish one generation.
+"""Score everything and publish one generation, every night and whenever a new model bundle arrives.
 
 What it does: begin ▶ embed items ▶ score each shard ▶ assemble ▶ index and quantize ▶ load into
 Redis ▶ verify ▶ publish ▶ warm ▶ retire. Readers see the change at `publish`, all of it at once.

@@ -157,7 +157,7 @@ def _policy(server: "redis.Redis") -> str:
 
 
 def _restore(config: ServingConfig) -> None:
-    """Another program of ours, since serving never imports precompute."""
+    """Restores the newest release by another program of ours, since serving never imports precompute."""
     log.info("Redis is empty: restoring the newest release")
     environment = os.environ | {
         "REDIS_URL": config.redis_url,
@@ -181,7 +181,7 @@ def _url(listener: socket.socket) -> str:
 
 
 def _announce(listener: socket.socket) -> None:
-    """On a line that a program can read."""
+    """Prints the service's address on a line that a program can read."""
     print(f"Larder serves on {_url(listener)}", flush=True)
 
 

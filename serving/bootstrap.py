@@ -153,5 +153,5 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
 
 
 def replica_id() -> str:
-    """Differs for every process, also after a restart."""
+    """A name that differs for every process, also after a restart."""
     return f"{socket.gethostname()}-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""What the parts of a running service tell `/metrics` when it is scraped, and the dashboard every few seconds."""
+"""Collectors of what a running service tells `/metrics` when it is scraped, and the dashboard every few seconds."""
 
 import time
 from collections.abc import Mapping
@@ -42,13 +42,13 @@ class Parts:
     nights: Nights
 
     def register(self) -> None:
-        """All of it is in `/metrics` from now on."""
+        """Registers gauges and collectors: all of it is in `/metrics` from now on."""
         self._set_gauges(self.remote.breaker)
         self.metrics.registry.register(Events(self.events))
         self.metrics.registry.register(Overload(self.admission))
 
     def events(self) -> dict[str, float]:
-        """What the tiers did besides answering."""
+        """Counts by event: what the tiers and the parts around them did besides answering."""
         tiers, remote, sketch = self.tiers, self.remote, self.sketch
         return {
             "l2_reads": tiers.counters.l2_reads,
@@ -93,11 +93,11 @@ class Parts:
         metrics.live_queue.set_function(lambda: self.batcher.queued)
 
     def counted(self) -> Counts:
-        """What the dashboard adds up."""
+        """The counts that the dashboard adds up."""
         return counted(self.metrics, sum(self.admission.shed.values()))
 
     def about(self, replica: str) -> Mapping[str, Any]:
-        """How this worker of `replica` stands, as the dashboard tells it."""
+        """The state of this worker of `replica`, as the dashboard tells it."""
         held, health = self.refresher.follower.holding, self.refresher.follower.health
         local, admission = self.tiers.local, self.admission
         return {

@@ -1,4 +1,4 @@
-"""What answers: tiers, live path and ladder, put together."""
+"""The answering parts put together: tiers, live path and ladder."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ from serving.usage.answer_sampling import Picks
 from serving.usage.request_observer import Watch
 
 _LOOKS = 10
-"""At the queues, per interval of the admission."""
+"""Looks at the queues per interval of the admission."""
 
 
 @dataclass(frozen=True, slots=True)

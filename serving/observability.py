@@ -1,4 +1,4 @@
-"""What watches a running service, as its settings have it."""
+"""Observers of a running service, as its settings have it."""
 
 import contextlib
 from collections.abc import AsyncIterator, Container, MutableMapping
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class TracedHot(Hot):
-    """Leaves what is traced to those that are watched."""
+    """Hot route that leaves traced requests to the path that is watched."""
 
     def __init__(self, service: Service, spans: "Spans") -> None:
         super().__init__(service)
         self._spans = spans
 
     def ready(self, scope: MutableMapping[str, Any]) -> Messages | None:
-        """As `Hot.ready`, for requests that are not traced."""
+        """The ready answer to a request that is not traced; None for one that is, or has none."""
         sent = [value for name, value in scope["headers"] if name == b"traceparent"]
         return None if self._spans.judged(scope, parent_of(sent)) else super().ready(scope)
 

@@ -1,4 +1,4 @@
-"""One of several workers: serves on its parent's socket, and ends when the parent does. Started by `workers` only."""
+"""A worker process: serves on its parent's socket, and ends when the parent does. Started by `supervisor` only."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Which requests a canary answers: a stable hash of the caller's key, the same on every replica. Pure."""
+"""Split of the requests between canary and live: a stable hash of the caller's key, equal on all replicas. Pure."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ _WHOLE = 2**64
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """`percent` of all keys, drawn anew for every canary generation: nobody is always the one who tries things."""
+    """Share of `percent` of all keys, drawn anew for every canary generation: no caller is always in the canary."""
 
     seed: int
     limit: int
@@ -20,5 +20,5 @@ class Split:
         return cls(xxhash.xxh3_64_intdigest(generation.encode()), round(_WHOLE * (percent / 100.0)))
 
     def takes(self, key: bytes) -> bool:
-        """Whether a request with this key goes to the canary. A larger percentage keeps all it had."""
+        """Returns whether a request with this key goes to the canary. A larger percentage keeps all it had."""
         return xxhash.xxh3_64_intdigest(key, self.seed) < self.limit

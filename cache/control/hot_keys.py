@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 HOUR_S = 3_600
 LIFE_S = 2 * HOUR_S
-"""From the last report of an hour: no id stays longer than three hours after it was asked for."""
+"""Seconds to the expiry, from an hour's last report: no id stays longer than three hours after it was asked for."""
 DAY_S = 86_400
 
 
 class Window(NamedTuple):
-    """What one key of a sketch covers, and how long it stays after its last report."""
+    """Time window of one sketch key: the seconds it covers, and its expiry after its last report."""
 
     seconds: int
     life_s: int
@@ -21,10 +21,10 @@ class Window(NamedTuple):
 
 HOT = Window(HOUR_S, LIFE_S)
 COLD = Window(DAY_S, 2 * DAY_S)
-"""Two nights may read it; no id stays longer than three days after it was asked for."""
+"""Daily window, so that two nights may read it; no id stays longer than three days after it was asked for."""
 
 MEMBERS_MAX = 4_096
-"""Of each hour; what was counted least goes first."""
+"""Members kept per window (hour or day); the least counted are evicted first."""
 
 READ_AT_ONCE = 1_024
 """Members in one reply: about 0.4 ms of Redis, which readers wait for."""
@@ -47,7 +47,7 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 
 
 class Report(NamedTuple):
-    """How often a replica was asked for what since its last one, and what must not be in the sketch at all.
+    """Request counts of a replica since its last report, and the names that must not be in the sketch (`gone`).
 
     `hour` is the number of the window that it counts for.
     """
@@ -71,7 +71,7 @@ def hour_of(at: float, window: Window = HOT) -> int:
 
 
 def member(name: Name) -> bytes:
-    """How an entity is written; no table has a colon in its name."""
+    """Sketch member of an entity, `table:id`; no table has a colon in its name."""
     return b"%b:%b" % (name[0].encode(), name[1])
 
 

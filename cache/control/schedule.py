@@ -1,4 +1,4 @@
-"""When a generation should exist: the ticks of a cron in a time zone, as Airflow's `CronTriggerTimetable` has them."""
+"""Schedule of generations: the ticks of a cron in a time zone, as Airflow's `CronTriggerTimetable` has them."""
 
 import functools
 import math
@@ -21,19 +21,19 @@ CRON, TIMEZONE, GRACE_S = "0 3 * * *", "UTC", 10_800.0
 GRACE_MAX_S = 366 * 86_400.0
 
 CLOCKS_APART_S = 300.0
-"""How far the clocks of builder, publisher and reader may differ before a generation is taken for another tick's."""
+"""Seconds by which builder's, publisher's and reader's clocks may differ; beyond, a generation is another tick's."""
 
 MISSED_MAX = 9
-"""More nights than these need not be told apart."""
+"""Greatest number of missed ticks counted; more need not be told apart."""
 _AHEAD_MAX_S = 40 * 366 * 86_400.0
-"""A 29th of February on a given weekday comes within 28 years, or 40 around a year like 2100."""
+"""Seconds searched ahead: a 29th of February on a given weekday comes within 28 years, 40 around a year like 2100."""
 
 _DAY = timedelta(days=1)
 _RANDOM = re.compile(r"(?:^|[\s,])[rR]")
 
 
 def read_settings(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The file that LARDER_CONFIG names, unchecked; empty where none is named."""
+    """Contents of the TOML file that LARDER_CONFIG names, unchecked; empty where none is named."""
     path = environ.get("LARDER_CONFIG")
     if not path:
         return {}
@@ -68,7 +68,7 @@ class Schedule:
 
     @classmethod
     def configured(cls, environ: Mapping[str, str]) -> "Schedule":
-        """LARDER_SCHEDULE, LARDER_TIMEZONE and LARDER_SCHEDULE_GRACE_S, else the file that LARDER_CONFIG names."""
+        """Reads LARDER_SCHEDULE, LARDER_TIMEZONE and LARDER_SCHEDULE_GRACE_S, else LARDER_CONFIG's file."""
         document = read_settings(environ)
         cron = environ.get("LARDER_SCHEDULE") or document.get("schedule", CRON)
         timezone = environ.get("LARDER_TIMEZONE") or document.get("timezone", TIMEZONE)
@@ -121,14 +121,14 @@ class Schedule:
         return self.tick_before(now - self.grace_s)
 
     def is_missing(self, now: float, created_at: float | None) -> bool:
-        """Whether what is live (created then; None: nothing is) is older than the newest tick that is due.
+        """True if the live generation (created at `created_at`; None: there is none) is older than the newest due tick.
 
         A generation that claims to be from the future proves nothing either.
         """
         return self.missed(now, created_at, at_most=1) > 0
 
     def missed(self, now: float, created_at: float | None, *, at_most: int = MISSED_MAX) -> int:
-        """How many ticks that are due were followed by nothing that is live; `at_most` are counted."""
+        """Number of due ticks that no live generation has followed, at most `at_most`."""
         if created_at is None or created_at > now + CLOCKS_APART_S:
             return at_most
         tick, count = self.due(now), 0
@@ -158,7 +158,7 @@ class Schedule:
             yield found
 
     def _moments(self, wall: datetime) -> list[datetime]:
-        """When the wall shows this time, in UTC."""
+        """UTC moments at which the wall clock shows this time."""
         first, second = (
             wall.replace(tzinfo=self._zone, fold=fold).astimezone(UTC) for fold in (0, 1)
         )

@@ -97,7 +97,7 @@ class Directory:
     def pages(
         self, positions: NDArray[np.int64], first_pages: NDArray[np.int64], per_page: int, size: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where records of `size` bytes lie, `per_page` of them in a page: int64[n] pages, int64[n] offsets in them."""
+        """Places of records of `size` bytes, `per_page` of them in a page: int64[n] pages, int64[n] offsets in them."""
         if self._compiled is not None:
             both = self._compiled.places(positions, first_pages, per_page, size)
             return np.frombuffer(both[0], np.int64), np.frombuffer(both[1], np.int64)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from cache.format.text_table import LONGEST, Kept
 
 _PAD = b"\xff"
-"""A byte that no UTF-8 text holds."""
+"""Padding byte, which no UTF-8 text holds."""
 
 
 class Named(NamedTuple):
@@ -21,14 +21,14 @@ class Named(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes, sizes: NDArray[np.int32]) -> Self:
-        """From the bytes of each, int32[n, k]."""
+        """Ids from their joined bytes `data` and the size of each in bytes, int32[n, k]."""
         cuts = np.zeros(sizes.size + 1, np.int32)
         np.add.accumulate(sizes.ravel(), dtype=np.int32, out=cuts[1:])
         return cls(data, cuts.tobytes(), sizes.shape[-1])
 
     @property
     def sizes(self) -> NDArray[np.int32]:
-        """Bytes of each, int32[n, k]."""
+        """Bytes of each id, int32[n, k]."""
         cuts = np.frombuffer(self.cuts, np.int32)
         sizes: NDArray[np.int32] = cuts[1:] - cuts[:-1]
         return sizes.reshape(-1, self.k) if self.k else sizes.reshape(0, 0)
@@ -44,7 +44,7 @@ class Names:
         self._kept = Kept(count, longest, _PAD, str.encode, ids_of) if longest <= LONGEST else None
 
     def of(self, ordinals: NDArray[np.uint32]) -> Named:
-        """Those of uint32[n, k]."""
+        """Ids of the ordinals uint32[n, k], in their order."""
         slots = None if self._kept is None else self._kept.slots(ordinals)
         if self._kept is not None and slots is not None:
             sizes = self._kept.sizes(slots)

@@ -10,7 +10,7 @@ from cache.format.item_json_rows import Lines
 from cache.format.text_table import LONGEST
 
 TEXTS_MAX = 1 << 18
-"""Ids kept as text: about 25 MB; beyond it what is asked next starts afresh."""
+"""Number of ids kept as text, about 25 MB; when it is exceeded, the cache is emptied and starts again."""
 
 
 class Texts:

@@ -54,11 +54,11 @@ class ItemTable:
         ids_of = partial(_ids_of, self._ids, offsets)
         longest = _longest(offsets)
         self.texts = Texts(self.count, ids_of, longest=longest)
-        """As JSON."""
+        """Ids as JSON strings."""
         self.names = Names(self.count, longest, ids_of)
-        """As they are."""
+        """Ids as raw bytes."""
         self.lent = Lent(ids, offsets)
-        """For what is compiled."""
+        """Raw id bytes and offsets, for the compiled code."""
 
     @classmethod
     def open(cls, root: Path, manifest: Manifest) -> Self:
@@ -110,7 +110,7 @@ class ItemTable:
     def _are(
         self, raws: Sequence[bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]
     ) -> bool:
-        """Whether each of `raws` is what lies between its two places; all are compared at once."""
+        """True if each of `raws` equals the id bytes between its start and its end; all are compared at once."""
         if not raws:
             return True
         lengths = ends - starts
@@ -123,7 +123,7 @@ class ItemTable:
         return joined == b"".join(raws)
 
     def to_model(self, ordinals: Ordinals) -> ModelIndices:
-        """The one place where ordinals become the model's own indices; -1 stays -1."""
+        """Maps ordinals to the model's own indices, the only place that does; -1 stays -1."""
         known = ordinals >= 0
         return ModelIndices(np.where(known, self._model_index[np.where(known, ordinals, 0)], -1))
 

@@ -16,7 +16,7 @@ from cache.native import loader
 FORMAT = 1
 ID_BYTES_MAX = 256
 FINGERPRINT_SEED = 0x9E3779B97F4A7C15
-"""Independent of every directory seed, so a record proves whose it is even if the directory is wrong."""
+"""Hash seed independent of every directory seed: a record proves whose it is even if the directory is wrong."""
 
 type_tags = {"str": b"s", "int": b"i", "float": b"f", "bool": b"b", "vector": b"v"}
 
@@ -58,7 +58,7 @@ def hash_ids(raws: Sequence[bytes], seed: int) -> NDArray[np.uint64]:
 
 
 def are_ids(raws: list[bytes]) -> bool:
-    """Whether each has a length that an id may have."""
+    """True if every one has a length that an id may have (1 to 256 bytes)."""
     if (columns := loader.columns()) is not None:
         return columns.are_ids(raws, ID_BYTES_MAX)
     lengths = list(map(len, raws))
@@ -148,7 +148,7 @@ class Keyspace:
 
     @property
     def live(self) -> str:
-        """The pointer."""
+        """Key of the pointer to the live generation."""
         return f"larder:{FORMAT}:{{{self.namespace}}}:live"
 
     @property
@@ -180,7 +180,7 @@ class Keyspace:
         return f"larder:{FORMAT}:{{{self.namespace}}}:dash:workers"
 
     def cold(self, day: int) -> str:
-        """The same of ids that the live generation did not know, in one day."""
+        """Sorted set of table and id, by requests in one day, of ids that the live generation did not know."""
         return f"larder:{FORMAT}:{{{self.namespace}}}:cold:{day}"
 
     def read(self, generation: str, table: str) -> str:
@@ -198,11 +198,11 @@ class Keyspace:
         return f"larder:{FORMAT}:{{{self.namespace}}}:changes"
 
     def page(self, generation: str, table: str, page: int) -> str:
-        """One page of a table."""
+        """Key of one page of a table."""
         return f"larder:{FORMAT}:{self.namespace}:g:{generation}:{table}:{page}"
 
     def pages(self, generation: str, table: str) -> bytes:
-        """What the names of all pages of a table begin with, before the number."""
+        """Key prefix of all pages of a table, before the page number."""
         return f"larder:{FORMAT}:{self.namespace}:g:{generation}:{table}:".encode()
 
     def loaded(self, generation: str) -> str:
@@ -210,9 +210,9 @@ class Keyspace:
         return f"larder:{FORMAT}:{self.namespace}:g:{generation}:loaded"
 
     def overlay(self, generation: str, table: str, hash_hex: str) -> str:
-        """One record written through by live inference."""
+        """Key of one record written through by live inference."""
         return f"larder:{FORMAT}:{self.namespace}:w:{generation}:{table}:{hash_hex}"
 
     def lease(self, generation: str, table: str, hash_hex: str, digest: bytes) -> str:
-        """Who computes the overlay for one input: beside the overlay, under the same rights."""
+        """Lease on computing the overlay for one input: beside the overlay, under the same rights."""
         return f"{self.overlay(generation, table, hash_hex)}:{digest.hex()}"

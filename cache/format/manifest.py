@@ -13,12 +13,12 @@ from cache.format.records import Kind, Layout
 
 EntityKind = Literal["user", "item"]
 GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
-"""`data_until` in UTC, then a digest of configuration, bundle and inputs."""
+"""Generation id: `data_until` in UTC, then a digest of configuration, bundle and inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Artefact:
-    """One file of a generation: path relative to its root, with what it must measure.
+    """File of a generation: path relative to its root, size in bytes and SHA-256.
 
     Raises ValueError for a path that could lead out of that root: files are fetched, written and hashed by it.
     """
@@ -33,7 +33,7 @@ class Artefact:
 
 
 def _stays_inside(path: object) -> bool:
-    """Whether it names one file below a folder, on every system and object store."""
+    """True if the path names one file below a folder, on every system and object store."""
     if not isinstance(path, str) or "\\" in path or "\0" in path:
         return False
     return not {"", ".", ".."} & set(path.split("/"))
@@ -41,7 +41,7 @@ def _stays_inside(path: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryPart:
-    """One shard's sorted hashes; `first_hash` is where the shard's range begins, not its first entity."""
+    """Shard of sorted hashes; `first_hash` is where the shard's range begins, not its first entity."""
 
     first_hash: int
     count: int
@@ -60,7 +60,7 @@ class EntitySet:
 
 @dataclass(frozen=True, slots=True)
 class TablePart:
-    """One shard's pages in one file; `sums` holds the xxh3-64 of every page as uint64."""
+    """Shard of a table's pages in one file; `sums` holds the xxh3-64 of every page as uint64."""
 
     first_page: int
     pages: int
@@ -71,7 +71,7 @@ class TablePart:
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """What computes a table's records when there is no stored one."""
+    """Producer that computes a table's records when there is no stored one: its kind, model and index."""
 
     kind: Literal["topk", "similar", "tower", "value", "none"]
     model: str | None = None
@@ -80,7 +80,7 @@ class Producer:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One kind of prediction for one kind of entity."""
+    """Table of one kind of prediction for one kind of entity."""
 
     name: str
     entity: EntityKind
@@ -92,7 +92,7 @@ class Table:
 
     @property
     def kind(self) -> Kind:
-        """topk, vector or value."""
+        """Kind of the records: topk, vector or value."""
         return self.layout.kind
 
     @property
@@ -147,7 +147,7 @@ class ItemFiles:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One generation; `data_until` and `created_at` are Unix seconds."""
+    """Manifest of one generation; `data_until` and `created_at` are Unix seconds."""
 
     namespace: str
     generation: str

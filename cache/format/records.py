@@ -21,20 +21,20 @@ Kind = Literal["topk", "vector", "value"]
 Precision = Literal["f2", "f4", "i1"]
 
 NO_ITEM = 0xFFFFFFFF
-"""Marks an unused slot of a top-K record; never leaves the service."""
+"""Ordinal that marks an unused slot of a top-K record; never leaves the service."""
 
 FLAG_LIVE = 1
 ABSENT = 0xF0
-"""The flags of a record that answers nothing: of a format that no reader takes for an answer."""
+"""Flags of a record without an answer: a format that no reader takes for an answer."""
 _ABSENT = bytes([ABSENT])
 DIGEST_BYTES = 16
 _TOP_EXPONENT = (
     15  # float16 holds up to 65504 < 2**16, so a record's largest number lies in [2**14, 2**15)
 )
 _POWER_MAX = 127
-"""Of two, as float32."""
+"""Greatest power of two (exponent) in float32."""
 SAFE_EXPONENT = 111
-"""Up to it no float16 times its record's power of two leaves float32."""
+"""Greatest exponent at which any float16 times its record's power of two stays within float32."""
 
 _HEADER: list[Any] = [
     ("fingerprint", "<u8"),
@@ -78,7 +78,7 @@ class Layout:
         return self.dtype.itemsize
 
     def to_json(self) -> dict[str, object]:
-        """For the manifest."""
+        """JSON object of the layout, as in the manifest."""
         return {"kind": self.kind, "width": self.width, "precision": self.precision}
 
 
@@ -167,12 +167,12 @@ def absent(layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int) -> 
 
 
 def is_absent(record: bytes | memoryview, fingerprint: int) -> bool:
-    """Whether this is the record of that entity and answers nothing."""
+    """True if this is the record of that entity and marks it as without an answer."""
     return record[14:15] == _ABSENT and peek_fingerprint(record) == fingerprint
 
 
 def unfit(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Which rows `encode_...` refuses with UnfitValue for this layout."""
+    """Mask bool[n] of the rows that `encode_...` refuses with UnfitValue for this layout."""
     finite = np.asarray(np.isfinite(numbers).all(axis=1))
     bad: NDArray[np.bool_] = ~finite
     if layout.precision == "f4":
@@ -257,7 +257,7 @@ def _lost(
 
 
 class Record(NamedTuple):
-    """One decoded record; arrays hold only what is used, `items` is None unless it is a top-K record."""
+    """Decoded record; arrays hold only what is used, `items` is None unless it is a top-K record."""
 
     fingerprint: int
     scored_at: int

@@ -1,4 +1,4 @@
-"""What is written for each item id, kept at one width, so that many are gathered like numbers."""
+"""Cache of the text written for each item id, kept at one width, so that many are gathered like numbers."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 LONGEST = 61
-"""Bytes of an id: of longer ones too much of what is gathered would be padding."""
+"""Bytes of the longest id kept at one width: beyond it, too much of what is gathered would be padding."""
 
 KEPT_MAX = 1 << 18
-"""Ids kept: at most 16 MB; beyond it what is asked next starts afresh."""
+"""Number of ids kept, at most 16 MB; when it is exceeded, the cache is emptied and starts again."""
 
 
 class Kept:
@@ -29,13 +29,13 @@ class Kept:
         self._ids_of = ids_of
         self._room = min(count, KEPT_MAX)
         self._slots = np.zeros(count, np.int32)
-        """Of each ordinal in `_texts`; 0: not there."""
+        """Slot of each ordinal in `_texts`; 0: not there."""
         self._texts = np.zeros(self._room + 1, f"V{width}")
         self._sizes = np.zeros(self._room + 1, np.int32)
         self._kept = 0
 
     def slots(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32] | None:
-        """Where the texts are kept until the next call; None if one is too long, or they are too many."""
+        """Slots of the ordinals' texts, valid until the next call; None if a text is too long or there are too many."""
         slots = self._slots.take(ordinals)
         if np.count_nonzero(slots) == slots.size:
             return slots
@@ -44,11 +44,11 @@ class Kept:
         return slots if np.count_nonzero(slots) == slots.size else None
 
     def texts(self, slots: NDArray[np.int32]) -> bytes:
-        """One behind the other, each with its padding."""
+        """Texts in these slots, one after another, each with its padding."""
         return self._texts.take(slots).tobytes()
 
     def sizes(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Bytes of each without its padding."""
+        """Bytes of each text without its padding."""
         return self._sizes.take(slots)
 
     def _read(self, ordinals: NDArray[np.uint32]) -> None:

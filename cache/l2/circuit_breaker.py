@@ -30,7 +30,7 @@ class Breaker:
         self._next_probe_at = 0.0
 
     def allow(self) -> bool:
-        """Whether a call may be made now."""
+        """Returns whether a call may be made now; True after the cooldown takes the turn of a probe."""
         if self.state == "closed":
             return True
         now = self._timer()
@@ -41,12 +41,12 @@ class Breaker:
         return True
 
     def success(self) -> None:
-        """A call was answered."""
+        """Records an answered call: closes the breaker and forgets the failures."""
         self.state = "closed"
         self._failures = 0
 
     def failure(self) -> None:
-        """A call was not answered."""
+        """Records a call without an answer; opens the breaker at the threshold or when a probe fails."""
         self._failures += 1
         # A straggler from before the opening must not prolong it, or steady traffic would postpone every probe.
         if self.state == "half_open" or (

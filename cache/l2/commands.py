@@ -22,7 +22,7 @@ _RUNS_MAX = 16
 
 
 class PageRead(NamedTuple):
-    """`length` bytes at `offset` of a page: one record."""
+    """A read of one record: `length` bytes at `offset` of a page."""
 
     generation: str
     table: str
@@ -32,7 +32,7 @@ class PageRead(NamedTuple):
 
 
 class PageReads(Sequence[PageRead]):
-    """Many records of one table: a `PageRead` of each, made only for who looks at them one by one.
+    """A batch of reads of one table: a `PageRead` of each, made only for who looks at them one by one.
 
     `pages` and `offsets` are int64[n].
     """
@@ -65,7 +65,7 @@ class PageReads(Sequence[PageRead]):
 
 
 class OverlayRead(NamedTuple):
-    """An overlay record with its remaining life."""
+    """A read of an overlay record with its remaining life."""
 
     generation: str
     table: str
@@ -87,7 +87,7 @@ class OverlayWrite(NamedTuple):
 
 
 class Overlay(NamedTuple):
-    """What an overlay read finds; 0 seconds are left when it is about to go."""
+    """An overlay record as it was read, with its remaining life; 0 seconds are left when it is about to go."""
 
     payload: bytes
     ttl_s: float
@@ -108,7 +108,7 @@ Answer = bytes | Overlay | TierUnavailable | None
 
 
 class _Pieces(dict[int, bytes]):
-    """What repeats of the commands for one table, by page or by offset."""
+    """A bounded cache of the bytes that repeat in the commands for one table, by page or by offset."""
 
     def __init__(self, make: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Packer:
         return b"*2\r\n$4\r\nPTTL\r\n" + key, b"*2\r\n$3\r\nGET\r\n" + key
 
     def _ask(self, pieces: list[bytes], command: Command) -> int:
-        """Adds a command whose parts are each preceded by `ASKING`; how many replies that makes."""
+        """Adds a command whose parts are each preceded by `ASKING`; returns the number of replies to expect."""
         parts = (
             self._overlay_read(command)
             if isinstance(command, OverlayRead)
@@ -214,7 +214,7 @@ class Packer:
     def _begin_writes(
         self, generation: str, table: str, digits: int, size_bytes: int
     ) -> tuple[bytes, bytes]:
-        """What stands before the hash in each such write, and between it and the payload."""
+        """Formats and keeps the bytes before the hash in each such write, and those between it and the payload."""
         if len(self._writes) >= _RUNS_MAX:
             self._writes.clear()
         prefix = self._keyspace.overlay(generation, table, "").encode()
@@ -241,7 +241,7 @@ class Packer:
 
 
 def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answer]:
-    """One answer per command from the replies to what `Packer.pack` made of them."""
+    """Answers, one per command, from the replies to what `Packer.pack` made of the commands."""
     if type(replies) is Frames:  # every one of them is a record
         return replies
     answers: list[Answer] = []

@@ -24,12 +24,12 @@ class Batch:
     count: int
     landed: Callable[[Replies | TierUnavailable], None]
     length: int = 0
-    """Of every reply, in bytes, if nothing is missing; 0 where it is not known."""
+    """Bytes of every reply's payload, if nothing is missing; 0 where it is not known."""
     timer: asyncio.TimerHandle | None = None
     wire: "Wire | None" = None
 
     def land(self, outcome: Replies | TierUnavailable) -> None:
-        """Ends the batch."""
+        """Ends the batch: cancels its timer and hands the outcome to `landed`."""
         if self.timer is not None:
             self.timer.cancel()
         self.landed(outcome)
@@ -69,7 +69,7 @@ class Wire(asyncio.Protocol):
 
     @property
     def closing(self) -> bool:
-        """Whether it takes no more batches."""
+        """True if the connection takes no more batches."""
         return self._transport.is_closing()
 
     def send(self, batch: Batch) -> None:
@@ -126,7 +126,7 @@ class Wire(asyncio.Protocol):
         return data
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The socket is gone, whoever closed it."""
+        """Ends every batch under way and reports the wire as lost: the socket is gone, whoever closed it."""
         self._why = self._why or TierUnavailable(
             f"connection lost: {exc or 'closed by the server'}", reason="connection"
         )

@@ -11,13 +11,13 @@ from typing import NamedTuple
 from cache.errors import TierUnavailable
 
 DONE = b"done:"
-"""Begins the value of a lease whose answer is stored."""
+"""Prefix of the value of a lease whose answer is stored."""
 
 GIVEN_BACK = b""
-"""A lease whose leader got no answer, in its last millisecond."""
+"""Value of a lease whose leader got no answer, in its last millisecond."""
 
 DONE_MS = 2_000
-"""How long a lease says "done": longer than a process may take between missing an answer and asking to lead."""
+"""Milliseconds that a lease says "done": more than a process may take between missing an answer and asking to lead."""
 
 # Any value is only ever replaced by who has seen it. Removing would need a right (DEL) that would reach overlays too.
 _SWAP = b"""if redis.call('GET', KEYS[1]) == ARGV[1] then
@@ -68,12 +68,12 @@ class Bid:
 
     @property
     def take(self) -> LeaseTake:
-        """What is asked."""
+        """The command that takes the lease."""
         return LeaseTake(*self.mark, self.life_ms)
 
     @property
     def took_s(self) -> float:
-        """From the question to the answer; infinite while there is none."""
+        """Seconds from the question to the answer; infinite while there is none."""
         return self.landed_at - self.asked_at
 
 
@@ -83,7 +83,7 @@ _SWAPPING = b"*7\r\n$4\r\nEVAL\r\n$%d\r\n%b\r\n$1\r\n1\r\n" % (len(_SWAP), _SWAP
 
 
 def pack_lease(command: Lease) -> bytes:
-    """RESP of one command."""
+    """RESP of one command: `SET NX GET PX` that takes a lease, or a script that swaps its value."""
     key, life = command.key.encode(), b"%d" % command.life_ms
     if isinstance(command, LeaseTake):
         token = command.token

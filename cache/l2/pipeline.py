@@ -1,4 +1,4 @@
-"""One caller's share of a pipeline."""
+"""A pipeline's parts, each one caller's share."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ Keep = Callable[[Sequence[Answer]], Any]
 
 
 def as_it_is(answers: Sequence[Answer]) -> Sequence[Answer]:
-    """Keeps all."""
+    """Keeps all answers, unchanged."""
     return answers
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What one caller asks in a turn, and the future of what it keeps of the answers."""
+    """A caller's commands in one turn of the event loop, and the future of what it keeps of the answers."""
 
     commands: Sequence[Command]
     packed: bytes
@@ -25,10 +25,10 @@ class Part:
     answers: asyncio.Future[Any]
     keep: Keep
     length: int = 0
-    """Of every reply, in bytes, if all is found; 0 where replies differ."""
+    """Bytes of every reply's payload, if all is found; 0 where replies differ."""
 
     def land(self, answers: Sequence[Answer]) -> None:
-        """Ends the part."""
+        """Ends the part: its future gets what `keep` makes of the answers, or its error, unless the caller left."""
         # A caller that left has cancelled its future; its replies end here.
         if self.answers.done():
             return

@@ -1,4 +1,4 @@
-"""A bounded set of wires to one Redis server."""
+"""A bounded connection pool: the wires to one Redis server."""
 
 import asyncio
 
@@ -11,11 +11,11 @@ from cache.l2.connection import Batch, Wire
 SECOND_LOOK_S = 0.001
 _COMMANDS_PER_DEADLINE = 500
 _PAUSE_S = 1.0
-"""After a refused connection, before another one is tried beside those that are open."""
+"""Seconds after a refused connection before another one is tried beside those that are open."""
 
 
 def deadline_for(base_s: float, commands: int) -> float:
-    """How long `commands` may take when one may take `base_s`: sending, answering and reading a large batch is work."""
+    """Deadline in s for `commands` when one may take `base_s`: sending, answering and reading a large batch is work."""
     return base_s * (1 + commands / _COMMANDS_PER_DEADLINE)
 
 

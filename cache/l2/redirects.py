@@ -1,4 +1,4 @@
-"""What a node of Redis Cluster answers when a key is not its own, or not any more. Pure."""
+"""Redirections: what a node of Redis Cluster answers when a key is not its own, or not any more. Pure."""
 
 import re
 from typing import Any
@@ -13,7 +13,7 @@ ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class Redirected(TierUnavailable):
-    """The key is at `address`: from now on (`MOVED`), or this once (`ASK`)."""
+    """A redirection: the key is at `address` from now on (`MOVED`), or this once (`ASK`)."""
 
     def __init__(self, message: str, *, slot: int, address: str, is_ask: bool) -> None:
         super().__init__(message, reason="connection")
@@ -23,7 +23,7 @@ class Redirected(TierUnavailable):
 
 
 def is_redirect(reply: Any) -> bool:
-    """Whether an error reply says where else the key is: the node that gave it is well."""
+    """True if an error reply says where else the key is: the node that gave it is well."""
     return str(reply).startswith(("MOVED ", "ASK "))
 
 

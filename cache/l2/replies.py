@@ -33,12 +33,12 @@ class Frames(Sequence[bytes]):
         return self._data[start : start + self._length]
 
     def payloads(self) -> list[bytes]:
-        """A copy of each."""
+        """Payloads of all replies in order, each a copy."""
         data, length, last = self._data, self._length, self._at + self._count * self._stride
         return [data[at : at + length] for at in range(self._at, last, self._stride)]
 
     def part(self, first: int, count: int) -> "Frames":
-        """`count` of them from `first` on."""
+        """The `count` replies from `first` on, in the same buffer; raises IndexError beyond the last."""
         if first + count > self._count:
             raise IndexError(first + count)
         at = first + (self._at - len(_head(self._length))) // self._stride
@@ -46,7 +46,7 @@ class Frames(Sequence[bytes]):
 
     @classmethod
     def merged(cls, parts: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
-        """One run of replies, all of one length, from runs and the place of each reply of them in the whole."""
+        """Merges runs of replies, all of one length, into one, by the place of each of their replies in the whole."""
         count, length = sum(len(places) for places, _ in parts), parts[0][1]._length
         whole = np.empty(count, f"V{stride(length)}")
         for places, frames in parts:
@@ -57,7 +57,7 @@ class Frames(Sequence[bytes]):
         return cls(whole.tobytes(), count, length)
 
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """All as records of `dtype`: one copy, aligned as numpy likes it."""
+        """All replies as records of `dtype`: one copy, aligned as numpy likes it; ValueError for another size."""
         if dtype.itemsize != self._length:
             raise ValueError(f"a reply has {self._length} bytes, a record {dtype.itemsize}")
         return _every(self._data, self._at, self._count, self._length, self._stride).view(dtype)
@@ -65,7 +65,7 @@ class Frames(Sequence[bytes]):
     def sound(
         self, dtype: np.dtype[Any], fingerprints: NDArray[np.uint64], record_format: int
     ) -> NDArray[Any] | None:
-        """`rows`, if every record is of that format and has the fingerprint at its place, and that can be told fast."""
+        """All replies as records; None unless each has that format and its place's fingerprint, as told fast."""
         columns = loader.columns()
         if columns is None or dtype.itemsize != self._length:
             return None
@@ -77,12 +77,12 @@ class Frames(Sequence[bytes]):
 
 
 def stride(length: int) -> int:
-    """Bytes of a bulk string of `length` with all that belongs to it."""
+    """Bytes of a RESP bulk string of `length` bytes with its header and line end."""
     return len(_head(length)) + length + len(_END)
 
 
 def could_be(data: bytes, count: int, length: int) -> bool:
-    """Whether `data` is the beginning of, or begins with, `count` bulk strings of `length` bytes."""
+    """True if `data` is the beginning of, or begins with, `count` bulk strings of `length` bytes."""
     if (columns := loader.columns()) is not None:
         return columns.could_be(data, count, length)
     head, step = _head(length), stride(length)

@@ -1,4 +1,4 @@
-"""Redis Cluster on paper: URLs that name one, and which node serves which slot. Pure."""
+"""Slots of a Redis Cluster: URLs that name one, and which node serves which slot. Pure."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -18,7 +18,7 @@ Owners = dict[int, str]
 
 
 def is_cluster(url: str) -> bool:
-    """Whether a URL says that its server is a node of a Redis Cluster."""
+    """True if a URL says that its server is a node of a Redis Cluster."""
     return url.startswith(SCHEMES)
 
 
@@ -69,7 +69,7 @@ def node_url(seed: str, address: str) -> str:
 
 
 def owners_of(reply: Sequence[Any], asked: str) -> Owners:
-    """What a reply to `CLUSTER SLOTS` says; `asked`, "host:port", answered it.
+    """The slot map in a reply to `CLUSTER SLOTS`; `asked`, "host:port", answered it.
 
     A node that does not know its own address, or is told to keep it (`?`), is where it was asked.
     """

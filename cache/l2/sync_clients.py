@@ -12,7 +12,7 @@ from redis.retry import Retry
 from cache.l2.slots import SLOTS, address_of, is_cluster, join_address, seed_urls
 
 RETRIES = 2
-"""After an error a command is sent again this often, each time by a new slot map."""
+"""Times that a command is sent again after an error, each time by a new slot map."""
 
 Pool = Callable[..., redis.ConnectionPool]
 
@@ -36,7 +36,7 @@ class Cluster(RedisCluster):
         )
 
     def close(self) -> None:
-        """Every connection to every node, which redis-py's own leaves to the garbage collector."""
+        """Closes every connection to every node, which redis-py's own leaves to the garbage collector."""
         for node in self.nodes_manager.nodes_cache.values():
             if node.redis_connection is not None:
                 disconnect(node.redis_connection)
@@ -118,7 +118,7 @@ def by_server(
 
 
 def shares(client: "redis.Redis") -> dict[str, float]:
-    """Of each server of `masters`: how much of the keyspace is its own, of 1."""
+    """Share of the keyspace, of 1, that is each server's own, by the names of `masters`."""
     if not isinstance(client, Cluster):
         return {"primary": 1.0}
     slots = client.nodes_manager.slots_cache

@@ -37,7 +37,7 @@ from cache.l2.replies import Frames
 log = logging.getLogger(__name__)
 
 PROTOCOL = 2
-"""Set explicitly: redis-py's default has changed before. Reads need no push messages; subscribing works in both."""
+"""RESP version, explicit as redis-py's default has changed. Reads need no push messages; subscribing works in both."""
 
 _CONTROL_MAX = 16
 """Connections beside the wires: a dozen steps of the background may meet, and pages are read on them, too."""
@@ -56,7 +56,7 @@ return 1
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """`url` may carry TLS, ACL user and database; a read lands within `deadline_s`, connecting may take longer."""
+    """Settings: `url` may carry TLS, ACL user, database; a read lands within `deadline_s`, connecting may be slower."""
 
     url: str
     deadline_s: float = 0.02
@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 
 class RemoteTier:
-    """Reads and writes of one event-loop turn travel as one pipeline, on wires that belong to no caller.
+    """A pipeline for the reads and writes of one event-loop turn together, on wires that belong to no caller.
 
     Nothing is retried. Use it in one event loop only.
     """
@@ -111,7 +111,7 @@ class RemoteTier:
         self._payloads: dict[str, bytes] = {}
 
     async def read(self, reads: Sequence[Read], timeout_s: float | None = None) -> list[Answer]:
-        """One answer per read: the record or overlay, None where there is none, else why it is not known.
+        """Answers, one per read: the record or overlay, None where there is none, else why it is not known.
 
         `timeout_s` is the caller's own: it gives up alone, the wire stays in use.
         """
@@ -129,18 +129,18 @@ class RemoteTier:
     def submit(
         self, reads: Sequence[Command], keep: Callable[[Sequence[Answer]], T]
     ) -> asyncio.Future[T]:
-        """What `keep` makes of the answers to at least one read, the moment they land; no task, unlike a coroutine."""
+        """A future of what `keep` makes of the answers to at least one read, the moment they land; needs no task."""
         return cast(asyncio.Future[T], self._submit(reads, keep))
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
-        """What Redis answers to `command`; it travels with the reads of this turn."""
+        """A future of Redis' answer to `command`, which travels with the reads of this turn."""
         return cast(
             asyncio.Future[bytes | TierUnavailable | None],
             self._submit((command,), lambda answers: answers[0]),
         )
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """Stores each with its expiry; None where it was stored."""
+        """Stores each overlay with its expiry; returns None for each that was stored, else why it was not."""
         answers: list[Answer] = await self._submit(writes) if writes else []
         return [each if isinstance(each, TierUnavailable) else None for each in answers]
 
@@ -234,14 +234,14 @@ class RemoteTier:
             part.land([why] * len(part.commands))
 
     def bound_s(self) -> float:
-        """How long a read that is sent now may take at most, whatever travels along and lies before it."""
+        """Bound in seconds for a read that is sent now, whatever travels along and lies before it."""
         commands = self._in_flight + self.config.batch_commands_max
         return deadline_for(self.config.deadline_s, commands) + deadline_for(
             SECOND_LOOK_S, commands
         )
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """Round trips of the last few seconds, failed ones included; None when there were none."""
+        """99th percentile in ms of round trips of the last `within_s`, failed ones included; None without any."""
         since = self._timer() - within_s
         seconds = sorted(took for at, took in self._landings if at >= since)
         return 1000 * seconds[(99 * len(seconds)) // 100] if seconds else None
@@ -261,9 +261,9 @@ class RemoteTier:
         return float(seconds) + float(microseconds) / 1e6
 
     async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
-        """Says what this replica holds: a member of the sorted set of replicas, scored `at` (Redis' time).
+        """Registers what this replica holds: a member of the sorted set of replicas, scored `at` (Redis' time).
 
-        In place of its last payload, in one step, also while Redis is at maxmemory.
+        It takes the place of the replica's last payload, in one step, also while Redis is at maxmemory.
         """
         before = self._payloads.get(replica_id)
         old = () if before is None else (before,)
@@ -284,7 +284,7 @@ class RemoteTier:
             await self._ask("ZREM", self.keyspace.replicas, payload)
 
     async def slots(self) -> Any:
-        """What this node of a Redis Cluster says of who serves which slot: the reply to `CLUSTER SLOTS`."""
+        """Slot map of a Redis Cluster as this node knows it: the reply to `CLUSTER SLOTS`."""
         return await self._ask("CLUSTER", "SLOTS")
 
     async def report_hot(self, report: Report) -> None:
@@ -294,11 +294,11 @@ class RemoteTier:
         await self._ask("EVAL", REPORT, len(keys), *keys, *report.arguments())
 
     async def hot(self, hour: int) -> list[Name]:
-        """What all replicas were asked for most in this hour and the last, hottest first."""
+        """Names that all replicas were asked for most in this hour and the last, hottest first."""
         return hottest([await self._hot(self.keyspace.hot(each)) for each in (hour, hour - 1)])
 
     async def cold(self, day: int) -> list[Name]:
-        """What all replicas were asked for this day and the last though no generation knew it, most asked first."""
+        """Names that all replicas were asked for this day and the last and no generation knew, most asked first."""
         return hottest([await self._hot(self.keyspace.cold(each)) for each in (day, day - 1)])
 
     async def _hot(self, key: str) -> list[bytes]:
@@ -311,7 +311,7 @@ class RemoteTier:
         return found
 
     async def ask(self, *command: str | bytes | float) -> Any:
-        """One command on a key beside the pointer, at leisure; TierUnavailable when there is no reply."""
+        """The reply to a command on a key beside the pointer, at leisure; TierUnavailable when there is none."""
         return await self._ask(*command)
 
     async def page(self, read: PageRead) -> bytes | None:
@@ -327,7 +327,7 @@ class RemoteTier:
         return str(cast(dict[str, object], info).get("maxmemory_policy", ""))
 
     async def ask_all(self, commands: Sequence[tuple[str | bytes | float, ...]]) -> list[Any]:
-        """The reply to each, in one round trip of a connection for control; the first refusal is raised."""
+        """Replies to all commands, in one round trip of a connection for control; the first refusal is raised."""
         try:
             async with self._control.pipeline(transaction=False) as pipeline:
                 for command in commands:
@@ -337,7 +337,7 @@ class RemoteTier:
             raise _unavailable(error) from error
 
     async def infos(self) -> list[dict[str, Any]]:
-        """What every server says of itself (`INFO`): here one."""
+        """`INFO` of every server: here one."""
         return [cast(dict[str, Any], await self._ask("INFO"))]
 
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:

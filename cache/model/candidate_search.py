@@ -12,7 +12,7 @@ from cache.model.ranking import Metric
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 _QUERIES_PER_CALL = 16
-"""FAISS changes its kernel, and so the last bits, with the number of queries: never enough of them for that."""
+"""Queries per FAISS call: more would change its kernel, and so the last bits."""
 _SLACK_MIN = 32
 _FILTER_ABOVE = 64
 
@@ -47,7 +47,7 @@ class Searcher:
         return cls(index, metric, threads)
 
     def fetch(self, k: int, excluded: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many candidates each row needs for k answers after its own exclusions, int64 [n].
+        """Number of candidates that each row needs for k answers after its own exclusions, int64 [n].
 
         Rounded up by the row's own numbers only (k plus a power of two), so that rows with like needs
         search together and no row's answer depends on the others.

@@ -33,7 +33,7 @@ def check_features(
 
 
 def stack_features(each: InputSpec, values: Sequence[FeatureValue]) -> NDArray[Any]:
-    """One array for a batch: [n] or [n, width]."""
+    """Array of a feature's values for a batch, [n] or [n, width]."""
     return np.array(values, object if each.dtype == "string" else each.dtype)
 
 

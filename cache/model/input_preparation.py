@@ -1,4 +1,4 @@
-"""What callers sent becomes what a tower takes: a whole batch at once. Pure."""
+"""Preparation of callers' inputs for a tower, a whole batch at once. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from cache.model.tower import TowerSpec
 
 @dataclass(frozen=True, slots=True)
 class LiveInput:
-    """What a caller sent to compute from; `item` is the ordinal of an item table's entity."""
+    """Input that a caller sent to compute from; `item` is the ordinal of an item table's entity."""
 
     history: tuple[bytes, ...] | None = None
     features: Mapping[str, FeatureValue] | None = None
@@ -37,7 +37,7 @@ class Prepared:
 def prepare_all(
     table: str, spec: TowerSpec, items: ItemTable, sources: Sequence[LiveInput]
 ) -> list[Prepared | InvalidInput | None]:
-    """Per input: ready for the tower, None if nothing usable was sent, or what is wrong with its features.
+    """Prepares each input: ready for the tower, None if nothing usable was sent, or what is wrong with its features.
 
     One look-up serves all histories, so that the fixed cost of numpy's calls is paid once per batch.
     """
@@ -80,7 +80,7 @@ def prepare_all(
 
 
 def latest_of_each(history: Sequence[bytes]) -> list[bytes]:
-    """Each item once, where it stood last: as the night groups its histories."""
+    """History with each item once, where it stood last, as the night groups its histories."""
     return list(dict.fromkeys(reversed(history)))[::-1]
 
 

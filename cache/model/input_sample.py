@@ -23,17 +23,17 @@ from cache.store.artefacts import write_atomically
 FILE: Final = "probe.npz"
 FACT: Final = "probe"
 USERS_MAX: Final = 8_192
-"""Some 2 MB at 50 items each; a generation of fewer users has them all in it."""
+"""Number of users in the probe, some 2 MB at 50 items each; a smaller generation has all of its users in it."""
 
 
 class ProbePart(NamedTuple):
-    """Some users of the probe, ascending by hash."""
+    """Part of the probe: some users, ascending by hash."""
 
     hashes: NDArray[np.uint64]
     histories: Sequence[NDArray[np.int64]]
-    """Ordinals of each, oldest first."""
+    """Item ordinals of each user, oldest first."""
     features: Sequence[bytes]
-    """A JSON object of each."""
+    """Features of each user, as a JSON object."""
 
 
 def probe_part(
@@ -57,7 +57,7 @@ def probe_part(
 
 
 def write_probe(root: Path, parts: Sequence[ProbePart]) -> str:
-    """The parts in hash order, as one file; its path."""
+    """Writes the parts, in hash order, as one file; returns its path relative to `root`."""
     ends, flat = _joined([each for part in parts for each in part.histories], np.uint32)
     texts = [each for part in parts for each in part.features]
     feature_ends, characters = _joined([np.frombuffer(each, np.uint8) for each in texts], np.uint8)
@@ -75,12 +75,12 @@ def write_probe(root: Path, parts: Sequence[ProbePart]) -> str:
 
 
 def probe_bytes(users: int, history: float) -> int:
-    """About what the file takes: a hash, two offsets, `{}` and so many ordinals each."""
+    """Approximate bytes of the file: a hash, two offsets, `{}` and so many ordinals for each user."""
     return round(min(users, USERS_MAX) * (8 + 16 + 2 + 4 * history))
 
 
 class Probe:
-    """The inputs of some users of a generation."""
+    """Inputs of some users of a generation."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]], items: ItemTable) -> None:
         self._items = items
@@ -90,7 +90,7 @@ class Probe:
 
     @classmethod
     def open(cls, file: Path, items: ItemTable) -> Self:
-        """Raises CorruptArtefact for what is no probe."""
+        """Opens a probe file; raises CorruptArtefact for what is no probe."""
         try:
             with np.load(file, allow_pickle=False) as arrays:
                 return cls(dict(arrays), items)
@@ -119,6 +119,6 @@ class Probe:
 def _joined(
     pieces: Sequence[NDArray[Any]], dtype: type[np.generic]
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Where each piece begins and the last one ends, int64 [pieces + 1]; all of them one behind the other."""
+    """Offsets where each piece begins and the last one ends, int64 [pieces + 1]; and the pieces joined."""
     ends = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     return ends, np.concatenate([*pieces, np.empty(0, dtype)]).astype(dtype)

@@ -1,4 +1,4 @@
-"""The one live path: tower, candidate search, exact re-score, record. Synchronous; the skew gate runs it too."""
+"""Live inference: tower, candidate search, exact re-score, record. Synchronous; the skew gate runs it too."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -99,7 +99,7 @@ class Predictor:
     def prepare_all(
         self, table: str, sources: Sequence[LiveInput]
     ) -> list[Prepared | InvalidInput | None]:
-        """The same for many inputs at once; an error stands where its input was."""
+        """Prepares many inputs at once; an InvalidInput stands in place of an input that the model does not take."""
         return prepare_all(table, self._tower(table).spec, self._items, sources)
 
     def predict(
@@ -111,7 +111,7 @@ class Predictor:
         *,
         blocked: NDArray[np.int64] = _NOTHING,
     ) -> list[bytes]:
-        """One record per input, marked live, in the table's layout; raises UnfitValue for unfit numbers."""
+        """Predicts one record per input, marked live, in the table's layout; raises UnfitValue for unfit numbers."""
         layout = self._tables[table].layout
         prints = np.array(fingerprints, np.uint64)
         outputs = self.vectors(batch)

@@ -63,7 +63,7 @@ def score(
 
 
 def pack(scores: NDArray[np.float32], ordinals: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """One uint64 per pair that sorts like (score, -ordinal): higher is better, never 0 for a real pair.
+    """Sort key uint64 of each pair, which sorts like (score, -ordinal): higher is better, never 0 for a real pair.
 
     One integer sort then settles ties as well, and numpy sorts integers with SIMD.
     """

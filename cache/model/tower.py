@@ -24,7 +24,7 @@ _TILE_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One ONNX input: int [n, length] for a history, [n] for an index, [n] or [n, width] for a feature."""
+    """ONNX input's specification: int [n, length] for a history, [n] for an index, [n] or [n, width] for a feature."""
 
     name: str
     bind: Bind
@@ -50,7 +50,7 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class TowerSpec:
-    """What a tower takes and gives: the part of `bundle.json` that travels into the manifest."""
+    """Specification of a tower's inputs and output: the part of `bundle.json` that is copied into the manifest."""
 
     inputs: tuple[InputSpec, ...]
     output: str
@@ -67,7 +67,7 @@ class TowerSpec:
         return tuple(each for each in self.inputs if each.bind == "feature")
 
     def to_json(self) -> dict[str, Any]:
-        """For `bundle.json` and the manifest."""
+        """JSON object of the specification, as in `bundle.json` and the manifest."""
         return {
             "inputs": [asdict(each) for each in self.inputs],
             "output": self.output,
@@ -93,7 +93,7 @@ class Histories:
 
     @classmethod
     def of(cls, rows: Sequence[NDArray[np.int64] | Sequence[int]]) -> Self:
-        """From one sequence per row."""
+        """Builds histories from one sequence per row."""
         lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
         indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         if not indptr[-1]:
@@ -130,11 +130,11 @@ class Histories:
 
 
 Inputs = Mapping[str, Histories | NDArray[Any]]
-"""By the tower's own input names; every value has the same number of rows."""
+"""Input arrays by the tower's own input names; every value has the same number of rows."""
 
 
 class Tower:
-    """One ONNX session; thread-safe, and a row's answer does not depend on the rows beside it."""
+    """ONNX Runtime session of one model; thread-safe, and a row's answer does not depend on the rows beside it."""
 
     def __init__(
         self, session: ort.InferenceSession, spec: TowerSpec, buckets: tuple[int, ...]
@@ -230,7 +230,7 @@ class Tower:
 
 
 class _Buffers(threading.local):
-    """Space for padded histories, per thread and input: made once for the largest batch so far, then reused.
+    """Buffers for padded histories, per thread and input: made once for the largest batch so far, then reused.
 
     A tile bounds it: 16 MB at most.
     """
@@ -239,7 +239,7 @@ class _Buffers(threading.local):
         self._flat: dict[str, NDArray[Any]] = {}
 
     def matrix(self, name: str, rows: int, length: int, dtype: str) -> NDArray[Any]:
-        """[rows, length], with whatever was there before; valid until the thread asks again."""
+        """Matrix [rows, length] with whatever it held before; valid until the thread's next call for this input."""
         size = rows * length
         flat = self._flat.get(name)
         if flat is None or len(flat) < size:
@@ -271,7 +271,7 @@ def _options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
 
 
 def rows_of(inputs: Inputs) -> int:
-    """How many rows a set of inputs has."""
+    """Number of rows in a set of inputs."""
     return len(next(iter(inputs.values())))
 
 

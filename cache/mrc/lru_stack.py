@@ -38,7 +38,7 @@ class RecencyStack:
         return len(self._sizes) - self._next
 
     def touch(self, key: int, size: int) -> int | None:
-        """Put the key on top; the bytes that were above it, its own not included, or None if it was not there."""
+        """Put the key on top; return the bytes that were above it, its own left out, or None if it was not there."""
         slots, sizes, blocks, at = self._slots, self._sizes, self._blocks, self._next
         slot, above = slots.pop(key, None), None
         if slot is not None:
@@ -78,7 +78,7 @@ class RecencyStack:
         self._next = len(kept)
 
     def within(self, depths: Sequence[float]) -> list[int]:
-        """For each number of bytes, how many keys the top of the stack holds within them."""
+        """Number of keys that the top of the stack holds within each number of bytes."""
         newest_first = [self._sizes[slot] for slot in reversed(self._slots.values())]
         through = list(accumulate(newest_first))
         return [bisect_right(through, depth) for depth in depths]

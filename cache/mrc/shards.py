@@ -12,7 +12,7 @@ Touch = tuple[int, int]
 """A key's spot, and its size; the size is negative if the key was stored, or moved, without a read that counts."""
 
 _STEP = 1 << 32
-"""The threshold is a multiple of it: the upper half of a spot decides, the lower half only tells keys apart."""
+"""Step of the threshold, a multiple of it: the upper half of a spot decides, the lower half only tells keys apart."""
 
 
 class Shards:
@@ -43,21 +43,21 @@ class Shards:
 
     @property
     def keys(self) -> int:
-        """In the sample."""
+        """Number of keys in the sample."""
         return len(self._stack)
 
     @property
     def reads(self) -> float:
-        """All that were counted, aged."""
+        """Number of reads that were counted, aged."""
         return self._reads
 
     def count(self, found: int, reads: int) -> None:
-        """So many reads were made, of sampled keys and of others; `found`: those that some capacity would answer."""
+        """Count so many reads, of sampled keys and of others; `found`: those that some capacity would answer."""
         self._found += found
         self._reads += reads
 
     def take(self, touches: Sequence[Touch], place: int = 0) -> None:
-        """Touches in their order, at most `keys_max`; `place` is added to each size.
+        """Take touches in their order, at most `keys_max`; `place` is added to each size.
 
         Keys that are not sampled (any more) are left alone; stores move keys, and count for nothing.
         """
@@ -104,7 +104,7 @@ class Shards:
         self.last, self._rate = SPACE - 1, 1.0
 
     def hit_ratios(self) -> list[float]:
-        """Of all reads, for each capacity; 0 before the first read."""
+        """Hit ratio of all reads for each capacity; 0 before the first read."""
         if not self._reads:
             return [0.0] * len(self._capacities)
         hits = accumulate(self._hits[:-1], initial=self._found - self._weight)
@@ -112,7 +112,7 @@ class Shards:
         return [min(1.0, max(0.0, each / self._reads)) for each in hits]
 
     def entries(self) -> list[int]:
-        """How many of the keys read of late each capacity holds."""
+        """Number of the keys read of late that each capacity holds."""
         depths = [capacity * self._rate for capacity in self._capacities]
         return [round(count / self._rate) for count in self._stack.within(depths)]
 

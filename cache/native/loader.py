@@ -1,4 +1,4 @@
-"""What a batch costs per record, compiled (`native/columns.c`); where it was not built numpy does the same, slower."""
+"""Loader of a batch's work per record, compiled (`native/columns.c`); where it was not built numpy does it, slower."""
 
 import functools
 import importlib
@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from cache.errors import ConfigError
 
 VERSION = 2
-"""Of the functions and their arguments: what was built from other sources is left alone."""
+"""Version of the functions and their arguments: what was built from other sources is left alone."""
 
 Lent = Any
-"""Whatever lends its bytes as one contiguous buffer for the length of a call."""
+"""An object that lends its bytes as one contiguous buffer for the length of a call."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ class Parts(Protocol):
 
 
 class Columns(Protocol):
-    """The module; records are those of `cache.format.records`, `is_half` those of float16, the others of float32."""
+    """The compiled module; records are `cache.format.records`', `is_half` those of float16, the others of float32."""
 
     def Parts(self, firsts: tuple[int, ...], parts: tuple[Lent, ...], /) -> Parts:  # noqa: N802
-        """The first hash of each part, and its hashes, which stay lent."""
+        """The parts of an entity set from the first hash of each part, and its hashes, which stay lent."""
 
     def hashes(self, ids: list[bytes], seed: int, /) -> bytearray | None:
         """64-bit xxh3 of each; None if one is longer than 128 bytes."""
@@ -43,7 +43,7 @@ class Columns(Protocol):
         """64-bit xxh3 of each text between int32 cuts; None unless these rise within `data`, or if one is too long."""
 
     def could_be(self, data: bytes, count: int, length: int, /) -> bool:
-        """As `cache.l2.replies.could_be`."""
+        """True if `data` is the beginning of, or begins with, `count` bulk strings of `length` bytes."""
 
     def records_of(
         self,
@@ -72,16 +72,16 @@ class Columns(Protocol):
         after: bytes,
         /,
     ) -> bytes:
-        """As `serving.arrow_ipc.writer.assembled`."""
+        """An Arrow IPC stream: `before`, metadata with its numbers, each buffer on a multiple of 8 bytes, `after`."""
 
     def joined(self, texts: Any, /) -> tuple[bytes, bytes] | None:
         """(int32 cuts, the bytes) of a list of bytes one behind the other; None if it holds anything else."""
 
     def board(self, flights: dict[Any, Any], keys: list[Any], flight: object, /) -> list[int]:
-        """As `cache.tiers.singleflight.board`."""
+        """Puts `flight` under each key that is not there yet; returns the places of the others."""
 
     def leave(self, flights: dict[Any, Any], keys: list[Any], /) -> None:
-        """As `cache.tiers.singleflight.leave`."""
+        """Takes away each key that is there."""
 
     def spread(
         self, count: int, size: int, rows: Lent, places: list[int], others: dict[int, bytes], /
@@ -89,10 +89,10 @@ class Columns(Protocol):
         """`count` records: those of `rows` at `places`, `others` by their places, else zeros."""
 
     def are_ids(self, ids: list[bytes], most: int, /) -> bool:
-        """As `cache.format.keys.are_ids`."""
+        """True if each has a length that an id may have: 1 to `most` bytes."""
 
     def getranges(self, prefix: bytes, pages: Lent, offsets: Lent, length: int, /) -> bytes:
-        """One command per int64 page and offset, on the key of `prefix` and the page's number."""
+        """RESP commands that read `length` bytes per int64 page and offset, on the key of `prefix` and page number."""
 
     def cut_texts(self, data: Lent, cuts: Lent, /) -> list[bytes] | None:
         """The texts between int32 cuts; None unless these rise within `data`, and each is UTF-8."""
@@ -144,12 +144,12 @@ class Columns(Protocol):
 
 @functools.cache
 def columns() -> Columns | None:
-    """What this process uses; None where it is missing or switched off."""
+    """The compiled module that this process uses; None where it is missing or switched off."""
     return load(os.environ)
 
 
 def load(environ: Mapping[str, str]) -> Columns | None:
-    """The module, unless it is missing or LARDER_COLUMNS=off."""
+    """The compiled module; None if missing, of other sources, or LARDER_COLUMNS=off; ConfigError unless auto or off."""
     wanted = environ.get("LARDER_COLUMNS", "auto")
     if wanted not in ("auto", "off"):
         raise ConfigError(f"LARDER_COLUMNS must be auto or off, not {wanted!r}")

@@ -8,16 +8,16 @@ import orjson
 from numpy.typing import NDArray
 
 DROPPED_BITS: Final = 13
-"""Of a float32, all of them 0 in such a number; a key is what remains."""
+"""Number of low bits of a float32, all of them 0 in such a number; a key is what remains."""
 
 _BYTES: Final = 16
-"""For each: how many follow, 0 where it was not written yet, then its text."""
+"""Bytes for each number: how many follow, 0 where it was not written yet, then its text."""
 
 _TOO_LONG: Final = _BYTES
 
 
 class Numerals:
-    """8 MiB of address space, of which the system gives only what is written."""
+    """A table of numbers' texts: 8 MiB of address space, of which the system gives only what is written."""
 
     def __init__(self) -> None:
         self.table: NDArray[np.uint8] = np.zeros((1 << (32 - DROPPED_BITS), _BYTES), np.uint8)

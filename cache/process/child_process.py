@@ -105,7 +105,7 @@ class Guarded:
 
     @property
     def running(self) -> bool:
-        """Whether the command is still there."""
+        """True while the command runs."""
         return self._guard.poll() is None
 
     @property

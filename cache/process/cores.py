@@ -1,4 +1,4 @@
-"""How many cores this process may use: what the system, its affinity and its control group leave it."""
+"""Number of cores this process may use, as its system, its affinity and its control groups limit it."""
 
 import math
 import os
@@ -10,7 +10,7 @@ OWN = Path("/proc/self/cgroup")
 
 
 def usable_cores(cgroups: Path = CGROUPS, own: Path = OWN) -> int:
-    """At least 1. In a container with 4 of 96 cores, 96 threads would only take turns."""
+    """Number of usable cores, at least 1. In a container with 4 of 96 cores, 96 threads would only take turns."""
     has_affinity = hasattr(os, "sched_getaffinity")
     allowed = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, min([allowed, *(math.ceil(share) for share in _quotas(cgroups, own))]))

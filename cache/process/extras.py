@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 
 def missing(who: str, extra: str, *modules: str) -> str | None:
-    """What to tell somebody whose installation lacks top-level `modules` that `who` needs; None if all are there."""
+    """Message for an installation that lacks top-level `modules` which `who` needs; None if all are there."""
     absent = [module for module in modules if find_spec(module) is None]
     if not absent:
         return None

@@ -1,4 +1,4 @@
-"""What this host, or the container on it, has left: memory that programs can still have, and free disk."""
+"""Free resources of this host, or of the container on it: memory that programs can still have, and disk."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ def memory_available_bytes(
 
 
 def _machine_bytes(proc: Path) -> int:
-    """Where the system does not say, all that the machine has."""
+    """Available bytes of the machine's memory; all of its memory where the system does not say."""
     try:
         for line in (proc / "meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -31,7 +31,7 @@ def _machine_bytes(proc: Path) -> int:
 
 
 def _group_bytes(proc: Path, groups: Path) -> Iterator[int]:
-    """Of each cgroup with a limit that this process is in; version 2, then version 1."""
+    """Available bytes in each cgroup with a limit that this process is in; version 2, then version 1."""
     for folder in _folders(proc, groups, "0::"):
         yield from _left(folder, "memory.max", "memory.current", "file", "shmem")
     memory = groups / "memory"
@@ -53,7 +53,7 @@ def _folders(proc: Path, root: Path, mark: str) -> list[Path]:
 
 
 def _left(folder: Path, limit: str, usage: str, cache: str, shared: str) -> Iterator[int]:
-    """Nothing where there is no limit. Cached files can be dropped; shared memory, counted among them, cannot."""
+    """Available bytes of one cgroup, none without a limit. File cache can be dropped; shared memory in it cannot."""
     try:
         allowed, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
         pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 AGAIN_S = 0.001
-"""Until a swallowed interrupt is raised once more."""
+"""Seconds until a swallowed interrupt is raised again."""
 
 
 @contextmanager
 def never_swallowed(
     handler: Callable[[int, FrameType | None], object] = signal.default_int_handler,
 ) -> Iterator[None]:
-    """While it lasts, a KeyboardInterrupt that was ignored is raised again by `handler`. For the main thread.
+    """Raises an ignored KeyboardInterrupt again, by `handler`, while the block runs. For the main thread.
 
     Python ignores what is raised in `__del__`, in callbacks of weak references and in those of its collector
     (`sys.unraisablehook`); whoever pressed Ctrl-C just then would see a traceback and a process that goes on.

@@ -39,7 +39,7 @@ _SOCKET_PATH_MAX = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where a running server answers: `url` over TCP, `socket` for the unix socket if it has one."""
+    """Address of a running server: `url` over TCP, `socket` for the unix socket if it has one."""
 
     url: str
     socket: str | None
@@ -47,7 +47,7 @@ class Server:
 
     @property
     def unix_url(self) -> str | None:
-        """The same server over its unix socket."""
+        """URL of the server over its unix socket, None if it has none."""
         if self.socket is None:
             return None
         user, at, _ = urlsplit(self.url).netloc.rpartition("@")
@@ -127,7 +127,7 @@ def _announce(state: Path, running: Server) -> None:
 
 
 def _write_for_us(path: Path, text: str) -> Path:
-    """A file that nobody else may read."""
+    """Writes a file that nobody else may read; returns its path."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
@@ -135,7 +135,7 @@ def _write_for_us(path: Path, text: str) -> Path:
 
 
 def _answers(known: Server) -> bool:
-    """Tell whether this very server answers: a port may since belong to somebody else."""
+    """Returns whether this very server answers: the port may belong to another process by now."""
     return _process_id(known.url) == known.pid
 
 

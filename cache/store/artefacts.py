@@ -23,10 +23,10 @@ from cache.store.object_store import PROBE, ObjectStore
 _CHUNK_BYTES = 1 << 20
 
 COPY_IDLE_S = 3_600.0
-"""A copy that changed more recently may belong to a generation that is being made on this host."""
+"""Seconds a copy must be unchanged before its removal: a newer one may belong to a generation in the making here."""
 
 FETCH_TRIES = 3
-"""A sweep may take a folder away while a copy is on its way into it."""
+"""Number of tries to fetch a file: a sweep may remove a folder while a copy is being written into it."""
 
 
 def sha256_of(path: Path) -> str:
@@ -192,7 +192,7 @@ class ArtefactStore:
         return len(found)
 
     def local(self, path: str) -> Path:
-        """Where this host has, or will write, a file; for a remote store a place in the host cache."""
+        """Local path where this host has, or will write, a file; for a remote store a path in the host cache."""
         return self._root / path
 
     def fetch(self, path: str) -> Path:

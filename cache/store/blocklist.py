@@ -19,7 +19,7 @@ _VERSION = re.compile(r"([0-9]{12})\.json")
 
 @dataclass(frozen=True, slots=True)
 class Blocklist:
-    """One version; a blocked item appears in no answer, a blocked entity gets none of its own.
+    """Version of the blocklist; a blocked item appears in no answer, a blocked entity gets none of its own.
 
     `entities` are of whatever kind; `users` (the erased ones) leave an item of the same id alone.
     """

@@ -46,7 +46,7 @@ class HostCopies:
 
     @property
     def host(self) -> str:
-        """The host's name and an id of its state folder, the same for as long as that lasts."""
+        """Name of the host with an id of its state folder, stable for as long as that folder lasts."""
         path = self._root / _HOST
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class HostCopies:
         mark.touch()
 
     def try_to_record(self, generation: str) -> None:
-        """The same for who may only read the store, or can wait: tried once by each program."""
+        """Records copies for callers that may only read the store, or can wait: tried once per program if it fails."""
         if generation in self._unrecorded:
             return
         try:
@@ -139,5 +139,5 @@ def _files(folder: Path) -> list[Path]:
 
 
 def record_path(generation: str, host: str) -> str:
-    """Where it stands that a host has copies of a generation."""
+    """Store path of the record that a host has copies of a generation."""
     return f"{FOLDER}/{generation}/{host}.json"

@@ -11,12 +11,12 @@ from pathlib import Path
 from cache.errors import StoreError
 
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV})
-"""What file systems without hard links answer: SMB, FAT and many FUSE mounts."""
+"""Error numbers of file systems without hard links: SMB, FAT and many FUSE mounts."""
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """A full disk becomes a StoreError with its remedy; what was finished before stays finished."""
+    """Turns a full disk into a StoreError with its remedy; what was finished before stays finished."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # FAISS says it in the text of a RuntimeError
@@ -62,7 +62,7 @@ def written_beside(path: Path) -> Iterator[Path]:
 
 
 def take_file(source: Path, path: Path) -> None:
-    """The same bytes under another name, as `write_atomically` would leave them.
+    """Puts a file's bytes under another name, as `write_atomically` would leave them.
 
     `source` must never be written to again: where the file system can, both names are one file.
     """
@@ -83,7 +83,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def last_change(path: Path) -> float:
-    """When anything in a file or folder last came or changed, Unix seconds; 0 when it is gone.
+    """Time at which anything in a file or folder last came or changed, Unix seconds; 0 when it is gone.
 
     By the inode's own time: a copied file keeps the modification time of its original.
     """
@@ -95,7 +95,7 @@ def last_change(path: Path) -> float:
 
 
 def put_in_place(beside: Path, target: Path) -> None:
-    """What another worker brought meanwhile is mapped there and stays: all map one file, or each holds its own."""
+    """Puts a file at its target; one that another worker put there first stays, so that all map a single file."""
     try:
         os.link(beside, target)
     except FileExistsError:

@@ -13,7 +13,7 @@ import fsspec
 from cache.errors import StoreError
 
 PROBE = ".created-once"
-"""Created by whoever comes first and left there: that nobody can create it again proves the store exclusive."""
+"""Name of an object created once and left there: that nobody can create it again proves the store exclusive."""
 
 _TEXT_CHARS = 500
 _HIDDEN = "***"
@@ -53,7 +53,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _told(self, what: str, *, may_miss: bool = False) -> Iterator[None]:
-        """Drivers raise errors of their own (botocore's, gcsfs', Azure's), which are no OSError."""
+        """Turns drivers' own errors (botocore's, gcsfs', Azure's), which are no OSError, into StoreError."""
         try:
             yield
         except StoreError:
@@ -91,7 +91,7 @@ class ObjectStore:
         return data
 
     def read_many(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """Bytes of those that are there, by path; a driver that can asks for many at once."""
+        """Bytes of the objects that exist, by path; a driver that can asks for many at once."""
         if not paths:
             return {}
         with self._told(f"read {paths[0]} and {len(paths) - 1} others in {self.shown}"):

@@ -15,7 +15,7 @@ from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
 
 PACK_FILES = 100
-"""From so many files on that no pack holds, whoever has read them all packs them."""
+"""Number of files outside any pack at which whoever has read them all packs them."""
 
 _PACK = re.compile(r"pack-[0-9a-f]{16}\.json")
 
@@ -41,7 +41,7 @@ def read_files(
 
 
 def pack(store: ArtefactStore, folder: str, files: Mapping[str, bytes]) -> None:
-    """Keep these together, once they are many and whoever read them found them sound; nobody waits for success."""
+    """Write these files as one pack once they are many and were read without fault; a failure is ignored."""
     if len(files) < PACK_FILES:
         return
     body = orjson.dumps({name: raw.decode() for name, raw in sorted(files.items())})

@@ -24,13 +24,13 @@ POINTED: frozenset[str] = MOVES | {"canary", "end_canary"}
 """Actions that write the pointer: an intent first, completed once the pointer has moved."""
 
 LIST_TRIES = 3
-"""How often the folder of the records is listed when one of them seems to be missing."""
+"""Number of times the records' folder is listed when one of them seems to be missing."""
 
 LAST_MOMENT = 253_402_300_799
 """The end of the year 9999 in Unix seconds: later times have no date."""
 
 EPOCHS = 2**53
-"""Whole numbers from here on are not exact in Lua, which compares epochs; nothing could follow the greatest."""
+"""Bound of epochs: from here on whole numbers are not exact in Lua, which compares them; none could follow the last."""
 
 # Whatever else somebody leaves in the folder (notes, an editor's copy) is no record.
 _INTENT = re.compile(r"(0|[1-9][0-9]*)\.json")
@@ -38,7 +38,7 @@ _INTENT = re.compile(r"(0|[1-9][0-9]*)\.json")
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One entry; `number` is its place in the history, from 1 on without gaps, so no record lands before another.
+    """Release record; `number` is its place in the history, from 1 on without gaps, so none lands before another.
 
     `epoch` grows with it, `at` is Unix seconds. A record of an earlier version has no number: its place is its epoch.
     Of a canary: `generation` is the one tried out, `percent` its share, `rule` the feedback event that decides,
@@ -66,7 +66,7 @@ class Release:
 
     @property
     def place(self) -> int:
-        """Under which number it is stored."""
+        """Number under which the record is stored."""
         return self.number or self.epoch
 
     def to_bytes(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What L1 is asked for, as far as it is sampled: written by readers, read by whoever keeps the curve."""
+"""A sample of what L1 is asked for: written by readers, read by whoever keeps the curve."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ TRACE_MAX = 16_384
 
 
 class Trace(deque[Touch]):
-    """A reader that is not sampled pays for one comparison with `last`, the greatest spot in the sample.
+    """A trace of sampled reads; any other read pays for one comparison with `last`, the greatest spot in the sample.
 
     Sizes are bytes in L1, the place in the table left out. A spot is an id's fingerprint; its lower half also tells
     tables and generations apart, so whether a key is sampled can be told from the fingerprint alone. `generation` is
@@ -55,13 +55,13 @@ class Trace(deque[Touch]):
         return ready._replace(stamp=-ready.stamp, touch=(spot, size_of(ready)))
 
     def one(self, generation: str, want: Want, outcome: Outcome | None) -> None:
-        """A record was asked for, with this outcome; one that is not found is in no L1 of any size."""
+        """Records a read with its outcome; a record that is not found is in no L1 of any size."""
         if want[2] <= self.last and type(outcome) is Found:
             size = len(outcome.record) + OVERHEAD_BYTES + LIVE_BYTES * outcome.live
             self.append((want.fingerprint ^ _salt(generation, want.table.name), size))
 
     def rows(self, generation: str, wants: Wants, others: Mapping[int, Outcome]) -> None:
-        """The same for a batch; `others` are the outcomes that are no rows, by place."""
+        """Records a batch of reads; `others` are the outcomes that are no rows, by place."""
         if self.last < 0:
             return
         places = np.flatnonzero(wants.fingerprints <= self._last)
@@ -75,7 +75,7 @@ class Trace(deque[Touch]):
             self.extend(zip(spots, repeat(wants.table.layout.size_bytes + OVERHEAD_BYTES)))
 
     def put(self, generation: str, want: Want, size_bytes: int) -> None:
-        """A live record was stored for later readers."""
+        """Records that a live record was stored for later readers."""
         if want[2] <= self.last:
             spot = want.fingerprint ^ _salt(generation, want.table.name)
             self.append((spot, -(size_bytes + OVERHEAD_BYTES + LIVE_BYTES)))

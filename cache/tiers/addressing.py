@@ -1,4 +1,4 @@
-"""From what is wanted to where it lies in Redis. Pure."""
+"""Addresses in Redis of what is wanted. Pure."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from cache.tiers.results import View, Want
 
 
 def reads_of(view: View, wants: Sequence[Want]) -> list[Read]:
-    """What is read for each want; whatever wants of one table share is looked up once."""
+    """Reads of L2, one per want; whatever wants of one table share is looked up once."""
     reads: list[Read] = []
     table: Table | None = None
     name, size_bytes, per_page = "", 0, 1
@@ -33,7 +33,7 @@ def reads_of(view: View, wants: Sequence[Want]) -> list[Read]:
 
 
 def page_reads(view: View, wants: Wants) -> PageReads:
-    """Where each record lies."""
+    """Reads of the records by page and offset, one per want."""
     table = wants.table
     size_bytes = table.layout.size_bytes
     first_pages = np.array([part.first_page for part in table.parts], np.int64)

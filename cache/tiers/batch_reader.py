@@ -1,4 +1,4 @@
-"""Many records of one table at once: one look at L1, one flight, one run of replies."""
+"""Batch reads of many records of one table: one look at L1, one flight, one run of replies."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -33,14 +33,14 @@ T = TypeVar("T")
 
 
 class Remote(Protocol):
-    """What is needed of L2."""
+    """L2 as far as batch reads need it."""
 
     def submit(self, reads: PageReads, keep: Callable[[Sequence[Answer]], T]) -> asyncio.Future[T]:
-        """What `keep` makes of one answer per read."""
+        """A future of what `keep` makes of the answers, one per read."""
 
 
 class Landed(Sequence[Entry | Missed]):
-    """What a flight of many keys brought: as rows for who asked for them, one by one for who joined.
+    """Records that a flight of many keys brought: as rows for who asked for them, one by one for who joined.
 
     `rows[i]` means nothing where `missed` has `i`.
     """
@@ -77,7 +77,7 @@ class RowReads:
         self._counters = counters
 
     async def read(self, view: View, wants: Wants, left_s: float | None) -> Rows:
-        """One row per want, or why there is none; None: the deadline of L2 itself is the caller's too."""
+        """Rows, one per want, or why there is none; `left_s` None: the deadline of L2 itself is the caller's too."""
         entries = self._local.get_many(wants.local_keys(view.generation)) if self._local else ()
         if not any(entries):
             return await self._read(view, wants, left_s)
@@ -96,7 +96,7 @@ class RowReads:
         return rows
 
     async def _read(self, view: View, wants: Wants, left_s: float | None) -> Rows:
-        """From L2 alone."""
+        """Rows from L2 alone; L2_TIMEOUT for all of them when `left_s` is over."""
 
         def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Missed]]:
             return self._fetch(view, wants.of(new))
@@ -196,7 +196,7 @@ def _spread(
 
 
 def _checked(wants: Wants, records: NDArray[Any]) -> Rows:
-    """Those of L1 and of other flights; each must be its entity's."""
+    """Rows of L1 and of other flights, corrupt where a record is not its entity's."""
     others: dict[int, Outcome] = {}
     is_own = records["fingerprint"] == wants.fingerprints
     if np.count_nonzero(is_own) < len(is_own):

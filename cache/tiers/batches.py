@@ -30,12 +30,12 @@ class Wants:
         return len(self.keys)
 
     def local_keys(self, generation: str) -> list[LocalKey]:
-        """What each is called in L1: plain tuples, which are equal to and hash like the named ones."""
+        """Keys in L1: plain tuples, which are equal to and hash like the named ones."""
         named = zip(repeat(generation), repeat(self.table.name), self.keys)
         return cast(list[LocalKey], list(named))
 
     def of(self, places: Sequence[int]) -> "Wants":
-        """Those at `places`."""
+        """The wants at `places`, as columns."""
         if len(places) == len(self.keys):
             return self
         keys = [self.keys[place] for place in places]
@@ -43,14 +43,14 @@ class Wants:
         return Wants(self.table, keys, self.fingerprints[at], self.positions[at], self.digest)
 
     def one(self, place: int) -> Want:
-        """A single one."""
+        """The want at `place`."""
         print_, position = int(self.fingerprints[place]), int(self.positions[place])
         return Want(self.table, self.keys[place], print_, position, self.digest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """What a read of `Wants` found, in their order.
+    """Rows that a read of `Wants` found, in their order.
 
     `records` are of the table's dtype, with the wanted fingerprint; those at the places of `others` mean nothing.
     `is_l2`: bool[n], False where L1 had it.

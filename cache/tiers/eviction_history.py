@@ -1,4 +1,4 @@
-"""Why L1 lacks what Redis then answers: a bounded memory of what it let go."""
+"""Eviction history of L1, a bounded memory of what it let go: why it lacks what Redis then answers."""
 
 import time
 from array import array
@@ -9,19 +9,19 @@ import numpy as np
 
 Absence = Literal["cold_start", "evicted", "expired", "flipped"]
 ABSENCES: tuple[Absence, ...] = ("cold_start", "evicted", "expired", "flipped")
-"""Never here in this generation (or forgotten since); here and let go; its life was over; here, but in the generation
+"""Absences: never here in this generation (or forgotten since); let go; its life was over; here, but in the generation
 before."""
 
 SLOTS = 1 << 17
-"""A mebibyte: the last hundred thousand entries or so that were let go."""
+"""Slots of 8 bytes, a mebibyte: the last hundred thousand entries or so that were let go."""
 
 EXPIRED_SLOTS = 1 << 13
 
 FLIPPED_S = 300.0
-"""After a flip, until when a record that the generation before had in L1 counts as `flipped`."""
+"""Seconds after a flip in which a record that the generation before had in L1 counts as `flipped`."""
 
 _MANY = 16
-"""From so many keys on, numpy's fixed cost pays."""
+"""Number of keys from which on numpy's fixed cost pays."""
 
 
 class LetGo:
@@ -34,13 +34,13 @@ class LetGo:
         self._mask = slots - 1
 
     def note(self, key: Hashable) -> None:
-        """This key is not held any more."""
+        """Records that this key is not held any more."""
         self.is_empty = False
         hash_ = hash(key)
         self._slots[hash_ & self._mask] = hash_
 
     def note_all(self, keys: Sequence[Hashable]) -> None:
-        """None of these is held any more, in this order."""
+        """Records that none of these keys is held any more, in this order."""
         if len(keys) < _MANY:
             for key in keys:
                 self.note(key)
@@ -54,7 +54,7 @@ class LetGo:
         return self._slots[hash_ & self._mask] == hash_
 
     def count(self, keys: Sequence[Hashable]) -> int:
-        """How many of them."""
+        """Number of these keys that are remembered as let go."""
         if len(keys) < _MANY:
             return sum(map(self.__contains__, keys))
         hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
@@ -80,11 +80,11 @@ class Absences:
         self._before: tuple[str, float] | None = None
 
     def flipped(self, before: str) -> None:
-        """Another generation is live from now on; `before` is the one that was."""
+        """Records a flip: another generation is live from now on; `before` is the one that was."""
         self._before = before, self._timer() + FLIPPED_S
 
     def why(self, generation: str, table: str, key: int | bytes) -> Absence:
-        """The one reason for one key."""
+        """The one reason why L1 lacked a key."""
         if self.expired.is_empty and self.evicted.is_empty and self._before is None:
             return "cold_start"
         whole = generation, table, key
@@ -99,7 +99,7 @@ class Absences:
         return "cold_start"
 
     def count(self, generation: str, table: str, keys: Sequence[int | bytes]) -> dict[Absence, int]:
-        """How many of the keys L1 lacked for which reason; each has exactly one."""
+        """Number of the keys that L1 lacked for each reason; each key has exactly one."""
         if self.expired.is_empty and self._earlier(generation) is None:
             if self.evicted.is_empty:
                 return {"cold_start": len(keys)}
@@ -112,7 +112,7 @@ class Absences:
         return found
 
     def is_over(self, generation: str, table: str, key: int | bytes) -> bool:
-        """Whether a record was here until its life was over."""
+        """True if a record was here until its life was over."""
         return not self.expired.is_empty and (generation, table, key) in self.expired
 
     def _earlier(self, generation: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What reads under way are called: whole numbers, which a dictionary takes at a fraction of what names cost."""
+"""Keys of reads under way: whole numbers, which a dictionary takes at a fraction of what names cost."""
 
 import itertools
 
@@ -17,7 +17,7 @@ class FlightKeys:
         self._numbers = itertools.count(1)
 
     def start(self, generation: str, table: str) -> int:
-        """What to add to a 64-bit hash; a table that was forgotten gets a new number, never that of another."""
+        """The number to add to a 64-bit hash; a table that was forgotten gets a new one, never that of another."""
         start = self._starts.get((generation, table))
         if start is None:
             if len(self._starts) >= _KEPT_MAX:

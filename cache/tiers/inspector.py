@@ -1,4 +1,4 @@
-"""What both tiers would say, for somebody who only looks: nothing is filled, moved or counted."""
+"""An inspector of both tiers, for somebody who only looks: nothing is filled, moved or counted."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ from cache.tiers.results import (
 from cache.tiers.tiered import Remote, Tiered, judge, live_key, overlay_entry
 
 _PAGE_S = 3.0
-"""How long a whole page may take, which has megabytes where a record has hundreds of bytes."""
+"""Seconds that a whole page may take, which has megabytes where a record has hundreds of bytes."""
 
 
 class PagedRemote(Remote, Protocol):
@@ -36,7 +36,7 @@ class PagedRemote(Remote, Protocol):
 
 
 class Looking:
-    """Reads of records are real ones: they count for the breaker, and fail as any read does."""
+    """An inspector whose reads of records are real ones: they count for the breaker, and fail as any read does."""
 
     def __init__(
         self, tiers: Tiered, remote: PagedRemote, timer: Callable[[], float] = time.monotonic
@@ -47,7 +47,7 @@ class Looking:
         self._timer = timer
 
     def l1(self, view: View, want: Want) -> Outcome | None:
-        """What L1 says; None if it holds nothing of this entity."""
+        """The outcome of a look at L1; None if it holds nothing of this entity."""
         key = LocalKey(view.generation, want.table.name, want.key)
         entry = self._local.look(key)
         if entry is not None:
@@ -65,7 +65,7 @@ class Looking:
         return None if entry is None else judge(entry, want, "l1")
 
     async def l2(self, view: View, want: Want) -> Outcome:
-        """What a read of L2 comes to."""
+        """The outcome of a read of L2."""
         asked_at = self._timer()
         answer = await self._remote.submit(reads_of(view, (want,)), _only)
         if isinstance(answer, TierUnavailable):

@@ -14,20 +14,20 @@ OVERHEAD_BYTES = 328
 """Memory per entry besides the record and the table: key, entry, two numbers, and what the allocator rounds up."""
 
 LIVE_BYTES = 96
-"""What digest and expiry of a live answer add to it."""
+"""Memory that digest and expiry of a live answer add to an entry."""
 
 READY_BYTES = 416
-"""The same for a ready answer, whose key is the request's own bytes."""
+"""Memory per ready answer besides its texts, request and id; its key is the request's own bytes."""
 
 
 _FILLED = 32
 """Records that may be too many for a moment."""
 _TIMES = 64
-"""A tier holds at least so many times what is filled in at once."""
+"""Ratio, at least, of a tier's bound to what is filled in at once."""
 
 
 class LocalKey(NamedTuple):
-    """What a record is called here; the generation is part of it, so nothing is ever invalidated."""
+    """Key of a record in L1; the generation is part of it, so nothing is ever invalidated."""
 
     generation: str
     table: str
@@ -35,7 +35,7 @@ class LocalKey(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One record; `digest` and `expires_at` (monotonic seconds) are None for what the night computed."""
+    """A record in L1; `digest` and `expires_at` (monotonic seconds) are None for what the night computed."""
 
     record: bytes
     fingerprint: int
@@ -70,7 +70,7 @@ def size_of(entry: Entry | Ready) -> int:
 
 
 class LocalTier:
-    """Least recently used records go first; an entry past its life is never returned.
+    """An LRU cache bounded by bytes; an entry past its life is never returned.
 
     The table is counted as it is, not per entry: under churn Python sizes it for three to six times what it holds.
     """
@@ -78,7 +78,7 @@ class LocalTier:
     def __init__(self, max_bytes: int, timer: Callable[[], float] = time.monotonic) -> None:
         self.too_large = 0
         self.ready_tables: set[str] = set()
-        """All of which an answer was ever kept."""
+        """Tables of which an answer was ever kept."""
         self._timer = timer
         self._max_bytes = max_bytes
         self._entries: OrderedDict[LocalKey | bytes, Entry | Ready] = OrderedDict()
@@ -100,22 +100,22 @@ class LocalTier:
         return None
 
     def look(self, key: LocalKey) -> Entry | None:
-        """`get` for somebody who only looks: it changes neither what is held nor what goes first."""
+        """The entry as `get` would find it, for somebody who only looks: what is held and what goes first stay."""
         entry: Entry | None = self._find(key)  # type: ignore[assignment]  # as above
         is_over = entry is None or (entry[3] is not None and entry[3] <= self._timer())
         return None if is_over else entry
 
     def get_many(self, keys: Sequence[LocalKey]) -> list[Entry | None]:
-        """`get` of each."""
+        """Entries of many keys, None for each that is absent or whose life is over."""
         found: list[Any] = list(map(self._find, keys))
         return [self.get(key) for key in keys] if any(found) else found
 
     def takes(self, size_bytes: int) -> bool:
-        """Whether a record of this size fits at all; one that does not is counted when it comes."""
+        """True if a record of this size fits at all; one that does not is counted when it comes."""
         return size_bytes + OVERHEAD_BYTES <= self._max_bytes
 
     def ready(self, request: bytes) -> Ready | None:
-        """What was kept for exactly this request; whether it still counts is for its stamp to say."""
+        """The answer kept for exactly this request; whether it still counts is for its stamp to say."""
         ready = self._find(request)
         if ready is not None:
             self._touch(request)
@@ -127,7 +127,7 @@ class LocalTier:
         self._put(ready.request, ready)
 
     def unsampled(self, ready: Ready) -> None:
-        """From now on its readers write nothing: the sample has left it out."""
+        """Marks a ready answer that the sample has left out: from now on its readers write nothing."""
         if self._find(ready.request) is ready:
             self._entries[ready.request] = ready._replace(stamp=abs(ready.stamp), touch=None)
 
@@ -138,7 +138,7 @@ class LocalTier:
     def fill(
         self, keys: Sequence[LocalKey], records: Sequence[bytes], prints: Sequence[int]
     ) -> None:
-        """`put` of records of one size that the night computed; room is made for some of them at a time."""
+        """Stores records of one size that the night computed; room is made for some of them at a time."""
         entries, size_bytes = self._entries, len(records[0]) + OVERHEAD_BYTES if records else 0
         # A table grows for those who come at once: in a small tier that would push out more than they need.
         at_once = max(1, min(_FILLED, self._max_bytes // (_TIMES * max(1, size_bytes))))
@@ -193,17 +193,17 @@ class LocalTier:
 
     @property
     def size_bytes(self) -> int:
-        """All entries and their table, never above `max_bytes`."""
+        """Bytes of all entries and their table, never above `max_bytes`."""
         return self._bytes + getsizeof(self._entries) if self._entries else 0
 
     @property
     def max_bytes(self) -> int:
-        """The bound."""
+        """Bound of `size_bytes`, in bytes."""
         return self._max_bytes
 
     @property
     def place_bytes(self) -> int:
-        """Of the table, per entry."""
+        """Bytes of the table per entry; 0 while there is none."""
         return getsizeof(self._entries) // len(self._entries) if self._entries else 0
 
 

@@ -1,4 +1,4 @@
-"""What a read asks for and how it can end."""
+"""Wants and outcomes: what a read asks for and how it can end."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from cache.l2.lease_commands import Bid
 
 
 class MissReason(StrEnum):
-    """Why there is no stored answer; each miss has exactly one."""
+    """Reasons why there is no stored answer; each miss has exactly one."""
 
     NOT_IN_GENERATION = "not_in_generation"
     NEGATIVE = "negative"
@@ -39,15 +39,15 @@ OUTAGES = frozenset(
         MissReason.BREAKER_OPEN,
     }
 )
-"""What the night has computed is out of reach for a while."""
+"""Reasons of a miss: what the night has computed is out of reach for a while."""
 
 
 STANDS_IN = OUTAGES | {MissReason.NOT_IN_GENERATION}
-"""Where the night has a place for an entity, and a live answer kept beside it does for a while."""
+"""Reasons of a miss where the night has a place for an entity, and a live answer kept beside it does for a while."""
 
 
 class Want(NamedTuple):
-    """One entity's record in one table.
+    """A request for one entity's record in one table.
 
     `key` is the hash of its id, or the 16-byte digest of an id-less input; `position` is -1 when the night did not
     know it; `digest` is that of the input the caller sent, None if it sent none. `bid` is for the lease of what will
@@ -77,7 +77,7 @@ class Found(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """No stored answer, and why."""
+    """A miss: no stored answer, and why."""
 
     reason: MissReason
 
@@ -93,19 +93,19 @@ _UNAVAILABLE = {
 
 
 def unavailable(why: TierUnavailable) -> Missed:
-    """What it means for a read that L2 could not answer."""
+    """The miss of a read that L2 could not answer."""
     return _UNAVAILABLE[str(why.details["reason"])]
 
 
 def unsound(record: bytes, fingerprint: int) -> MissReason:
-    """Why a record from a page is no answer: the night had none to give this entity, or it is not what it should be."""
+    """Reason why a page's record is no answer: the night had none for this entity, or it is not what it should be."""
     absent = is_absent(record, fingerprint)
     return MissReason.NOT_IN_GENERATION if absent else MissReason.CORRUPT
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a read needs of a snapshot, captured once per request."""
+    """A snapshot as far as a read needs it, captured once per request."""
 
     generation: str
     directories: Mapping[str, Directory]
@@ -113,7 +113,7 @@ class View:
 
 @dataclass(slots=True)
 class Counters:
-    """Every want that was asked for is counted once: in `l1`, `l2` or one of `missed`.
+    """Counters of reads: every want that was asked for is counted once, in `l1`, `l2` or one of `missed`.
 
     `l1` are records found there, in `records`, and answers that were ready to be sent, in `ready`. Those are counted
     some at a time: `flush` adds what is still to be counted.
@@ -137,7 +137,7 @@ class Counters:
                 self.l2 += 1
 
     def count_rows(self, is_l2: NDArray[np.bool_], others: Mapping[int, Outcome]) -> None:
-        """The same for as many rows: from which tier each is, but for those at the places of `others`."""
+        """Adds rows by the tier each is from, but those at the places of `others` by their outcomes."""
         l2 = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[place]) for place in others)
         self.l2 += l2
         self.records += len(is_l2) - l2 - len(others)
@@ -145,10 +145,10 @@ class Counters:
 
     @property
     def l1(self) -> int:
-        """What L1 answered."""
+        """Number of wants that L1 answered."""
         return self.records + self.ready
 
     @property
     def total(self) -> int:
-        """All outcomes."""
+        """Number of all outcomes."""
         return self.l1 + self.l2 + sum(self.missed.values())

@@ -1,4 +1,4 @@
-"""One computation per key at a time, whoever asks and whoever gives up."""
+"""Request coalescing: one computation per key at a time, whoever asks and whoever gives up."""
 
 import asyncio
 from collections import deque
@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 
 _LATE: Sequence[Any] = []
-"""By identity: what a waiter gets whose time is over."""
+"""Marker, known by identity, that a waiter gets whose time is over."""
 
 
 class Abandoned(RuntimeError):
@@ -24,16 +24,16 @@ class Abandoned(RuntimeError):
 @dataclass(slots=True, eq=False)
 class _Flight(Generic[K, V]):
     keys: Collection[K]
-    """In the order of what the work yields."""
+    """Keys in the order of what the work yields."""
     is_single: bool = False
-    """The work yields one value and no sequence of them."""
+    """True if the work yields one value and no sequence of them."""
     work: asyncio.Future[Any] = field(init=False)
     is_under_way: bool = True
     waiters: dict[asyncio.Future[Sequence[V]], None] = field(default_factory=dict)
     _places: dict[K, int] | None = None
 
     def place(self, key: K) -> int:
-        """Of a key in what the work yields: most flights of many are never asked."""
+        """Place of a key in what the work yields, numbered when first asked: most flights of many are never asked."""
         if self._places is None:
             self._places = _numbered(self.keys)
         return self._places[key]
@@ -45,10 +45,10 @@ class Boarded(NamedTuple, Generic[K, V]):
     flight: _Flight[K, V]
     place: int
     waiter: asyncio.Future[Sequence[V]]
-    """Done when the flight has landed."""
+    """Future that is done when the flight has landed."""
 
     def value(self) -> V:
-        """What came of it, once the waiter is done; raises as the work did."""
+        """The value at this place, once the waiter is done; raises as the work did."""
         return self.waiter.result()[self.place]
 
 
@@ -82,7 +82,7 @@ class SingleFlight(Generic[K, V]):
     async def do_one(
         self, key: K, work: Callable[[], asyncio.Future[list[V]]], within_s: float | None = None
     ) -> V:
-        """The same for work that is a future of one value: a caller and its work in one coroutine.
+        """The value of `key` where the work is a future of a list of one: a caller and its work in one coroutine.
 
         Raises TimeoutError for a caller that has no more than `within_s`; it leaves alone, too.
         """
@@ -137,7 +137,7 @@ class SingleFlight(Generic[K, V]):
     async def do_batch(
         self, keys: Sequence[K], work: Callable[[Sequence[int]], Awaitable[Sequence[V]]]
     ) -> tuple[Sequence[int], Sequence[V], dict[int, V]]:
-        """The same for values that are kept together: `work` is told the places of the keys without a flight.
+        """Values of a batch that are kept together: `work` is told the places of the keys without a flight.
 
         Returns those places, what `work` gave as it gave it, and the values of all other places.
         """
@@ -192,7 +192,7 @@ class SingleFlight(Generic[K, V]):
         work: Callable[[Sequence[int]], Awaitable[Sequence[V]]],
         places: Sequence[int],
     ) -> _Flight[K, V]:
-        """The work of a flight that is named already."""
+        """Starts the work of a flight that is named already; forgets the flight if that raises."""
         try:
             flight.work = asyncio.ensure_future(work(places))
         except BaseException:
@@ -256,7 +256,7 @@ def _numbered(keys: Collection[K]) -> dict[K, int]:
 
 
 def board(under_way: dict[K, V], keys: list[K], work: V) -> list[int]:
-    """Puts `work` under each key that is not there yet; the places of the others."""
+    """Puts `work` under each key that is not there yet; returns the places of the others."""
     if (columns := loader.columns()) is not None:
         return columns.board(under_way, keys, work)
     new = dict.fromkeys(keys, work)

@@ -46,15 +46,15 @@ T = TypeVar("T")
 
 
 class Remote(Protocol):
-    """What the read path needs of L2."""
+    """L2 as far as the read path needs it."""
 
     def submit(
         self, reads: Sequence[Read | LeaseTake], keep: Callable[[Sequence[Answer]], T]
     ) -> asyncio.Future[T]:
-        """What `keep` makes of one answer per command."""
+        """A future of what `keep` makes of the answers, one per command."""
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """None where a write was stored."""
+        """Stores overlays; returns None for each that was stored, else why it was not."""
 
 
 FLAGS_AT = 14
@@ -90,7 +90,7 @@ class Tiered:
         self._timer = timer
 
     def peek(self, view: View, want: Want) -> Found | None:
-        """The hot path: L1 only, no awaiting; counts a hit, and leaves a miss to `get`."""
+        """The record if L1 has it: the hot path, no awaiting; counts a hit, and leaves a miss to `get`."""
         found = self._local(view, want)
         if isinstance(found, Found):
             self.counters.records += 1
@@ -114,7 +114,7 @@ class Tiered:
         return outcome
 
     async def get_many(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
-        """One outcome per want, in order; all that L1 lacks is read from L2 together."""
+        """Outcomes, one per want, in order; all that L1 lacks is read from L2 together."""
         if len(wants) == 1:
             outcomes = [await self._resolve_one(view, wants[0], deadline)]
         else:
@@ -123,7 +123,7 @@ class Tiered:
         return outcomes
 
     async def get_rows(self, view: View, wants: Wants, deadline: float | None) -> Rows:
-        """The same for entities of one table that the night knows, as columns; None: L2's own deadline is enough."""
+        """Rows for entities of one table that the night knows; `deadline` None: L2's own deadline is enough."""
         left_s = None if deadline is None else deadline - self._timer()
         if left_s is not None and left_s >= self._l2_deadline_s:
             left_s = None
@@ -142,7 +142,7 @@ class Tiered:
         return sum(isinstance(each, Found) for each in outcomes)
 
     async def look_again(self, view: View, want: Want) -> Found | None:
-        """What another process may have stored for this very input since it was missed; L1 keeps it, too."""
+        """The answer that another process may have stored for this very input since it was missed; L1 keeps it, too."""
         key = LocalKey(view.generation, want.table.name, want.key)
         if isinstance(found := self._local(view, want), Found):
             return found
@@ -155,7 +155,7 @@ class Tiered:
         return outcome if isinstance(outcome, Found) else None
 
     def probe(self, view: View, want: Want, tell: Callable[[bool], None]) -> None:
-        """Has Redis asked whether it holds an answer to this very input; told nothing if it cannot be asked.
+        """Asks Redis whether it holds an answer to this very input; `tell` gets nothing if it cannot be asked.
 
         L1 learns nothing of it, and nobody waits.
         """
@@ -267,7 +267,7 @@ class Tiered:
         return cast(list[Outcome], outcomes)
 
     def _judged(self, key: LocalKey, entry: Entry | Missed, want: Want) -> Outcome:
-        """What a read of L2 comes to; a live answer kept beside the page counts only while that gives none."""
+        """The outcome of a read of L2; a live answer kept beside the page counts only while that gives none."""
         if isinstance(entry, Entry):
             return judge(entry, want, "l2")
         if want.position < 0 or want.digest is None or entry.reason not in STANDS_IN:
@@ -358,7 +358,7 @@ class Tiered:
 
 
 def overlay_entry(want: Want, overlay: Overlay, asked_at: float) -> Entry | Missed:
-    """What an overlay that was asked for then (monotonic) is worth."""
+    """The entry in an overlay asked for at `asked_at` (monotonic), or why it is a miss."""
     unpacked = unpack_overlay(want.table.layout, overlay.payload)
     if unpacked is None or peek_format(unpacked[0]) != FORMAT:
         return MISSED[MissReason.CORRUPT]
@@ -371,13 +371,13 @@ def overlay_entry(want: Want, overlay: Overlay, asked_at: float) -> Entry | Miss
 
 
 def live_key(key: LocalKey, digest: bytes) -> LocalKey:
-    """Where a live answer to this input is kept beside the record of the night."""
+    """Key in L1 of a live answer to this input, which is kept beside the record of the night."""
     raw = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
     return key._replace(key=raw + digest)
 
 
 def judge(entry: Entry, want: Want, tier: Literal["l1", "l2"]) -> Outcome:
-    """Whether what a tier holds answers this want."""
+    """The outcome of what a tier holds for this want: found, corrupt, or from another input."""
     if entry.fingerprint != want.fingerprint:
         return MISSED[MissReason.CORRUPT]
     # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.

@@ -10,13 +10,13 @@ from cache.l2.commands import OverlayWrite
 
 _AT_ONCE = 256
 _AT_ONCE_S = 0.001
-"""Who waits no longer than that is written as it is."""
+"""Seconds up to which a write that waited is written as it is."""
 
 Write = Callable[[Sequence[OverlayWrite]], Awaitable[list[TierUnavailable | None]]]
 
 
 class WriteBehind:
-    """Every write handed over ends as stored, failed or dropped; none is retried, for each can be recomputed.
+    """A queue whose writes each end as stored, failed or dropped; none is retried, for each can be recomputed.
 
     Waiting shortens the life of what is written, so that it ends when the answer's does.
     """
@@ -75,7 +75,7 @@ class WriteBehind:
             self._task = None
 
     def _next(self) -> list[OverlayWrite]:
-        """Some of those that wait, with what is left of their lives; what has none left is dropped."""
+        """Takes some of the queue's writes, with what is left of their lives; what has none left is dropped."""
         writes: list[OverlayWrite] = []
         now = self._timer()
         for _ in range(min(_AT_ONCE, len(self._queue))):

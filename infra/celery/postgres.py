@@ -36,7 +36,7 @@ def find_postgres(environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN
 
 
 def owner(user_id: int, system_user: str = OWNER) -> pwd.struct_passwd:
-    """Who the server runs as: we ourselves, or `system_user` where we are root."""
+    """Account that the server runs as: our own, or `system_user` where we are root; raises ConfigError without it."""
     if user_id != 0:
         return pwd.getpwuid(user_id)
     try:
@@ -83,7 +83,7 @@ def postgres(state: Path) -> Iterator[str]:
 
 
 def _as_owner(user: pwd.struct_passwd) -> list[str | Path]:
-    """What stands before a command that `user` is to run."""
+    """Prefix of a command that `user` is to run; empty where that is us."""
     if user.pw_uid == os.geteuid():
         return []
     return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups"]

@@ -42,7 +42,7 @@ class Workers:
         return self._running[queue].pid
 
     def log(self, queue: str) -> str:
-        """What a queue's worker has said since it was started."""
+        """Log of a queue's worker since it was started."""
         return self._running[queue].log.read_text("utf-8", "replace")
 
     def revive(self) -> dict[str, int | None]:

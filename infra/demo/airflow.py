@@ -30,7 +30,7 @@ class AirflowFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """One try of a task; `map_index` is -1 for a task that is not mapped, `instance_id` is in its processes' names."""
+    """Try of a task; `map_index` is -1 for a task that is not mapped, `instance_id` is in its processes' names."""
 
     task_id: str
     map_index: int
@@ -42,7 +42,7 @@ class TaskReport:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """One DAG run with its task instances in the order in which they started."""
+    """DAG run with its task instances in the order in which they started."""
 
     dag_id: str
     run_id: str

@@ -1,4 +1,4 @@
-"""One command at a time in a folder, by a lock that ends with its process."""
+"""Lock on a folder, one command at a time: it ends with the process that holds it."""
 
 import fcntl
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What must hold for every answer, whoever asked: the invariants as a caller can see them."""
+"""Invariants that must hold for every answer, whoever asked, as a caller can see them."""
 
 import itertools
 from collections import Counter
@@ -13,7 +13,7 @@ KEPT = 20
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One entity as asked, with everything that must not come back."""
+    """Entity as asked, with everything that must not come back."""
 
     table: str
     id: str | None
@@ -36,13 +36,13 @@ class Judge:
     _lists: dict[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
 
     def complain(self, what: str) -> None:
-        """One rule was broken."""
+        """Note that one rule was broken."""
         self.broken += 1
         if len(self.violations) < KEPT:
             self.violations.append(what)
 
     def published(self, generations: Collection[str]) -> None:
-        """To be asked once all answers are in: each came from one of these."""
+        """Check that each answer came from one of these generations; to be called once all answers are in."""
         for stranger in sorted(set(self.generations) - set(generations)):
             self.complain(
                 f"{self.generations[stranger]} answers from {stranger}, which never was live"
@@ -54,7 +54,7 @@ class Judge:
         answers: Sequence[Mapping[str, Any]],
         barred: Iterable[str] = (),
     ) -> None:
-        """One answered request; `barred` is what was barred when it was sent."""
+        """Judge one answered request; `barred` is what was barred when it was sent."""
         self.requests += 1
         self.entities += len(questions)
         if len(answers) != len(questions):

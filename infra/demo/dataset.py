@@ -1,4 +1,4 @@
-"""What the demo runs on: a night's interactions, the next day's, and what is held out to measure against."""
+"""Data of the demo: a night's interactions, the next day's, and what is held out to measure against."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ ITEM_FEATURES = "item_features.parquet"
 NEWCOMERS = 400
 HELD_OUT_SHARE = 0.1
 ARRIVING_EVERY = 25
-"""Where nothing has a time, the held-out interactions of every 25th user arrive for the second night."""
+"""Step between users whose held-out interactions arrive for the second night, where nothing has a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class Pairs:
         return len(self.times)
 
     def where(self, keep: NDArray[np.bool_]) -> Self:
-        """Some of them."""
+        """Interactions of the rows that `keep` marks."""
         mask = pa.array(keep)
         return replace(
             self,
@@ -79,7 +79,7 @@ class Dataset:
     categories: Mapping[str, str] | None = None
 
     def write_first(self, folder: Path) -> None:
-        """What the first night finds in `folder`; the user's own files are linked, not copied."""
+        """Write what the first night finds in `folder`; the user's own files are linked, not copied."""
         (folder / "interactions").mkdir(parents=True)
         if self.original is not None:
             link = folder / "interactions" / f"day-1{''.join(self.original.suffixes)}"
@@ -98,7 +98,7 @@ class Dataset:
 
     @property
     def has_item_features(self) -> bool:
-        """Whether `write_first` leaves an item table."""
+        """True if `write_first` leaves an item table."""
         return self.item_features is not None or self.categories is not None
 
 
@@ -210,7 +210,7 @@ def _split_by_hand(name: str, known: Pairs, held_out: Pairs, now: datetime) -> D
 
 
 def _hold_out_at_random(name: str, pairs: Pairs, now: datetime, seed: int) -> Dataset:
-    """One item of each user with at least three, chosen by `seed`."""
+    """Hold out one item of each user with at least three, chosen by `seed`."""
     rows = np.asarray(pc.dictionary_encode(pairs.users).indices, np.int64)
     order = np.lexsort((np.random.default_rng(seed).random(len(rows)), rows))
     counts = np.bincount(rows)

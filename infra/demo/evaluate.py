@@ -34,7 +34,7 @@ class Quality:
     users: int
 
     def agrees_with(self, other: "Quality", tolerance: float = 5e-5) -> bool:
-        """Equal to four decimals: items whose scores tie may come in another order elsewhere."""
+        """True if equal to four decimals: items whose scores tie may come in another order elsewhere."""
         return (
             self.users == other.users
             and abs(self.recall - other.recall) <= tolerance
@@ -74,7 +74,7 @@ async def served_lists(
     *,
     top: int = TOP,
 ) -> Served:
-    """What the night computed for `users`, read in batches; `on_answers` sees every batch as it came.
+    """Lists that the night computed for `users`, read in batches; `on_answers` sees every batch as it came.
 
     Only what is stored counts: an answer that came from elsewhere in time is asked for again.
     """
@@ -143,7 +143,7 @@ def offline_lists(
 
 
 def _bounds(scores: NDArray[np.float32], top: int) -> NDArray[np.float32]:
-    """What each row's best `top` reach at least: as many blocks of columns have a maximum this high."""
+    """Lower bounds of each row's best `top`: as many blocks of columns have a maximum this high."""
     blocks = scores.shape[1] // _BLOCK
     if blocks < top:
         return np.full(len(scores), -np.inf, np.float32)

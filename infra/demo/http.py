@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 
 class Connection:
-    """One connection, one request at a time; opened at the first one, and again after an error."""
+    """Connection for one request at a time; opened at the first one, and again after an error."""
 
     def __init__(self, url: str, timeout_s: float = 30.0) -> None:
         parts = urlsplit(url)
@@ -64,12 +64,12 @@ def _head(answer: bytes) -> tuple[int, int, bool]:
 
 
 async def get(url: str, path: str) -> tuple[int, bytes]:
-    """One request on a connection of its own."""
+    """Send a GET request on a connection of its own; (status, body)."""
     async with Connection(url) as connection:
         return await connection.request("GET", path)
 
 
 async def post(url: str, path: str, body: bytes) -> tuple[int, bytes]:
-    """The same with a body."""
+    """Send a POST request with a body on a connection of its own; (status, body)."""
     async with Connection(url) as connection:
         return await connection.request("POST", path, body)

@@ -1,4 +1,4 @@
-"""Where the demo keeps everything: one folder under the state folder, emptied before each run."""
+"""Place of all that the demo keeps: one folder under the state folder, emptied before each run."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SCORERS = 2
 """Scoring tasks at a time, the slots of the pool: together they fill the machine."""
 _OURS = ("data", "artifacts", "bundle", "host-cache", "larder.toml", "service.log")
 NEVER = "0 0 29 2 *"
-"""For those who start nights themselves: none may come by the clock, at once even where one was due a while ago."""
+"""Schedule for nights started by hand: none may come by the clock, at once even where one was due a while ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Place:
 
     @property
     def data(self) -> Path:
-        """What the nights read."""
+        """Folder that the nights read."""
         return self.home / "data"
 
     @property
@@ -50,7 +50,7 @@ class Place:
         return self.home / "artifacts"
 
     def write_config(self, dataset: Dataset) -> None:
-        """Only what differs from the defaults."""
+        """Write the settings that differ from the defaults."""
         lines = [
             f'namespace = "{self.namespace}"',
             'artifacts = "artifacts"',
@@ -70,7 +70,7 @@ class Place:
     def environment(
         self, redis_url: str, environ: Mapping[str, str] = os.environ
     ) -> dict[str, str]:
-        """What nights and service see; settings of the surrounding shell do not reach them."""
+        """Environment of nights and service; settings of the surrounding shell do not reach them."""
         blank = {name: "" for name in environ if name.startswith("LARDER_")}
         return {
             **blank,
@@ -100,5 +100,5 @@ def place(state: Path) -> Iterator[Place]:
 
 
 def quoted(value: object) -> str:
-    """As it may stand within single quotes of a shell command."""
+    """JSON of a value as it may stand within single quotes of a shell command."""
     return json.dumps(value, ensure_ascii=False).replace("'", "'\\''")

@@ -45,7 +45,7 @@ class Broken(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run, and how much of it."""
+    """Plan of a run: what to run, and how much of it."""
 
     data: Path | None
     state: Path
@@ -74,7 +74,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Found:
-    """What the summary tells."""
+    """Findings that the summary tells."""
 
     first: str = ""
     second: str = ""
@@ -87,7 +87,7 @@ class Found:
 
 
 class Demo:
-    """One run; everything it starts is gone when `run` returns or raises."""
+    """Run of the demo; everything it starts is gone when `run` returns or raises."""
 
     def __init__(self, plan: Plan, steps: Steps) -> None:
         self.plan = plan

@@ -1,4 +1,4 @@
-"""What the service counts of itself, read from /metrics."""
+"""Counters of the service, read from /metrics."""
 
 import re
 from collections import Counter
@@ -23,7 +23,7 @@ class Counts:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """From the text format of Prometheus."""
+        """Parse the text format of Prometheus."""
         sources: Counter[str] = Counter()
         missed: Counter[str] = Counter()
         entities = errors = 0
@@ -41,7 +41,7 @@ class Counts:
         return cls(entities, dict(sources), dict(missed), errors)
 
     def disagreements(self, sources: Mapping[str, int], entities: int) -> list[str]:
-        """Where these counters contradict each other or what callers saw."""
+        """Contradictions of these counters to each other or to what callers saw."""
         found = []
         if self.entities != entities:
             found.append(f"/metrics counts {self.entities} entities, callers sent {entities}")

@@ -1,4 +1,4 @@
-"""What the demo tells whoever watches: one line per step with its seconds, bars while it runs."""
+"""Progress of the demo for whoever watches: one line per step with its seconds, bars while it runs."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -36,13 +36,13 @@ class Step:
 
 @dataclass(slots=True)
 class Bar:
-    """One progress bar."""
+    """Progress bar below a step."""
 
     _bars: Progress
     _task: object
 
     def advance(self, count: int) -> None:
-        """So many more."""
+        """Advance the bar by `count`."""
         self._bars.advance(self._task, count)  # type: ignore[arg-type]
 
     def say(self, what: str) -> None:

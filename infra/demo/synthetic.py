@@ -20,7 +20,7 @@ CATEGORIES = (
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """How big, and how long ago: clicks end at `until`."""
+    """Size and time of the synthetic world: clicks end at `until`."""
 
     users: int = 20_000
     items: int = 5_000
@@ -43,7 +43,7 @@ class Clicks:
 
 
 def synthesize(world: World) -> Clicks:
-    """The same world gives the same clicks, bit for bit."""
+    """Clicks of a synthetic world; the same world gives the same ones, bit for bit."""
     rng = np.random.default_rng(world.seed)
     groups = max(2, min(len(CATEGORIES) * GROUPS_PER_CATEGORY, world.items // 20))
     group_of_item = np.sort(rng.integers(groups, size=world.items))
@@ -75,7 +75,7 @@ def _choose(
     popularity: NDArray[np.float64],
     groups: int,
 ) -> NDArray[np.int64]:
-    """One item per click: a group by the user's taste, then an item of it by popularity."""
+    """Draw an item per click: a group by the user's taste, then an item of it by popularity."""
     # Groups are popular or not as well: without it, distinct clicks alone would flatten the skew.
     liked = rng.permutation(1.0 / (3.0 + np.arange(groups)) ** 0.8)
     tastes = rng.choice(groups, (int(users[-1]) + 1, len(TASTES)), p=liked / liked.sum())

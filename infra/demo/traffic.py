@@ -26,7 +26,7 @@ KINDS = {"known": 0.68, "batch": 0.05, "exclude": 0.06, "fresh": 0.02, "similar"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One HTTP request and what it asks."""
+    """HTTP request and what it asks."""
 
     kind: str
     method: str

@@ -14,11 +14,11 @@ __all__ = ["task_policy"]
 
 SCORE_QUEUE = os.environ.get("LARDER_SCORE_QUEUE") or "gpu"
 GPU = "nvidia.com/gpu"
-"""What NVIDIA's device plug-in offers, and what it keeps other pods off with."""
+"""Resource that NVIDIA's device plug-in offers, and the taint that keeps other pods off."""
 
 
 def gpu_pod() -> models.V1Pod:
-    """One GPU, on a node whose others are kept away by a taint; memory is not overcommitted beside it."""
+    """Pod with one GPU, on a node whose others are kept away by a taint; memory is not overcommitted beside it."""
     container = models.V1Container(
         name="base",  # the one of the template that runs the task
         resources=models.V1ResourceRequirements(

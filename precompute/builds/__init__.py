@@ -1,4 +1,4 @@
-"""One build: where a generation's files lie while the night makes it, and what is swept before and after.
+"""Build of a generation: where its files lie while the night makes it, and what is swept before and after.
 
 Imports partitions and releases. Start at `build`.
 """

@@ -1,4 +1,4 @@
-"""One build: where a generation's files and its work files lie while the night makes it."""
+"""Build of a generation: where its files and its work files lie while the night makes it."""
 
 import hashlib
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from precompute.partitions import catalogue
 from precompute.partitions.shard_files import KINDS
 
 CUT_FORMAT = "%Y%m%dT%H%M%SZ"
-"""How a generation id begins: with its cut, in UTC, so older data sorts first."""
+"""Format of a generation id's beginning: its cut, in UTC, so older data sorts first."""
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Build:
 
     @classmethod
     def of(cls, config: NightConfig, build: Mapping[str, Any]) -> Self:
-        """From what a step was handed."""
+        """Build from what a step was handed."""
         return cls(config, config.store(), str(build["generation"]))
 
     @property
@@ -126,7 +126,7 @@ def fetch_model(build: Build, model: BundleModel) -> Path:
 
 
 def erased_from(build: Build) -> Erased:
-    """What `begin` left out of this build because it is erased."""
+    """Erased entities that `begin` left out of this build."""
     numbers = set(build.need("begin").get("erased", ()))
     return Erased.of(each for each in all_erasures(build.store) if each.number in numbers)
 

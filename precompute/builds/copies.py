@@ -1,4 +1,4 @@
-"""What a step leaves on its host: copies of a remote store, recorded before they come and swept by the next step."""
+"""Copies of a remote store that a step leaves on its host, recorded before they come and swept by the next step."""
 
 import contextlib
 import functools

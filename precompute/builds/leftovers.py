@@ -1,4 +1,4 @@
-"""What killed programs and retired generations left on this host: unfinished files, copies, half-made bundles."""
+"""Leftovers of killed programs and retired generations on this host: unfinished files, copies, half-made bundles."""
 
 from collections.abc import Collection
 
@@ -11,13 +11,13 @@ from precompute.erasures.host_records import sweep_notes
 from precompute.releases.release_log import ReleaseLog
 
 UNFINISHED_S = 86_400.0
-"""How long nothing must have touched an unfinished file before it counts as left over."""
+"""Seconds that nothing must have touched an unfinished file before it counts as left over."""
 
 
 def sweep_leftovers(
     config: NightConfig, releases: ReleaseLog, *, in_use: Collection[str] = ()
 ) -> int:
-    """Remove them, by this host's own clock; how many there were. Nothing readers hold or a night makes is touched."""
+    """Remove leftovers, by this host's own clock; their number. Nothing readers hold or a night makes is touched."""
     store, now, bundle = releases.store, releases.clock(), config.path(config.bundle)
     view = releases.view()
     held = {each for replica in releases.control.replicas() for each in replica.holds}

@@ -1,4 +1,4 @@
-"""How long the late steps of a night took, left beside the generation for who shows it."""
+"""Durations of the late steps of a night, left beside the generation for who shows it."""
 
 import time
 from collections.abc import Iterator

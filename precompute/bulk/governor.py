@@ -1,4 +1,4 @@
-"""One governor for all bulk work on Redis: load, verify, warm, restore and retire never crowd out readers.
+"""Governor of all bulk work on Redis: load, verify, warm, restore and retire never crowd out readers.
 
 With no readers (no live replica, no reads by others) work runs flat out and nothing here waits. With readers it is cut
 into pieces that are sent one by one at the rate of `throttle`, which learns from probes what readers feel while work
@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 STEP_S = 0.25
 REST_S = 0.045
 SETTLE_S = 0.005
-"""What was sent last is worked off before a rest is measured."""
+"""Seconds in which what was sent last is worked off before a rest is measured."""
 
 WORK_S = STEP_S - REST_S - SETTLE_S
 
 STALE_S = 5.0
 BURST_S = 0.0005
-"""What may be sent at once to make up for a sleep that took too long: half a millisecond of the rate."""
+"""Seconds of the rate that may be sent at once to make up for a sleep that took too long."""
 
 NAP_S = 0.02
 CATCH_UP = 1.25
-"""How much faster than the floor work may go to make up for a pause: the floor is a promise over pauses too."""
+"""Multiple of the floor at which work may go to make up for a pause: the floor is a promise over pauses too."""
 
 _SPUN = bytes(1 << 15)
 
@@ -75,12 +75,12 @@ class Governor:
 
     @property
     def piece_bytes(self) -> int | None:
-        """How much may be sent at once; None when nobody is there to be held up."""
+        """Bytes that may be sent at once; None when nobody is there to be held up."""
         return self._config.piece_bytes if self._governed else None
 
     @property
     def readers(self) -> bool:
-        """Whether somebody reads from this Redis, as far as can be told."""
+        """True if somebody reads from this Redis, as far as can be told."""
         return self._readers
 
     def pace(self, size_bytes: int) -> None:
@@ -109,7 +109,7 @@ class Governor:
 
     @property
     def _due_s(self) -> float:
-        """How long after a step the next one is due."""
+        """Seconds after a step until the next one is due."""
         if not self._readers:
             return STEP_S
         return WORK_S if self._calibrated else 0.0
@@ -163,7 +163,7 @@ class Governor:
         )  # fmt: skip
 
     def _calibrate(self, look: Look | None) -> None:
-        """Before the first piece: see what readers feel when nothing is done."""
+        """Measures what readers feel when nothing is done, before the first piece."""
         began = self._timer()
         self._watch.round_trips()
         rested = self._rest(self._config.idle_s)
@@ -180,7 +180,7 @@ class Governor:
         return self._watch.round_trips()
 
     def _pause(self, seconds: float) -> None:
-        """A core that halts takes long to wake, and would make rest look slower than work: this and Redis' stay awake.
+        """Rests; this core and Redis' stay awake: one that halts wakes slowly, and rest would look slower than work.
 
         Only where the thread gives way to everything else, and for a fifth of the time; never beside what matters
         more than how fast the work goes (`awake` False).
@@ -194,7 +194,7 @@ class Governor:
                 self._nap(min(left_s, NAP_S))
 
     def _who(self) -> tuple[bool, bool]:
-        """(whether to hold back, whether there are readers)."""
+        """Flags (whether to hold back, whether there are readers)."""
         if self._config.readers != "auto":
             self._known, always = True, self._config.readers == "always"
             return always, always
@@ -225,7 +225,7 @@ class Governor:
 def open_governor(
     config: GovernorConfig, control: Control, *, awake: bool = True
 ) -> Iterator[Governor]:
-    """For the length of one step's work, in the thread that does it; `awake`: rests keep the cores from halting."""
+    """Governor of one step's work, for its length and in its thread; `awake`: rests keep the cores from halting."""
     watch = Watcher(control, probe_ms=config.probe_ms)
     governor = Governor(config, watch, yielding=GiveWay(), awake=awake)
     try:

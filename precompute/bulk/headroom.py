@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 REDIS_USED_MAX = 0.95
 OVERLAY_EXTRA_BYTES = 256
-"""What an overlay's key, its expiry and Redis' own bookkeeping add to its record."""
+"""Bytes that an overlay's key, its expiry and Redis' own bookkeeping add to its record."""
 
 
 def unevictable_bytes(

@@ -30,7 +30,7 @@ __all__ = [
 Progress = Callable[[int], None]
 RETIRE_BATCH = 64
 NOTED_BYTES = 16 << 20
-"""How much is loaded between two notes of how far it is: what a crash costs at most, with what was under way."""
+"""Bytes loaded between two notes of how far it is: what a crash costs at most, with what was under way."""
 
 
 def load_part(
@@ -91,7 +91,7 @@ def load_part(
 
 
 def loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> int:
-    """How many pages of an unfinished part are known to be in Redis, from its first on."""
+    """Number of pages of an unfinished part that are known to be in Redis, from its first on."""
     noted = client.hget(keys.loaded(manifest.generation), part.progress)
     if not isinstance(noted, bytes):
         return 0

@@ -75,7 +75,7 @@ class PageStream:
         return self._connections[pool]
 
     def _send_whole(self, names: list[bytes], pages: memoryview, page: int, size: int) -> int:
-        """One chunk of `SET`s, from where the pages are mapped: packing would copy each of them twice."""
+        """Sends a chunk of `SET`s, from where the pages are mapped: packing would copy each of them twice."""
         chunk = names[page : page + max(1, self._chunk_bytes // size)]
         with ExitStack() as views:  # an error must not leave the mapped file in use
             values = [
@@ -100,7 +100,7 @@ class PageStream:
     def _send_paced(
         self, governor: Governor, name: bytes, number: int, page: memoryview, piece: int
     ) -> None:
-        """One page as one `SET`, whose bytes trickle in.
+        """Sends a page as one `SET`, whose bytes trickle in.
 
         Redis takes in what has come, serves others, and keeps the finished buffer as the value: it neither waits for
         the rest nor copies it. A `SETRANGE` per piece costs a round trip each, and zeroes the whole value first.

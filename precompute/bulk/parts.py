@@ -14,19 +14,19 @@ from cache.format.manifest import Manifest, Table, TablePart
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One shard of one table: the unit of loading, verifying and resuming."""
+    """Part of a generation's pages, one shard of one table: the unit of loading, verifying and resuming."""
 
     table: Table
     number: int
 
     @property
     def pages(self) -> TablePart:
-        """Its entry in the manifest."""
+        """Entry of the part in the manifest."""
         return self.table.parts[self.number]
 
     @property
     def name(self) -> str:
-        """Its field in the generation's `loaded` hash."""
+        """Field of the part in the generation's `loaded` hash."""
         return f"{self.table.name}/{self.number}"
 
     @property

@@ -42,7 +42,7 @@ class PieceReader:
         self._digest, self._size_bytes = xxhash.xxh3_64(), 0
 
     def ask(self, page: int, name: bytes, size_bytes: int, piece: int) -> Iterator[PageRead]:
-        """Ask for a page of that many bytes; what came back meanwhile."""
+        """Ask for a page of that many bytes; yields what came back meanwhile."""
         ((server, _),) = by_server(self._client, [name])
         connection = self._to(server)
         for start in range(0, size_bytes, piece):
@@ -57,7 +57,7 @@ class PieceReader:
                 yield from self._take()
 
     def rest(self) -> Iterator[PageRead]:
-        """What has been asked for and is not back yet."""
+        """Yields the pages that have been asked for and are not back yet."""
         while self._waiting:
             yield from self._take()
 

@@ -14,7 +14,7 @@ class GiveWay:
         self._thread: int | None = None
 
     def __call__(self, on: bool) -> bool:
-        """Whether the thread that asked now gives way."""
+        """Switches giving way on or off for the calling thread; True if the thread that asked now gives way."""
         if not on:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -37,7 +37,7 @@ def _set(thread: int, *, idle: bool) -> bool:
 
 
 def _can_return() -> bool:
-    """Tried on a thread that has nothing else to do."""
+    """True if a thread can enter the idle class and leave it, tried on one that has nothing else to do."""
     found: list[bool] = []
 
     def there_and_back() -> None:

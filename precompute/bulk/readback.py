@@ -134,7 +134,7 @@ def sizes(client: "redis.Redis", names: Sequence[bytes]) -> list[int]:
 
 
 def _strlens(client: "redis.Redis", server: "redis.Redis", names: list[bytes]) -> list[int]:
-    """Packed and read as they are: through redis-py's pipeline a large generation would take seconds."""
+    """Bytes of each value, asked for in one packet: redis-py's pipeline would take seconds for a large generation."""
     pool = server.connection_pool
     connection: Any = pool.get_connection()
     try:
@@ -155,7 +155,7 @@ def _strlens(client: "redis.Redis", server: "redis.Redis", names: list[bytes]) -
 
 
 def _reply(connection: Any) -> int | None:
-    """None where another node of the cluster has to be asked."""
+    """Reads an integer reply, None where another node of the cluster has to be asked."""
     try:
         return int(connection.read_response())
     except redis.exceptions.AskError:  # MOVED is one, too

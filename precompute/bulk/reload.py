@@ -83,7 +83,7 @@ def load_missing(
 
 
 def is_missing(control: Control, keys: Keyspace, store: ArtefactStore, generation: str) -> bool:
-    """Whether Redis lacks a mark, a page or part of a page of a generation; reads no page."""
+    """True if Redis lacks a mark, a page or part of a page of a generation; reads no page."""
     manifest = read_manifest(store, generation)
     marks: Any = control.client.hgetall(keys.loaded(generation))
     return not all(
@@ -100,7 +100,7 @@ def _is_there(
 
 
 def _is_sample_there(client: "redis.Redis", keys: Keyspace, manifest: Manifest) -> bool:
-    """Whether pages spread evenly over the generation have their length: a lost node takes its share of them."""
+    """True if pages spread evenly over the generation have their length: a lost node takes its share of them."""
     parts = parts_of(manifest)
     ends = np.cumsum([part.pages.pages for part in parts])
     total = int(ends[-1]) if parts else 0
@@ -149,7 +149,7 @@ def damaged(control: Control, keys: Keyspace, store: ArtefactStore, generation: 
 
 
 def is_marked(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> bool:
-    """Whether the loader marked exactly this part as wholly loaded."""
+    """True if the loader marked exactly this part as wholly loaded."""
     mark = client.hget(keys.loaded(manifest.generation), part.name)
     return bool(mark == part.mark)
 
@@ -229,7 +229,7 @@ def _stream(
 
 @contextmanager
 def _needing_files(store: ArtefactStore, manifest: Manifest, part: Part) -> Iterator[None]:
-    """Whoever retires a generation removes its files, also while another program reads them."""
+    """Raises Conflict for a file that is gone: a retire removes files, also while another program reads them."""
     try:
         yield
     except FileNotFoundError as error:

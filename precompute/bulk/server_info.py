@@ -1,4 +1,4 @@
-"""What a server of Redis says of itself that tells how its readers fare."""
+"""Figures that a server of Redis gives of itself and that tell how its readers fare."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ def lag_bytes(info: Mapping[str, Any]) -> int:
 
 
 def reads_of(info: Mapping[str, Any]) -> int:
-    """How many commands that read it has answered."""
+    """Number of commands that read (READS) a server has answered."""
     return sum(int(info[name]["calls"]) for name in READS if name in info)
 
 

@@ -32,10 +32,10 @@ SIGMAS = 2.0
 """Steps that are compared, and by how many standard errors of their mean they must differ for the rate to fall."""
 
 UNHURT = 0.003
-"""It rises only while the share of late probes is not above the allowed one by more than this, error included."""
+"""Margin of the share of late probes above the allowed one, error included; above it the rate does not rise."""
 
 CLEARLY = 0.2
-"""So many more late probes than at rest, in two steps after each other, need no statistics."""
+"""Excess of the share of late probes over that at rest that, in two steps after each other, needs no statistics."""
 
 START_FLOORS = 4.0
 START_GROWTH = 1.17
@@ -51,7 +51,7 @@ REPLICA_FACTOR = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What was seen since the last step: round trips of probes in seconds (inf: none came back), and the rest.
+    """Signals seen since the last step: round trips of probes in seconds (inf: none came back), and the rest.
 
     `worked`: while pieces were sent, `rested`: while none were; `replicas_ms`: the p99 that replicas report; `busy`:
     share of Redis' main thread in use; `lag_bytes`: how far the slowest replica of Redis is behind; `done_bytes` in
@@ -96,7 +96,7 @@ class Throttle:
     def calibrate(
         self, rested: Sequence[float], replicas_ms: Mapping[str, float] | None = None
     ) -> None:
-        """What readers feel while nothing is being done; nothing is concluded from too few round trips."""
+        """Takes in what readers feel while nothing is being done; nothing is concluded from too few round trips."""
         self._idle.extend(each for each in rested if math.isfinite(each))
         if len(self._idle) >= JUDGED_MIN:
             self.idle_p99_s = p99(self._idle)
@@ -158,12 +158,12 @@ class Throttle:
         return above > SIGMAS * error
 
     def _is_open(self) -> bool:
-        """Too early to say that readers are unhurt: the rate stays until it is known."""
+        """True if it is too early to say that readers are unhurt: the rate stays until it is known."""
         above, error = self._excess()
         return len(self._late) >= STEPS_MIN and above + error > UNHURT
 
     def _excess(self) -> tuple[float, float]:
-        """By how much the share of late probes is above what is allowed, and the standard error of that."""
+        """Excess of the share of late probes over what is allowed, and the standard error of that."""
         if len(self._late) < STEPS_MIN:
             return 0.0, math.inf
         worked, rested = (statistics.fmean(each) for each in zip(*self._late, strict=True))

@@ -1,4 +1,4 @@
-"""What Redis' readers feel: probes over a connection of their own, heartbeats, and Redis' own figures."""
+"""Watch over what Redis' readers feel: probes over a connection of their own, heartbeats, and Redis' own figures."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ FIRST_LOOK_S = 0.1
 PROBE_TIMEOUT_S = 1.0
 RETRY_S = 1.0
 UNASKED_S = 2.0
-"""Probes end when nobody wants to know any more."""
+"""Seconds without a question after which probes end: nobody wants to know any more."""
 
 KEPT = 4_096
 FOREIGN_READS_S = 20.0
@@ -55,7 +55,7 @@ class Look:
 
 
 class Watch(Protocol):
-    """Where the governor's evidence comes from."""
+    """Source of the governor's evidence on Redis and its readers."""
 
     def look(self) -> Look | None:
         """The newest look, None when Redis has not answered one yet."""
@@ -106,20 +106,20 @@ class Watcher:
         self._thread.start()
 
     def look(self) -> Look | None:
-        """See `Watch`."""
+        """Newest look of the watching thread, None when Redis has not answered one yet."""
         return self._newest
 
     def round_trips(self) -> list[float]:
-        """See `Watch`."""
+        """Seconds of each probe since the last call, inf where no reply came; keeps the probes running."""
         self._asked_at = self._timer()
         return [self._found.popleft() for _ in range(len(self._found))]
 
     def own_reads(self, count: int) -> None:
-        """See `Watch`."""
+        """Counts reads of our own, which the looks do not take for a reader's."""
         self._own_work += count
 
     def stir(self) -> None:
-        """See `Watch`. Over a connection of the calling thread's own; once one has failed there is no other."""
+        """Pings each server over connections of the calling thread's own; once one has failed there is no other."""
         if not self._is_stirred or self._own is None:
             return
         try:
@@ -134,7 +134,7 @@ class Watcher:
             self._is_stirred = False
 
     def close(self) -> None:
-        """See `Watch`."""
+        """Stops the watching thread and closes its connections; safe to repeat."""
         self._is_stirred = False
         self._closing.set()
         self._thread.join(2 * PROBE_TIMEOUT_S)
@@ -182,7 +182,7 @@ class Watcher:
                 pool.release(connection)
 
     def _round_trip(self, connection: Any, probe: bytes) -> float:
-        """On the bare socket: readers on this host wait for whatever a probe does beside it."""
+        """Seconds of a round trip on the bare socket: readers on this host wait for whatever a probe does beside it."""
         wire = connection._sock
         began = self._timer()
         wire.sendall(probe)
@@ -240,7 +240,7 @@ class Watcher:
 
 
 def _is_whole(reply: bytes) -> bool:
-    """Whether this is all of a bulk string (RESP); raises ValueError for another reply."""
+    """True if this is all of a bulk string (RESP); raises ValueError for another reply."""
     head, separator, rest = reply.partition(b"\r\n")
     if reply and not reply.startswith(b"$"):
         raise ValueError(f"a probe was answered by {reply[:80]!r}")

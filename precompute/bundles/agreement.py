@@ -1,4 +1,4 @@
-"""How far the int8 form of a model agrees with its fp32 form: measured on real inputs, never assumed."""
+"""Agreement of the int8 form of a model with its fp32 form: measured on real inputs, never assumed."""
 
 import statistics
 import time
@@ -64,7 +64,7 @@ def list_overlaps(
 
 
 def take(inputs: Inputs, rows: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:
-    """The same inputs for some of their rows."""
+    """Inputs of some of the rows, by the names they had."""
     return {
         name: value.take(rows) if isinstance(value, Histories) else value[rows]
         for name, value in inputs.items()

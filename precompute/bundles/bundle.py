@@ -30,7 +30,7 @@ ITEMS_FILE = "items.parquet"
 
 @dataclass(frozen=True, slots=True)
 class BundleModel:
-    """One ONNX file of a bundle with what it takes and gives; `labels` only for a value model.
+    """ONNX file of a bundle with what it takes and gives; `labels` only for a value model.
 
     `program` is the same model as a `torch.export` program, if the bundle carries one. Checksums are those that
     `bundle.json` lists: `demand_sha256` before a file is opened.
@@ -81,7 +81,7 @@ class Bundle:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What the bundle says of itself; neither its items nor the models' files are read."""
+        """Reads what the bundle says of itself (`bundle.json`); neither its items nor the models' files are read."""
         try:
             raw = (path / FILE).read_bytes()
             data = orjson.loads(raw)
@@ -167,7 +167,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One model to be written into a bundle: serialised ONNX, its specification, and a torch.export archive if any."""
+    """Model to be written into a bundle: serialised ONNX, its specification, and a torch.export archive if any."""
 
     onnx: bytes
     spec: TowerSpec

@@ -33,19 +33,19 @@ _log = logging.getLogger(__name__)
 
 
 class HandedOver(NamedTuple):
-    """A bundle became the one that nights use."""
+    """Record that a bundle became the one that nights use."""
 
     unix_ms: int
     digest: str
 
     @property
     def path(self) -> str:
-        """Its record in the store, which lists the files."""
+        """Path of the record in the store, which lists the files."""
         return f"bundles/{self.unix_ms:013d}-{self.digest}.json"
 
 
 def handed_over(store: ArtefactStore) -> list[HandedOver]:
-    """All that were, the last one last."""
+    """Records of all bundles that were handed over, the last one last."""
     found = map(_RECORD.fullmatch, store.names("bundles"))
     return sorted(HandedOver(int(each[1]), each[2]) for each in found if each)
 
@@ -103,7 +103,7 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
 
 
 def chosen_at(config: NightConfig) -> float | None:
-    """When the bundle for a night came, Unix seconds; None where there is none."""
+    """Time at which the bundle for a night came, Unix seconds; None where there is none."""
     source = config.path(config.bundle)
     newest = _superseding(source, handed_over(config.store()))
     if newest is not None:
@@ -121,7 +121,7 @@ def sweep_bundles(store: ArtefactStore) -> int:
 
 
 def _superseding(source: Path, known: list[HandedOver]) -> HandedOver | None:
-    """What the store has instead of a folder; None if the folder is new, or the same, or all that there is."""
+    """Bundle that the store has instead of a folder; None if the folder is new, or the same, or all that there is."""
     digest = sha256_of(source / FILE) if (source / FILE).is_file() else None
     digests = [each.digest for each in known]
     if not known or (source.exists() and (digest not in digests or digest == digests[-1])):
@@ -173,6 +173,6 @@ def _file(digest: str, name: str) -> str:
 
 
 def _forget_copies(store: ArtefactStore, digest: str) -> None:
-    """Of a remote store: what is needed of it lies in the generation."""
+    """Removes this host's copy of a remote store's bundle: what is needed of it lies in the generation."""
     if store.folder is None:
         shutil.rmtree(store.local(f"bundles/{digest}"), ignore_errors=True)

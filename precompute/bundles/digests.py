@@ -6,7 +6,7 @@ from pathlib import Path
 from cache.store.artefacts import sha256_of
 
 SETTLED_NS = 2_000_000_000
-"""What changed more recently may change again without a new time stamp: those have the grain of a clock tick."""
+"""Nanoseconds after a change from which on another one surely gets a new time stamp, whose grain is a clock tick."""
 
 FILES_MAX = 256
 
@@ -16,7 +16,7 @@ _known: dict[Stamp, str] = {}
 
 
 def sha256_unchanged(path: Path) -> str:
-    """As `sha256_of`; not read again where this process has read these very bytes.
+    """SHA-256 of a file, as `sha256_of` gives it; not read again where this process has read these very bytes.
 
     Device, inode, size, time of modification and of the last change of the inode tell. The latter is the kernel's:
     writing to a file or putting another in its place changes it, whatever times a program sets.

@@ -56,7 +56,7 @@ def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) ->
 
 
 def _saved(module: nn.Module, axes: int) -> bytes:
-    """With any number of rows and any length."""
+    """Serialised `torch.export` program of a module, with any number of rows and any length."""
     example = torch.zeros((3, 5)[:axes], dtype=torch.int32)
     shapes: Sequence[dict[int, object]] = [dict.fromkeys(range(axes), torch.export.Dim.DYNAMIC)]
     program = torch.export.export(module.eval(), (example,), dynamic_shapes=tuple(shapes))

@@ -36,7 +36,7 @@ _TRAINING_PER_LIST = 64
 
 @dataclass(frozen=True, slots=True)
 class IndexReport:
-    """What was built; `recall` is that of the top 100 among the candidates, of all, head and tail queries.
+    """Report of a built index; `recall` is that of the top 100 among the candidates, of all, head and tail queries.
 
     `search_ms` is one query's median on one thread, `flat_ms` the same for the flat index if measured.
     """

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class Program:
-    """One exported model on its device: compiled and warmed once on a GPU, thread-safe."""
+    """Exported model on its device: compiled and warmed once on a GPU, thread-safe."""
 
     def __init__(self, run: Callable[..., Any], order: Sequence[int], device: torch.device) -> None:
         self._run = run

@@ -32,7 +32,7 @@ _LAST, _MIDDLE = "larder_last_axis", "larder_middle_axis"
 
 @dataclass(frozen=True, slots=True)
 class QuantizeReport:
-    """What became int8, and the sizes before and after."""
+    """Report of a quantisation: counts of what became int8, and the sizes before and after."""
 
     tables: int
     products: int

@@ -26,7 +26,7 @@ CLUSTERS = 16
 AFFINITY_SHARPNESS = 8.0
 HISTORY_MAX = 1024
 FILE_BYTES_MAX = 2**31 - 2**20
-"""Of weights: Protocol Buffers end at 2 GiB, and the graph wants some."""
+"""Maximum bytes of a model's weights: Protocol Buffers end at 2 GiB, and the graph wants some."""
 
 _POWER_ITERATIONS = 4
 _OVERSAMPLE = 64

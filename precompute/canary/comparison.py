@@ -26,10 +26,10 @@ from precompute.config.sections import CanaryConfig
 Verdict = Literal["publish", "abandon", "undecided"]
 
 ALPHA = 1e-4
-"""How often a measure of two arms of one generation may be taken for more than chance."""
+"""Highest probability that a measure of two arms of one generation is taken for more than chance."""
 
 KEYS_FOR_EVIDENCE = 100
-"""Below so many keys nothing is evidence: the approximations above need some."""
+"""Least number of keys for evidence: the approximations above need some."""
 
 _Z = NormalDist().inv_cdf(1 - ALPHA)
 _BINS = 10
@@ -38,7 +38,7 @@ _SMOOTHING = 0.5
 
 @dataclass(slots=True)
 class Totals:
-    """One arm over all replicas: requests and feedback; of its keys, each once, what answered and top scores by bucket.
+    """Totals of one arm over all replicas: requests, feedback; per key, once, what answered and top scores by bucket.
 
     `keys`, `kinds`, `scores` and `score_sum` are estimates for all keys; `certain`: how many independent keys they
     are worth.
@@ -78,7 +78,7 @@ class Totals:
 
     @property
     def mean_score(self) -> float | None:
-        """Of the best score of each key's first list."""
+        """Mean over the best score of each key's first list; None without lists."""
         lists = self.scores.total()
         return self.score_sum / lists if lists else None
 
@@ -103,7 +103,7 @@ class Comparison:
 
     @classmethod
     def of(cls, live: Totals, canary: Totals) -> Self:
-        """What the two arms come to."""
+        """Compares the two arms, each measure with what it may be by chance."""
         events = sorted({*live.feedback, *canary.feedback})
         return cls(
             {"live": live.requests, "canary": canary.requests},

@@ -30,7 +30,7 @@ def start(
     attempt: str,
     progress: Progress = quiet,
 ) -> Step:
-    """Once replicas hold it ready, let a verified generation (by default the newest) answer a share of the requests.
+    """Let a verified generation (by default the newest) answer a share of the requests, once replicas hold it ready.
 
     A canary that runs keeps its share unless another one is named, which starts its counts anew.
 
@@ -168,7 +168,7 @@ def _ended_by(releases: Releases, attempt: str, generation: str | None = None) -
 
 
 def is_over(config: NightConfig, generation: str) -> bool:
-    """Whether the canary has run for `wait_s` and can be decided about, or `wait_max_s`, or does not run any more."""
+    """True if the canary has run for `wait_s` and can be decided about, or `wait_max_s`, or does not run any more."""
     with open_releases(config) as releases:
         pointer = releases.control.pointer()
         canary = None if pointer is None else pointer.canary

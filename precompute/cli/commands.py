@@ -1,4 +1,4 @@
-"""One function per command of the shell: what it does, and what it found to show."""
+"""Commands of the shell, a function for each: what it does, and what it found to show."""
 
 import argparse
 import math
@@ -34,7 +34,7 @@ Command = Callable[[NightConfig, argparse.Namespace, Progress], Found | Told]
 
 
 def _standing_name(config: NightConfig, data_until: str | None) -> str:
-    """What a night without a cut is named after: when its inputs last changed, so that a repeat finds its own work."""
+    """Name of a night without a cut: when its inputs last changed, so that a repeat finds its own work."""
     bundle_at = chosen_at(config)
     if data_until or config.data_until or not config.sources.interactions or bundle_at is None:
         return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
@@ -223,7 +223,7 @@ def block(
 
 
 def status(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Told:
-    """How everything stands; its code is 3 where something is not well."""
+    """Status of everything; its code is 3 where something is not well."""
     told = report(config, look(config))
     code = 0 if told["well"] else NOT_WELL
     if arguments.json:

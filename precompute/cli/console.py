@@ -1,4 +1,4 @@
-"""What the shell shows: bars while it works, tables when it is done."""
+"""Console of the shell: bars while it works, tables when it is done."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ NOT_WELL = 3
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a command shows, with an exit code of its own; a text is written as it is."""
+    """Output of a command, with an exit code of its own; a text is written as it is."""
 
     shown: Found | str
     code: int = 0
@@ -72,7 +72,7 @@ def bars_on(err: Console, *, is_quiet: bool) -> Iterator[Progress]:
 
 
 class _Count(ProgressColumn):
-    """How much is done, of how much where that is known."""
+    """Progress column: how much is done, of how much where that is known."""
 
     def render(self, task: Task) -> Text:
         show = size_text if task.description in BYTES else "{:,.0f}".format
@@ -81,7 +81,7 @@ class _Count(ProgressColumn):
 
 
 class _Rate(ProgressColumn):
-    """How much a second, lately."""
+    """Progress column: how much a second, lately."""
 
     def render(self, task: Task) -> Text:
         if not task.speed:
@@ -91,7 +91,7 @@ class _Rate(ProgressColumn):
 
 
 def show(found: Found | str, out: Console) -> None:
-    """For eyes; where nobody looks, plain and never wrapped."""
+    """Prints what a command found; where nobody looks, plain and never wrapped."""
     if isinstance(found, str):
         out.file.write(f"{found}\n")
         return

@@ -48,14 +48,14 @@ def _demand_refusal(releases: Releases, generation: str, rule: str) -> None:
 
 
 def _names(reasons: str, rule: str) -> bool:
-    """Whether the reasons of a refusal, as `verify` writes them, name the rule."""
+    """True if the reasons of a refusal, as `verify` writes them, name the rule."""
     return any(each.startswith(f"{rule} is ") for each in reasons.split("; "))
 
 
 def command(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
-    """One rule overridden; what to run next."""
+    """Overrides one rule; what to run next."""
     attempt = f"shell-{uuid.uuid4().hex[:12]}"
     generation, rule = arguments.generation, arguments.rule
     override(config, generation, rule=rule, reason=arguments.reason, attempt=attempt)

@@ -35,7 +35,7 @@ DESCRIPTION = (
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """What may be asked; what is left out is counted in the inputs."""
+    """Adds the options of `plan`; what is left out is counted in the inputs."""
     default = Asked()
     for name, text in (
         ("users", "users (default: counted)"),
@@ -132,7 +132,7 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
 
 
 def _asked(arguments: argparse.Namespace) -> Asked:
-    """Raises ConfigError for what cannot be."""
+    """Reads the options; raises ConfigError for what cannot be."""
     above = ("users", "items", "k", "dims", "qps", "processes", "gpu_users_per_s", "redis_gb", "redis_nodes",
              "host_gb", "disk_gb", "sample", "seconds")  # fmt: skip
     for name in above:
@@ -160,7 +160,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
 
 
 def _counts(path: Path, config: NightConfig) -> NDArray[np.int64]:
-    """How often each id of a log occurs."""
+    """Counts of each id in a log, int64; raises SourceError for a log that cannot be read or names no user."""
     try:
         if path.suffix in (".parquet", ".pq"):
             parts = [ids.texts() for ids, _ in read_features(path, config.sources.user_column, ())]

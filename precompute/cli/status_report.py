@@ -1,4 +1,4 @@
-"""How one namespace stands, for `status`: what the store knows, and what Redis and the replicas add."""
+"""Status of one namespace, for `status`: what the store knows, and what Redis and the replicas add."""
 
 import time
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ AWAY, ABSENT, THERE = "away", "absent", "there"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was read; `now` is Redis' time where it could be asked. `why`: what keeps Redis from being asked."""
+    """State as read; `now` is Redis' time where it could be asked. `why`: what keeps Redis from being asked."""
 
     ledger: Ledger
     now: float
@@ -37,17 +37,17 @@ class Seen:
 
     @property
     def live(self) -> str | None:
-        """By the pointer, else by the releases."""
+        """Live generation by the pointer, else by the releases."""
         return self.ledger.live if self.pointer is None else self.pointer.generation
 
     @property
     def canary(self) -> Canary | None:
-        """As above."""
+        """Canary by the pointer, else by the releases."""
         return self.ledger.canary if self.pointer is None else self.pointer.canary
 
 
 def look(config: NightConfig) -> Seen:
-    """Without Redis, the store alone; raises LarderError for a store that cannot be read."""
+    """Reads what there is, without Redis the store alone; raises LarderError for a store that cannot be read."""
     if not config.redis_url:
         return Seen(fold(all_releases(config.store())), time.time(), ABSENT)
     try:
@@ -69,7 +69,7 @@ def look(config: NightConfig) -> Seen:
 
 
 def _memory(client: Any) -> dict[str, Any]:
-    """Empty where the user may not ask."""
+    """Memory of Redis in bytes, used and limit; empty where the user may not ask."""
     try:
         info = client.info("memory")
         return {"used_bytes": int(info["used_memory"]), "limit_bytes": int(info["maxmemory"])}
@@ -78,7 +78,7 @@ def _memory(client: Any) -> dict[str, Any]:
 
 
 def report(config: NightConfig, seen: Seen) -> dict[str, Any]:
-    """All of it as JSON-able values; `problems` is empty if all is well."""
+    """Report of all of it as JSON-able values; `problems` is empty if all is well."""
     store = config.store()
     known = set(store.names("generations")) | set(seen.rows)
     generations = [_generation(config, seen, each) for each in sorted(known, reverse=True)]
@@ -156,7 +156,7 @@ def _generation(config: NightConfig, seen: Seen, generation: str) -> dict[str, A
 
 
 def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dict[str, Any]:
-    """What only a finished generation has; null before that."""
+    """Fields that only a finished generation has; null before that."""
     if manifest is None:
         return dict.fromkeys(("data_until", "tables", "redis_bytes", "store_bytes", "gates"))
     tables = {

@@ -52,18 +52,18 @@ def _fill(config: NightConfig, progress: Progress) -> None:
 
 
 def nothing(_config: NightConfig, _arguments: argparse.Namespace, _progress: Progress) -> None:
-    """What most commands need of a new server beyond what was published."""
+    """Prepares nothing: most commands need no more of a new server than what was published."""
 
 
 def load_again(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
-    """The pages of the generation that a step is about: the server that held them ended with its command."""
+    """Loads the generation that a step is about again: the server that held its pages ended with its command."""
     name = "to" if arguments.run is roll_back else "generation"
     if (generation := getattr(arguments, name)) and _state(config, generation) in _LOADABLE:
         pipeline.load(config, {"generation": generation}, progress=progress)
 
 
 def verify_again(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
-    """The registry of the server that knew about an earlier `verify` is gone: the gates speak again."""
+    """Runs the gates again: the registry of the server that knew about an earlier `verify` is gone."""
     load_again(config, arguments, progress)
     # A refused or rolled-back one is lifted by `verify` alone, never on the way to a publish.
     if _state(config, arguments.generation) in (State.LOADED, State.VERIFIED):

@@ -31,7 +31,7 @@ LIMIT = 50
 
 
 class Line(NamedTuple):
-    """One id; `standing` is known (by the live generation, by now), coming (it acted after the cut) or no input."""
+    """Row of the worklist; `standing`: known (live generation, by now), coming (it acted after the cut) or no input."""
 
     table: str
     entity: str
@@ -60,7 +60,7 @@ def worklist(config: NightConfig, arguments: argparse.Namespace, _progress: Prog
 
 
 def read(control: Control) -> dict[Name, int]:
-    """How often which id was asked for in vain, this day and the last, over all replicas."""
+    """Counts of reads in vain by table and id, this day and the last, over all replicas."""
     day, counts = hour_of(control.time(), COLD), Counter[Name]()
     for each in (day, day - 1):
         key = control.keys.cold(each)
@@ -72,7 +72,7 @@ def read(control: Control) -> dict[Name, int]:
 
 
 def lines(store: ArtefactStore, counts: Mapping[Name, int], live: str | None) -> list[Line]:
-    """Most asked first, without what is blocked or erased, whatever a replica has told meanwhile."""
+    """Rows, most asked first, without what is blocked or erased, whatever a replica has told meanwhile."""
     barred = {each.raw for each in all_erasures(store) if each.is_in_force}
     blocked = latest_blocklist(store)
     barred |= set(blocked.entities) | set(blocked.users) | set(blocked.items)
@@ -86,7 +86,7 @@ def lines(store: ArtefactStore, counts: Mapping[Name, int], live: str | None) ->
 
 
 class Known:
-    """What the live generation knows, and of whom it knows that they acted after its cut (a bounded sample)."""
+    """Entities that the live generation knows, and those it knows to have acted after its cut (a bounded sample)."""
 
     def __init__(self, store: ArtefactStore, live: str | None) -> None:
         self._tables: dict[str, EntityKind] = {}
@@ -113,7 +113,7 @@ class Known:
             err.print(f"{live} cannot be looked at: {error.message}", markup=False)
 
     def standing(self, table: str, raw: bytes) -> str:
-        """One word for an id."""
+        """Standing of an id: known, coming or no input."""
         entity = self._tables.get(table)
         directory = self._directories.get(str(entity))
         if directory is not None and directory.find(hash_id(raw, directory.seed)) >= 0:

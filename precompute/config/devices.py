@@ -1,4 +1,4 @@
-"""Where scoring runs: on the GPUs that torch sees, or on the processor. torch is imported only where it is wanted."""
+"""Devices for scoring: the GPUs that torch sees, or the processor. torch is imported only where it is wanted."""
 
 import fcntl
 import functools
@@ -18,7 +18,7 @@ AUTO, OFF = "auto", "off"
 WANTED = re.compile(r"auto|off|cpu|cuda(:\d{1,3})?")
 
 _SIGNS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""What NVIDIA's driver, WSL's and AMD's put there: importing torch just to find no GPU takes seconds."""
+"""Device files of NVIDIA's driver, WSL's and AMD's: importing torch just to find no GPU takes seconds."""
 
 _log = logging.getLogger(__name__)
 

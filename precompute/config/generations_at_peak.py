@@ -1,4 +1,4 @@
-"""How many generations coexist at the peak: one formula for sweep, gates, planner, alerts and documents. Pure."""
+"""Number of generations that coexist at the peak: one formula for sweep, gates, planner, alerts and documents. Pure."""
 
 
 def retained(keep: int) -> int:
@@ -7,7 +7,7 @@ def retained(keep: int) -> int:
 
 
 def generations_at_peak(keep: int) -> int:
-    """In Redis and on each host: live, `retained`, the one being made, and one that was not published.
+    """Number of generations in Redis and on each host: live, `retained`, the one being made, and one not published.
 
     The last is a canary, or what a refused or broken night has left where no sweep may touch it yet.
     """

@@ -1,13 +1,13 @@
-"""What a step tells while it works, and what it hands on."""
+"""Progress of a step while it works, and the result it hands on."""
 
 from collections.abc import Callable
 from typing import Any
 
 Step = dict[str, Any]
-"""What a step hands on: small and JSON-able."""
+"""Result that a step hands on: small and JSON-able."""
 
 Progress = Callable[[str, int, int], None]
-"""(what, done, total): called often, from one thread; drawing is the caller's business."""
+"""Callback (what, done, total): called often, from one thread; drawing is the caller's business."""
 
 
 def quiet(_what: str, _done: int, _total: int) -> None:

@@ -12,7 +12,7 @@ SourceFormat = Literal["auto", "parquet", "csv", "lines"]
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where the night reads from; paths may hold wildcards and are relative to the configuration file."""
+    """Inputs of the night; paths may hold wildcards and are relative to the configuration file."""
 
     interactions: tuple[str, ...] = ()
     format: SourceFormat = "auto"
@@ -31,7 +31,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class TableConfig:
-    """One table to build; `kind` decides which of the other settings apply."""
+    """Settings of a table to build; `kind` decides which of the other settings apply."""
 
     kind: Literal["user_topk", "user_vector", "item_vector", "item_similar", "value"]
     k: int = 100
@@ -50,7 +50,7 @@ class TableConfig:
 
 @dataclass(frozen=True, slots=True)
 class GateThresholds:
-    """What a generation must reach before it may be published; shares are 0 to 1.
+    """Thresholds that a generation must reach before it may be published; shares are 0 to 1.
 
     Of itself: `unusable_rows` left out of the worst source or table at most (one always may be, unless it is 0),
     `coverage_of_source` users with an answer, `short_lists` and `empty_lists` at most, `index_recall` of the worst
@@ -122,7 +122,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, slots=True)
 class FlipConfig:
-    """How a publish waits for its readers: all live replicas, or at least `replicas_min` once `wait_s` is over.
+    """Settings of a publish's wait for readers: all live replicas, or at least `replicas_min` once `wait_s` is over.
 
     With `replicas_min` at 0 every live replica must be ready.
     """
@@ -138,7 +138,7 @@ class FlipConfig:
 
 @dataclass(frozen=True, slots=True)
 class GovernorConfig:
-    """How hard work on Redis may press on its readers: their p99 stays within `p99_factor` of what it is when idle.
+    """Limits on bulk work on Redis: its readers' p99 stays within `p99_factor` of what it is when idle.
 
     `readers`: "auto" looks for them, "always" and "never" decide. With readers, pages travel in pieces of `piece_bytes`
     at no less than `floor_mib_s` (a night always ends) and no more than `ceiling_mib_s` (0: no limit). A probe reads a
@@ -176,7 +176,7 @@ class GovernorConfig:
 
 @dataclass(frozen=True, slots=True)
 class CanaryConfig:
-    """How a generation is tried out: `percent` of the requests for `wait_s`, then published or abandoned.
+    """Settings of a canary: a generation gets `percent` of the requests for `wait_s`, then is published or abandoned.
 
     It is published if each arm answered `requests_min` for `keys_min` keys, and, each key counted once, the mix of
     sources moved by at most `source_shift_max` (total variation, 0 to 1), top scores by at most `score_psi_max`, and,

@@ -1,4 +1,4 @@
-"""How the tasks of the night's DAG are tried. Imports nothing heavy: every task parses its DAG file again."""
+"""Retries and time limits of the night's DAG. Imports nothing heavy: every task parses its DAG file again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -14,7 +14,7 @@ BACK_OFF = 2.0
 
 @dataclass(frozen=True, slots=True)
 class DagConfig:
-    """How often, and for how long, the DAG `nightly_precompute` tries a task.
+    """Retries and time limits of the tasks of the DAG `nightly_precompute`.
 
     A failed try is followed by up to `retries` more: `retry_delay_s` later, then twice as long, up to
     `retry_delay_max_s`. One try may take `timeout_s`; scoring one shard `score_timeout_s`; `load` and `publish`, and

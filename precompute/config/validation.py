@@ -49,7 +49,7 @@ def _is(hint: Any, value: Any) -> bool:
 
 
 def allowed_values(hint: Any) -> str:
-    """What a setting of this annotated type may be, in words."""
+    """Values that a setting of this annotated type may have, in words."""
     if get_origin(hint) is Literal:
         return " or ".join(get_args(hint))
     if NoneType in get_args(hint):

@@ -19,7 +19,7 @@ from precompute.control.states import State
 log = logging.getLogger(__name__)
 
 REPLICA_DEAD_S = 3.0
-"""A replica that missed three beats of one second is gone; so is one whose beat lies as far in the future."""
+"""Seconds, three missed beats, after which a replica is gone; so is one whose beat lies as far in the future."""
 
 REPLICA_FORGOTTEN_S = 86_400.0
 
@@ -156,7 +156,7 @@ class Control:
         self._told: set[bytes] = set()
 
     def pointer(self) -> Pointer | None:
-        """What is live in Redis, None after a loss; raises CorruptArtefact for what is no pointer."""
+        """Pointer to what is live in Redis, None after a loss; raises CorruptArtefact for what is no pointer."""
         raw: Any = self.client.get(self.keys.live)
         try:
             return None if raw is None else Pointer.from_bytes(raw)

@@ -10,7 +10,7 @@ from cache.store.releases import MOVES, POINTED, Canary, Release
 
 
 class State(StrEnum):
-    """Where a generation stands."""
+    """State of a generation, from `begun` to one of its ends."""
 
     BEGUN = "begun"
     LOADED = "loaded"
@@ -24,7 +24,7 @@ class State(StrEnum):
 
 
 UNFINISHED: Final = frozenset({State.BEGUN, State.LOADED, State.VERIFIED})
-"""On its way to being live."""
+"""States of a generation on its way to being live."""
 
 
 def _stays(*states: State) -> dict[State | None, State]:
@@ -61,7 +61,7 @@ None is a generation that nobody has begun.
 LEAVES: Final[Mapping[str, State]] = {
     "publish": State.SUPERSEDED, "restore": State.SUPERSEDED, "roll_back": State.ROLLED_BACK,
 }  # fmt: skip
-"""What becomes of the generation that was live when another one takes its place.
+"""Action -> state of the generation that was live when another one takes its place.
 
 A roll back also jumps over whatever was live after its target: all of that is rolled back.
 """
@@ -74,11 +74,11 @@ ALLOWED: Final[Mapping[str, frozenset[State]]] = {
 
 
 WORDS: Final = {"canary": "start a canary of"}
-"""How an action is called where its name is no verb."""
+"""Action -> words for it where its name is no verb."""
 
 
 def remedy_of(action: str, generation: str, state: State | None) -> str:
-    """What to do instead of an action that this state does not allow; empty where nothing can be done."""
+    """Remedy for an action that this state does not allow; empty where nothing can be done."""
     run = "python -m precompute"
     go_back = f"; go back to it with `{run} roll-back --to {generation}`"
     verify = f"; run `{run} verify {generation}` first"
@@ -127,7 +127,7 @@ def demand(action: str, generation: str, state: State | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What the completed releases say: who is live, who was superseded when, what must never come back.
+    """Summary of the completed releases: who is live, who was superseded when, what must never come back.
 
     `live_epoch` is the epoch of the newest pointer written, a canary's included; `epoch` the newest of any record.
     `left_in`: the epoch of the move that took readers away; it orders what clocks (`superseded_at`) may not.
@@ -154,7 +154,7 @@ class Ledger:
         return newest_superseded(self.states, self.left_in)
 
     def is_pinned(self, generation: str, now: float) -> bool:
-        """Whether a pin holds the generation at `now` (Unix seconds)."""
+        """True if a pin holds the generation at `now` (Unix seconds)."""
         if generation not in self.pinned:
             return False
         expires_at = self.pinned[generation]
@@ -226,7 +226,7 @@ def fold(releases: Sequence[Release]) -> Ledger:
 
 
 def _jumped_over(target: str, states: Mapping[str, State], left_in: Mapping[str, int]) -> list[str]:
-    """What was live after the target last was: landing there again would go forward."""
+    """Generations that were live after the target last was: landing there again would go forward."""
     since = left_in.get(target, 0)
     return [
         each

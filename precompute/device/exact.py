@@ -60,7 +60,7 @@ def unsigned(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def same_bits(dims: int, device: torch.device) -> bool:
-    """Whether this device's sums have the bits of this numpy."""
+    """True if this device's sums have the bits of this numpy."""
     rng = np.random.default_rng(dims)
     users = rng.standard_normal((3, dims), np.float32)
     items = rng.standard_normal((64, dims), np.float32)

@@ -100,9 +100,9 @@ class DeviceItems:
         )  # fmt: skip
 
     def holds(self) -> bool:
-        """Whether this device's products keep to the error that is allowed for: float32 sums, none of its numbers lost.
+        """True if this device's products keep to the error that is allowed for: float32 sums, none of its numbers lost.
 
-        Of positive numbers, whose partial sums are as large as they get: sums in half precision show.
+        Tried on positive numbers, whose partial sums are as large as they get: sums in half precision show.
         """
         device, dtype = self.codes.device, self.codes.dtype
         users = np.random.default_rng(0).random((_PROBED, self.codes.shape[1]), np.float32)
@@ -170,7 +170,7 @@ def encoded(
 
 
 def moved(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """On the device; to a GPU from pinned memory, so that the copy waits for nobody."""
+    """Tensor of an array on the device; to a GPU from pinned memory, so that the copy waits for nobody."""
     found = torch.from_numpy(
         np.require(array, requirements=("C", "W"))
     )  # torch shares no memory that is read-only
@@ -186,7 +186,7 @@ def _above(lengths: torch.Tensor) -> torch.Tensor:
 def _columns(
     codes: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor, items: int
 ) -> Columns:  # fmt: skip
-    """Everything by rank; `items` counts all there are."""
+    """Columns of all the given items by rank; `items` counts all there are."""
     count, device = len(order), codes.device
     # Reading a group's K best costs about as much as its column is wide: both are small at the square root.
     wanted = max(1, count // _CANDIDATES) ** 0.5

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    """One call of `top`."""
+    """Request of one call of `top`, and the arrays that its answer fills."""
 
     users: NDArray[np.float32]
     k: int
@@ -61,7 +61,7 @@ class DeviceScorer:
         self._parts = 1
         self._streams = threading.local()
         self.has_failed = False
-        """Whether the device gave up for good: the processor then does the rest."""
+        """True if the device gave up for good: the processor then does the rest."""
 
     @classmethod
     def of(
@@ -72,7 +72,7 @@ class DeviceScorer:
         *,
         dtype: torch.dtype | None = None,
     ) -> Self | None:
-        """As `Scorer.of`; None, and why in the log, where the device cannot be relied on or has no room.
+        """Scorer, as by `Scorer.of`; None, and why in the log, where the device cannot be relied on or has no room.
 
         `dtype` is that of the products: half on a GPU, float32 elsewhere.
         """
@@ -112,7 +112,7 @@ class DeviceScorer:
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Top:
-        """As `Scorer.top`; `threads` are those of what is left to the processor."""
+        """Top K of each user, as `Scorer.top` gives it; `threads` are those of what is left to the processor."""
         users, gone = checked(self._compared, users, k, excluded, allowed)
         out = np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32)
         told = progress or (lambda _: None)
@@ -140,7 +140,7 @@ class DeviceScorer:
 
     @cached_property
     def _few(self) -> Scorer:
-        """For lists that no number of candidates makes certain: not worth laying the items out."""
+        """Scorer for lists that no number of candidates makes certain: not worth laying the items out."""
         return Scorer.of(self._compared.vectors, self._compared.metric, engine=False)
 
     @cached_property
@@ -163,7 +163,7 @@ class DeviceScorer:
             return np.concatenate([*pool.map(partial(self._slab, asked, fetch), slabs)])
 
     def _slab(self, asked: _Asked, fetch: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """In smaller pieces where the device runs out of memory; what is left to others."""
+        """Searches for users, in smaller pieces where the device runs out of memory; the rows left to others."""
         pieces, left = [rows], []
         while pieces:
             piece = pieces.pop()
@@ -216,7 +216,7 @@ class DeviceScorer:
         return torch.cuda.stream(self._streams.own)
 
     def _room_bytes(self) -> int:
-        """What one slab may take of the memory that is free now."""
+        """Bytes that one slab may take of the memory that is free now."""
         if self._device.type != "cuda":
             return _PROCESSOR_BYTES
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -239,7 +239,7 @@ class DeviceScorer:
         return Shape(max(1, int(room // (per_user + block * per_column))), block, fetch)
 
     def _shrink(self, asked: _Asked, shape: Shape, error: Exception) -> None:
-        """Half as much at once from now on; gives up where that is nothing."""
+        """Halves what is done at once from now on; gives up where that is nothing."""
         if shape.users == 1 and shape.columns <= asked.columns.block:
             self._give_up(error)
             return
@@ -258,12 +258,12 @@ class DeviceScorer:
 
 
 def _is_full(error: RuntimeError) -> bool:
-    """cuBLAS has an error of its own for a device without room."""
+    """True if the device is out of memory, for which cuBLAS has an error of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
 
 
 def _fetched(found: torch.Tensor) -> torch.Tensor:
-    """On its way to the host, into pinned memory: there once the stream has settled."""
+    """Tensor on its way to the host, into pinned memory: there once the stream has settled."""
     if found.device.type != "cuda":
         return found
     host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)

@@ -18,13 +18,13 @@ _FIRST = 8
 """The longest items, one part of so many, are multiplied first; each tile then doubles what was done."""
 _SPLIT_BLOCKS = 32
 _EXACT_NUMBERS = {"cuda": 1 << 26, "cpu": 1 << 20}
-"""Of candidates gathered at once: a GPU wants long steps, a processor what its caches hold."""
+"""Count of float32 numbers of candidates gathered at once: a GPU wants long steps, a processor what its caches hold."""
 _NOTHING = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How much at once: `users` rows by `columns` of products, `fetch` candidates for each user."""
+    """Size of what is done at once: `users` rows by `columns` of products, `fetch` candidates for each user."""
 
     users: int
     columns: int
@@ -52,7 +52,7 @@ class _Found:
         self.leave_out(rows, best[:, -1])
 
     def leave_out(self, rows: torch.Tensor, bounds: torch.Tensor) -> None:
-        """Nothing that was left out of some rows has a higher bound than these [rows]."""
+        """Raises the bounds of what was left out of some rows to these [rows], where they are higher."""
         self.left_out[rows] = torch.maximum(self.left_out[rows], bounds)
 
 
@@ -114,7 +114,7 @@ def _still_open(
     tile: slice,
     k: int,
 ) -> torch.Tensor:
-    """Which of the rows [m] an item of this tile, or of one behind it, can still enter."""
+    """Mask of the rows [m] that an item of this tile, or of one behind it, can still enter."""
     if found.lower.shape[1] < k:
         return torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     group = tile.start // columns.size
@@ -134,7 +134,7 @@ def _look(
     gone: tuple[torch.Tensor, torch.Tensor],
     tile: slice,
 ) -> None:
-    """One product of some rows, and what of it may be among the best."""
+    """Multiplies some rows by a tile's columns, and keeps what may be among the best."""
     size, fetch = columns.size, found.upper.shape[1]
     product = queries.codes[rows] @ columns.codes[tile].T
     _hide(product, columns, gone, rows, len(queries.codes), tile)
@@ -165,7 +165,7 @@ def _hide(
     users: int,
     tile: slice,
 ) -> None:
-    """What is excluded, and what is no item, gets the score of nothing."""
+    """Gives the score of nothing to what is excluded and to what is no item."""
     owners, hidden = gone
     where = torch.full((users,), -1, device=rows.device)
     where[rows] = torch.arange(len(rows), device=rows.device)

@@ -30,7 +30,7 @@ from precompute.releases.release_log import ReleaseLog, View, standing
 
 UNLINK_BATCH = 256
 SEEDS = (0, 1)
-"""Where a generation's files are gone, its overlays have most likely been hashed with one of these."""
+"""Hash seeds that were most likely used for the overlays of a generation whose files are gone."""
 
 _TABLE_KINDS: Mapping[str, EntityKind] = {
     "user_topk": "user", "user_vector": "user", "item_vector": "item", "item_similar": "item",
@@ -39,14 +39,14 @@ _TABLE_KINDS: Mapping[str, EntityKind] = {
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One erasure and what still holds its entity, with when each of these may go."""
+    """Erasure and what still holds its entity, with when each of these may go."""
 
     erasure: Erasure
     held: tuple[tuple[Held, str], ...] = ()
 
     @property
     def word(self) -> str:
-        """pending, done or forgotten."""
+        """Word for the erasure's state: pending, done or forgotten."""
         if not self.erasure.is_in_force:
             return "forgotten"
         return "pending" if self.erasure.is_pending else "done"
@@ -69,7 +69,7 @@ def begin_erasing(
 
 
 def block_erased(store: ArtefactStore, erasures: Iterable[Erasure]) -> None:
-    """Whatever was unblocked meanwhile: these are blocked."""
+    """Blocks the erased entities again, whatever was unblocked meanwhile."""
     _block(store, [(each.raw, each.kind) for each in erasures if each.is_in_force])
 
 
@@ -131,7 +131,7 @@ def drop_hot(
 
 
 def _numbers(window: Window, at: float) -> range:
-    """Of all keys of a sketch that can still be there; a replica's idea of Redis' clock may be a little ahead."""
+    """Numbers of all keys of a sketch that can still exist; a replica's idea of Redis' clock may be a little ahead."""
     now = hour_of(at, window)
     return range(now - window.life_s // window.seconds, now + 2)
 
@@ -181,7 +181,7 @@ def settle(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
 def look(
     config: NightConfig, releases: ReleaseLog, erasures: Sequence[Erasure] | None = None
 ) -> list[Standing]:
-    """How every erasure (or each of those just read) stands, oldest first; changes nothing."""
+    """Standing of every erasure (or of each of those just read), oldest first; changes nothing."""
     if erasures is None:
         erasures = all_erasures(releases.store)
     pending = [each for each in erasures if each.is_pending]
@@ -202,7 +202,7 @@ def look(
 
 
 def look_without_redis(store: ArtefactStore) -> list[Standing]:
-    """The same as far as the store alone can tell."""
+    """Standing of every erasure as far as the store alone can tell, oldest first."""
     erasures = all_erasures(store)
     held = holders(store, [each for each in erasures if each.is_pending], {})
     return [
@@ -218,7 +218,7 @@ def look_without_redis(store: ArtefactStore) -> list[Standing]:
 
 
 def _fate(config: NightConfig, view: View, held: Held, now: float) -> str:
-    """When what holds an entity may be swept."""
+    """Words for when what holds an entity may be swept."""
     generation, ledger = held.generation, view.ledger
     if held.is_copy:
         return _fate_of_copy(held, now)

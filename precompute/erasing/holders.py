@@ -1,4 +1,4 @@
-"""Which generations still hold an erased entity, looked up in their own files by hash."""
+"""Generations that still hold an erased entity, looked up in their own files by hash."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from precompute.partitions.shard_files import NAMING, shard_of
 from precompute.sources.unusable import ids_in
 
 Fetch = Callable[[str], Path]
-"""A finished file of the generation on this host; raises StoreError when there is none."""
+"""Path of a finished file of the generation on this host; raises StoreError when there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What holds an entity; with a `host`, its copies of what the store no longer has, there since `at`."""
+    """Holder of an entity: a generation; with `host`, its copies of what the store no longer has, there since `at`."""
 
     generation: str
     host: str = ""
@@ -38,7 +38,7 @@ class Held:
 
     @property
     def is_copy(self) -> bool:
-        """Whether only a host has it."""
+        """True if only a host has it."""
         return bool(self.host)
 
 
@@ -64,7 +64,7 @@ def holders(
 
 
 def _copies(store: ArtefactStore, *, but: Collection[str]) -> list[Copy]:
-    """All that hosts recorded, and what lies here unrecorded."""
+    """Copies that hosts recorded, and those that lie here unrecorded."""
     recorded = copies_on_hosts(store, but=but)
     here = set(store.host_copies()) - {each.generation for each in recorded} - set(but)
     return [*recorded, *(Copy(each, "this host", 0.0) for each in sorted(here))]
@@ -130,7 +130,7 @@ def _looked_up(
 
 
 def _in_partition(erasures: Sequence[Erasure], shard: int, fetch: Fetch) -> set[int]:
-    """A user without usable input has no record, but lies in the partition."""
+    """Numbers of those in a shard's partition: a user without usable input has no record, but lies there."""
     ids = pa.array([each.entity for each in erasures], pa.string())
     found = set()
     for name in NAMING:

@@ -33,7 +33,7 @@ _FILE = re.compile(r"[0-9]{12}\.(json|done|forgotten)")
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """One request; times are Unix seconds, `was_blocked` says that the id was on the blocklist already."""
+    """Erasure request; times are Unix seconds, `was_blocked` says that the id was on the blocklist already."""
 
     number: int
     entity: str
@@ -51,18 +51,18 @@ class Erasure:
 
     @property
     def is_in_force(self) -> bool:
-        """Whether nights leave the entity out."""
+        """True if nights leave the entity out."""
         return self.forgotten_at is None
 
     @property
     def is_pending(self) -> bool:
-        """Whether a generation may still hold the entity."""
+        """True if a generation may still hold the entity."""
         return self.is_in_force and self.done_at is None
 
 
 @dataclass(frozen=True, slots=True)
 class Erased:
-    """What a night leaves out: the erasures in force when it began."""
+    """Entities that a night leaves out: the erasures in force when it began."""
 
     users: frozenset[bytes] = frozenset()
     items: frozenset[bytes] = frozenset()
@@ -78,7 +78,7 @@ class Erased:
 
     @classmethod
     def of(cls, erasures: Iterable[Erasure]) -> "Erased":
-        """All of them that are in force."""
+        """Erased entities of the erasures that are in force."""
         ours = [each for each in erasures if each.is_in_force]
         return cls(
             frozenset(each.raw for each in ours if each.kind == "user"),
@@ -87,7 +87,7 @@ class Erased:
         )
 
     def digest(self, inputs_digest: str) -> str:
-        """Of the sources without what is erased: another set makes another generation; none changes nothing."""
+        """Digest of the sources without what is erased: another set makes another generation; none changes nothing."""
         if not (self.users or self.items):
             return inputs_digest
         whole = sha256(inputs_digest.encode())
@@ -104,7 +104,7 @@ class Erased:
         return batch.only(_keeps(batch.users, users) & _keeps(batch.items, items))
 
     def keeps_users(self, ids: Ids) -> NDArray[np.bool_]:
-        """Which rows of a column of user ids stay."""
+        """Mask of the rows of a column of user ids that stay."""
         return _keeps(ids, self._texts[0])
 
 
@@ -135,7 +135,7 @@ def all_erasures(store: ArtefactStore) -> list[Erasure]:
 
 
 def find_erasure(erasures: Iterable[Erasure], raw: bytes, kind: EntityKind) -> Erasure | None:
-    """The one in force for an entity."""
+    """Erasure in force for an entity, None if there is none."""
     ours = (each for each in erasures if each.raw == raw and each.kind == kind)
     return next((each for each in ours if each.is_in_force), None)
 
@@ -165,7 +165,7 @@ def request(
 
 
 def mark_done(store: ArtefactStore, erasure: Erasure, *, at: float) -> Erasure:
-    """No generation holds the entity any more; the erasure as it now stands."""
+    """Records that no generation holds the entity any more; returns the erasure as it now stands."""
     store.write_once(_path(erasure.number, "done"), _json({"at": at}))
     return replace(erasure, done_at=at)
 

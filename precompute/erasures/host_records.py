@@ -11,7 +11,7 @@ from cache.store.artefacts import ArtefactStore
 from cache.store.host_copies import FOLDER, record_path
 
 _BEGUN = "begun.json"
-"""Beside the records of a generation: what it left out, kept for when its own files are gone."""
+"""File beside the records of a generation: what it left out, kept for when its own files are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def note_left_out(store: ArtefactStore, generation: str, numbers: Iterable[int])
 
 
 def left_out(store: ArtefactStore, generation: str) -> set[int]:
-    """Those numbers; none where that cannot be told, so that every erasure counts as held."""
+    """Numbers of the erasures a generation leaves out; none where that cannot be told: every erasure counts as held."""
     raw = store.read(f"{FOLDER}/{generation}/{_BEGUN}")
     try:
         return set() if raw is None else set(orjson.loads(raw)["erased"])
@@ -40,7 +40,7 @@ def left_out(store: ArtefactStore, generation: str) -> set[int]:
 
 
 def copies_on_hosts(store: ArtefactStore, *, but: Collection[str] = ()) -> list[Copy]:
-    """What is recorded, of generations other than `but`; of a local store nothing is a copy."""
+    """Copies that are recorded, of generations other than `but`; of a local store nothing is a copy."""
     if store.copies is None:
         return []
     hosts = [

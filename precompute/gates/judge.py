@@ -130,7 +130,7 @@ UNANSWERED: Final = (
     OSError,
     MemoryError,
 )
-"""What Redis, the store, a disk or this host raise when they do not answer; it says nothing of the generation."""
+"""Errors of Redis, the store, a disk or this host when they do not answer; they say nothing of the generation."""
 
 OVERRIDABLE: Final = frozenset(gate.__name__ for gate in _JUDGEMENT) | {LIVE_FILES}
 """Rules on what is unusual: a person may know why it is right."""
@@ -175,7 +175,7 @@ def run_gates(
 
 
 def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
-    """One gate's verdict. It has a Redis connection of its own, of which nothing is left when its time is over."""
+    """Verdict of one gate, run with a Redis connection of its own, of which nothing is left when its time is over."""
     leash = Leash()
     client = another(candidate.control.client, partial(OwnPool, leash))
     own = replace(candidate, control=Control(client, candidate.control.keys))
@@ -223,7 +223,7 @@ def _judge(rule: str, judge: Callable[[], Verdict]) -> Verdict | NotJudged:
 
 
 def is_unanswered(error: BaseException | None) -> bool:
-    """Whether it stems from something that did not answer; that a file is missing is an answer."""
+    """True if an error stems from something that did not answer; that a file is missing is an answer."""
     found = False
     while error is not None:
         if isinstance(error, FileNotFoundError):

@@ -37,11 +37,11 @@ IDS, OFFSETS, MODEL_INDEX, VECTORS, ITEM_FEATURES = (
 
 ITEM_TOWER = "item_tower"
 ITEM_ROWS = "item_features"
-"""What reports call the rows of the feature table of items."""
+"""Name of the feature table of items in reports."""
 
 
 def needs_index(bundle: Bundle) -> bool:
-    """Whether a model of items can only answer for items of the bundle's own vocabulary."""
+    """True if a model of items can only answer for items of the bundle's own vocabulary."""
     return any(
         each.bind == "item_index"
         for model in bundle.models
@@ -128,7 +128,7 @@ def _note_values(
     file: str,
     unusable: Unusable,
 ) -> NDArray[np.bool_]:
-    """Which rows have every value; those that say nothing are noted, those that are missing too: an item needs them."""
+    """Mask of rows with every value; those that say nothing are noted, missing ones too: an item needs them."""
     usable = np.ones(len(texts), np.bool_)
 
     def case(row: int) -> Case:

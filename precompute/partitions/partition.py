@@ -50,7 +50,7 @@ from precompute.sources.readers import (
 from precompute.sources.unusable import AGAIN, CASES, Case, Unusable
 
 USER_ROWS = "user_features"
-"""What reports call the rows of the feature table of users."""
+"""Name of the feature table of users in reports."""
 COUNTED_AT_ONCE = 2
 """Shards whose entities are counted at once: each takes COUNTED_ROWS of memory."""
 
@@ -70,7 +70,7 @@ def sort_unique(hashes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
 
 @dataclass(frozen=True, slots=True)
 class Partitioned:
-    """What the pass saw."""
+    """Result of the pass: its seed, counts of what it saw, and the rows that cannot be used."""
 
     seed: int
     users: int
@@ -242,7 +242,7 @@ def _write_features(
 
 
 def _note_values(ids: Ids, column: Any, spec: InputSpec, unusable: Unusable) -> int:
-    """How many values of a batch an input can use; those that say nothing are noted, those that are missing are not."""
+    """Number of a batch's values that an input can use; those that say nothing are noted, missing ones are not."""
     values = read_values(column, spec)
     unusable.looked_at(source := f"{USER_ROWS}.{spec.column}", len(ids))
 

@@ -16,10 +16,10 @@ from cache.errors import ConfigError
 from cache.store.artefacts import sync_folder
 
 KINDS = ("rows", "ids", "features")
-"""What users did, each of them once for every batch of the sources, and what is known of them; all with a HASH."""
+"""Kinds of files: what users did, their ids once for every batch of the sources, their features; all with a HASH."""
 
 NAMING = KINDS[1:]
-"""Those that say which users there are."""
+"""Kinds of files that say which users there are."""
 
 SPARE_FILES = 512
 """Descriptors left for all else: sources, artefacts, Redis, libraries."""
@@ -31,7 +31,7 @@ HASH = "xxh3(user)"
 
 
 def first_hash(shard: int, shards: int) -> int:
-    """Where a shard's range of the 64-bit hash begins."""
+    """First hash of a shard's range of the 64-bit hash."""
     return -((-shard << 64) // shards)
 
 
@@ -60,7 +60,7 @@ def read_batches(path: Path, *, fields: Sequence[int] | None = None) -> Iterator
 
 
 def count_rows(path: Path) -> int:
-    """How many rows a file holds; none of them is read."""
+    """Number of rows that a file holds; none of them is read."""
     with pa.memory_map(str(path)) as source:
         return sum(batch.num_rows for batch in pa.ipc.open_stream(source))
 

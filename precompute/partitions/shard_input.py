@@ -1,4 +1,4 @@
-"""What one shard is computed from: its rows of the partition grouped by entity, a bounded number of rows at a time."""
+"""Input of one shard: its rows of the partition grouped by entity, a bounded number of rows at a time."""
 
 import secrets
 import shutil
@@ -35,7 +35,7 @@ SLICE_ROWS = 1 << 20
 """Rows grouped at once: some 150 MB of memory while it lasts."""
 
 SLICE_BYTES = 256 << 20
-"""Of a shard's files that are grouped at once: what bounds a slice of users with many features."""
+"""Bytes of a shard's files that are grouped at once: what bounds a slice of users with many features."""
 
 FILES_MAX = 256
 """Files written at once; more slices take two passes."""
@@ -212,7 +212,7 @@ def _distinct(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[n
 
 
 def places_of(hashes: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Where each of `wanted` lies in `hashes`, which are sorted; raises CorruptArtefact for one that does not.
+    """Places of `wanted` in the sorted `hashes`, int64; raises CorruptArtefact for one that is not among them.
 
     Hashes are spread evenly, so their leading bits say nearly where: an interpolation search, all of them at once.
     """
@@ -241,7 +241,7 @@ def _nameless() -> CorruptArtefact:
 
 
 def _by_time(users: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What `np.lexsort((times, users))` gives: the users are numbered, for which numpy has a radix sort."""
+    """Order that `np.lexsort((times, users))` gives: the users are numbered, for which numpy has a radix sort."""
     order = np.argsort(times, kind="stable")
     placed = users[order]
     for shift in range(0, int(users.max(initial=0)).bit_length(), 16):
@@ -252,7 +252,7 @@ def _by_time(users: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.i
 
 
 def _latest_of_each(users: NDArray[np.int64], ordinals: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which rows are the last occurrence of their (user, item) pair.
+    """Mask of the rows that are the last occurrence of their (user, item) pair.
 
     Values alone are sorted several times faster than an order is found: that is for the rows whose pair comes again.
     """

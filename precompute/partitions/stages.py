@@ -11,12 +11,12 @@ Value = TypeVar("Value")
 
 
 class _Stopped(Exception):
-    """Nobody wants the stage's values any more."""
+    """Raised in a stage whose values nobody wants any more."""
 
 
 @dataclass(slots=True)
 class _Line(Generic[Value]):
-    """Between two stages: what waits, whether more comes, and what went wrong."""
+    """Queue between two stages: what waits, whether more comes, and what went wrong."""
 
     values: deque[Value] = field(default_factory=deque)
     has_ended: bool = False
@@ -51,7 +51,7 @@ class Stages:
             thread.join()
 
     def ahead(self, values: Iterable[Value], *, depth: int = 1) -> Iterator[Value]:
-        """The same values, computed in a thread that is at most `depth` finished values ahead."""
+        """Yields `values`, computed in a thread that is at most `depth` finished values ahead."""
         line: _Line[Value] = _Line()
         thread = threading.Thread(target=self._fill, args=(line, values, depth), daemon=True)
         thread.start()
@@ -84,7 +84,7 @@ class Stages:
             yield self._take(line)  # kept by nobody here, however long it is used
 
     def _await(self, line: _Line[Value]) -> bool:
-        """Whether another value has come; raises what ended the stage, if it was an error."""
+        """Waits for another value, True if one has come; raises what ended the stage, if it was an error."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or line.values or line.has_ended)
             if self._is_stopped:

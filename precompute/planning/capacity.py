@@ -1,4 +1,4 @@
-"""Whether all generations of a peak fit each node of Redis and each host: the gates' own arithmetic, asked early."""
+"""Capacity of each Redis node and each host for all generations of a peak: the gates' own arithmetic, asked early."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ GB = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One server of Redis: which share of the pages comes to it, its limit, and what else it holds."""
+    """Server of Redis: which share of the pages comes to it, its limit, and what else it holds."""
 
     name: str
     share: float
@@ -28,7 +28,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where it would have to fit; `memory_bytes` is a reader's host, `disk_bytes` the artefact store's place."""
+    """Limits to fit into; `memory_bytes` is a reader's host, `disk_bytes` the artefact store's place."""
 
     nodes: tuple[Node, ...]
     memory_bytes: int
@@ -44,7 +44,7 @@ def verdicts(
     mapped_bytes: int,
     disk_bytes: int,
 ) -> list[Verdict]:
-    """One per node, then the host's memory and disk; sizes are those of one generation, of which so many coexist."""
+    """Verdicts on each node, then the host's memory and disk; sizes are of one generation, of which so many coexist."""
     found = [
         redis_verdict(
             node.name, node.other_bytes + round(generations * redis_bytes * node.share),
@@ -90,7 +90,7 @@ def limits_of(
     host_gb: float | None = None,
     disk_gb: float | None = None,
 ) -> Limits:
-    """As given, else what the configured Redis, this host and its disk say of themselves.
+    """Limits as given, else what the configured Redis, this host and its disk say of themselves.
 
     What this namespace's own generations take there by now counts as room: the planned ones would take their place.
     """

@@ -33,12 +33,12 @@ MIB = 1 << 20
 BUSY = 2.0
 """Times the cores by the clock over processor time: a quiet machine has 1 to 1.5."""
 ANSWER_BYTES, ANSWER_ITEM_BYTES = 250, 14
-"""About what an answer in JSON has besides its item ids: as a whole; a score, quotes and commas for each."""
+"""Approximate bytes of an answer in JSON besides its item ids: as a whole; a score, quotes and commas for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the plan is for. None: as the inputs have it, or not to be told."""
+    """Parameters of the plan. None: as the inputs have it, or not to be told."""
 
     users: int | None = None
     items: int | None = None
@@ -57,7 +57,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """One generation's bytes, a night's times, and what L1s of several sizes would answer."""
+    """Bytes of one generation, times of a night, and what L1s of several sizes would answer."""
 
     sample_users: int
     source_users: int
@@ -67,18 +67,18 @@ class Forecast:
     timings: Timings
     load: Spent
     floor_s: float
-    """How long loading may take at most beside readers."""
+    """Seconds that loading may take at most beside readers."""
     gpu_s: float | None
     hits: Sequence[Hits]
 
     @property
     def is_busy(self) -> bool:
-        """Whether other programs held this machine's cores meanwhile: then times by the clock are too long."""
+        """True if other programs held this machine's cores meanwhile: then times by the clock are too long."""
         scoring = self.timings.all
         return scoring.wall_s * usable_cores() > BUSY * scoring.cpu_s
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json`: bytes of one generation, seconds of a night."""
+        """JSON-able form for `--json`: bytes of one generation, seconds of a night."""
         shape, scoring = self.shape, self.timings.all
         return {
             "users": self.source_users,
@@ -159,7 +159,7 @@ def forecast(
 
 
 def judged(config: NightConfig, found: Forecast, limits: Limits) -> list[Any]:
-    """The verdicts on it."""
+    """Verdicts on a forecast within these limits."""
     return verdicts(
         limits, config.gates, generations=generations_at_peak(config.keep), redis_bytes=found.redis_bytes,
         mapped_bytes=found.shape.mapped_bytes, disk_bytes=found.shape.disk_bytes,
@@ -167,7 +167,7 @@ def judged(config: NightConfig, found: Forecast, limits: Limits) -> list[Any]:
 
 
 def resized(config: NightConfig, bundle: Bundle, k: int | None) -> NightConfig:
-    """With users' lists of another length; the tables are those that this bundle can fill, defaults or not."""
+    """Settings with users' lists of another length; the tables are those that this bundle can fill, defaults or not."""
     if k is None:
         return config
     tables = {

@@ -56,7 +56,7 @@ def zipf(users: int, exponent: float) -> Popularity:
 
 
 def popularity_of(counts: NDArray[np.int64], users: int) -> Popularity:
-    """From how often each user seen in a log was asked for, of `users` in all.
+    """Popularity from how often each user seen in a log was asked for, of `users` in all.
 
     Those never seen have together about the share of the log that users seen once have (Good, Biometrika 1953); each
     user seen gives up the same part of a request for it.
@@ -79,7 +79,7 @@ def hits(
     answer_bytes: int = 0,
     requests: float | None = None,
 ) -> Hits:
-    """Of an L1 of `max_bytes` for one table of records.
+    """Hit rates of an L1 of `max_bytes` for one table of records.
 
     `answer_bytes`: what the finished answer of a single lookup takes that is kept beside its record from the second
     request on (0: none is, as for batches).
@@ -136,7 +136,7 @@ def _from_cold(popularity: Popularity, time: float, requests: float | None) -> f
 
 @functools.cache
 def table_bytes() -> float:
-    """What an entry costs in the table of an L1 under churn, beside what `size_of` counts; measured on small ones."""
+    """Bytes of an entry in the table of an L1 under churn, beside what `size_of` counts; measured on small ones."""
     return fmean(_table_bytes(entries) for entries in _CHURNED)
 
 

@@ -1,4 +1,4 @@
-"""How much memory each step of a night needs at most: a formula of the shape, in which no shard occurs. Pure."""
+"""Memory that each step of a night needs at most: a formula of the shape, in which no shard occurs. Pure."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -11,10 +11,10 @@ BASE_BYTES: Final = 350 << 20
 """Python with NumPy, Arrow, ONNX Runtime and FAISS."""
 
 ROW_BYTES: Final = 150
-"""Of a row while it is grouped: columns, orders of sorts and masks."""
+"""Bytes of a row while it is grouped: columns, orders of sorts and masks."""
 
 COUNTED_BYTES: Final = 64
-"""Of a row whose user is counted: hashes, marks and their orders."""
+"""Bytes of a row whose user is counted: hashes, marks and their orders."""
 
 CHUNKS_BYTES: Final = 7 * (32 << 20)
 """Results of scoring under way."""
@@ -23,10 +23,10 @@ TILE_BYTES: Final = 256 << 20
 """Scores, keys and copies of one tile of items against all queries."""
 
 ITEM_BYTES: Final = 160
-"""Of an item in `begin`: two hashes, orders and places, its id twice, how often it was chosen."""
+"""Bytes of an item in `begin`: two hashes, orders and places, its id twice, how often it was chosen."""
 
 TRAINED_BYTES: Final = 60
-"""Of an interaction in `train`: two codes, and the sparse matrix with its copies."""
+"""Bytes of an interaction in `train`: two codes, and the sparse matrix with its copies."""
 
 
 def step_bytes(shape: Shape) -> Mapping[str, int]:

@@ -30,7 +30,7 @@ OWNER = "\x1fowner"
 
 
 class Distinct:
-    """How many different 64-bit hashes came, from the smallest of them: exact up to SMALLEST, then within 0.4 %.
+    """Count of different 64-bit hashes, from the smallest of them: exact up to SMALLEST, then within 0.4 %.
 
     The estimator is that of the k minimum values (Beyer et al., SIGMOD 2007).
     """
@@ -40,14 +40,14 @@ class Distinct:
         self.smallest: NDArray[np.uint64] = np.empty(0, np.uint64)
 
     def add(self, hashes: NDArray[np.uint64]) -> None:
-        """Any number of hashes, any of them again."""
+        """Add any number of hashes, any of them again."""
         if len(self.smallest) == self._keep:
             hashes = hashes[hashes < self.smallest[-1]]
         self.smallest = np.union1d(self.smallest, hashes)[: self._keep]
 
     @property
     def count(self) -> int:
-        """The estimate."""
+        """Estimated number of different hashes."""
         found = len(self.smallest)
         if found < self._keep:
             return found

@@ -1,4 +1,4 @@
-"""What a generation takes, in Redis, on readers' hosts and on disk: sums over its layout. Pure."""
+"""Sizes of a generation in Redis, on readers' hosts and on disk: sums over its layout. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Pages:
 
     @property
     def count(self) -> int:
-        """All pages."""
+        """Number of all pages."""
         return self.parts * (self.full + (self.last_bytes > 0))
 
     @property
@@ -42,7 +42,7 @@ class Pages:
         return self.parts * (self.full * self.full_bytes + self.last_bytes)
 
     def sum(self, costs: Mapping[int, float]) -> float:
-        """What they take, if a page of so many bytes costs `costs[bytes]`."""
+        """Sum of what the pages take, if a page of so many bytes costs `costs[bytes]`."""
         last = costs[self.last_bytes] if self.last_bytes else 0.0
         return self.parts * (self.full * (costs[self.full_bytes] if self.full else 0.0) + last)
 
@@ -58,7 +58,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How big the night is: entities with records, how they are laid out, and what the inputs' ids and models weigh.
+    """Shape of a night: entities with records, how they are laid out, and what the inputs' ids and models weigh.
 
     `model_bytes` and `defaults_bytes` are those at hand, with `model_items` of `model_dims`.
     """
@@ -77,14 +77,14 @@ class Shape:
     index: IndexKind = "auto"
     defaults_bytes: int = 0
     work_bytes: int = 0
-    """What the night leaves beside its artefacts: the partition of its sources, and the probe."""
+    """Bytes that the night leaves beside its artefacts: the partition of its sources, and the probe."""
     interactions: int = 0
     feature_bytes: float = 0.0
-    """Of a user's features; `item_feature_bytes` are an item's."""
+    """Bytes of a user's features; `item_feature_bytes` are an item's."""
     item_feature_bytes: float = 0.0
 
     def pages(self) -> dict[str, Pages]:
-        """Of each table."""
+        """Pages of each table."""
         return {
             name: Pages.of(
                 self.users if entity == "user" else self.items, self.shards, layout, self.page_bytes
@@ -94,12 +94,12 @@ class Shape:
 
     @property
     def payload_bytes(self) -> int:
-        """Records of all tables."""
+        """Bytes of the records of all tables."""
         return sum(each.payload_bytes for each in self.pages().values())
 
     @property
     def directory_bytes(self) -> int:
-        """Hashes of all users and items."""
+        """Bytes of the hashes of all users and items."""
         return HASH_BYTES * (self.users + self.items)
 
     @property
@@ -130,7 +130,7 @@ class Shape:
 
     @property
     def mapped_bytes(self) -> int:
-        """What a reader's host holds of one generation; an int8 model keeps a scale per row of its tables."""
+        """Bytes that a reader's host holds of one generation; an int8 model keeps a scale per row of its tables."""
         int8 = round(self.fp32_bytes * (1 + NUMBER_BYTES / self.dims) / NUMBER_BYTES)
         models = self.fp32_bytes + int8
         return (

@@ -15,20 +15,20 @@ class Spent(NamedTuple):
     cpu_s: float = 0.0
 
     def and_(self, other: Self) -> "Spent":
-        """One after the other."""
+        """Time of both, one after the other."""
         return Spent(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
 
     def times(self, factor: float) -> "Spent":
-        """So many times as much."""
+        """Time of `factor` times as much."""
         return Spent(self.wall_s * factor, self.cpu_s * factor)
 
     def beside(self, count: int, at_once: int) -> "Spent":
-        """So many times as much, so many at a time."""
+        """Time of `count` times as much, `at_once` at a time."""
         return Spent(self.wall_s * -(-count // at_once), self.cpu_s * count)
 
 
 class Run(NamedTuple):
-    """What a run over so many entities or bytes took."""
+    """Time that a run over so many entities or bytes took."""
 
     amount: float
     spent: Spent
@@ -37,7 +37,7 @@ class Run(NamedTuple):
 def timed(
     run: Callable[[], Found], other_cpu_s: Callable[[], float] = lambda: 0.0
 ) -> tuple[Spent, Found]:
-    """What a run takes, and what it found; `other_cpu_s` is the processor time of another process that works for it."""
+    """Time of a run, and what it found; `other_cpu_s` is the processor time of another process that works for it."""
     wall, cpu = time.perf_counter(), time.process_time() + other_cpu_s()
     found = run()
     ended = time.perf_counter()
@@ -50,7 +50,7 @@ def middle(taken: Sequence[Spent]) -> Spent:
 
 
 def grown(small: Run, large: Run, amount: float) -> Spent:
-    """On the line through two runs, from the larger one on; what costs the same for any amount is in both."""
+    """Extrapolation along the line through two runs, from the larger one on; fixed costs are in both."""
     step = large.amount - small.amount
     if step <= 0:
         return large.spent.times(amount / large.amount)

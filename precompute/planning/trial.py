@@ -31,12 +31,12 @@ REPEATS = 3
 SEARCHED = 1024
 LARGEST = 1 << 16
 EVER = "2000-01-01T00:00:00Z"
-"""Names the trial's generation; nothing is cut off by it."""
+"""Cut that names the trial's generation; nothing is cut off by it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """What a night's scoring would take; `stages` are the busy seconds of its overlapping stages for all users."""
+    """Times of a night's scoring; `stages` are the busy seconds of its overlapping stages for all users."""
 
     embed: Spent
     prepare: Spent
@@ -48,11 +48,11 @@ class Timings:
     """Share of the users that will have records."""
     note: str
     seal: Spent
-    """What the load does before its first page."""
+    """Time that the load takes before its first page."""
 
     @property
     def all(self) -> Spent:
-        """From the item vectors to the last page."""
+        """Time from the item vectors to the last page."""
         found = self.embed
         for each in (self.prepare, self.shards, self.users, self.items):
             found = found.and_(each)
@@ -74,7 +74,7 @@ class Trial:
 
     @property
     def begun(self) -> Mapping[str, Any]:
-        """What the first step found out."""
+        """Report of the first step."""
         return self.build.need("begin")
 
     def kept(self) -> float:
@@ -124,12 +124,12 @@ class Trial:
         return timed(lambda: [self.scorers.at(0).of(items, each) for each in metrics])[0]
 
     def opened(self) -> Spent:
-        """What every shard opens before it begins."""
+        """Time to open what every shard opens before it begins: the bundle."""
         fetch_items(self.build)
         return timed(lambda: open_bundle(self.build))[0]
 
     def sealed(self) -> Spent:
-        """What the load does before its first page: the bundle opened, the items' files described."""
+        """Time of the load before its first page: the bundle opened, the items' files described."""
         files = (IDS, OFFSETS, MODEL_INDEX, VECTORS)
         return self.opened().and_(timed(lambda: [self.build.describe(each) for each in files])[0])
 

@@ -105,7 +105,7 @@ class Canaries(Moves):
         return self._commit(to, view, rows, "end_canary", live=False)
 
     def refuse(self, generation: str, *, reason: str, attempt: str) -> None:
-        """As any refusal; a canary ends first, so that no request is answered from it any more."""
+        """Refuses as any refusal does; a canary ends first, so that no request is answered from it any more."""
         for _ in range(LOOK_TRIES):
             view = self.view()
             running = view.ledger.canary

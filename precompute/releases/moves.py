@@ -14,19 +14,19 @@ from precompute.releases.judgements import Judgements
 from precompute.releases.release_log import CUT_CHARS, View, standing
 
 Report = Mapping[str, Any]
-"""What verify reports: `baseline`, the generation that was live then (null: none), beside what others look at."""
+"""Report of verify: `baseline`, the generation that was live then (null: none), beside what others look at."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a move of the pointer did; `changed` is False when this attempt, or another, had done it already."""
+    """Result of a move of the pointer; `changed` is False when this attempt, or another, had done it already."""
 
     pointer: Pointer
     changed: bool
 
 
 class Moves(Judgements):
-    """What publishes, roll backs and canaries share."""
+    """Checks and commits that publishes, roll backs and canaries share."""
 
     def _demand_gates(self, generation: str, live: str | None, verified: Report | None) -> None:
         """Raises Conflict unless all gates passed, and, with verify's report, in comparison with what is live."""

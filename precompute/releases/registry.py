@@ -10,6 +10,6 @@ from precompute.releases.release import Releases
 
 @contextmanager
 def open_releases(config: NightConfig) -> Iterator[Releases]:
-    """For the length of a step, over a connection of its own."""
+    """Opens the release history for the length of a step, over a connection of its own."""
     with connect(config.redis_url, config.redis_timeout_s) as client:
         yield Releases(config.store(), Control(client, config.keyspace()))

@@ -1,4 +1,4 @@
-"""What was released, written down first: the history every change of what readers see adds to.
+"""Release log, written first: the history that every change of what readers see adds to.
 
 The truth is the release records in the artefact store; the pointer and the registry in Redis are their projection.
 An intent is written before the pointer moves and completed after, so a crash in between is settled by looking at
@@ -29,7 +29,7 @@ from precompute.control.states import TRANSITIONS, Ledger, State, fold
 EPOCH_TRIES = 100
 NOTE_TRIES = 10
 LOOK_TRIES = 5
-"""How often something is looked at again when it changed underneath."""
+"""Attempts to read something that changed underneath."""
 
 CUT_CHARS = len("20260131T000000Z")
 """A generation id begins with its cut, so older data sorts first."""
@@ -118,7 +118,7 @@ class ReleaseLog:
         raise Conflict("the pointer moved each time it was looked at; try again")
 
     def state(self, generation: str, ledger: Ledger | None = None) -> State | None:
-        """Where a generation stands: proven by releases, else as the registry says."""
+        """State of a generation: proven by releases, else as the registry says."""
         return standing(generation, ledger or self.ledger(), self.control.rows().get(generation))
 
     def outcome(
@@ -245,7 +245,7 @@ def without_retired(ledger: Ledger, rows: Mapping[str, Row]) -> Ledger:
 
 
 def standing(generation: str, ledger: Ledger, row: Row | None) -> State | None:
-    """Where a generation stands: what releases prove, else what its registry row says, None when neither knows it."""
+    """State of a generation: what releases prove, else what its registry row says, None when neither knows it."""
     proven = ledger.state(generation)
     if row is not None and row.state is State.RETIRED and proven is not State.LIVE:
         return State.RETIRED

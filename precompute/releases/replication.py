@@ -17,7 +17,7 @@ from precompute.bulk.reload import reload
 from precompute.releases.release_log import ReleaseLog
 
 WAIT_S = 0.5
-"""One `WAIT` blocks its connection for no longer, so that no socket times out meanwhile."""
+"""Seconds that one `WAIT` blocks its connection at most, so that no socket times out meanwhile."""
 
 CONNECT_S = 1.0
 UNREACHABLE = "unreachable"
@@ -27,7 +27,7 @@ RunIds = dict[str, str]
 
 
 def run_ids(client: "redis.Redis") -> RunIds:
-    """Of the primary and each of its replicas; a replica that cannot be asked is `UNREACHABLE`.
+    """Run ids of the primary and each of its replicas; a replica that cannot be asked is `UNREACHABLE`.
 
     Verifying takes them before it reads pages back, and keeps them in its report.
     """

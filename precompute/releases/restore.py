@@ -37,7 +37,7 @@ def restore(
     control = releases.control
 
     def is_urgent(generation: str) -> bool:
-        """What is live and not there has no readers to be spared: they wait for it."""
+        """True for a live generation whose pages are missing: it has no readers to be spared, they wait for it."""
         return generation == present[0] and is_missing(control, keys, releases.store, generation)
 
     for _ in range(LOOK_TRIES):
@@ -93,7 +93,7 @@ def restore(
 
 
 def forgotten(releases: ReleaseLog, before: View, pointer: Pointer) -> list[str]:
-    """What a Redis that lost its registry no longer knows and no release record says; in words, with the remedy.
+    """Facts that a Redis lost with its registry and that no release record says; in words, with the remedy.
 
     `before`: the view before the restore, `pointer`: what the restore made of it.
     """
@@ -128,7 +128,7 @@ def _in_doubt(view: View) -> list[Release]:
 
 
 def _roll_back_in_doubt(view: View) -> Release | None:
-    """What must be carried out, because readers who followed it must not meet the bad generation again."""
+    """Roll back that must be carried out: readers who followed it must not meet the bad generation again."""
     for release in reversed(_in_doubt(view)):
         is_sound = view.ledger.state(release.generation) is State.SUPERSEDED
         if release.action == "roll_back" and is_sound:
@@ -137,7 +137,7 @@ def _roll_back_in_doubt(view: View) -> Release | None:
 
 
 def _rows(releases: ReleaseLog, view: View, overlay_ttl_s: float) -> dict[str, Row]:
-    """What releases prove, and every unfinished night of which files exist: its loader may be at work."""
+    """Registry rows that releases prove, and one for every unfinished night with files: its loader may be at work."""
     now, ledger = releases.clock(), view.ledger
     longest_s = overlays_live_s(releases, overlay_ttl_s)
     old = {

@@ -16,7 +16,7 @@ from precompute.config.sections import FlipConfig
 from precompute.control.control_keys import REPLICA_DEAD_S, Control, Replica
 
 LEASE_S = 60.0
-"""How long replicas hold a generation for a publisher that says nothing more, because it died."""
+"""Seconds that replicas hold a generation for a publisher that says nothing more, because it died."""
 RENEW_S = 1.0
 POLL_S = 0.05
 
@@ -51,25 +51,25 @@ return 0
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """How the live replicas stand to a generation."""
+    """Readiness of the live replicas for a generation."""
 
     ready: tuple[Replica, ...]
     waiting: tuple[Replica, ...]
 
     @classmethod
     def of(cls, generation: str, replicas: Sequence[Replica]) -> "Readiness":
-        """By what each said with its last beat."""
+        """Sorts replicas into ready and waiting by what each said with its last beat."""
         ready = tuple(each for each in replicas if generation in each.ready)
         return cls(ready, tuple(each for each in replicas if each not in ready))
 
     def is_enough(self, flip: FlipConfig, *, is_over: bool) -> bool:
-        """All that live, and never fewer than the minimum; once the wait `is_over`, the minimum where one is set."""
+        """True if all live ones, at least the minimum, are ready; after the wait (`is_over`), a set minimum does."""
         if len(self.ready) < flip.replicas_min:
             return False
         return not self.waiting or (is_over and flip.replicas_min > 0)
 
     def told(self, generation: str) -> str:
-        """Who is not ready, and why."""
+        """Names of the replicas that are not ready, each with its reason, as text."""
         reasons = [
             f"{each.name}: {each.failed.get(generation, 'still loading')}" for each in self.waiting
         ]
@@ -117,7 +117,7 @@ def staged(
     timer: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Readiness]:
-    """Within this block the live replicas hold the generation ready; raises Conflict, naming them, if they do not.
+    """Context in which the live replicas hold the generation ready; raises Conflict, naming them, if they do not.
 
     Without any live replica, and no minimum, there is nobody to wait for. Dead ones are forgotten. Whatever happens
     inside, the note is taken away afterwards, or runs out by itself.

@@ -18,7 +18,7 @@ from precompute.releases.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, V
 
 ABANDON_AFTER_S = 86_400.0
 ROW_KEPT_S = 2 * 86_400.0
-"""Every step has a time-out far below that: who was loading a generation while it was retired has ended."""
+"""Seconds that a row is kept: far above any step's time-out, so who was loading it while it was retired has ended."""
 
 
 def sweepable(
@@ -64,7 +64,7 @@ def sweepable(
 
 
 def _left_s_ago(releases: ReleaseLog, generation: str, view: View) -> float:
-    """Since when nothing points at it; infinite for what was never live.
+    """Seconds since something last pointed at it; infinite for what was never live.
 
     A clock that was ahead then, and is set right, keeps nothing for ever: whatever moved the pointer later bounds it.
     """
@@ -90,7 +90,7 @@ def _held(releases: ReleaseLog) -> Collection[str | None]:
 
 
 def _is_replaced(generation: str, making: str | None) -> bool:
-    """Whether a generation of newer data is being made: nights come one at a time."""
+    """True if a generation of newer data is being made: nights come one at a time."""
     return making is not None and generation[:CUT_CHARS] < making[:CUT_CHARS]
 
 
@@ -181,7 +181,7 @@ def take_back(releases: ReleaseLog, keys: Keyspace, generation: str) -> None:
 def is_back(
     releases: ReleaseLog, keys: Keyspace, generation: str, history: Sequence[Release]
 ) -> bool:
-    """Whether the first or the last page of any table of a retired generation is in Redis again, or its marks."""
+    """True if the first or the last page of any table of a retired generation is in Redis again, or its marks."""
     pages = next(
         (each.pages for each in history if each.generation == generation and each.pages), {}
     )
@@ -261,7 +261,7 @@ def _demand_unneeded(releases: ReleaseLog, generation: str, ledger: Ledger) -> N
 
 
 def overlays_live_s(releases: ReleaseLog, overlay_ttl_s: float) -> float:
-    """How long an overlay may live, s: the longest that any replica gives its own, if more than configured."""
+    """Lifetime of an overlay, s: the longest that any replica gives its own, if more than configured."""
     told = [replica.overlay_ttl_s or 0.0 for replica in releases.control.replicas()]
     return max([overlay_ttl_s, *told])
 

@@ -61,7 +61,7 @@ def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
 
 
 Features = dict[str, dict[str, NDArray[Any]]]
-"""By model and input name: two models may give one input name to different columns."""
+"""Features by model and input name: two models may give one input name to different columns."""
 
 
 def inputs_of(
@@ -98,7 +98,7 @@ def usable_inputs(
 
 
 def _recent(entities: ShardInput) -> NDArray[np.bool_]:
-    """Which items of the histories are new enough to be given to a model."""
+    """Mask of the history items that are new enough to be given to a model, bool [len(ordinals)]."""
     lengths = np.diff(entities.indptr)
     from_end = np.repeat(entities.indptr[1:], lengths) - np.arange(len(entities.ordinals))
     return np.asarray(from_end <= entities.history_limit, np.bool_)

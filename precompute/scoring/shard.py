@@ -39,7 +39,7 @@ CHUNK = 16_384
 
 
 def entity_of(bundle: Bundle, name: str, table: TableConfig) -> str:
-    """Which entity set a table belongs to."""
+    """Entity set that a table belongs to; raises ConfigError for a model output that the bundle lacks."""
     match table.kind:
         case "user_topk" | "user_vector":
             return "user"
@@ -68,12 +68,12 @@ def layout_of(bundle: Bundle, table: TableConfig) -> Layout:
 
 
 def metric_of(bundle: Bundle, table: TableConfig) -> Metric:
-    """How a top-K table compares vectors."""
+    """Metric by which a top-K table compares vectors: its own, else cosine for similar items, else the bundle's."""
     return table.metric or ("cosine" if table.kind == "item_similar" else bundle.metric)
 
 
 def producer_of(bundle: Bundle, table: TableConfig) -> Producer:
-    """What answers for a table when there is no record."""
+    """Producer that answers for a table when there is no record."""
     match table.kind:
         case "user_topk":
             return Producer("topk", "user_tower", metric_of(bundle, table))
@@ -119,7 +119,7 @@ def read_item_features(
 
 
 class Place:
-    """Where some shards of one build are encoded and compared: a device of torch, or (None) the processor.
+    """Device on which some shards of one build are encoded and compared: one of torch, or (None) the processor.
 
     Who asks for a scorer and uses it holds `turn`: several at once would only share what computes.
     """
@@ -154,7 +154,7 @@ class Place:
 
 
 class Scorers:
-    """What the shards of one build share in one process: its bundle, and the places; several GPUs take turns."""
+    """State that the shards of one build share in a process: its bundle, and the places; several GPUs take turns."""
 
     def __init__(self, device: str = OFF) -> None:
         self._device = device

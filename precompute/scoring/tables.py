@@ -15,12 +15,12 @@ from cache.format.records import Layout
 from cache.store.artefacts import disk_errors, sync_folder, write_atomically
 
 STRING_OVERHEAD_BYTES = 64
-"""Above what Redis keeps beside the bytes of a string. jemalloc's classes are powers of two and four steps between:
+"""Bytes above what Redis keeps beside a string's own. jemalloc's classes are powers of two and four steps between:
 a page of exactly 256 KiB with its header would take 320."""
 
 
 def records_per_page(layout: Layout, page_bytes: int) -> int:
-    """How many whole records fit `page_bytes` of Redis' memory; at least one."""
+    """Number of whole records that fit `page_bytes` of Redis' memory; at least one."""
     return max(1, (page_bytes - STRING_OVERHEAD_BYTES) // layout.size_bytes)
 
 
@@ -111,5 +111,5 @@ class PageFile(GrowingFile):
 
 
 def sums_path(pages: Path) -> Path:
-    """Where the checksums of a page file lie."""
+    """Path of the checksums of a page file."""
     return pages.with_suffix(".sums")

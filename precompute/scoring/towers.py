@@ -14,7 +14,7 @@ from precompute.builds.build import Build, fetch_model
 from precompute.bundles.bundle import BundleModel, demand_sha256
 
 AGREEMENT = 1e-4
-"""How far a program may be from its ONNX file, relative to the largest number of the row."""
+"""Largest deviation of a program from its ONNX file, relative to the largest number of the row."""
 _COMPARED = 64
 
 _log = logging.getLogger(__name__)

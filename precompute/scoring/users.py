@@ -42,7 +42,7 @@ from precompute.topk.topk import AnyScorer
 CHUNK_USERS = 16_384
 """Users scored at once: enough for the matrix product."""
 CHUNK_BYTES = 32 << 20
-"""What the results of a chunk may take; seven chunks are under way at most."""
+"""Bytes that the results of a chunk may take; seven chunks are under way at most."""
 
 PARTITION = "work/partition"
 
@@ -56,26 +56,26 @@ class Chunk:
     histories: Histories
     features: Mapping[str, Mapping[str, NDArray[Any]]]
     usable: Mapping[str, NDArray[np.bool_]]
-    """Who has every input of each model; the others get no answer of it."""
+    """Users with every input of each model; the others get no answer of it."""
     seen: Histories
     entities: int
-    """Of the shard, up to the end of this chunk, those without input included."""
+    """Entities of the shard up to the end of this chunk, those without input included."""
     total: int
-    """Of the shard: exact with its last slice, estimated before."""
+    """Entities of the shard: exact with its last slice, estimated before."""
     marks: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     outputs: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     answered: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
-    """Whose output of each model is finite."""
+    """Users whose output of each model is finite."""
     lists: dict[str, Top] = field(default_factory=dict)
 
     def case(self, row: int) -> Case:
-        """How a report names a user."""
+        """Name of a user as a report gives it."""
         return {"user": self.ids[row].decode()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardWork:
-    """What all chunks of one shard share."""
+    """State that all chunks of one shard share."""
 
     build: Build
     number: int
@@ -117,7 +117,7 @@ class ShardWork:
 
     @property
     def chunk_users(self) -> int:
-        """How many users a chunk holds."""
+        """Number of users in a chunk: at most CHUNK_USERS, fewer where their results would exceed CHUNK_BYTES."""
         width = 4 * self.bundle.dims + sum(each.size_bytes for each in self.layouts.values())
         return max(1, min(CHUNK_USERS, CHUNK_BYTES // width))
 
@@ -175,12 +175,12 @@ class ShardWork:
             before += count
 
     def encoded(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """Through the towers, which are opened while the first chunk is read."""
+        """Chunks with the outputs of the towers, which are opened while the first chunk is read."""
         self._towers()
         yield from map(self.encode, chunks)
 
     def encode(self, chunk: Chunk) -> Chunk:
-        """Through the towers; what they were given is not needed after."""
+        """Adds the outputs of the towers to a chunk; its features are dropped, nothing needs them after."""
         chunk.marks = fingerprints(chunk.ids)
         with self.busy("tower"):
             for name, tower in self._towers().items():
@@ -210,13 +210,13 @@ class ShardWork:
         return {name: self.place.tower(self.build, model) for name, model in self.models.items()}
 
     def scored(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """With the lists of each table of lists; the items are made ready while the first chunk is read."""
+        """Chunks with the lists of each table of lists; the items are made ready while the first chunk is read."""
         with self.place.turn:
             self._scorers()
         yield from map(self.score, chunks)
 
     def score(self, chunk: Chunk) -> Chunk:
-        """The lists of each table of lists."""
+        """Adds the lists of each table of lists to a chunk."""
         threads = self.build.config.threads or None
         with self.place.turn, self.busy("topk"):
             for name, scorer in self._scorers().items():
@@ -234,7 +234,7 @@ class ShardWork:
         }
 
     def write(self, chunk: Chunk, files: Mapping[str, PageFile], directory: GrowingFile) -> None:
-        """As records, in hash order."""
+        """Writes a chunk as records, in hash order."""
         at = cut_of(self.build.generation)
         for name, table in self.tables.items():
             model = str(table.value) if table.kind == "value" else "user_tower"
@@ -257,7 +257,7 @@ class ShardWork:
 def _of_any(
     usable: Mapping[str, NDArray[np.bool_]], histories: Histories, specs: Mapping[str, TowerSpec]
 ) -> NDArray[np.bool_]:
-    """Whom at least one model can answer for, who also has the history that any of them wants."""
+    """bool [users]: at least one model can answer for the user, who also has the history that any of them wants."""
     found: NDArray[np.bool_] = np.logical_or.reduce(list(usable.values()))
     if any(each.history is not None for each in specs.values()):
         found &= np.diff(histories.indptr) > 0

@@ -40,7 +40,7 @@ class Ids:
 
     @classmethod
     def of(cls, column: Any) -> Self:
-        """From an Arrow array of strings or integers, dictionary-encoded or not, without nulls.
+        """Ids of an Arrow array of strings or integers, dictionary-encoded or not, without nulls.
 
         Raises pa.ArrowInvalid for what is not UTF-8.
         """
@@ -192,12 +192,12 @@ def _ids_one_by_one(column: Any, path: SourceFile, name: str) -> tuple[Ids, Bad]
 
 
 def is_utf_8(raw: Any) -> NDArray[np.bool_]:
-    """Which rows of an Arrow binary array are UTF-8; a missing one is."""
+    """Mask of the rows of an Arrow binary array that are UTF-8; a missing one is."""
     return as_rows(pc.fill_null(pc.match_substring_regex(raw, _UTF_8), True))
 
 
 def is_text(kind: Any) -> bool:
-    """Whether an Arrow type holds strings."""
+    """True if an Arrow type holds strings."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 

@@ -17,7 +17,7 @@ _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Values:
-    """One input of a model, a row each: [n], or [n, width]; those of rows that are `missing` or `bad` mean nothing."""
+    """Model input, a row each: [n], or [n, width]; those of rows that are `missing` or `bad` mean nothing."""
 
     numbers: NDArray[Any]
     missing: NDArray[np.bool_]
@@ -25,7 +25,7 @@ class Values:
 
     @property
     def usable(self) -> NDArray[np.bool_]:
-        """bool [n]."""
+        """Mask of the rows that are neither missing nor bad, bool [n]."""
         found: NDArray[np.bool_] = ~np.logical_or.reduce([self.missing, *self.bad.values()])
         return found
 

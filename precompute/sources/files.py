@@ -28,22 +28,22 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """Behind the last slash."""
+        """Part of the URL behind the last slash."""
         return PurePosixPath(self.url).name
 
     @property
     def suffix(self) -> str:
-        """As of a path."""
+        """Last suffix of the URL, as a path has it."""
         return PurePosixPath(self.url).suffix
 
     @property
     def suffixes(self) -> list[str]:
-        """As of a path."""
+        """Suffixes of the URL, as a path has them."""
         return PurePosixPath(self.url).suffixes
 
     @contextmanager
     def open(self, _mode: str = "rb") -> Iterator[BinaryIO]:
-        """For reading bytes; it seeks. Raises StoreError for what its driver raises, meanwhile too."""
+        """Opens the file for reading bytes; it seeks. Raises StoreError for what its driver raises, meanwhile too."""
         with _driver_errors(self.url), self.fs.open(self.url, "rb") as opened:
             yield opened
 
@@ -56,7 +56,7 @@ SourceFile = Path | RemoteFile
 
 @contextmanager
 def readable(file: SourceFile) -> Iterator[Any]:
-    """What Arrow's readers take: the path of a local file, which they map, or an open remote one."""
+    """Input for Arrow's readers: the path of a local file, which they map, or an open remote one."""
     if isinstance(file, Path):
         yield file
         return
@@ -109,7 +109,7 @@ def pin(files: Sequence[SourceFile]) -> tuple[str, list[dict[str, object]]]:
 
 
 def changed_at(file: SourceFile) -> float:
-    """When a file was written, Unix seconds."""
+    """Time of a file's last write, Unix seconds."""
     if isinstance(file, Path):
         return file.stat().st_mtime
     with _driver_errors(file.url):
@@ -147,7 +147,7 @@ def _is_data(name: str) -> bool:
 
 @contextmanager
 def _driver_errors(url: str) -> Iterator[None]:
-    """What a driver raises beyond what readers know becomes a StoreError, which is worth another try."""
+    """Turns what a driver raises beyond what readers know into a StoreError, which is worth another try."""
     try:
         yield
     except (LarderError, OSError, EOFError, UnicodeDecodeError, zlib.error, pa.ArrowException):

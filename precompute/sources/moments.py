@@ -18,7 +18,7 @@ YEAR_2200_S = 7_258_118_400
 YEAR_1_S = -62_135_596_800
 
 _NOTHING = pa.array(["", "NULL", "null", "NaN", "nan", "NA", "N/A", "None", "NaT"])
-"""How programs write a number or a time that is missing."""
+"""Spellings that programs use for a missing number or time."""
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _ISO = (
     r"^\s*(?P<year>\d{4})-(?P<month>\d{2})-(?P<day>\d{2})(?:[T ](?P<hour>\d{2})(?::?(?P<minute>\d{2})"
@@ -31,7 +31,7 @@ _PER_SECOND = {"s": 1, "ms": 1_000, "us": MICROSECONDS, "ns": 1_000_000_000}
 
 
 def are_positive(weights: Any, path: SourceFile, sources: Sources) -> tuple[NDArray[np.bool_], Bad]:
-    """Which rows have a weight above 0 (a missing one is not), and which have one that says nothing."""
+    """Masks of the rows with a weight above 0 (a missing one is not), and of those whose weight says nothing."""
     kind, name, reason = (
         weights.type,
         sources.weight_column,

@@ -25,12 +25,12 @@ from precompute.sources.moments import MICROSECONDS, are_positive, microseconds
 from precompute.sources.unusable import COLUMNS, Case, Unusable, shown
 
 INTERACTIONS = "interactions"
-"""What reports call them."""
+"""Name of the interactions in reports."""
 BATCH_ROWS = 1 << 19
 BATCH_BYTES = 128 << 20
 READ_BYTES = 1 << 20
 TEXT_BYTES = 4
-"""What a Parquet file spends on the length of each text that it does not have in a dictionary."""
+"""Bytes that a Parquet file spends on the length of each text that it does not have in a dictionary."""
 
 _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException)
 _LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG})
@@ -38,7 +38,7 @@ _LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, er
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
-    """One batch: who, with what, and `times` int64 microseconds since 1970 (0 = not given)."""
+    """Batch of interactions: `users`, `items` and `times` int64 microseconds since 1970 (0 = not given)."""
 
     users: Ids
     items: Ids
@@ -118,7 +118,7 @@ def _usable(batch: Any, path: SourceFile, sources: Sources, unusable: Unusable) 
 
 
 def _value(column: Any, row: int) -> Any:
-    """One value as Python's own: bytes of a text, which may not be UTF-8."""
+    """Value of a row as Python's own: bytes of a text, which may not be UTF-8."""
     value = column[row : row + 1]
     if pa.types.is_dictionary(value.type):
         value = value.dictionary_decode()
@@ -192,7 +192,7 @@ def _reading(path: SourceFile) -> Iterator[None]:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether a disk or a network failed (EIO, a stale NFS handle), not the file; Arrow's own errors have no number."""
+    """True if a disk or a network failed (EIO, a stale NFS handle), not the file; Arrow's own errors have no number."""
     if isinstance(error, ConnectionError | TimeoutError):
         return True
     return isinstance(error, OSError) and error.errno is not None and error.errno not in _LASTING

@@ -1,4 +1,4 @@
-"""What cannot be used is left out of the night: counted by reason, with a few cases of each."""
+"""Rows that cannot be used and are left out of the night: counted by reason, with a few cases of each."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from threading import Lock
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cache.errors import SourceError
 
 CASES: Final = 10
-"""Of each reason."""
+"""Maximum number of cases shown of each reason."""
 TEXT_MAX: Final = 256
 """Characters of an id that are shown: whoever is erased is found by all of them."""
 
@@ -41,7 +41,7 @@ _REMEDIES: Final = {
 }
 
 Case = Mapping[str, str | None]
-"""What names a row: `user`, `item`, `file`, `line`, whatever is known of it."""
+"""Fields that name a row: `user`, `item`, `file`, `line`, whatever is known of it."""
 
 
 class Unusable:
@@ -57,12 +57,12 @@ class Unusable:
         self._lock = Lock()
 
     def looked_at(self, source: str, rows: int) -> None:
-        """So many rows more, usable or not."""
+        """Counts rows of a source that were looked at, usable or not."""
         with self._lock:
             self._rows[source] = self._rows.get(source, 0) + rows
 
     def note(self, source: str, reason: str, rows: int, cases: Iterable[Case]) -> None:
-        """So many of the rows cannot be used; `cases` name some of them."""
+        """Counts rows of a source that cannot be used for this reason; `cases` name some of them."""
         with self._lock:
             of_reason = self._reasons.setdefault(source, {})
             found = of_reason.setdefault(reason, {"rows": 0, "cases": []})
@@ -87,7 +87,7 @@ class Unusable:
         return taken
 
     def left_out(self, source: str) -> int:
-        """How many rows of a source were noted."""
+        """Number of rows of a source that were noted."""
         return sum(each["rows"] for each in self._reasons.get(source, {}).values())
 
     def demand_some(self, source: str, where: str) -> None:
@@ -154,6 +154,6 @@ def _shown(cases: list[dict[str, str | None]]) -> str:
 
 
 def _remedy(reason: str) -> str:
-    """Reasons of a column are `column: reason`."""
+    """Remedy for a reason, in brackets, empty if none is known; reasons of a column are `column: reason`."""
     remedy = _REMEDIES.get(reason.partition(": ")[2])
     return f" [{remedy}]" if remedy else ""

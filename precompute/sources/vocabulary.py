@@ -28,7 +28,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, texts: Any, seed: int = 0) -> Self | None:
-        """None where an id comes twice."""
+        """Vocabulary of Arrow strings, None where an id comes twice."""
         hashes, marks = text_hashes(texts, seed), text_hashes(texts, FINGERPRINT_SEED)
         order = np.argsort(hashes)
         hashes, marks = hashes[order], marks[order]

@@ -92,7 +92,7 @@ def _pointer(raw: bytes) -> Pointer | None:
 
 
 def _disown(releases: ReleaseLog, ledger: Ledger, reason: str) -> None:
-    """What only Redis calls published is no longer: it may be made and verified again, or swept."""
+    """Abandons what only Redis calls published: it may be made and verified again, or swept."""
     now = releases.clock()
     rows = {
         generation: Row(State.ABANDONED, now, f"adopted: {reason}")

@@ -44,7 +44,7 @@ from precompute.steps.adopt import demand_agreement
 
 ERASURE_LOOKS = 10
 CLOCKS_DIFFER_S = 300.0
-"""How far the clock of whoever chose a cut may be ahead of Redis'."""
+"""Seconds by which the clock of whoever chose a cut may be ahead of Redis'."""
 
 
 @writes_files

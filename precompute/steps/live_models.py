@@ -22,7 +22,7 @@ SAMPLE = 512
 
 @dataclass(frozen=True, slots=True)
 class LiveModel:
-    """Whether a model has an int8 form, and how far that agrees with fp32."""
+    """Int8 form of a model, if it has one, and how far that agrees with fp32."""
 
     int8: bool
     agreement: Mapping[str, Any]
@@ -106,7 +106,7 @@ def _user_inputs(
 def _with_answers(
     tower: Tower, inputs: Inputs, seen: Histories | None
 ) -> tuple[Inputs, Histories | None]:
-    """Without the rows whose output is not finite: they have no record, and calibrate nothing."""
+    """Inputs without the rows whose output is not finite: they have no record, and calibrate nothing."""
     rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
     if len(rows) == rows_of(inputs):
         return inputs, seen

@@ -1,4 +1,4 @@
-"""What a generation's live path answers with: indexes and int8 models, both measured on real inputs."""
+"""Live path of a generation: indexes and int8 models, both measured on real inputs."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ from precompute.scoring.users import PARTITION
 from precompute.steps.live_models import quantize_models, sample_user_vectors
 
 FIRST_SLICES = 4
-"""Written before more of a shard is: they nearly always hold the samples that are wanted."""
+"""Slices written before more of a shard is: they nearly always hold the samples that are wanted."""
 
 
 @writes_files
@@ -45,7 +45,7 @@ FIRST_SLICES = 4
 def build_index(
     config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet
 ) -> Step:
-    """One FAISS index per metric that a top-K table uses, over the item vectors in ordinal order."""
+    """Write one FAISS index per metric that a top-K table uses, over the item vectors in ordinal order."""
     made = Build.of(config, build)
     if (done := made.read_report("index")) is not None:
         return done
@@ -149,7 +149,7 @@ def _sample(made: Build, items: ItemTable, model: BundleModel) -> ShardInput:
 
 
 def _probed(made: Build, items: ItemTable, model: BundleModel) -> tuple[ShardInput, list[Any]]:
-    """What `_sample` finds, and the parts of the probe: slice after slice, until it is full."""
+    """Inputs as `_sample` finds them, and the parts of the probe: slice after slice, until it is full."""
     sample, parts, count = None, [], 0
     for found in _slices(made):
         rows = usable_inputs(items, found, {model.name: model.spec})[0][: USERS_MAX - count]

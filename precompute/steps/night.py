@@ -13,7 +13,7 @@ from precompute.steps import pipeline
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row of a night's table: what, how many, how long, and how fast and how big where that has a meaning."""
+    """Row of a night's table: what, how many, how long, and how fast and how big where that has a meaning."""
 
     step: str
     what: str

@@ -1,4 +1,4 @@
-"""What readers see: the pointer moved, followed, moved back or rebuilt, and what nobody reads removed."""
+"""Publication: the pointer moved, followed, moved back or rebuilt, and what nobody reads removed."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -127,7 +127,7 @@ def warm(config: NightConfig, build: Mapping[str, Any]) -> Step:
 
 
 def _flip_of(pointer: Pointer | None, replicas: Sequence[Replica]) -> Step:
-    """Of the replicas that were there when the pointer moved; one that started later has not flipped."""
+    """Skew and lags (ms) of the replicas there when the pointer moved; one that started later has not flipped."""
     swapped = {
         each.name: each.swapped_at
         for each in replicas

@@ -30,7 +30,7 @@ from precompute.scoring.tables import GrowingFile
 from precompute.scoring.users import score_users
 
 SHARDS_AT_ONCE = 2
-"""One that is compared with the items and one that is read, encoded or written meanwhile; for each GPU."""
+"""Shards under way for each GPU: one compared with the items, one read, encoded or written meanwhile."""
 
 
 @writes_files
@@ -121,7 +121,7 @@ def score_shards(
     *,
     progress: Progress = quiet,
 ) -> list[Step]:
-    """`score_shard` for each of them, in one process: while one is compared, the next reads, encodes and writes.
+    """Runs `score_shard` for each shard in one process: while one is compared, the next reads, encodes and writes.
 
     What one raises ends the others at their next sign of progress; what was finished is found again.
     """

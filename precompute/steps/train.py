@@ -63,7 +63,7 @@ def train_reference(
 
 
 def _categories(config: NightConfig, item_ids: list[str]) -> list[str] | None:
-    """One category per item from the item features, where they have such a column."""
+    """Category of each item from the item features; None where they have no such column."""
     sources = config.sources
     if not sources.item_features:
         return None

@@ -136,7 +136,7 @@ def reason(generation: str, verdict: Verdict) -> str:
 def _judged(
     made: Build, manifest: Manifest, releases: Releases, live: str | None, progress: Progress
 ) -> Sequence[Verdict]:
-    """Files first: what is not as the manifest states can be opened by no other gate."""
+    """Verdicts, files first: what is not as the manifest states can be opened by no other gate."""
     started = time.monotonic()
     artefacts = [*manifest.artefacts(), *manifest.pages()]
     size_bytes = sum(each.size_bytes for each in artefacts)

@@ -68,7 +68,7 @@ class Kernel:
         )
 
     def fits(self, compared: Compared, users: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Which users float32 [n, dims] the kernel is certain about."""
+        """Mask of the users float32 [n, dims] that the kernel is certain about."""
         return fits(compared, users)
 
     def top(
@@ -111,7 +111,7 @@ class Kernel:
             raise MemoryError(f"no memory for the candidates of {rows.stop - rows.start} users")
 
     def same_bits(self, dims: int) -> bool:
-        """Whether the kernel adds in the order of this numpy, so that both give the same scores."""
+        """True if the kernel adds in the order of this numpy, so that both give the same scores."""
         rng = np.random.default_rng(dims)
         users = rng.standard_normal((1, dims), np.float32)
         items = rng.standard_normal((64, dims), np.float32)
@@ -165,7 +165,7 @@ def _library(folder: Path) -> ctypes.CDLL | None:
 
 
 def fits(compared: Compared, users: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Which users float32 [n, dims] have scores that neither overflow nor vanish; the others are very long or short."""
+    """Mask of users float32 [n, dims] whose scores neither overflow nor vanish; the others are very long or short."""
     sizes = lengths(users)
     if compared.metric == "cosine":
         return _within(sizes, _LENGTH)
@@ -180,7 +180,7 @@ def own_lengths(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _within(values: NDArray[np.float64], limits: tuple[float, float]) -> NDArray[np.bool_]:
-    """Inside, or nothing at all."""
+    """Mask of the values that are inside the limits, or 0."""
     inside: NDArray[np.bool_] = ((values > limits[0]) & (values < limits[1])) | (values == 0)
     return inside
 

@@ -41,7 +41,7 @@ class Compared:
 
     @classmethod
     def of(cls, vectors: NDArray[np.float32], metric: Metric) -> Self:
-        """From float32 [items, dims] in ordinal order."""
+        """Items to compare, from float32 [items, dims] in ordinal order."""
         filtering = np.ascontiguousarray(unit(vectors) if metric == "cosine" else vectors)
         return cls(vectors, metric, filtering, lengths(filtering))
 
@@ -87,7 +87,7 @@ class FlatChunk:
         self._fetch = fetch
 
     def run(self) -> Top:
-        """The chunk's answer."""
+        """Top K of the chunk's users."""
         # One OpenMP thread (a setting of the calling thread) under each of our own: its teams spin
         # at barriers, which on shared cores made two threads slower than one.
         faiss.omp_set_num_threads(1)
@@ -152,7 +152,7 @@ class FlatChunk:
 
 
 def _scan(scorer: Compared, user: NDArray[np.float32], banned: NDArray[np.int64], k: int) -> Top:
-    """One user against every item, in tiles: for ties in masses and vectors without direction."""
+    """Top K of one user against every item, in tiles: for ties in masses and vectors without direction."""
     items = len(scorer.vectors)
     keys = np.empty(0, np.uint64)
     allowed = np.ones(items, np.bool_)

@@ -19,7 +19,7 @@ _LEAST = 1e-12
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """What `native/state.h` calls items; places are positions by falling length, -1 and 0 pad the last group."""
+    """Items as `native/state.h` lays them out; places are positions by falling length, -1 and 0 pad the last group."""
 
     vectors: NDArray[np.float32]
     lengths: NDArray[np.float32] | None
@@ -48,7 +48,7 @@ class Packed:
         largest_code: int,
         multiple: int = 4,
     ) -> Self:
-        """From what is scored and what is compared (unit vectors for cosine), float32 [items, dims].
+        """Packs what is scored and what is compared (unit vectors for cosine), float32 [items, dims].
 
         `sizes` float64 [items] are the lengths of `compared`; `lengths` float32 [items] divide a score.
         Codes are -largest_code to largest_code; a multiple of `multiple` per item.
@@ -89,7 +89,7 @@ class Packed:
         )  # fmt: skip
 
     def allowed(self, allowed: NDArray[np.bool_] | None) -> NDArray[np.uint16]:
-        """One bit per place: an item, and allowed by its ordinal; uint16 [groups]."""
+        """Bit mask of the places, set for an item that is allowed by its ordinal; uint16 [groups]."""
         bits = np.zeros(len(self.ordinals), np.bool_)
         bits[: len(self.places)] = (
             True if allowed is None else allowed[self.ordinals[: len(self.places)]]
@@ -106,7 +106,7 @@ def _order(compared: NDArray[np.float32], sizes: NDArray[np.float64]) -> NDArray
 
 
 def _lengths(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of the longest of each group, [groups]."""
+    """Length of the longest vector of each group, [groups]."""
     found: NDArray[np.float64] = np.sqrt(np.einsum("glw,glw->gl", vectors, vectors).max(axis=1))
     return found
 

@@ -39,7 +39,7 @@ class AnyScorer(Protocol):
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Top:
-        """As `Scorer.top`."""
+        """Top K of each user: (ordinals uint32 [n, k], scores float32 [n, k]), as `Scorer.top` gives them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class Scorer:
         *,
         engine: Kernel | bool = True,
     ) -> Self:
-        """From finite float32 [items, dims] in ordinal order.
+        """Scorer of finite float32 [items, dims] in ordinal order.
 
         `engine` True takes the kernel where it is usable, False FAISS; a kernel, that one.
         """
@@ -156,7 +156,7 @@ class Scorer:
         threads: int,
         told: Callable[[int], None],
     ) -> Top:
-        """Only the ordinals `left` (ascending, so ties fall as they would among all)."""
+        """Top K among the ordinals `left` (ascending, so ties fall as they would among all)."""
         some = Scorer.of(self.compared.vectors[left], self.compared.metric, engine=False)
         renamed = np.full(len(self.compared.vectors) + 1, -1)
         renamed[left] = np.arange(len(left))
@@ -179,7 +179,7 @@ def exact_topk(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Top:
-    """`Scorer.top` for one call."""
+    """Top K of all items, as `Scorer.top` gives it, by a scorer made for this one call."""
     return Scorer.of(items, metric).top(users, k, excluded, threads=threads, progress=progress)
 
 

@@ -1,4 +1,4 @@
-"""How much of some work may go on, judged by how long work has to wait. Pure."""
+"""Load shedding by queue delay: the share of some work that may go on, by how long work has to wait. Pure."""
 
 from math import inf
 
@@ -7,7 +7,7 @@ _SHUT = 0.001
 
 
 class Valve:
-    """A share of 0 to 1 that follows one queue.
+    """Valve that admits a share, 0 to 1, of some work and follows one queue.
 
     The signal is CoDel's (RFC 8289): the shortest wait of an interval. Above `target` even the luckiest had to wait, so
     the queue stands; a burst that drains within the interval does not count. The reaction is of DAGOR's kind (WeChat,
@@ -26,7 +26,7 @@ class Valve:
         self._step, self._credit = _OPEN, 0.0
 
     def observe(self, wait: float, now: float) -> None:
-        """One sample of the wait; `now` in seconds.
+        """Takes one sample of the wait, in the unit of `target`; `now` in seconds.
 
         An interval has two at least, as one long pause is not a queue: the last of one is the first of the next, so
         that where samples are rare each of them is judged.
@@ -48,7 +48,7 @@ class Valve:
         self._least, self._since = wait, now
 
     def admit(self) -> bool:
-        """Whether one more piece of work may go on: exactly the share of them, evenly spread."""
+        """Returns whether one more piece of work may go on: exactly the share of them, evenly spread."""
         if self.share >= 1.0:
             return True
         self._credit += self.share

@@ -1,4 +1,4 @@
-"""Who may go on while more is asked than can be answered in time: first live is left out, last requests are refused.
+"""Admission control under overload: live inference is left out first, requests are refused last.
 
 Three queues say how the process is doing: the event loop's (how long a turn takes: what is ready now is handled after
 it), the model's, and the requests under way below L1.
@@ -11,22 +11,22 @@ from serving.admission.codel import Valve
 
 Stage = Literal["live", "queue", "late", "full"]
 STAGES: tuple[Stage, ...] = ("live", "queue", "late", "full")
-"""What was shed: an inference; a request that would cost much while leaving live out is not enough; one whose deadline
-is gone before its turn; one beyond `requests_max`.
+"""Kinds of shed work: an inference; a request that would cost much while leaving live out is not enough; one whose
+deadline is gone before its turn; one beyond `requests_max`.
 """
 
 LEFT_OUT = 0.05
 """The share of live at which leaving it out has been tried: what stands even then is more than all can be given."""
 
 URGENT = 5
-"""Times the target of the loop: a turn that leaves no time for trying."""
+"""Multiple of the loop's target: a turn that long leaves no time for trying."""
 
 MODEL_TARGET = 1 / 3
-"""Of the time that an input has for live, the part that it may spend in a standing queue of the model."""
+"""Part, 0 to 1, of an input's time for live inference that it may spend in a standing queue of the model."""
 
 
 class Admission:
-    """The state of one process, for its event loop only."""
+    """Admission state of one process, for its event loop only."""
 
     def __init__(self, *, target_s: float, interval_s: float, requests_max: int) -> None:
         self.loop = Valve(target_s, interval_s)
@@ -37,7 +37,7 @@ class Admission:
         self.shed: Counter[Stage] = Counter(dict.fromkeys(STAGES, 0))
 
     def enter(self) -> bool:
-        """Whether a request may go below L1; whoever may gives its place back by `leave`."""
+        """Returns whether a request may go below L1, else counts it as shed; one that may ends with `leave`."""
         if self.under_way >= self.requests_max:
             self.shed["full"] += 1
             return False
@@ -45,30 +45,30 @@ class Admission:
         return True
 
     def admit_costly(self) -> bool:
-        """Whether a request may go on that costs many times what its refusal does; else it is counted as shed."""
+        """Returns whether a request costing many times what its refusal does may go on; else it is counted as shed."""
         if self.costly.admit():
             return True
         self.shed["queue"] += 1
         return False
 
     def leave(self) -> None:
-        """One that entered has its response."""
+        """Gives back the place of a request that entered and now has its response."""
         self.under_way -= 1
 
     @property
     def is_behind(self) -> bool:
-        """Whether requests stand before the loop, so that some may be too late."""
+        """True if requests stand before the loop, so that some may be too late."""
         return self.loop.wait > self.loop.target
 
     def is_late(self, deadline_s: float) -> bool:
-        """Whether a request with so much time has spent it all before its turn; then it is counted as shed."""
+        """Returns whether a request with so much time has spent it all before its turn; then it is counted as shed."""
         if self.loop.wait < deadline_s:
             return False
         self.shed["late"] += 1
         return True
 
     def admit_live(self) -> bool:
-        """Whether one more input may go to the model; else it is counted as shed."""
+        """Returns whether one more input may go to the model; else it is counted as shed."""
         if self.loop.admit() and self.model.admit():
             return True
         self.shed["live"] += 1
@@ -76,11 +76,11 @@ class Admission:
 
     @property
     def live_share(self) -> float:
-        """Of the inputs, those that may go to the model."""
+        """Share of the inputs, 0 to 1, that may go to the model."""
         return self.loop.share * self.model.share
 
     def observe(self, turn_s: float, model_wait: float, now: float) -> None:
-        """One look at both queues: seconds of a turn, and the part of its time that the model's oldest has waited."""
+        """Samples both queues: seconds of a turn, and the part of its time that the model's oldest input has waited."""
         self.loop.observe(turn_s, now)
         target = self.costly.target
         stands = self.loop.share <= LEFT_OUT or turn_s > URGENT * target

@@ -1,4 +1,4 @@
-"""Whether a request's time is gone before its turn, by all that it says of its deadline."""
+"""Deadline check: finds requests whose time is gone before their turn, by all that they say of their deadline."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -15,7 +15,7 @@ _MENTION = b"deadline_ms"
 
 
 class Lateness:
-    """Asked only while requests stand before the loop."""
+    """Deadline check of requests, asked only while requests stand before the loop."""
 
     def __init__(self, admission: Admission, headers: Headers, limits: Limits) -> None:
         self._admission = admission
@@ -23,7 +23,7 @@ class Lateness:
         self._limits = limits
 
     def is_late(self, scope: MutableMapping[str, Any], body: bytes | None = b"") -> bool:
-        """Counted as shed if so; never a request that is refused for what it says, or whose body is too long (None)."""
+        """True if late, and counted as shed; never one refused for what it says, or whose body is too long (None)."""
         by_headers = self._headers.deadline_s(scope["headers"])
         if by_headers is None or body is None:
             return False
@@ -34,7 +34,7 @@ class Lateness:
         return self._admission.is_late(min(by_headers, own))
 
     def _own_s(self, scope: MutableMapping[str, Any], body: bytes) -> float:
-        """What a GET says in its query, another request in its body; raises Problem."""
+        """Deadline in seconds that a GET has in its query, another request in its body; raises Problem."""
         limits = self._limits
         is_get = scope["method"] == "GET"
         if _MENTION not in (scope["query_string"] if is_get else body):

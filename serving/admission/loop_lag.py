@@ -1,4 +1,4 @@
-"""Looks at the queues of a process now and then, whatever it is asked: a turn of the loop in full, and the model's."""
+"""Periodic samples of a process's queues, whatever it is asked: a whole turn of the event loop, and the model's."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ Observe = Callable[[float, float, float], None]
 
 
 class Pulse:
-    """Tells `observe` the seconds of one turn of the event loop, what `model_wait` says, and when.
+    """Periodic sampler: calls `observe` with the seconds of one turn of the event loop, `model_wait()` and the time.
 
     A turn is from one callback to the next that it leaves for the turn after: everything that was ready in between is
     read and begun, so it is what a request waits that comes at the worst moment. Nothing runs between the looks; after
@@ -31,11 +31,11 @@ class Pulse:
         self._began = 0.0
 
     def start(self) -> None:
-        """From now on; on the running loop."""
+        """Starts sampling, on the running event loop."""
         self._handle = asyncio.get_running_loop().call_later(self._every_s, self._wake)
 
     def stop(self) -> None:
-        """No look after this."""
+        """Stops sampling."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

@@ -8,11 +8,11 @@ _U32 = struct.Struct("<I")
 
 
 class Malformed(ValueError):
-    """These bytes are no such thing; the text says why."""
+    """Bytes that are no valid message; the text says why."""
 
 
 class Flat:
-    """One table of a flatbuffer; raises Malformed for whatever points outside."""
+    """Table of a flatbuffer; raises Malformed for whatever points outside."""
 
     def __init__(self, raw: bytes | memoryview, at: int) -> None:
         self._raw, self._at = raw, at
@@ -22,7 +22,7 @@ class Flat:
             raise Malformed("a vtable reaches beyond its message")
 
     def at(self, slot: int) -> int:
-        """Where a field's value stands; 0 if it has none."""
+        """Position of a field's value in the message; 0 if it has none."""
         entry = 4 + 2 * slot
         if entry + 2 > self._size:
             return 0
@@ -42,11 +42,11 @@ class Flat:
         return Flat(self._raw, at + self._read(_U32, at))
 
     def has(self, slot: int) -> bool:
-        """Whether the field is there."""
+        """True if the field is present."""
         return self.at(slot) != 0
 
     def vector(self, slot: int, size: int) -> tuple[int, int]:
-        """(Where its first element is, how many of `size` bytes there are); nothing there is (0, 0)."""
+        """Position of the first element and count of a vector of `size`-byte elements; (0, 0) without one."""
         at = self.at(slot)
         if not at:
             return 0, 0

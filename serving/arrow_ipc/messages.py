@@ -9,12 +9,12 @@ from serving.arrow_ipc.flatbuffers import Flat, Malformed, root
 from serving.arrow_ipc.schema import Field, Kind
 
 KEPT_MAX = 4_096
-"""Bytes of a schema that is kept for the next stream."""
+"""Bytes of the longest metadata (schema, message) whose parsed form is cached for the next stream."""
 
 _FIELDS_MAX = 64
 _DEPTH_MAX = 2
 _PARTS_MAX = 512
-"""Nodes of a record batch, and buffers: what so many columns may have."""
+"""Greatest number of nodes, and of buffers, in a record batch: enough for so many columns."""
 _METADATA_MAX = 64
 
 
@@ -29,7 +29,7 @@ def first_message(raw: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def schema(first: bytes) -> tuple[tuple[tuple[str, str], ...], tuple[Field, ...]]:
-    """Metadata and columns, from the message that begins a stream; who asks often asks with the same one."""
+    """Metadata and columns from the message that begins a stream, cached: a caller's streams often share it."""
     found, body = next(messages(memoryview(first)), (None, b""))
     if found is None or found.kind != arrow.SCHEMA or body:
         raise Malformed("the stream does not begin with a schema")
@@ -44,7 +44,7 @@ def schema(first: bytes) -> tuple[tuple[tuple[str, str], ...], tuple[Field, ...]
 
 
 class Message(NamedTuple):
-    """What a message says before its body."""
+    """Metadata of a message, its kind and the bytes of its body."""
 
     metadata: bytes
     kind: int
@@ -60,13 +60,13 @@ class Layout(NamedTuple):
 
 
 def layout(found: Message) -> Layout:
-    """Batches of as many rows and bytes have the same one, so it is kept."""
+    """Layout of a record batch, cached: batches of as many rows and bytes have an equal one."""
     read = _layout if len(found.metadata) <= KEPT_MAX else _layout.__wrapped__
     return read(found.metadata)
 
 
 def messages(raw: memoryview) -> Iterator[tuple[Message, memoryview]]:
-    """Each message of a stream with its body."""
+    """Messages of a stream, each with its body."""
     at = 0
     while at < len(raw):
         if raw[at : at + 4] != arrow.CONTINUATION:

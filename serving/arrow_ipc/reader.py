@@ -32,7 +32,7 @@ _NUMBERS: dict[str, np.dtype[Any]] = {
 }
 
 BATCHES_MAX = 64
-"""What is read of each costs as much as dozens of rows, and one without rows costs its sender nothing."""
+"""Greatest number of record batches: each costs as much as dozens of rows, an empty one costs its sender nothing."""
 
 Cutter = Callable[[memoryview, memoryview], list[bytes] | None]
 
@@ -188,7 +188,7 @@ class _Batch:
         return np.frombuffer(data, dtype, rows)
 
     def _valid(self, rows: int) -> list[bool] | None:
-        """Which rows are there; None = all."""
+        """Validity of each row, True where it is not null; None = all are valid."""
         length, nulls = self._node()
         if length != rows or not 0 <= nulls <= rows:
             raise Malformed(f"a column has {length} of {rows} rows, {nulls} of them null")
@@ -220,7 +220,7 @@ class _Batch:
 
 
 def _offsets(data: memoryview, rows: int, layout: str) -> NDArray[Any]:
-    """Not negative and rising; a column without rows may have none."""
+    """Offsets [rows + 1], checked to be non-negative and never falling; a column without rows may have none."""
     dtype = np.dtype(layout)
     if rows == 0:
         return np.zeros(1, dtype)

@@ -16,7 +16,7 @@ VERSION_V5 = 4
 SCHEMA, DICTIONARY_BATCH, RECORD_BATCH = 1, 2, 3
 CONTINUATION = b"\xff\xff\xff\xff"
 END = CONTINUATION + bytes(4)
-"""What ends a stream."""
+"""End-of-stream marker."""
 
 INT, FLOAT, UTF8, BOOL, LIST, FIXED_LIST, LARGE_UTF8 = 2, 3, 5, 6, 12, 16, 20
 _TYPES = {
@@ -24,7 +24,7 @@ _TYPES = {
     "list": LIST, "fixed": FIXED_LIST,
 }  # fmt: skip
 FLOAT_KINDS: dict[int, Kind] = {1: "f4", 2: "f8"}
-"""By the format's `Precision`."""
+"""Kinds of float columns by the format's `Precision`."""
 
 
 class Field(NamedTuple):

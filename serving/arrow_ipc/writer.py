@@ -22,7 +22,7 @@ _PREFIX_BYTES = 8
 
 
 class Column(NamedTuple):
-    """What a column adds to a record batch: (length, nulls) of it and its children, and their buffers."""
+    """Nodes and buffers of one column in a record batch: (length, nulls) of it and its children, and their buffers."""
 
     nodes: tuple[tuple[int, int], ...]
     buffers: tuple[bytes, ...]
@@ -48,7 +48,7 @@ def stream(
 ) -> bytes:
     """The whole stream; `columns` are those of `fields`, in their order, `rows` long.
 
-    `assemble`: what does the same as `assembled`, faster.
+    `assemble`: a faster function with the result of `assembled`.
     """
     nodes = [number for column in columns for node in column.nodes for number in node]
     buffers = [each for column in columns for each in column.buffers]
@@ -119,7 +119,7 @@ def _pairs(builder: flatbuffers.Builder, count: int) -> int:
 
 
 def texts(values: Sequence[bytes | None]) -> Column:
-    """utf8, None is null."""
+    """Column of utf8; None is null."""
     try:
         return whole_texts(values)  # type: ignore[arg-type]
     except TypeError:  # None has no length: that is cheaper than to look for one first
@@ -130,7 +130,7 @@ def texts(values: Sequence[bytes | None]) -> Column:
 
 
 def whole_texts(values: Sequence[bytes]) -> Column:
-    """utf8 without nulls."""
+    """Column of utf8 without nulls."""
     ends = itertools.accumulate(map(len, values), initial=0)
     offsets = np.fromiter(ends, np.int32, len(values) + 1)
     return Column(((len(values), 0),), (b"", offsets.tobytes(), b"".join(values)))
@@ -138,7 +138,7 @@ def whole_texts(values: Sequence[bytes]) -> Column:
 
 @functools.lru_cache(maxsize=64)
 def same_text(value: bytes, rows: int) -> Column:
-    """utf8, the same in each row."""
+    """Column of utf8 with one text in every row."""
     size = len(value)
     offsets = np.arange(rows + 1, dtype=np.int32) * np.int32(size)
     return Column(((rows, 0),), (b"", offsets.tobytes(), value * rows))
@@ -146,12 +146,12 @@ def same_text(value: bytes, rows: int) -> Column:
 
 @functools.lru_cache(maxsize=64)
 def no_text(rows: int) -> Column:
-    """utf8, null in each row."""
+    """Column of utf8, null in each row."""
     return Column(((rows, rows),), (bytes((rows + 7) // 8), bytes(4 * rows + 4), b""))
 
 
 def numbers(values: NDArray[np.generic], there: Sequence[bool] | None = None) -> Column:
-    """A column of the array's own dtype; null where `there` is False."""
+    """Column of the array's own dtype; null where `there` is False."""
     nulls = 0 if there is None else len(there) - sum(there)
     valid = bits(there) if nulls and there is not None else b""
     return Column(((len(values), nulls),), (valid, values.tobytes()))
@@ -159,32 +159,32 @@ def numbers(values: NDArray[np.generic], there: Sequence[bool] | None = None) ->
 
 @functools.lru_cache(maxsize=64)
 def no_numbers(rows: int) -> Column:
-    """int32, null in each row."""
+    """Column of int32, null in each row."""
     return numbers(np.zeros(rows, np.int32), [False] * rows)
 
 
 @functools.lru_cache(maxsize=64)
 def no_flags(rows: int) -> Column:
-    """bool, False in each row."""
+    """Column of bool, False in each row."""
     return flags([False] * rows)
 
 
 def flags(values: Sequence[bool], there: Sequence[bool] | None = None) -> Column:
-    """bool; null where `there` is False."""
+    """Column of bool; null where `there` is False."""
     nulls = 0 if there is None else len(there) - sum(there)
     valid = bits(there) if nulls and there is not None else b""
     return Column(((len(values), nulls),), (valid, bits(values)))
 
 
 def lists(ends: NDArray[np.int32], inner: Column, there: Sequence[bool] | None = None) -> Column:
-    """list of `inner`, cut at `ends` int32[rows + 1], which begin with 0."""
+    """Column of lists of `inner`, cut at `ends` int32[rows + 1], which begin with 0."""
     nulls = 0 if there is None else len(there) - sum(there)
     valid = bits(there) if nulls and there is not None else b""
     return Column(((len(ends) - 1, nulls), *inner.nodes), (valid, ends.tobytes(), *inner.buffers))
 
 
 def fixed_lists(rows: int, inner: Column, there: Sequence[bool] | None = None) -> Column:
-    """Lists of one size, each of which has its numbers in `inner`, also a null one."""
+    """Column of lists of one size, each of which has its numbers in `inner`, also a null one."""
     nulls = 0 if there is None else len(there) - sum(there)
     valid = bits(there) if nulls and there is not None else b""
     return Column(((rows, nulls), *inner.nodes), (valid, *inner.buffers))

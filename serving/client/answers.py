@@ -1,4 +1,4 @@
-"""What a caller of the client gets: frozen results read from JSON, numbers as read-only float32 arrays. Pure."""
+"""Results that a caller of the client gets: frozen, read from JSON, numbers as read-only float32 arrays. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,28 +18,28 @@ _NO_NUMBERS.setflags(write=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Origin:
-    """Where an answer came from."""
+    """Origin of an answer: its table, source and generation, and reasons for anything unusual."""
 
     id: str | None
     table: str
     source: Literal["l1", "l2", "live", "previous", "default"]
     generation: str
     age_seconds: float
-    """Now minus the generation's data_until."""
+    """Seconds, now minus the generation's data_until."""
     published_at: str
-    """RFC 3339, UTC."""
+    """Time of publication, RFC 3339, UTC."""
     producer: str | None = None
     reason: str | None = None
-    """Why this is not a plain hit."""
+    """Reason why this is not a plain hit."""
     live: str | None = None
-    """Why live did not answer although it was asked."""
+    """Reason why live did not answer although it was asked."""
     dropped_history: int = 0
     stale: str | None = None
-    """Why the replica may lag behind."""
+    """Reason why the replica may lag behind."""
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> Self:
-        """From JSON; fields of a newer service are left out. Raises Garbled."""
+        """Reads a result from JSON; fields of a newer service are left out. Raises Garbled."""
         known = cls.__dataclass_fields__
         try:
             sent: dict[str, Any] = {
@@ -52,12 +52,12 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer(Origin):
-    """One entity's answer; which of items with scores, vector and values is set depends on the table."""
+    """Answer for one entity; which of items with scores, vector and values is set depends on the table."""
 
     items: tuple[str, ...] | None = None
     scores: Numbers | None = None
     short: bool = False
-    """Fewer than k remain."""
+    """True if fewer than k items remain."""
     vector: Numbers | None = None
     values: Numbers | None = None
     labels: tuple[str, ...] | None = None
@@ -65,12 +65,12 @@ class Answer(Origin):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranking(Origin):
-    """One user's candidates in rank order, and those that could not be ranked."""
+    """Candidates of one user in rank order, and those that could not be ranked."""
 
     items: tuple[str, ...] = ()
     scores: Numbers = field(default_factory=lambda: _NO_NUMBERS)
     score_tolerance: float | None = None
-    """How far scores may be off, relative to the vector's largest part."""
+    """Largest error of scores, relative to the vector's largest part."""
     unknown: tuple[str, ...] = ()
     blocked: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
@@ -85,12 +85,12 @@ class Held:
     epoch: int
     published_at: str
     data_until: int
-    """Unix seconds."""
+    """End of the generation's data, Unix seconds."""
     details: Mapping[str, Any]
 
     @classmethod
     def of(cls, body: Mapping[str, Any] | None) -> Self | None:
-        """From JSON; null stays None."""
+        """Reads a held generation from JSON; null stays None."""
         if body is None:
             return None
         return cls(
@@ -100,7 +100,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Generations:
-    """What the replica that answered holds."""
+    """Generations and state of the replica that answered."""
 
     live: Held
     previous: Held | None
@@ -122,7 +122,7 @@ def read_answers(raw: bytes, count: int) -> list[Answer]:
 
 
 def read_answer(raw: bytes) -> Answer:
-    """One answer. Raises Garbled."""
+    """The answer of a single lookup. Raises Garbled."""
     return Answer.of(_json(raw))
 
 
@@ -132,7 +132,7 @@ def read_ranking(raw: bytes) -> Ranking:
 
 
 def read_arm(raw: bytes) -> str | None:
-    """What feedback was counted for. Raises Garbled."""
+    """The arm that feedback was counted for, if any. Raises Garbled."""
     arm = _json(raw).get("arm")
     if arm is not None and not isinstance(arm, str):
         raise Garbled(f"an arm is live, canary or null, not {arm!r}")
@@ -140,7 +140,7 @@ def read_arm(raw: bytes) -> str | None:
 
 
 def read_generations(raw: bytes) -> Generations:
-    """What a replica holds. Raises Garbled."""
+    """The generations and state of a replica. Raises Garbled."""
     body = _json(raw)
     try:
         live, previous, next_ = (Held.of(body[name]) for name in ("live", "previous", "next"))

@@ -55,12 +55,12 @@ async def lookup_batch(
 
 
 def _generation(answers: Sequence[Answer]) -> str | None:
-    """Which generation one request was answered from; None if each of its answers was the previous one's."""
+    """Generation that one request was answered from; None if each of its answers was the previous one's."""
     return next((each.generation for each in answers if each.source != "previous"), None)
 
 
 async def _agreed(seen: Sequence[str], again: Callable[[str], _Works]) -> list[list[Answer]]:
-    """A flip fell between the requests of one batch: all of it from one of these generations, oldest first.
+    """Answers all of a batch from one of these generations, oldest first, after a flip fell between its requests.
 
     The older one is what replicas on both sides of the flip hold. Raises GenerationGone when none holds any.
     """
@@ -78,7 +78,7 @@ async def _done(had: _T) -> _T:
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """What each returns; the first error ends the others."""
+    """Results of all `works`, in order; the first error ends the others."""
     tasks = [asyncio.ensure_future(each) for each in works]
     try:
         return await asyncio.gather(*tasks)

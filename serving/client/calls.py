@@ -1,4 +1,4 @@
-"""What a caller of the client asks, and the HTTP requests that it becomes. Pure."""
+"""Requests of a caller of the client, and the HTTP requests that they become. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,7 +16,7 @@ Id = str | int
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """One thing asked for: an id, something to compute from, or both; `table` where a batch spans several."""
+    """Entity asked for: an id, something to compute from, or both; `table` where a batch spans several."""
 
     id: Id | None = None
     history: Sequence[Id] | None = None
@@ -24,7 +24,7 @@ class Entity:
     table: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that are set."""
+        """JSON object of the fields that are set."""
         body: dict[str, Any] = {}
         if self.id is not None:
             body["id"] = as_id(self.id)
@@ -42,7 +42,7 @@ Asked = Sequence[Id | Entity]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What may go with every question; None leaves a field out, so that the service's own setting holds.
+    """Options that may go with every question; None leaves a field out, so that the service's own setting holds.
 
     `deadline_ms` is for the whole call, tries again and all: by then there is an answer or an error.
     """
@@ -61,11 +61,11 @@ class Options:
             raise ValueError(f"deadline_ms is a finite number above 0, not {self.deadline_ms}")
 
     def pinned(self, generation: str) -> "Options":
-        """The same, answered from one generation."""
+        """Copy of these options that asks for answers from one generation."""
         return replace(self, generation=generation)
 
     def to_json(self) -> dict[str, Any]:
-        """Those that are set."""
+        """JSON object of the options that are set."""
         body = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.exclude is not None:
             body["exclude"] = as_ids(self.exclude)
@@ -76,7 +76,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request; `is_repeatable` if asking twice does no more than asking once."""
+    """HTTP request; `is_repeatable` if asking twice does no more than asking once."""
 
     method: str
     path: str
@@ -88,14 +88,14 @@ class Call:
 
 
 def as_id(value: object) -> str:
-    """The decimal form of a whole number; raises TypeError for what is no id, True included."""
+    """Text of an id, the decimal form of a whole number; raises TypeError for what is no id, True included."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TypeError(f"an id is a str or an int, not {value!r}")
     return str(value)
 
 
 def as_ids(values: Sequence[Id]) -> list[str]:
-    """The same for a list; raises TypeError for a text, which would be a list of its letters."""
+    """Texts of a list of ids; raises TypeError for what is no id, and for a text, a list of its letters."""
     if isinstance(values, str):
         raise TypeError(f"a list of ids is wanted, not the text {values!r}")
     return [as_id(each) for each in values]
@@ -119,7 +119,7 @@ def many(table: str | None, entities: Asked, options: Options) -> Call:
 
 
 def many_binary(table: str, entities: Asked, options: Options) -> Call:
-    """The same, answered as an Arrow IPC stream; the question is one too if it is plain ids and no `exclude`."""
+    """POST entities of one table for an Arrow IPC stream; the question is one too if plain ids and no `exclude`."""
     ids = [each for each in entities if not isinstance(each, Entity)]
     if len(ids) < len(entities) or options.exclude is not None:
         return replace(many(table, entities, options), accept=MEDIA_TYPE)
@@ -134,7 +134,7 @@ def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
 
 
 def feedback(event: str, generation: str | None, canary_key: Id | None, count: int) -> Call:
-    """POST what came of answers; counted each time it arrives, so never to be sent twice."""
+    """POST feedback on answers; counted each time it arrives, so never to be sent twice."""
     body: dict[str, Any] = {"event": event, "count": count}
     if generation is not None:
         body["generation"] = generation

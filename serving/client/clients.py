@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class AsyncClient:
-    """For asyncio, one event loop; close it, or use it in an `async with` block.
+    """Client for asyncio, one event loop; close it, or use it in an `async with` block.
 
     `binary`: what `lookup_many` is asked and answered travels as Arrow IPC streams, and comes out the same.
     `verify` is a TLS context, or False to trust anybody; `transport` may be an application in this process.
@@ -52,26 +52,26 @@ class AsyncClient:
         self._sender = Sender(http, policy, self._pace)
 
     async def lookup(self, table: str, entity: Id, options: Options = _NONE) -> Answer:
-        """One entity by id."""
+        """Looks up one entity by id."""
         call = calls.one(table, entity, options)
         return read_answer(await self._sender.send(call, self._until(options)))
 
     async def lookup_many(
         self, table: str, entities: Asked, options: Options = _NONE
     ) -> list[Answer]:
-        """Any number of entities of one table, in order, answered from one generation (but for `previous`)."""
+        """Looks up any number of entities of one table, answered in order from one generation (but for `previous`)."""
         return await self._lookup(table, entities, options)
 
     async def lookup_tables(
         self, entities: Sequence[Entity], options: Options = _NONE
     ) -> list[Answer]:
-        """The same for entities that each name their table."""
+        """Looks up entities that each name their table, answered in order from one generation (but for `previous`)."""
         return await self._lookup(None, entities, options)
 
     async def score(
         self, user: Id | Entity, items: Sequence[Id], options: Options = _NONE
     ) -> Ranking:
-        """Candidates in rank order, at most as many as the service takes in one request."""
+        """Ranks a user's candidates, at most as many as the service takes in one request."""
         call = calls.score(user, items, options)
         return read_ranking(await self._sender.send(call, self._until(options)))
 
@@ -83,7 +83,7 @@ class AsyncClient:
         canary_key: Id | None = None,
         count: int = 1,
     ) -> str | None:
-        """Report what came of answers, by their generation or canary key; the arm that it was counted for, if any.
+        """Reports what came of answers, by their generation or canary key; the arm that it was counted for, if any.
 
         Sent again only if it certainly never left: after any other error it may have been counted.
         """
@@ -91,7 +91,7 @@ class AsyncClient:
         return read_arm(await self._sender.send(call, self._until(_NONE)))
 
     async def generations(self) -> Generations:
-        """What the replica that answers holds."""
+        """Generations and state of the replica that answers."""
         call = Call("GET", "/v1/generations")
         return read_generations(await self._sender.send(call, self._until(_NONE)))
 
@@ -116,7 +116,7 @@ class AsyncClient:
 
 
 class Client:
-    """The same for callers without an event loop, any number of threads; close it, or use it in a `with` block.
+    """Client for callers without an event loop, any number of threads; close it, or use it in a `with` block.
 
     Its requests run in one thread of its own, so that a deadline holds for all of a call and not for each read.
     """
@@ -140,19 +140,19 @@ class Client:
         self._thread = LoopThread()
 
     def lookup(self, table: str, entity: Id, options: Options = _NONE) -> Answer:
-        """One entity by id."""
+        """Looks up one entity by id."""
         return self._run(self._client.lookup(table, entity, options), options)
 
     def lookup_many(self, table: str, entities: Asked, options: Options = _NONE) -> list[Answer]:
-        """Any number of entities of one table, in order, answered from one generation (but for `previous`)."""
+        """Looks up any number of entities of one table, answered in order from one generation (but for `previous`)."""
         return self._run(self._client.lookup_many(table, entities, options), options)
 
     def lookup_tables(self, entities: Sequence[Entity], options: Options = _NONE) -> list[Answer]:
-        """The same for entities that each name their table."""
+        """Looks up entities that each name their table, answered in order from one generation (but for `previous`)."""
         return self._run(self._client.lookup_tables(entities, options), options)
 
     def score(self, user: Id | Entity, items: Sequence[Id], options: Options = _NONE) -> Ranking:
-        """Candidates in rank order, at most as many as the service takes in one request."""
+        """Ranks a user's candidates, at most as many as the service takes in one request."""
         return self._run(self._client.score(user, items, options), options)
 
     def feedback(
@@ -163,18 +163,18 @@ class Client:
         canary_key: Id | None = None,
         count: int = 1,
     ) -> str | None:
-        """Report what came of answers; as the asynchronous one."""
+        """Reports what came of answers, as `AsyncClient.feedback` does; the arm that it was counted for, if any."""
         work = self._client.feedback(
             event, generation=generation, canary_key=canary_key, count=count
         )
         return self._run(work, _NONE)
 
     def generations(self) -> Generations:
-        """What the replica that answers holds."""
+        """Generations and state of the replica that answers."""
         return self._run(self._client.generations(), _NONE)
 
     def close(self) -> None:
-        """Ends what runs and closes the connections."""
+        """Ends the calls that run and closes the connections."""
         self._thread.close(self._client.aclose())
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Why a caller of the client has no answer: each way has its type. Pure."""
+"""Errors of the client: each way for a caller to have no answer has its type. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,15 @@ _TEXT_MAX = 200
 
 
 class Unanswered(Exception):
-    """There is no answer; all that the client raises about a call derives from it."""
+    """Base of the errors of a call: there is no answer; all that the client raises about a call derives from it."""
 
 
 class DeadlineExceeded(Unanswered):
-    """No answer came within the call's deadline; the cause is what the last try before it met, if any."""
+    """Deadline of the call passed without an answer; the cause is what the last try before it met, if any."""
 
 
 class Unreachable(Unanswered):
-    """The connection failed; `is_sent` is False where the request certainly never left."""
+    """Connection failure; `is_sent` is False where the request certainly never left."""
 
     def __init__(self, message: str, *, is_sent: bool) -> None:
         super().__init__(message)
@@ -25,11 +25,11 @@ class Unreachable(Unanswered):
 
 
 class Garbled(Unanswered):
-    """What came with status 200 is not what the API says; something between here and the service?"""
+    """Response with status 200 that is not what the API says; something between here and the service?"""
 
 
 class Refusal(Unanswered):
-    """The service said no; `code`, `field` and `details` are for programs, the message for people."""
+    """Refusal by the service; `code`, `field` and `details` are for programs, the message for people."""
 
     def __init__(self, status: int, error: Mapping[str, Any]) -> None:
         super().__init__(f"{status} {error.get('code')}: {error.get('message')}")
@@ -40,7 +40,7 @@ class Refusal(Unanswered):
 
 
 class InvalidRequest(Refusal):
-    """This request can never be answered as sent; `field` is where it is wrong."""
+    """Request that can never be answered as sent; `field` is where it is wrong."""
 
 
 class Unauthorized(Refusal):
@@ -56,7 +56,7 @@ class Unavailable(Refusal):
 
 
 def refusal(status: int, body: bytes) -> Refusal:
-    """What a response other than 200 means; `body` may be anybody's, such as a proxy's page."""
+    """Error for a response other than 200; `body` may be anybody's, such as a proxy's page."""
     error: object = None
     try:
         data = orjson.loads(body)

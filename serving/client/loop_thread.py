@@ -28,7 +28,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _T], within_s: float) -> _T:
-        """What `work` returns, which ends by itself within `within_s`. Raises RuntimeError after `close` or a fork."""
+        """Result of `work`, which ends by itself within `within_s`. Raises RuntimeError after `close` or a fork."""
         with self._closing:  # what is begun before `close` is ended by it
             if self._is_closed or self._pid != os.getpid():
                 work.close()
@@ -48,7 +48,7 @@ class LoopThread:
             future.cancel()  # Ctrl-C in this thread ends the request in the other one
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Ends what runs, runs `last`, ends the thread. Once; later calls do nothing."""
+        """Ends the coroutines that run, runs `last`, ends the thread; later calls do nothing."""
         with self._closing:
             if self._is_closed or self._pid != os.getpid():
                 last.close()

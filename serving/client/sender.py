@@ -1,4 +1,4 @@
-"""How the client sends: within the deadline, again where that is safe, twice where that is quicker."""
+"""Sender of the client: within the deadline, again where that is safe, twice where that is quicker."""
 
 import asyncio
 import random
@@ -32,22 +32,22 @@ _SPREAD = 1.25
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How patient a client is. Times are milliseconds; shares are of the requests without extra ones."""
+    """Deadlines, retries and limits. Times are milliseconds; shares are of the requests without extra ones."""
 
     deadline_ms: float = 1_000.0
-    """Of a call that names none: by then there is an answer or an error."""
+    """Deadline of a call that names none: by then there is an answer or an error."""
     told_share: float = 0.9
-    """How much of what is left the service hears of; the rest is for the way."""
+    """Share of the time left that the service is told as its deadline; the rest is for the way."""
     connect_ms: float = 250.0
     connections: int = 32
-    """At most, and as many are kept open."""
+    """Connections in the pool at most, and as many are kept open."""
     attempts: int = 3
     retry_share: float = 0.2
-    """Of requests that may be tried again, beyond a few saved up: an outage must not double the load."""
+    """Share of requests that may be tried again, beyond a few saved up: an outage must not double the load."""
     backoff_ms: float = 10.0
     backoff_max_ms: float = 250.0
     hedge_after_ms: float | None = None
-    """Ask a second time when there is no answer after this long; the first answer wins. None: never."""
+    """Milliseconds without an answer until the request is sent a second time; the first answer wins. None: never."""
     hedge_share: float = 0.1
     max_batch: int = 1_000
     """Entities per request, as the service has it; longer batches become several requests."""
@@ -56,10 +56,10 @@ class Policy:
     max_numbers: int = 100_000
     """Values in the features of one request, as the service has it."""
     at_once: int = 4
-    """Requests that one long batch has under way."""
+    """Requests that one long batch has under way at most."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError, naming the setting."""
+        """Checks the settings; raises ValueError, naming the setting."""
         for name in _ABOVE_0:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is a finite number above 0, not {getattr(self, name)}")
@@ -72,7 +72,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Time and chance, as the client knows them."""
+    """Timer, sleep and random numbers of the client."""
 
     timer: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -80,7 +80,7 @@ class Pace:
 
 
 class Allowance:
-    """Extra requests as a share of the plain ones: each of these earns `share`, saved up to `most`."""
+    """Budget of extra requests, a share of the plain ones: each of these earns `share`, saved up to `most`."""
 
     def __init__(self, share: float, most: float, saved: float = 0.0) -> None:
         self._share = share
@@ -88,11 +88,11 @@ class Allowance:
         self._saved = saved
 
     def earn(self) -> None:
-        """One plain request."""
+        """Adds what one plain request earns."""
         self._saved = min(self._most, self._saved + self._share)
 
     def take(self) -> bool:
-        """Whether an extra request may go; it is counted."""
+        """Returns whether an extra request may go; takes it from the budget."""
         if self._saved + 1e-9 < 1:  # ten times a tenth is a little less than one
             return False
         self._saved -= 1
@@ -111,7 +111,7 @@ class Sender:
         self._leaving: set[asyncio.Task[httpx.Response]] = set()
 
     async def send(self, call: Call, until: float) -> bytes:
-        """The body of a 200, by `until` on the pace's timer. Raises Unanswered."""
+        """Sends a call; the body of a 200, by `until` on the pace's timer. Raises Unanswered."""
         policy, timer = self._policy, self._pace.timer
         self._retries.earn()
         self._hedges.earn()
@@ -147,7 +147,7 @@ class Sender:
         await self._http.aclose()
 
     def _spread(self, least_s: float) -> float:
-        """A little more: all who were refused at one moment were told the same, and must not come back together."""
+        """Wait, a little longer: all refused at one moment were told the same, and must not come back together."""
         return least_s * self._pace.rng.uniform(1, _SPREAD) if least_s else 0.0
 
     def _backoff_s(self, attempt: int) -> float:
@@ -155,7 +155,7 @@ class Sender:
         return self._pace.rng.uniform(0, longest_ms) / 1000
 
     async def _first(self, call: Call, until: float) -> httpx.Response:
-        """The answer, or the first of two."""
+        """Response to the call, or with a second request the first of two."""
         after_ms = self._policy.hedge_after_ms
         if after_ms is None or not call.is_repeatable:
             return await self._exchange(call, until)
@@ -172,7 +172,7 @@ class Sender:
                 self._leave(task)
 
     def _leave(self, task: asyncio.Task[httpx.Response]) -> None:
-        """Nobody waits for this one any more, also not for how it ends."""
+        """Cancels a request; nobody waits for it any more, also not for how it ends."""
         task.cancel()
         self._leaving.add(task)
         task.add_done_callback(self._left)
@@ -200,7 +200,7 @@ class Sender:
 
 
 async def _best(tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Response:
-    """The first that is worth having, else what the first of all that failed had to say."""
+    """Response that comes first and is worth having, else what the first of all that failed had to say."""
     failed: list[asyncio.Task[httpx.Response]] = []
     pending = set(tasks)
     while pending:

@@ -1,4 +1,4 @@
-"""Which cores the live path may use, and who goes first there."""
+"""CPU affinity and priority of threads: the cores that live inference may use, and who goes first there."""
 
 import contextlib
 import os
@@ -48,7 +48,7 @@ def step_back(nice: int) -> None:
 
 
 def place_thread(cores: tuple[int, ...], nice: int) -> None:
-    """Both for a thread that computes."""
+    """Pins the calling thread, one that computes, to these cores and sets its niceness."""
     pin_thread(cores)
     step_back(nice)
 

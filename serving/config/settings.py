@@ -19,7 +19,7 @@ from serving.tracing.log_setup import Form
 Precision = Literal["int8", "fp32"]
 
 OverlayReads = Literal["auto", "always"]
-"""Whether overlays are left unread while inputs hardly come again."""
+"""Policy for overlay reads: `auto` leaves overlays unread while inputs hardly come again."""
 
 _RENAMED = {"redis_url": "REDIS_URL"}
 
@@ -174,11 +174,11 @@ class ServingConfig:
         return ArtefactStore(url, cached, is_ephemeral=self.ephemeral_state)
 
     def nights(self) -> Schedule:
-        """When generations should exist."""
+        """Schedule by which generations should exist."""
         return Schedule(self.schedule, self.timezone, self.schedule_grace_s)
 
     def limits(self) -> Limits:
-        """What one request may hold."""
+        """Limits on what one request may hold."""
         return Limits(
             self.max_batch,
             self.max_history,
@@ -190,7 +190,7 @@ class ServingConfig:
         )
 
     def bounds(self, connections_max: int) -> Bounds:
-        """What one peer may cost, with room for so many connections."""
+        """Bounds on what one peer may cost, with room for so many connections."""
         shared = {each.name: getattr(self, each.name) for each in fields(Bounds)}
         return Bounds(**shared | {"connections_max": connections_max})
 
@@ -201,12 +201,12 @@ class ServingConfig:
 
     @property
     def sampled_per_mille(self) -> float:
-        """Of the answers, those that are judged."""
+        """Share of the answers that is judged, per mille; 0 where nothing is observed."""
         return self.quality_per_mille if self.observe else 0
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nobody but this machine can reach `host`."""
+        """True if nobody but this machine can reach `host`."""
         if self.host == "localhost":
             return True
         try:
@@ -223,7 +223,7 @@ class ServingConfig:
             )
 
     def with_redis(self, url: str) -> Self:
-        """The same settings with the Redis that was started or found."""
+        """Copy of the settings with the Redis that was started or found."""
         return replace(self, redis_url=url)
 
 

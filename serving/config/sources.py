@@ -1,4 +1,4 @@
-"""Settings as they are written: the section of a TOML file, and texts made into what a setting takes."""
+"""Sources of settings: the section of a TOML file, and texts converted to a setting's type."""
 
 import tomllib
 from dataclasses import Field

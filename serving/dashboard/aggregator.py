@@ -18,24 +18,24 @@ from serving.dashboard.time_bins import BIN_S, BINS_MAX, start_of
 from serving.dashboard.workers import can_be_shown
 
 LATELY_BINS = 30
-"""Five minutes: what is said of the present is said of these."""
+"""Bins of the last five minutes: what is said of the present is said of these."""
 _FRESH_BINS = 6
 _ALL_AGAIN_S = 60.0
-"""Bins older than a minute hardly change: late tellings are seen this much later."""
+"""Seconds between two readings of all bins: older than a minute they hardly change, and late tellings are seen then."""
 _PIECE = 64
 TIMEOUT_S = 2.0
 SILENT_S = 10.0
-"""A worker that has told nothing for so long is not shown."""
+"""Seconds without a telling after which a worker is not shown."""
 
 
 class Redis(Protocol):
-    """What reading needs of L2; both raise TierUnavailable."""
+    """The calls of L2 that reading needs; both raise TierUnavailable."""
 
     async def ask_all(self, commands: Commands) -> list[Any]:
-        """The reply to each."""
+        """The reply to each command."""
 
     async def infos(self) -> list[dict[str, Any]]:
-        """What each server says of itself."""
+        """The INFO of each server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class _Drawn:
 
 
 class Whole:
-    """One reader per worker; `look` is for one caller at a time."""
+    """Reader of all workers' counts, one per worker; `look` is for one caller at a time."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Whole:
         self._all_at: float | None = None
 
     async def look(self) -> Seen:
-        """What Redis has, with this worker's own as it is now; without Redis this worker's own."""
+        """All that Redis has, with this worker's own as it is now; without Redis this worker's own."""
         own = self._teller.note()
         now = own["at"]
         newest = start_of(now)

@@ -1,4 +1,4 @@
-"""What a worker has counted, as a flat table of whole numbers that add up over time, workers and replicas. Pure.
+"""Counters of a worker: a flat table of whole numbers that add up over time, workers and replicas. Pure.
 
 Fields: `r` requests, `e` entities, `a:<source>` answers, `m:<reason>` misses, `s:<stage>` microseconds spent,
 `h:<source>:<bucket>` answers whose time fell into a bucket (`serving.metrics.log_buckets`), `x` what was shed under
@@ -22,11 +22,11 @@ _TOTALS = (REQUESTS, ENTITIES, SHED, ANSWERS, MISSES)
 
 
 _COUNTS = 2**53
-"""Sums of numbers below it, of however many workers, are JSON that everybody can read."""
+"""Bound of a number: sums below it, of however many workers, are JSON that everybody can read."""
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a number that can be added to others and sent on."""
+    """Returns whether the value is a number that can be added to others and sent on."""
     return type(value) in (int, float) and -_COUNTS < cast(float, value) < _COUNTS
 
 
@@ -56,14 +56,14 @@ def _add(found: "Sum[str]", counter: Counter, field: str, label: str | None) -> 
 
 
 def difference(now: Mapping[str, int], before: Mapping[str, int]) -> Counts:
-    """What came since; fields without news are left out."""
+    """The counts since `before`; fields without news are left out."""
     return {
         field: n - before.get(field, 0) for field, n in now.items() if n != before.get(field, 0)
     }
 
 
 def merged(parts: Iterable[Mapping[str, int]]) -> Counts:
-    """The sum of all."""
+    """The sum of all parts, by field."""
     found: dict[str, int] = {}
     for part in parts:
         for field, n in part.items():
@@ -72,7 +72,7 @@ def merged(parts: Iterable[Mapping[str, int]]) -> Counts:
 
 
 def totals(counts: Mapping[str, int]) -> Counts:
-    """Only what is shown as a total."""
+    """The fields that are shown as a total."""
     return {field: n for field, n in counts.items() if field.startswith(_TOTALS)}
 
 

@@ -16,7 +16,7 @@ from serving.replica.redis_memory import memory
 Worker = Mapping[str, Any]
 
 SETTLED_S = 3.0
-"""After its end a bin is shown: by then every worker has told its part."""
+"""Seconds from the end of a bin until it is shown: by then every worker has told its part."""
 
 
 def document(
@@ -99,7 +99,7 @@ def _sum(workers: Iterable[Worker], name: str) -> int:
 
 
 def replicas(workers: Iterable[Worker], now: float) -> list[dict[str, Any]]:
-    """Workers of one parent are one replica; it is as good, and as far, as the last of them."""
+    """Replicas by name, each the workers of one parent; it is as good, and as far, as the last of them."""
     groups: dict[str, list[Worker]] = {}
     for each in workers:
         groups.setdefault(str(each["replica"]), []).append(each)

@@ -1,4 +1,4 @@
-"""What OpenAPI says about the document of the dashboard. Pure data."""
+"""OpenAPI schema of the dashboard's document. Pure data."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ STEPS = (
     "publish",
     "warm",
 )
-"""In the order of a night."""
+"""Steps in the order of a night."""
 _OWN_REPORT = ("assemble", "load", "publish", "warm")
 """Steps that end after the manifest is sealed; each leaves its times in a small file of its own."""
 _OUTCOMES = {
@@ -39,7 +39,7 @@ _BUSY = ("begun", "loaded", "verified")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is remembered of one generation."""
+    """Facts remembered of one generation: its size, gates, and the times of its steps."""
 
     data_until: int
     bytes: int
@@ -50,7 +50,7 @@ class Kept:
 
 
 class Archive:
-    """For one thread at a time."""
+    """Archive of generations and nights; for one thread at a time."""
 
     def __init__(self, store: ArtefactStore) -> None:
         self._store = store
@@ -148,7 +148,7 @@ def _is_move(release: Release) -> bool:
 def _generation(
     name: str, state: str | None, reason: str | None, releases: Sequence[Release], kept: Kept | None
 ) -> dict[str, Any]:
-    """Its role is for the caller to say, who knows what is held."""
+    """A generation's row; its role is for the caller to say, who knows what is held."""
     moved = next(
         (each for each in reversed(releases) if each.generation == name and _is_move(each)), None
     )

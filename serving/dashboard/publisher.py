@@ -1,4 +1,4 @@
-"""Tells Redis every few seconds what this worker counted, so that any replica can show the whole."""
+"""Publisher of this worker's counts to Redis every few seconds, so that any replica can show the whole."""
 
 import asyncio
 import logging
@@ -15,9 +15,9 @@ from serving.dashboard.time_bins import HISTORY_S, Bins
 log = logging.getLogger(__name__)
 
 LIFE_S = HISTORY_S + 300
-"""Of what lies in Redis, from its last change on."""
+"""Seconds that a key stays in Redis from its last change on."""
 GONE_S = 60.0
-"""A worker that has told nothing for so long is taken out of the table of workers."""
+"""Seconds without a telling after which a worker is taken out of the table of workers."""
 AT_ONCE = 64
 """Bins told in one go: all of them are told again when Redis came back empty."""
 _SWEEP = 30
@@ -28,14 +28,14 @@ Commands = Sequence[tuple[str | bytes | float, ...]]
 
 
 class Redis(Protocol):
-    """What telling needs of L2."""
+    """The call of L2 that telling needs."""
 
     async def ask_all(self, commands: Commands) -> list[Any]:
-        """The reply to each; raises TierUnavailable."""
+        """The reply to each command; raises TierUnavailable."""
 
 
 class Teller:
-    """Everything it writes is the state as it is, under this worker's name: told twice it stays the same.
+    """Publisher of one worker. It writes the state as it is, under the worker's name: told twice it stays the same.
 
     `about` is what the worker says of itself beside its counts, JSON-able.
     """
@@ -116,7 +116,7 @@ class Teller:
 
 
 def told_at(raw: bytes) -> float:
-    """When a worker's row was told; 0 for one that cannot be read."""
+    """Unix seconds at which a worker's row was told; 0 for one that cannot be read."""
     try:
         return float(orjson.loads(raw)["at"])
     except (ValueError, TypeError, KeyError):

@@ -17,7 +17,7 @@ Quantiles = dict[str, float | None]
 
 
 class Row(NamedTuple):
-    """One bin: seconds by source and quantile, seconds spent by stage."""
+    """A bin as it is drawn: seconds by source and quantile, seconds spent by stage."""
 
     requests: int
     answers: dict[str, int]
@@ -30,7 +30,7 @@ EMPTY = Row(0, {}, {}, {}, {})
 
 
 def row(counts: Mapping[str, int], bounds: Sequence[float]) -> Row:
-    """What is drawn of a bin."""
+    """Draws a bin: its counts as requests, answers, seconds, stages and misses."""
     return Row(
         counts.get(REQUESTS, 0),
         by(counts, ANSWERS),
@@ -41,7 +41,7 @@ def row(counts: Mapping[str, int], bounds: Sequence[float]) -> Row:
 
 
 def quantiles(counts: Mapping[str, int], bounds: Sequence[float]) -> dict[str, Quantiles]:
-    """Seconds by source; only sources that answered."""
+    """Quantiles in seconds by source; only sources that answered."""
     return {
         source: {name: _short(quantile(bounds, buckets, share)) for name, share in SHARES.items()}
         for source, buckets in histograms(counts).items()
@@ -49,7 +49,7 @@ def quantiles(counts: Mapping[str, int], bounds: Sequence[float]) -> dict[str, Q
 
 
 def _short(seconds: float | None) -> float | None:
-    """More digits than its error leaves true would only be sent."""
+    """Rounds to three digits: more than the error of a quantile leaves true would only be sent."""
     return None if seconds is None else float(f"{seconds:.3g}")
 
 

@@ -23,25 +23,25 @@ from serving.usage.l1_curve import together
 log = logging.getLogger(__name__)
 
 READ_S = 1.0
-"""Redis is read at most once in so long, however many look."""
+"""Seconds between two readings of Redis at least, however many look."""
 ARCHIVE_S = 10.0
 DATA_S = 5.0
-"""How long a viewer waits at most: Redis has 2 s, the store one, the rest is computing."""
+"""Seconds that a viewer waits at most: Redis has 2 s, the store one, the rest is computing."""
 _ARCHIVE_WAIT_S = 1.0
-"""A store that is slow costs a viewer no more: what was known before is shown."""
+"""Seconds that a slow store costs a viewer at most: what was known before is shown."""
 
 Provider = Callable[[], Mapping[str, Any] | None]
 Archived = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 class Redis(Protocol):
-    """What the dashboard needs of L2; both raise TierUnavailable."""
+    """The calls of L2 that the dashboard needs; both raise TierUnavailable."""
 
     async def ask_all(self, commands: Commands) -> list[Any]:
-        """The reply to each."""
+        """The reply to each command."""
 
     async def infos(self) -> list[dict[str, Any]]:
-        """What each server says of itself."""
+        """The INFO of each server."""
 
 
 def nothing() -> None:
@@ -49,7 +49,7 @@ def nothing() -> None:
 
 
 class Dashboard:
-    """`tell` is to be called every few seconds; `data` answers any number of viewers from one reading a second.
+    """Dashboard of one worker: call `tell` every few seconds; `data` answers all viewers from one reading a second.
 
     `advisor` and `quality` tell their part of the document, quickly and without waiting for anything: the one what
     this worker adds to the whole, the other the whole.
@@ -90,7 +90,7 @@ class Dashboard:
         self._body, self._read_at = b"", float("-inf")
 
     async def tell(self) -> None:
-        """One telling; a Redis that is away is told later."""
+        """Publishes this worker's counts to Redis; a Redis that is away is told later."""
         await self.teller.tell()
 
     async def data(self) -> bytes:

@@ -33,7 +33,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file of the page as it is sent."""
+    """A file of the page as it is sent."""
 
     body: bytes
     media_type: str
@@ -53,7 +53,7 @@ def assets() -> Mapping[str, Asset]:
 
 
 def page_routes() -> list[Route]:
-    """One route per file: a name that is none of them is nobody's. None holds data, so none asks for the token."""
+    """Routes of the files, one each: any other name is nobody's. None holds data, so none asks for the token."""
     routes = [Route(path, _send, include_in_schema=False) for path in sorted(assets())]
     return [*routes, Route(f"{PATH}/", _without_slash, include_in_schema=False)]
 
@@ -74,5 +74,5 @@ async def _without_slash(_request: Request) -> Response:
 
 
 def _is_known(sent: str, etag: str) -> bool:
-    """RFC 9110, 13.1.2: a list of tags compared weakly, or any."""
+    """Matches If-None-Match (RFC 9110, 13.1.2): a list of tags compared weakly, or any."""
     return any(each.strip().removeprefix("W/") in (etag, "*") for each in sent.split(","))

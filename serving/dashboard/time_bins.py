@@ -7,16 +7,16 @@ from serving.dashboard.counters import Counts, merged, pack, unpack
 BIN_S = 10
 HISTORY_S = 3_600
 BINS_MAX = HISTORY_S // BIN_S + 2
-"""An hour of whole ones, the one that runs, and one more for clocks that are apart."""
+"""Bins kept: an hour of whole ones, the one that runs, and one more for clocks that are apart."""
 
 
 def start_of(at: float) -> int:
-    """When the bin began that a moment (Unix seconds) lies in."""
+    """Start of the bin that a moment lies in, both in Unix seconds."""
     return int(at // BIN_S) * BIN_S
 
 
 class Bins:
-    """At most `BINS_MAX` bins, each packed (some hundred bytes); `untold` are those that Redis may not have."""
+    """Bins of one worker, `BINS_MAX` at most, each packed (some hundred bytes); Redis may lack those in `untold`."""
 
     def __init__(self) -> None:
         self.packed: dict[int, bytes] = {}
@@ -36,5 +36,5 @@ class Bins:
             self.untold.discard(oldest)
 
     def tell_again(self) -> None:
-        """Redis may have lost all of them."""
+        """Marks all bins as untold: Redis may have lost all of them."""
         self.untold = set(self.packed)

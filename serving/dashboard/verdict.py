@@ -1,4 +1,4 @@
-"""The one sentence at the top: whether all is well, and if not what to do. Pure."""
+"""Verdict in one sentence, for the top: whether all is well, and if not what to do. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ SURGE = 0.05
 """Points that previous and default may have more of the answers than in the hour before."""
 SURGE_BAD = 0.30
 MEMORY_WARN, MEMORY_BAD = 0.90, 0.98
-"""Of Redis' maxmemory."""
+"""Shares of Redis' maxmemory in use from which the verdict is warn, and bad."""
 HITS, FALLBACKS = ("l1", "l2"), ("previous", "default")
 
 

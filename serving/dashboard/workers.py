@@ -1,4 +1,4 @@
-"""Which rows of the table of workers can be shown beside others. Pure."""
+"""Validation of the rows in the table of workers: which can be shown beside others. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _NUMBERS = (
 
 
 def can_be_shown(row: Mapping[str, Any]) -> bool:
-    """Whether its fields, where it has them, are of their kinds: one of another kind would cost the whole page."""
+    """Returns whether the fields that a row has are of their kinds: one of another kind would cost the whole page."""
     counts = row.get("counts") or {}
     return (
         all(isinstance(row.get(name), str | None) for name in _TEXTS)

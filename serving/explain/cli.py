@@ -77,7 +77,7 @@ def _target(url: str) -> tuple[str, str, int, str]:
 
 
 def _body(sent: argparse.Namespace) -> dict[str, Any] | None:
-    """What is posted; None where a GET says all."""
+    """Request body to post; None where a GET says all. Raises ValueError."""
     if sent.history is None and sent.features is None:
         return None
     entity: dict[str, Any] = {"id": sent.entity}
@@ -104,7 +104,7 @@ def _history(text: str) -> list[str]:
 def ask(
     target: tuple[str, str, int, str], sent: argparse.Namespace, body: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """What the service says; raises Failed."""
+    """Sends the request and returns the service's explanation; raises Failed."""
     scheme, host, port, root = target
     where = f"{scheme}://{host}:{port}{root}"
     token = sent.token if sent.token is not None else os.environ.get("LARDER_TOKEN", "")

@@ -7,11 +7,11 @@ from typing import Any
 
 Section = tuple[str, list[tuple[str, str]]]
 _SHOWN = 10
-"""Items of a list, numbers of a vector."""
+"""Items of a list, or numbers of a vector, that are shown."""
 
 
 def show(told: Mapping[str, Any]) -> None:
-    """To standard output."""
+    """Prints the explanation to standard output."""
     title, sections = f"{told['table']} {told['id']}", list(sections_of(told))
     try:
         from rich.console import Console

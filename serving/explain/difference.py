@@ -1,4 +1,4 @@
-"""How what is stored and what the model says now differ. Pure."""
+"""Difference between what is stored and what the model says now. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ Prediction = Mapping[str, Any]
 
 
 def difference(stored: Prediction, live: Prediction) -> dict[str, Any]:
-    """Of two predictions of one kind: lists, vectors or values.
+    """Difference of two predictions of one kind: lists, vectors or values.
 
     `exact`: the same items in the same order, or numbers equal to the bit. Scores have deltas (live minus stored) where
     an item stands in both lists; `overlap` is the share of the longer list that stands in both.

@@ -1,4 +1,4 @@
-"""Why an entity is answered as it is: what each rung holds of it, which would answer, and what live would say now."""
+"""Explanation of an entity's answer: what each rung holds of it, which would answer, and what live would say now."""
 
 import asyncio
 import time
@@ -63,7 +63,7 @@ class Explainer:
         self._under_way = 0
 
     async def explain(self, holding: Holding, ask: Ask) -> dict[str, Any]:
-        """Of the one entity asked; raises Problem for more than one, for what never can be answered, and when busy."""
+        """Explains the one entity asked; raises Problem for several, for what never can be answered, and when busy."""
         if len(ask.entities) != 1:
             raise unprocessable("batch_too_long", "one entity is explained at a time", "entities")
         if self._under_way >= AT_ONCE:
@@ -153,7 +153,7 @@ class Explainer:
     async def _previous(
         self, holding: Holding, case: Case, reason: str | None
     ) -> dict[str, Any] | None:
-        """What the generation before has of it; None where none is held."""
+        """Result of a read from the previous generation; None where none is held."""
         previous, raw = holding.previous, case.entity.raw
         if previous is None:
             return None
@@ -189,7 +189,7 @@ class Rungs:
     def chosen(
         self, l1: Outcome | None, l2: Outcome, beside: Outcome | None
     ) -> tuple[Found | None, str | None]:
-        """What would answer, and why it is no plain hit; None and the miss if nothing stored would."""
+        """Stored record that would answer, and why it is no plain hit; None and the miss if nothing stored would."""
         if self._snapshot.blocks(self._case.table, self._case.entity.raw):
             return None, "entity_blocked"
         outcome = l2 if l1 is None else l1
@@ -213,7 +213,7 @@ class Rungs:
         return next(iter(self._readable(outcomes)), None)
 
     def prediction(self, record: Record) -> Prediction:
-        """As it would be answered: without what is blocked, seen or beyond `k`."""
+        """Prediction as it would be answered: without what is blocked, seen or beyond `k`."""
         case = self._case
         return from_record(self._snapshot, case.table, record, case.k, (self._barred,))
 
@@ -242,7 +242,7 @@ def _record(record: Record, found: Found, prediction: Mapping[str, Any]) -> dict
 
 
 def _same(l1: Outcome | None, l2: Outcome) -> bool | None:
-    """Whether both tiers hold the same bytes; None unless both hold something."""
+    """True if both tiers hold the same bytes; None unless both hold something."""
     if not isinstance(l1, Found) or not isinstance(l2, Found):
         return None
     return l1.record == l2.record

@@ -1,4 +1,4 @@
-"""Where a record of the night lies, and whether its page in Redis is the one that the night made."""
+"""Place of a nightly record, and whether its page in Redis is the one that the night made."""
 
 import asyncio
 import hashlib
@@ -18,7 +18,7 @@ from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread
 
 _SUMS_S = 2.0
-"""How long the artefact store may take to hand over the checksums."""
+"""Seconds that the artefact store may take to hand over the checksums."""
 
 
 _AT_ONCE = 2
@@ -38,7 +38,7 @@ class Pages:
         self._reading: set[asyncio.Task[str]] = set()
 
     async def told(self, snapshot: Snapshot, table: Table, want: Want) -> dict[str, Any]:
-        """Of a record that the night has: its page, its place there, and both checksums (xxh3-64, hex)."""
+        """Page of a record of the night, the record's place there, and both checksums (xxh3-64, hex)."""
         place, position = snapshot.directories[table.entity].place(want.position)
         part = table.parts[place]
         number, offset = table.locate(place, position)

@@ -1,4 +1,4 @@
-"""What the model says now of an entity, beside what is stored: computed as for any request, kept nowhere."""
+"""Prediction of the model for an entity now, beside what is stored: computed as for any request, kept nowhere."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from serving.lookup.micro_batcher import Job, LiveUnavailable, MicroBatcher
 from serving.requests.errors import Problem
 
 LIVE_S = 2.0
-"""How long one inference may take, its wait included."""
+"""Seconds that one inference may take, its wait included."""
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ Input = Literal["sent", "own", "stored_vector"]
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What came of it: a record, or `reason` why there is none.
+    """Result of a rescore: a record, or `reason` why there is none.
 
     `computed_from`: history or features that were sent, the item itself, or the vector that the night stored of the
     user. That one says how the items of the stored list score, not which others would be in it.
@@ -45,11 +45,11 @@ class Said:
 
     @property
     def is_of_input(self) -> bool:
-        """Whether a request would be answered by this, too."""
+        """True if a request would be answered by this, too."""
         return self.computed_from in ("sent", "own")
 
     def told(self) -> dict[str, Any]:
-        """All but the prediction itself."""
+        """Fields of the explanation, all but the prediction itself."""
         return {
             "computed_from": self.computed_from,
             "reason": self.reason,
@@ -59,7 +59,7 @@ class Said:
 
 
 class Rescorer:
-    """Through the queue and the admission of live inference, so that it takes nothing from callers under load."""
+    """Runs through the queue and the admission of live inference, so that it takes nothing from callers under load."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Rescorer:
         self._timer = timer
 
     async def say(self, snapshot: Snapshot, case: Case, stored: Record | None) -> Said:
-        """From the input of the case, else from the stored vector for the items of the stored list."""
+        """Computes from the input of the case, else from the stored vector for the items of the stored list."""
         began = self._timer()
         precision = _precision(snapshot, case.table)
         if snapshot.predictor is None:

@@ -28,7 +28,7 @@ _TIERS = {
 
 
 def sentence(told: Mapping[str, Any]) -> str:
-    """Which rung would answer and why not a higher one; and what is wrong with what is stored, if anything is."""
+    """Sentence on which rung would answer, why not a higher one, and what is wrong with what is stored, if anything."""
     answer = told["answer"]
     parts = [_TIERS[answer["tier"]]]
     if (reason := answer["reason"]) is not None:

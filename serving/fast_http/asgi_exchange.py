@@ -1,4 +1,4 @@
-"""One request whose body is here, as an application receives it, and the answer as it sends it. Nothing streams."""
+"""An ASGI exchange without streaming: hands an application a request whose body is here, and keeps the answer."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from starlette.types import Message
 
 
 class Cycle:
-    """What `receive` and `send` of ASGI are for one request."""
+    """The ASGI callables `receive` and `send` of one request."""
 
     __slots__ = ("_body", "_is_lost", "_is_whole", "_pieces", "_start")
 
@@ -18,7 +18,7 @@ class Cycle:
         self._is_whole = False
 
     async def receive(self) -> Message:
-        """The body, then the end of the connection, for which it waits."""
+        """Returns the body first; then waits for the end of the connection and returns `http.disconnect`."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -28,7 +28,7 @@ class Cycle:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Keeps a piece of the answer."""
+        """Keeps the start of the response, or a piece of its body."""
         if message["type"] == "http.response.start":
             self._start = message
         else:
@@ -36,13 +36,13 @@ class Cycle:
             self._is_whole = not message.get("more_body", False)
 
     def lose(self) -> None:
-        """The caller has gone."""
+        """Marks the connection as lost, for which `receive` waits."""
         if self._is_lost is None:
             self._is_lost = asyncio.Event()
         self._is_lost.set()
 
     def answer(self) -> tuple[Message, bytes] | None:
-        """How it starts, its length told, and its body; None if the application left it unfinished."""
+        """The response's start, with its length, and its body; None if the application left it unfinished."""
         if self._start is None or not self._is_whole:
             return None
         body, headers = b"".join(self._pieces), self._start["headers"]

@@ -1,4 +1,4 @@
-"""Lookups of one table are answered from where they arrive: what is ready without a task, what is stored without a
+"""Connections that answer lookups of one table themselves: what is ready without a task, what is stored without a
 parser, what brings a body without uvicorn's cycle.
 
 A keep-alive client sends the same headers with every request. Once it has, and they ask for nothing special, the next
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Shared:
-    """What all connections of a server have in common."""
+    """State that all connections of a server share: application, bounds, judged header blocks, response heads."""
 
     def __init__(self, front: Front, bounds: Bounds | None = None) -> None:
         self.front = front
@@ -51,7 +51,7 @@ class Shared:
 
 
 class Wire(Connection):
-    """One connection. While a lookup of it is under way what arrives behind that has to wait."""
+    """A connection that answers lookups itself. While one is under way, what arrives behind it has to wait."""
 
     __slots__ = ("_block", "_cycle", "_later", "_shared")
 
@@ -63,7 +63,7 @@ class Wire(Connection):
         super().__init__(shared.connections, *given, **named)
 
     def data_received(self, data: bytes) -> None:
-        """What is one whole request for something stored is answered past uvicorn."""
+        """Answers a piece that is one whole lookup past uvicorn; what comes behind one waits, the rest is uvicorn's."""
         if self._is_waited_for:
             self._later += data
             if len(self._later) > BEHIND:
@@ -72,7 +72,7 @@ class Wire(Connection):
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See uvicorn."""
+        """Lets a request under way know that its caller has gone, then cleans up as uvicorn does."""
         if self._cycle is not None:
             self._cycle.lose()
         super().connection_lost(exc)
@@ -109,7 +109,7 @@ class Wire(Connection):
         return True
 
     def _seen(self, hot: Hot, block: bytes) -> Allowed | None:
-        """What headers allow that are not known, or not allowed, once they have come twice in a row."""
+        """The judgement of headers not known, or known as not allowed, once they came twice in a row; None before."""
         if block != self._block:
             self._block = block[:BLOCK_BYTES_MAX]
             return None
@@ -153,7 +153,7 @@ class Wire(Connection):
         self._answered(data, answer)
 
     def _answered(self, data: bytes, answer: Messages | None) -> None:
-        """A lookup has ended; without an answer its request goes to uvicorn."""
+        """Sends the answer of a lookup that has ended; without one its request goes to uvicorn."""
         self._is_waited_for = False
         if self.transport.is_closing():
             return
@@ -220,5 +220,5 @@ class Wire(Connection):
 
 
 def protocol(shared: Shared) -> Callable[..., Wire]:
-    """What uvicorn makes a connection of."""
+    """Returns the factory that uvicorn makes its connections with."""
     return functools.partial(Wire, shared)

@@ -16,27 +16,27 @@ log = logging.getLogger(__name__)
 
 
 class Peer(Protocol):
-    """One connection."""
+    """A connection that can be checked for progress, and dropped."""
 
     def look(self, now: float) -> None:
-        """Ends it if it has not moved on in time."""
+        """Ends the connection if it has not moved on in time."""
 
     def drop(self) -> None:
-        """Makes room for another, unless it has a request under way."""
+        """Ends the connection to make room for another, unless it has a request under way."""
 
 
 class Connections:
-    """Bounds their number. One timer serves all of them: a timer for each request would cost as much as its answer."""
+    """Bounds the number of connections. One timer serves all: one for each request would cost as much as its answer."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self.ended: Counter[str] = Counter()
-        """By the reason for it: those that were not ended by their peers or for idleness."""
+        """Connections ended, by reason; without those that were ended by their peers or for idleness."""
         self._unasked: dict[Peer, None] = {}  # oldest first
         self._told = 0
 
     def admit(self, connection: Peer, count: int) -> bool:
-        """Whether one more may stay, itself counted. For one that has asked nothing yet the oldest such has to go."""
+        """Returns whether one more may stay, itself counted. The oldest that has asked nothing may have to go."""
         bounds, unasked = self.bounds, self._unasked
         is_full = count > bounds.connections_max
         if is_full or len(unasked) >= bounds.connections_new_max:
@@ -50,18 +50,18 @@ class Connections:
         return True
 
     def asked(self, connection: Peer) -> None:
-        """A head of it is here, or it is gone."""
+        """Takes a connection off those that have asked nothing: a head of it is here, or it is gone."""
         self._unasked.pop(connection, None)
 
     @property
     def every_s(self) -> float:
-        """Between two looks at a connection."""
+        """Seconds between two looks at a connection."""
         bounds = self.bounds
         shortest = min(bounds.head_timeout_s, bounds.body_timeout_s, bounds.write_timeout_s)
         return min(_LOOK_S, shortest / 4)
 
     async def look(self, connections: Collection[Peer], now: float) -> None:
-        """Looks at each of them, a few in a turn."""
+        """Looks at each connection, a few in a turn of the loop."""
         for number, each in enumerate(list(connections), 1):
             each.look(now)
             if not number % _AT_ONCE:
@@ -69,7 +69,7 @@ class Connections:
         self._tell()
 
     def _tell(self) -> None:
-        """One line for all: who is ended for what it does must not fill the log with it."""
+        """Logs ended connections in one line for all: who is ended for what it does must not fill the log with it."""
         if (ended := self.ended.total()) > self._told:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.ended.most_common())
             log.warning("%d connections ended (since the start: %s)", ended - self._told, reasons)

@@ -1,4 +1,4 @@
-"""What a block of headers allows, judged once for all connections whose requests repeat it."""
+"""Cache of header blocks: what each allows, judged once for all connections whose requests repeat it."""
 
 import re
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Allowed(NamedTuple):
     headers: Headers
     is_unwatched: bool
     length_at: int = -1
-    """Where its length stands among the headers, if it has one."""
+    """Index of the content-length among the headers; -1 if there is none."""
 
     def with_length(self, digits: bytes) -> Headers:
         """The headers of the same request with a body of another length."""
@@ -33,7 +33,7 @@ class Allowed(NamedTuple):
 
 
 class Blocks:
-    """All headers of a request behind its first line, line break included, by their very bytes.
+    """Cache whose keys are all headers of a request behind its first line, line break included, by their very bytes.
 
     Whoever sends the same ones twice in a row will do so again: only those are judged, and a bounded number is kept.
     """
@@ -44,11 +44,11 @@ class Blocks:
         self._known: dict[bytes, Allowed | None] = {}
 
     def of(self, hot: Hot, block: bytes) -> Allowed | None:
-        """What a request with these headers may have from `hot`, as far as that is known."""
+        """The known judgement of these headers for `hot`; None if there is none, or if they are not allowed."""
         return self._known.get(block) if hot is self._hot else None
 
     def judged(self, hot: Hot, block: bytes) -> Allowed | None:
-        """The same of headers that have come twice, unless they are very long."""
+        """Judges headers that have come twice, and keeps the result; None if very long or not allowed."""
         if len(block) > BLOCK_BYTES_MAX:
             return None
         if hot is not self._hot or len(self._known) >= _BLOCKS_MAX:
@@ -77,7 +77,7 @@ def without_length(block: bytes) -> tuple[bytes, bytes]:
 
 
 class _Told:
-    """What a parser tells of one request."""
+    """Parser callbacks for one request: its headers, whether it keeps its connection open, how many messages ended."""
 
     def __init__(self) -> None:
         self.parser = httptools.HttpRequestParser(self)
@@ -86,20 +86,20 @@ class _Told:
         self.messages = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One of them."""
+        """Keeps a header, its name in lower case."""
         self.found.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """The end of its headers: behind that the parser thinks of the next request."""
+        """Reads keep-alive at the end of the headers: behind that the parser thinks of the next request."""
         self.keeps_alive = self.parser.should_keep_alive()
 
     def on_message_complete(self) -> None:
-        """Its end, body included."""
+        """Counts a message that has ended, body included."""
         self.messages += 1
 
 
 def plain(block: bytes) -> Headers | None:
-    """The headers (all behind the first line, line break included), names in lower case.
+    """The headers of `block` (all behind the first line, line break included), names in lower case.
 
     None unless this is all of one request whose body, if it has one, is of a told length, and that leaves its
     connection open. A length of 0 stands for any.

@@ -1,4 +1,4 @@
-"""How much has come of the message that a connection is reading, and how long the connection stands where it stands."""
+"""Bounds on inbound messages: how much has come of the one being read, and how long its connection stands still."""
 
 from typing import Literal, NamedTuple
 
@@ -13,18 +13,18 @@ Kind = Literal["silent", "head", "body", "write", "close"]
 
 
 class Stage(NamedTuple):
-    """Where a connection stands; `mark` differs as soon as it moved on."""
+    """The point at which a connection stands; `mark` differs as soon as it moved on."""
 
     kind: Kind
     mark: tuple[int, ...] = ()
 
 
 class Excess(Exception):
-    """Raised where a parser tells something; `status` is what the peer is told."""
+    """Error beyond a bound, raised where a parser tells something; its argument is the status that the peer is told."""
 
 
 class Inbound:
-    """Of one connection. What exceeds a bound raises Excess, whose status is kept: parsers hide what is raised."""
+    """Counters of one connection. Beyond a bound they raise Excess and keep its status: parsers hide what is raised."""
 
     __slots__ = (
         "_behind", "_bounds", "_fields", "_head", "_quiet", "_since", "_stage",
@@ -42,7 +42,7 @@ class Inbound:
         self._since = 0.0
 
     def begin(self, waiting: int) -> None:
-        """A message begins, `waiting` others of the connection are not answered."""
+        """Begins a message; raises Excess (429) if `waiting`, the others not answered yet, reaches `pipeline_max`."""
         self.begun += 1
         self.is_head, self.is_whole = True, False
         self._head = self._fields = self._quiet = 0
@@ -50,20 +50,20 @@ class Inbound:
             self._exceed(429)
 
     def url(self, size: int) -> None:
-        """So many bytes of its target."""
+        """Adds `size` bytes of the request target; raises Excess (431) beyond `head_bytes`."""
         self._head += size
         if self._head > self._bounds.head_bytes:
             self._exceed(431)
 
     def field(self, size: int) -> None:
-        """A header field or trailer."""
+        """Adds a header field or trailer of `size` bytes; raises Excess (431) beyond `head_fields` or `head_bytes`."""
         self._fields += 1
         self._head += size
         if self._fields > self._bounds.head_fields or self._head > self._bounds.head_bytes:
             self._exceed(431)
 
     def body(self, size: int, *, is_behind: bool) -> None:
-        """Bytes of its body, which nobody reads as yet if it is behind another."""
+        """Adds bytes of a body; of those behind another, which nobody reads as yet, over BEHIND raise Excess (413)."""
         self._quiet = 0
         if is_behind:
             self._behind += size
@@ -71,11 +71,11 @@ class Inbound:
                 self._exceed(413)
 
     def answered(self) -> None:
-        """One of the requests before has its answer."""
+        """Resets the bytes behind: a request before them has its answer."""
         self._behind = 0
 
     def fed(self, size: int) -> bool:
-        """Whether so many bytes more, of which the parser may have told nothing, are still within the bounds.
+        """Returns whether `size` more bytes, of which the parser may have told nothing, are still within the bounds.
 
         A value without an end is told at its end only. Counted by the piece, so up to two pieces more may have come.
         """

@@ -1,4 +1,4 @@
-"""What stands before every answer that is sent past uvicorn's cycle."""
+"""Response heads of the answers that are sent past uvicorn's cycle."""
 
 from serving.fast_http.header_cache import Headers
 
@@ -6,7 +6,7 @@ _STATUS = b"HTTP/1.1 200 OK\r\n"
 
 
 class Heads:
-    """What stands before the length of every answer; told anew when uvicorn's own headers change, once per second."""
+    """Cache of the response head up to the length; made anew when uvicorn's own headers change, once per second."""
 
     def __init__(self) -> None:
         self._of: Headers | None = None
@@ -14,7 +14,7 @@ class Heads:
         self._found: bytes | None = None
 
     def of(self, headers: Headers) -> bytes | None:
-        """Status line and headers; None while they close connections, which is uvicorn's to do."""
+        """Status line and headers up to the length; None while they close connections, which is uvicorn's to do."""
         if headers is not self._of or len(headers) != self._count:
             self._of, self._count = headers, len(headers)
             lines = b"".join(b"%b: %b\r\n" % each for each in headers)

@@ -28,7 +28,7 @@ _REFUSALS = {
 
 
 class Connection(HttpToolsProtocol):
-    """Knows whether a request is uvicorn's, and whether one is answered past it; winds the clock for those.
+    """A uvicorn connection that counts open requests, and winds the idle clock for those answered past uvicorn.
 
     What comes is parsed within bounds (`Inbound`): beyond them the connection takes no more, and ends.
     """
@@ -48,13 +48,13 @@ class Connection(HttpToolsProtocol):
         super().__init__(*given, **named)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See uvicorn. One too many is told so."""
+        """Opens the connection as uvicorn does; one too many is refused with 503."""
         super().connection_made(transport)
         if not self._connections.admit(self, len(self.connections)):
             self._refuse(503)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See uvicorn."""
+        """Forgets the connection as uvicorn does, and with it its requests that were never begun."""
         self._connections.asked(self)
         super().connection_lost(exc)
         if self.pipeline:
@@ -64,7 +64,7 @@ class Connection(HttpToolsProtocol):
             self.cycle = None  # type: ignore[assignment]  # the newest of them
 
     def data_received(self, data: bytes) -> None:
-        """See uvicorn. Parsed by the piece, so that what is too much is seen before all of it is taken apart."""
+        """Parses by the piece, so that what is too much is seen before all of it is taken apart."""
         for at in range(0, len(data), PIECE):
             if self._inbound.is_refused or self.transport.is_closing():
                 return
@@ -74,47 +74,47 @@ class Connection(HttpToolsProtocol):
                 self._refuse(431)
 
     def send_400_response(self, msg: str) -> None:
-        """See uvicorn, which calls it for whatever a parser's callback raises."""
+        """Refuses what a parser's callback raised for: with the status of the exceeded bound, else as uvicorn does."""
         if self._inbound.status:
             self._refuse(self._inbound.status)
         else:
             super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
-        """See uvicorn."""
+        """Counts a new request, bounded by the pipeline's length, then begins it as uvicorn does."""
         self._open += 2
         self._inbound.begin(len(self.pipeline) + self._is_unanswered())
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """See uvicorn."""
+        """Counts a piece of the request target within the head's bound, then hands it to uvicorn."""
         self._inbound.url(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See uvicorn."""
+        """Counts a header field within the head's bounds, then hands it to uvicorn."""
         self._inbound.field(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """See uvicorn."""
+        """Notes that the head is complete and the connection has asked, then goes on as uvicorn does."""
         self._inbound.is_head = False
         self._connections.asked(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """See uvicorn."""
+        """Counts a piece of a body within the bound on what waits, then hands it to uvicorn."""
         self._inbound.body(len(body), is_behind=bool(self.pipeline) or self._is_full)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """See uvicorn."""
+        """Notes that the request is read as a whole, then goes on as uvicorn does."""
         self._open -= 1
         self._inbound.is_whole = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """See uvicorn. Of a connection that takes no more this was the last."""
+        """Counts an answer; after it closes a connection that takes no more, then goes on as uvicorn does."""
         self._open -= 1
         self._inbound.answered()
         if self._inbound.is_refused:
@@ -122,12 +122,12 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """See uvicorn."""
+        """Notes that the write buffer is full, then pauses as uvicorn does."""
         self._is_full = True
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """See uvicorn."""
+        """Notes that the write buffer has room again, then resumes as uvicorn does."""
         self._is_full = False
         super().resume_writing()
 
@@ -158,7 +158,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _stage(self) -> Stage | None:
-        """Where its peer is to move next; None while that is up to the application, or to the clock of idle ones."""
+        """The stage in which the peer is to move next; None while that is up to the application or the idle clock."""
         is_closing = self.transport.is_closing()
         if is_closing or self._is_full:
             left = self.transport.get_write_buffer_size()
@@ -175,7 +175,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, status: int) -> None:
-        """Takes no more. What is under way is answered first, else the peer is told why; then the connection ends."""
+        """Refuses more. What is under way is answered first, else the peer is told why; then the connection ends."""
         inbound, cycle = self._inbound, self.cycle
         inbound.is_refused = True
         self._connections.ended[_REFUSALS[status][0]] += 1
@@ -191,14 +191,14 @@ class Connection(HttpToolsProtocol):
             self._respond(*_refusal(status))
 
     def timeout_keep_alive_handler(self) -> None:
-        """See uvicorn. Answers from here do not wind the clock up again: that would cost as much as they do."""
+        """Closes an idle connection. Answers from here do not restart the clock: that would cost as much as they do."""
         if self._was_asked or self._is_waited_for:
             self._wait()
         else:
             super().timeout_keep_alive_handler()
 
     def shutdown(self) -> None:
-        """See uvicorn."""
+        """Shuts down as uvicorn does; while a request is answered past uvicorn, only once that is done."""
         if self._is_waited_for:
             self._is_ending = True
         else:

@@ -98,7 +98,7 @@ class Batches:
         return known, wants if len(known) == len(wants) else wants.of(known.tolist())
 
     async def read(self, lookup: Lookup, wants: Wants) -> tuple[Rows, NDArray[np.bool_]]:
-        """What the tiers hold of ids that the night knows, and which of it are plain answers."""
+        """Reads the rows of ids that the night knows from the tiers; the mask says which of them are plain answers."""
         live, table = lookup.holding.live, lookup.table
         deadline = None  # the tier keeps its own
         if lookup.options.deadline_s < self._service.l2_bound_s():
@@ -172,7 +172,7 @@ class Batches:
         return dict(zip(places, answers, strict=True))
 
     def _count(self, lookup: Lookup, places: NDArray[np.int64], tier: Literal["l1", "l2"]) -> None:
-        """So many were answered from a tier just now."""
+        """Counts the answers that a tier gave just now."""
         if len(places):
             name, raws = lookup.table.name, lookup.raws
             is_all = len(places) == len(raws)
@@ -184,7 +184,7 @@ class Batches:
     def _note(
         self, lookup: Lookup, resolved: Resolved, wants: Wants, is_plain: NDArray[np.bool_]
     ) -> None:
-        """What was read from Redis, and what the sampler looks at again."""
+        """Notes the keys read from Redis, and the answers that the sampler looks at again."""
         generation, table = lookup.holding.live.generation, lookup.table.name
         count = len(resolved.places)
         if l2 := int(np.count_nonzero(resolved.is_l2)):
@@ -231,7 +231,7 @@ def _entity(lookup: Lookup, place: int) -> Entity:
 
 
 def outcome_at(found: Rows, at: int) -> Outcome:
-    """One row as a single read would have it."""
+    """The outcome of row `at`, as a single read would have it."""
     other = found.others.get(at)
     tier: Literal["l1", "l2"] = "l2" if found.is_l2[at] else "l1"
     return Found(found.records[at].tobytes(), tier, False, None) if other is None else other

@@ -21,7 +21,7 @@ _JSON_BOTH = Forms("json", "json")
 
 
 class Posted:
-    """Answers as the routes do; None for what is refused, which is theirs to say."""
+    """Answers posted lookups as the routes do; None for what is refused, which is theirs to say."""
 
     def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
         self.batches = Batches(service, clock)
@@ -87,5 +87,5 @@ class Posted:
 
 
 def refuses(table: Table, k: int | None) -> bool:
-    """Whether the request is one that is told so elsewhere."""
+    """Returns whether `k` exceeds the width of a top-k table, which the routes behind report."""
     return table.kind == "topk" and k is not None and k > table.layout.width

@@ -23,19 +23,19 @@ from serving.requests.models import Options
 from serving.usage.answer_sampling import Pick
 
 LEAST = 8
-"""In a group: fewer cost less one by one."""
+"""Lookups in a group at least: fewer cost less one by one."""
 
 MOST = 128
 """Answers rendered before others may use the event loop."""
 
 TURNS_MAX = 4
-"""That a group waits for more while each turn brings some."""
+"""Turns of the event loop that a group waits for more while each brings some."""
 
 log = logging.getLogger(__name__)
 
 
 class Lower(NamedTuple):
-    """No stored answer: `reason` is what the ladder goes on with."""
+    """A lookup without a stored answer: `reason` is what the ladder goes on with."""
 
     reason: str | None
 
@@ -45,13 +45,13 @@ Told = bytes | Lower | None
 
 
 class Telling(Protocol):
-    """Who waits for what is told: a future, or whoever needs no task for it."""
+    """The receiver of a result: a future, or whatever needs no task for it."""
 
     def done(self) -> bool:
-        """Whether that was told, or nobody waits any more."""
+        """True if the result was told, or nobody waits any more."""
 
     def set_result(self, what: Told, /) -> None:
-        """Tells it."""
+        """Passes the result to the receiver."""
 
 
 class _Member(NamedTuple):
@@ -64,7 +64,7 @@ class _Member(NamedTuple):
 
 
 class Together:
-    """Use it in one event loop only."""
+    """Coalescer of single lookups into batches; for one event loop only."""
 
     def __init__(
         self, service: LookupService, batches: Batches, clock: Callable[[], float]
@@ -78,12 +78,12 @@ class Together:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def have_time(self, *gets: Get) -> bool:
-        """Whether a read of L2 that begins now needs no clock but L2's own for any of them."""
+        """Returns whether a read of L2 that begins now needs no clock but L2's own for any of the requests."""
         until = self._service.timer() + self._service.l2_bound_s()
         return min([get.started + get.options.deadline_s for get in gets]) >= until
 
     def pays(self) -> bool:
-        """Whether one more, who is counted here, is likely to have company: as many came together of late."""
+        """Counts one more request; returns whether it is likely to have company: as many came together of late."""
         if not self._is_open:
             # Runs after every callback that is ready now, so whoever asks in this turn comes along.
             asyncio.get_running_loop().call_soon(self._flush)
@@ -93,17 +93,17 @@ class Together:
 
     @property
     def is_busy(self) -> bool:
-        """What `pays` says, without counting anybody."""
+        """True if as many requests as make a group came together of late; counts nothing."""
         return self._expected >= LEAST
 
     def ask(self, get: Get) -> asyncio.Future[Told]:
-        """For a request that has the time that L2 may take, once it is counted."""
+        """Returns the future result of a request that is counted and has the time that L2 may take."""
         told: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
         self.join(get, told)
         return told
 
     def join(self, get: Get, told: Telling) -> None:
-        """As `ask`; `told` hears of it in a later turn."""
+        """Adds a request to the group of this turn; `told` hears of the result in a later turn."""
         key = get.holding.live.stamp, get.asked.table, get.k
         members = self._turn.setdefault(key, [])
         members.append(_Member(get, told))

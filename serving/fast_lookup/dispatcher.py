@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class _Joined:
-    """Waits for what is told to several together."""
+    """Receiver of the result of one request that joined others."""
 
     __slots__ = ("_get", "_hot", "_is_told", "_tell")
 
@@ -53,17 +53,17 @@ class _Joined:
         self._is_told = False
 
     def done(self) -> bool:
-        """Only ever once."""
+        """True if the result was told, which happens once."""
         return self._is_told
 
     def set_result(self, what: Told, /) -> None:
-        """Passes it on."""
+        """Passes the result on to the hot route."""
         self._is_told = True
         self._hot.joined(self._get, what, self._tell)
 
 
 class Hot:
-    """Needs what the routes need, and the tiers; every method answers None for what is not its own."""
+    """The hot route: needs what the routes need, and the tiers; every method answers None for what is not its own."""
 
     def __init__(self, service: LookupService, clock: Callable[[], float] = time.time) -> None:
         self._service = service
@@ -98,14 +98,14 @@ class Hot:
     async def body(
         self, scope: MutableMapping[str, Any], receive: Receive
     ) -> tuple[bytes | None, Receive]:
-        """As `whole_body`, within the bounds of the service."""
+        """Reads the body within the service's bounds; None if too long or unended, and a `receive` to replay it."""
         service = self._service
         if is_longer(scope["headers"], service.body_bytes):  # told elsewhere, without reading it
             return None, receive
         return await whole_body(receive, service.body_bytes, service.body_timeout_s)
 
     def ready(self, scope: MutableMapping[str, Any]) -> Messages | None:
-        """As `answer`, for a request whose headers allow that."""
+        """The ready answer to a GET whose headers allow one; None if there is none."""
         if not self.takes(scope["headers"]):
             return None
         query, path = scope["query_string"], scope.get("raw_path") or b""
@@ -113,11 +113,11 @@ class Hot:
         return None if body is None else self._messages(body)
 
     def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether a lookup with these headers may have what is ready."""
+        """Returns whether a lookup with these headers may have a ready answer."""
         return self._headers.deadline_s(headers) is not None
 
     def _answer(self, target: bytes) -> bytes | None:
-        """What is sent for a GET that was answered before (path and query as they came), from L1, with today's age."""
+        """The body for a GET that was answered before (path and query as they came), from L1, its age as of now."""
         ready = self._ready(target)
         if ready is None:
             return None
@@ -138,7 +138,7 @@ class Hot:
         self.answer = self._timed
 
     def _timed(self, target: bytes) -> bytes | None:
-        """The next answer, and while generations change each one, says how long it took."""
+        """Answers, and records how long that took: for the next answer only, and for each while generations change."""
         started = self._timer()
         body = self._answer(target)
         if body is not None:
@@ -156,12 +156,12 @@ class Hot:
         return await self._told(self._singles.answer(get))
 
     def joins(self, scope: MutableMapping[str, Any], tell: Tell) -> bool:
-        """As `get`, without a task for it: whether `tell` hears the answer in a later turn."""
+        """Returns whether a GET of one id joins others without a task: `tell` hears the answer in a later turn."""
         get = self._asked(scope)
         return get is not None and self._singles.joins(get, _Joined(self, get, tell))
 
     def joined(self, get: Get, what: Told, tell: Tell) -> None:
-        """What was told of one that joined others; who has to go on alone gets a task now."""
+        """Passes on the result of a request that joined others; one that has to go on alone gets a task now."""
         if isinstance(what, bytes):
             self._requests[GET_ROUTE] += 1
             tell(self._messages(what))
@@ -241,7 +241,7 @@ class Hot:
         return _arrow(found) if form.wanted == "arrow" else self._messages(found), again
 
     def _holding(self) -> Holding | None:
-        """What to answer from; None while there is nothing, or a canary takes some of the requests."""
+        """The generations to answer from; None while there are none, or a canary takes some of the requests."""
         return None if self._shelf.canary is not None else self._shelf.holding
 
     def _messages(self, body: bytes) -> Messages:

@@ -1,4 +1,4 @@
-"""What was sent of what was ready: noted in a list, and counted some at a time, which costs a third of one by one."""
+"""Counts of ready answers: noted in a list, and counted some at a time, which costs a third of one by one."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from serving.usage.answer_sampling import Pick
 FLUSHED = 256
 """Answers that are counted together: what that costs by itself is paid this seldom."""
 TIMED = 128
-"""Of so many answers one is timed, and stands for all of them."""
+"""Answers per timed one, which stands for all of them."""
 
 _asked, _table = itemgetter(4), itemgetter(0)
 
@@ -43,7 +43,7 @@ class SentReady(list[Ready]):
         self._recent.earlier = self._counters.flush = self.flush
 
     def turn(self) -> None:
-        """So many were sent that one is to be timed, or all to be counted."""
+        """Counts all answers if enough were sent, else has the next one timed; called when one is `due`."""
         if len(self) >= FLUSHED:
             self.flush()
         else:
@@ -51,7 +51,7 @@ class SentReady(list[Ready]):
             self.at_turn()
 
     def flush(self) -> None:
-        """Counts all of them, and begins anew."""
+        """Counts all answers in the list, and begins anew."""
         if not self:
             return
         asked = list(map(_asked, self))
@@ -83,7 +83,7 @@ class SentReady(list[Ready]):
                     self._pick(self[place])
 
     def touched(self, ready: Ready) -> None:
-        """Writes down that one of the sample is about to be sent."""
+        """Records that an answer of the sample is about to be sent."""
         touch = ready.touch
         if touch is not None and touch[0] <= self._trace.last:
             self._trace.append(touch)
@@ -91,7 +91,7 @@ class SentReady(list[Ready]):
             self._local.unsampled(ready)
 
     def _pick(self, ready: Ready) -> None:
-        """As it was sent, but for its age, which is today's; one from before a flip is passed over."""
+        """Samples an answer as it was sent, but with its age as of now; one from before a flip is passed over."""
         holding, now = self._shelf.holding, self._clock()
         if holding is not None and holding.live.stamp == abs(ready.stamp):
             age = orjson.dumps(round(now - ready.data_until, 3))

@@ -18,7 +18,7 @@ from serving.usage.answer_sampling import Pick
 
 
 class Singles:
-    """Answers whoever asks for an id that the night knows."""
+    """Answers lookups of one id that the night knows."""
 
     def __init__(
         self, service: LookupService, batches: Batches, clock: Callable[[], float]
@@ -47,7 +47,7 @@ class Singles:
         return await self._below(get, outcome)
 
     def joins(self, get: Get, told: Telling) -> bool:
-        """Whether the answer comes along with that of others, without a task: `told` hears of it in a later turn."""
+        """Returns whether the answer comes with that of others, without a task: `told` hears of it in a later turn."""
         together, live, want = self._together, get.holding.live, get.want
         if not (together.is_busy and together.have_time(get)):
             return False
@@ -71,7 +71,7 @@ class Singles:
         return await self._rendered(get, outcome)
 
     async def _read(self, get: Get) -> Outcome:
-        """What L2 has."""
+        """Reads L2; under a deadline of its own if the request has less time than L2 may take."""
         live, want = get.holding.live, get.want
         if self._together.have_time(get):
             return await self._tiers.read(live.view, want)
@@ -104,7 +104,7 @@ class Singles:
         return start + marks.end(found.tier, self._clock())
 
     async def _lower(self, get: Get, reason: str | None) -> bytes:
-        """From what lies below the tiers."""
+        """The body with the ladder's answer, from what lies below the tiers."""
         asked = get.asked
         ask = Ask((Entity(asked.table, asked.id, asked.raw, "id"),), get.options)
         answer: dict[str, Any]

@@ -1,4 +1,4 @@
-"""One request for one plain id on the hot route."""
+"""A request for one plain id on the hot route."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from serving.requests.models import Options
 
 
 class Get(NamedTuple):
-    """`holding` is what it captured, `want` what the night has for the id, `started` monotonic."""
+    """A parsed request: `holding` is what it captured, `want` what the night has for the id, `started` monotonic."""
 
     holding: Holding
     table: Table
@@ -23,5 +23,5 @@ class Get(NamedTuple):
 
     @property
     def k(self) -> int:
-        """Items of the list."""
+        """Items of the list: as many as asked for, else the table's width."""
         return self.table.layout.width if self.options.k is None else self.options.k

@@ -1,4 +1,4 @@
-"""When to open a degraded generation again: its models may only have been out of reach."""
+"""Reopening of a degraded generation: its models may only have been out of reach."""
 
 import asyncio
 import dataclasses
@@ -13,11 +13,11 @@ log = logging.getLogger(__name__)
 
 _FIRST_S = 10.0
 _LONGEST_S = 640.0
-"""Ever more rarely; it answers from its pages meanwhile."""
+"""Longest wait in seconds, doubled up to here from try to try; it answers from its pages meanwhile."""
 
 
 class Mending:
-    """Opens it beside the follower's looks: who rolls a degraded generation back waits for no load of it."""
+    """Reopens the live generation beside the follower's looks: a roll-back of a degraded one waits for no load."""
 
     def __init__(self, shelf: Shelf, timer: Callable[[], float] = time.monotonic) -> None:
         self._shelf = shelf
@@ -26,7 +26,7 @@ class Mending:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Another generation is live: what was loading is not waited for."""
+        """Starts over for another live generation: what was loading is not waited for."""
         self.drop()
         self._at, self._wait_s = self._timer() + _FIRST_S, _FIRST_S
 
@@ -42,7 +42,7 @@ class Mending:
         self._task = asyncio.create_task(self._open(pointer))
 
     def drop(self) -> asyncio.Task[None] | None:
-        """Gives up what is loading; that, on its way to an end."""
+        """Cancels what is loading; returns its task, on its way to an end."""
         if self._task is not None:
             self._task.cancel()
         return self._task

@@ -1,4 +1,4 @@
-"""How far a replica can be trusted, and why not. Pure."""
+"""Health of a replica: how far it can be trusted, and why not. Pure."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ About = Literal["blocklist", "eviction", "pointer"]
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Ready or not; the others say why it is less than it should be, or None.
+    """Readiness of a replica; the other fields say why it is less than it should be, or None.
 
     `degraded` and `failed` repeat what errors say, which names files, hosts and checksums: for whoever has the token.
     """
@@ -21,7 +21,7 @@ class Health:
     """`failed` as anybody may hear it."""
 
     def told_to_anybody(self) -> dict[str, bool | str | None]:
-        """All of it, without the details."""
+        """Health fields without the details that errors hold."""
         degraded = None if self.degraded is None else "no_model"
         return {
             "ready": self.ready,
@@ -32,15 +32,15 @@ class Health:
 
 
 class Concerns:
-    """Why answers may lag behind: at most one word about each thing that is followed."""
+    """Reasons why answers may lag behind: at most one word about each thing that is followed."""
 
     def __init__(self, about: About, why: str) -> None:
         self.text: str | None = why
-        """All of them, with commas between; what callers and probes read."""
+        """All reasons, with commas between, or None; what callers and probes read."""
         self._by_subject: dict[About, str] = {about: why}
 
     def note(self, about: About, why: str | None) -> bool:
-        """Whether that is news; None ends a concern."""
+        """Sets a concern, None ends it; returns whether that is news."""
         if self._by_subject.get(about) == why:
             return False
         if why is None:

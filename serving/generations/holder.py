@@ -63,7 +63,7 @@ class Shelf:
 
     @property
     def live(self) -> Snapshot | None:
-        """What is answered from, if anything is yet."""
+        """Live snapshot, None before there is one."""
         return None if self.holding is None else self.holding.live
 
     @property
@@ -88,7 +88,7 @@ class Shelf:
         return await self._in_thread(open_published, store, self._open, generation, self.blocklist)
 
     async def open(self, generation: str) -> Snapshot:
-        """Opens one that is staged, where it holds up no other; raises when it cannot be loaded."""
+        """Opens a generation that is staged, where it holds up no other; raises when it cannot be loaded."""
         coming = Pointer(generation, 0, None, "", time.time())
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._aside, self._open, coming, self.blocklist)
@@ -100,7 +100,7 @@ class Shelf:
                 await self._warm(coming, self.live)
 
     def is_worse(self, coming: Snapshot) -> str | None:
-        """A generation whose models do not open here would answer less than the live one does."""
+        """Reason to refuse it, or None: a generation whose models do not open here answers less than the live one."""
         held = self.holding
         if coming.degraded is None or held is None or held.live.degraded is not None:
             return None
@@ -138,7 +138,7 @@ class Shelf:
         return None if coming.generation in taken else coming
 
     def put(self, holding: Holding) -> None:
-        """The one place where what is held changes, except for the blocklist."""
+        """Replaces `holding`: the one place where what is held changes, except for the blocklist."""
         if any(each.blocklist is not self.blocklist for each in holding.snapshots):
             # It changed while this one was loading.
             holding = holding.with_blocklist(self.blocklist)

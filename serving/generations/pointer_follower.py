@@ -26,13 +26,13 @@ from serving.metrics.registry import Metrics
 log = logging.getLogger(__name__)
 
 _RETRY_S = 10.0
-"""Between tries to load what could not be loaded: each reads and checks every file."""
+"""Seconds between tries to load what could not be loaded: each reads and checks every file."""
 
 T = TypeVar("T")
 
 
 class Redis(Protocol):
-    """What following needs of L2."""
+    """Protocol of L2, as far as following needs it."""
 
     async def watch(self) -> tuple[bytes | None, bytes | None]:
         """The live pointer and the staging note; raises TierUnavailable."""
@@ -72,33 +72,33 @@ class Follower:
 
     @property
     def holding(self) -> Holding | None:
-        """What is answered from."""
+        """Generations that answers come from, None before any is loaded."""
         return self.shelf.holding
 
     @property
     def failed(self) -> str | None:
-        """Why what was seen cannot be loaded."""
+        """Reason why the generation of the pointer seen last cannot be loaded, or None."""
         return self.pursuit.failed
 
     @property
     def epoch(self) -> int | None:
-        """Of what is served."""
+        """Epoch of the live generation, None before there is one."""
         return None if self.holding is None else self.holding.live.epoch
 
     @property
     def is_expecting(self) -> bool:
-        """Whether a publisher waits for its replicas: the pointer may move any moment."""
+        """True while a publisher waits for its replicas: the pointer may move any moment."""
         held = self.holding
         return self.staged.expected(None if held is None else held.live.generation) is not None
 
     @property
     def stale(self) -> str | None:
-        """Why answers may lag behind, or None."""
+        """Reason why answers may lag behind, or None."""
         return self.concerns.text
 
     @property
     def health(self) -> Health:
-        """A replica that lost Redis stays ready; one that cannot load in time what it saw published does not."""
+        """Health: a replica without Redis stays ready; one that cannot load in time what it saw published does not."""
         held, overdue = self.holding, self.pursuit.overdue()
         if self.is_draining:
             overdue = "this replica is stopping"
@@ -112,7 +112,7 @@ class Follower:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Generation -> why it cannot be loaded here."""
+        """Load failures: generation -> why it cannot be loaded here."""
         found = {}
         if self.staged.wanted is not None and self.staged.failed is not None:
             found[self.staged.wanted] = self.staged.failed
@@ -121,12 +121,12 @@ class Follower:
         return found
 
     def note(self, about: About, why: str | None, remedy: str = "") -> None:
-        """A reason to trust this replica less, or None when it has passed; logged when it is news."""
+        """Sets a reason to trust this replica less, or None when it has passed; logged when it is news."""
         if self.concerns.note(about, why) and why is not None:
             log.warning("stale: %s%s", why, remedy and f": {remedy}")
 
     async def look(self) -> None:
-        """One look at the pointer, following it when it is newer, and at what may come next."""
+        """Reads the pointer, follows a newer one, stages what may come next and reopens a degraded generation."""
         async with self._looking:
             await self._look()
             self._stage()
@@ -157,7 +157,7 @@ class Follower:
             self._mark("load_failed")
 
     def _stage(self) -> None:
-        """At most one generation beside live and previous: what is staged, else what is tried out."""
+        """Stages at most one generation beside live and previous: the one that the note asks for, else the canary's."""
         followed, wanted = self.pursuit.followed, None
         if not self.pursuit.is_behind:  # what should be live already comes first
             wanted = self.staged.expected(None if followed is None else followed.generation)
@@ -226,7 +226,7 @@ class Follower:
     async def _unless_overtaken(
         self, pointer: Pointer, work: Coroutine[Any, Any, T]
     ) -> T | Pointer:
-        """What `work` comes to, or the newer pointer that was found meanwhile: a roll-back waits for no slow store."""
+        """Result of `work`, or the newer pointer that was found meanwhile: a roll-back waits for no slow store."""
         task = asyncio.create_task(work)
         try:
             while True:
@@ -256,7 +256,7 @@ class Follower:
         return live
 
     async def _fall_back(self, pointer: Pointer) -> None:
-        """To a replica that has nothing yet, the previous generation is better than no answers; it stays drained."""
+        """Serves the previous generation if nothing is held yet: better than no answers; the replica stays drained."""
         if self.holding is not None or pointer.previous is None:
             return
         previous = await self.shelf.published(self._store, pointer.previous)

@@ -1,4 +1,4 @@
-"""How far this replica is behind the pointer: what it has seen, what it serves, and since when these differ."""
+"""Lag of this replica behind the pointer: what it has seen, what it serves, and since when these differ."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from cache.store.releases import Pointer
 
 
 class Pursuit:
-    """`bound_s`: how long loading what was seen may take, retries included, before the replica should not be asked."""
+    """Lag of a replica; `bound_s`: seconds to load what was seen, retries included, before it should not be asked."""
 
     def __init__(self, bound_s: float, timer: Callable[[], float] = time.monotonic) -> None:
         self.seen: Pointer | None = None
@@ -19,21 +19,21 @@ class Pursuit:
 
     @property
     def is_behind(self) -> bool:
-        """Whether what was seen is not what is served."""
+        """True if the pointer that was seen is not the one that is served."""
         return self.seen is not self.followed
 
     def saw(self, pointer: Pointer) -> None:
-        """A newer pointer; one more while behind does not begin the bound anew."""
+        """Notes a newer pointer; one more while behind does not begin the bound anew."""
         if not self.is_behind:
             self._since = self._timer()
         self.seen = pointer
 
     def took(self, pointer: Pointer) -> None:
-        """It is served now."""
+        """Notes that the pointer's generation is served now."""
         self.followed, self.failed = pointer, None
 
     def overdue(self) -> str | None:
-        """Why this replica should not be asked, or None; one that has served nothing yet has no time to lose."""
+        """Reason why this replica should not be asked, or None; one that has served nothing yet has no time to lose."""
         if self.seen is None or not self.is_behind:
             return None
         is_first = self.followed is None and self.failed is not None
@@ -42,7 +42,7 @@ class Pursuit:
         return self.failed or f"generation {self.seen.generation} is still loading"
 
     def outside(self) -> str | None:
-        """`failed` without what the error says."""
+        """Failure as anybody may hear it: `failed` without what the error says."""
         if self.failed is None or self.seen is None:
             return None
         return f"generation {self.seen.generation} cannot be loaded"

@@ -1,4 +1,4 @@
-"""What a look at the pointer means to a reader: only a greater epoch is followed. Pure."""
+"""Rules for a reader of the pointer: only a greater epoch is followed. Pure."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ Verdict = Literal["same", "newer", "vanished", "backwards", "conflicting"]
 
 
 def judge(pointer: Pointer | None, seen: Pointer | None) -> Verdict:
-    """What a look at the pointer means to a reader that has seen `seen`."""
+    """Verdict on the pointer for a reader that has seen `seen`."""
     if pointer is None:
         return "vanished"
     if seen is None or pointer.epoch > seen.epoch:

@@ -16,7 +16,7 @@ class RedisClock:
         self._offset_s = clock() - timer()
 
     def __call__(self) -> float:
-        """Now."""
+        """Current time in Redis' Unix seconds."""
         return self.at(self._timer())
 
     def at(self, monotonic: float) -> float:
@@ -24,5 +24,5 @@ class RedisClock:
         return monotonic + self._offset_s
 
     def set(self, told: float, asked_at: float) -> None:
-        """Redis said `told` to a question asked at the monotonic time `asked_at`: half-way to its answer."""
+        """Sets the clock: Redis said `told` half-way between the question, at monotonic `asked_at`, and now."""
         self._offset_s = told - (asked_at + self._timer()) / 2

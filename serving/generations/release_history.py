@@ -1,4 +1,4 @@
-"""What the release records say was live: where a replica starts without Redis, and what its previous one is."""
+"""Releases that were live, from the store's records: where a replica starts without Redis, and its previous one."""
 
 import logging
 from collections.abc import Callable

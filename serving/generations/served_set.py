@@ -20,7 +20,7 @@ class Holding:
     canary: Split | None = None
 
     def pinned(self, generation: str | None) -> Self:
-        """What a request that pins `generation` may be answered from; 409 when it is not held."""
+        """Holding for a request that pins `generation`; raises Problem (409) if it is not live, previous or canary."""
         if generation is None:
             return self
         # What is only staged has not been published to anybody.
@@ -34,12 +34,12 @@ class Holding:
         )  # fmt: skip
 
     def tried(self, next_: Snapshot) -> Self:
-        """What a canary's request is answered from, whole: the next generation, and the live one below it."""
+        """Holding for a canary's whole request: the next generation, and the live one below it."""
         return dataclasses.replace(self, live=next_, previous=self.live, next=None, canary=None)
 
     @property
     def roles(self) -> dict[str, str]:
-        """Role -> generation."""
+        """Generation of each role: live, previous, and next or canary."""
         named = {"live": self.live, "previous": self.previous}
         named["next" if self.canary is None else "canary"] = self.next
         return {role: each.generation for role, each in named.items() if each is not None}
@@ -64,5 +64,5 @@ class Holding:
 
     @property
     def snapshots(self) -> tuple[Snapshot, ...]:
-        """All that is held."""
+        """Snapshots that are held, the live one first."""
         return tuple(each for each in (self.live, self.previous, self.next) if each is not None)

@@ -1,4 +1,4 @@
-"""One generation as this process holds it."""
+"""Snapshot of one generation, as this process holds it."""
 
 import dataclasses
 import functools
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Default:
-    """What a top-K table answers when nothing better exists: ordinals and scores, best first."""
+    """Default list of a top-K table when nothing better exists: ordinals and scores, best first."""
 
     items: NDArray[np.uint32]
     scores: NDArray[np.float32]
     ordinals: Mapping[bytes, int]
-    """Of its items, by their ids."""
+    """Ordinals of the items, by their ids."""
 
     def among(self, raws: Iterable[bytes] | None) -> frozenset[int]:
         """The ordinals of those of the ids that stand in it."""
@@ -63,7 +63,7 @@ class Snapshot:
     blocked: frozenset[int]
     blocked_ordinals: NDArray[np.int64]
     stamp: int = field(init=False, default_factory=itertools.count(1).__next__)
-    """Of this very value: also the same generation under another blocklist or release has another one."""
+    """Number of this very value: also the same generation under another blocklist or release has another one."""
 
     @classmethod
     def open(
@@ -112,14 +112,14 @@ class Snapshot:
         )
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:
-        """The same generation under another version of the blocklist."""
+        """Snapshot of this generation under another version of the blocklist."""
         blocked, ordinals = _blocked(blocklist, self.items)
         return dataclasses.replace(
             self, blocklist=blocklist, blocked=blocked, blocked_ordinals=ordinals
         )
 
     def released_as(self, epoch: int, published_at: float) -> Self:
-        """The same generation under a later release (a rollback to it, a restore)."""
+        """Snapshot of this generation under a later release (a rollback to it, a restore)."""
         return dataclasses.replace(self, epoch=epoch, published_at=_iso(published_at))
 
     def table(self, name: str) -> Table:
@@ -134,22 +134,22 @@ class Snapshot:
 
     @property
     def has_blocked_entities(self) -> bool:
-        """Whether any entity must not be served."""
+        """True if any entity must not be served."""
         return bool(self.blocklist.entities or self.blocklist.items or self.blocklist.users)
 
     def digest_without_input(self, table: Table) -> bytes | None:
-        """An item of the catalogue is its own input; of others, who sends nothing has none."""
+        """Input digest where nothing is sent: an item of the catalogue is its own input; others have none (None)."""
         if table.entity != "item":
             return None
         return _digest_of_nothing("" if self.predictor is None else self.predictor.model_digest)
 
     def knows(self, table: Table, raw: bytes) -> bool:
-        """Whether the night knew the entity."""
+        """True if the night knew the entity."""
         directory = self.directories[table.entity]
         return directory.find(hash_id(raw, directory.seed)) >= 0
 
     def blocks(self, table: Table, raw: bytes | None) -> bool:
-        """Whether the entity itself must not be served (an item also when it is blocked as an item)."""
+        """True if the entity itself must not be served (also when it is blocked as an item or a user)."""
         if raw is None:
             return False
         blocklist = self.blocklist

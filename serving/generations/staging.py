@@ -13,32 +13,32 @@ from serving.generations.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 _RETRY_S = 5.0
-"""Between tries to load it: each reads and checks every file."""
+"""Seconds between tries to load it: each reads and checks every file."""
 _TOP_UP_S = 1.0
-"""How often what has been asked since is read ahead too, until the flip comes."""
+"""Seconds between top-ups: what has been asked since is read ahead too, until the flip comes."""
 
 
 class Holder(Protocol):
-    """What staging needs of the replica it works for."""
+    """Protocol of the replica that staging works for."""
 
     def held(self, generation: str) -> Snapshot | None:
         """The snapshot, if the replica has it already."""
 
     async def open(self, generation: str) -> Snapshot:
-        """Opens it without holding up anything else; raises when it cannot be loaded."""
+        """Opens a generation without holding up anything else; raises when it cannot be loaded."""
 
     async def warm(self, coming: Snapshot) -> None:
         """Reads ahead for it what callers ask of the live one."""
 
     def is_worse(self, coming: Snapshot) -> str | None:
-        """Why it must not take over although it opened."""
+        """Reason why it must not take over although it opened, or None."""
 
     def hold(self, coming: Snapshot | None) -> None:
         """Keeps it beside live and previous, or lets go of what was kept."""
 
 
 class Staged:
-    """At most one generation at a time; asking for another, or for none, lets go of the one before."""
+    """Staged generation, at most one at a time; asking for another, or for none, lets go of the one before."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Staged:
         self._next_at = 0.0
 
     def hear(self, raw: bytes | None) -> None:
-        """The staging note as it stands in Redis; one that cannot be read asks for nothing."""
+        """Takes in the staging note as it stands in Redis; one that cannot be read asks for nothing."""
         try:
             self._note = None if raw is None else Staging.from_bytes(raw)
         except CorruptArtefact:
@@ -73,7 +73,7 @@ class Staged:
         return note.generation
 
     def want(self, generation: str | None) -> None:
-        """What to hold from now on; returns at once. Called at every look, so it also tries again and tops up."""
+        """Sets what to hold from now on; returns at once. Called at every look, so it also tries again and tops up."""
         if generation != self.wanted:
             self.drop()
             self.wanted = generation
@@ -82,7 +82,7 @@ class Staged:
             self._begin(self._top_up if self.is_ready else self._load)
 
     def drop(self) -> asyncio.Task[None] | None:
-        """Lets go of what is held or loading; what was loading, on its way to an end."""
+        """Lets go of what is held or loading; returns the task of the load, on its way to an end."""
         task = self._task
         if task is not None:
             task.cancel()
@@ -97,7 +97,7 @@ class Staged:
             await asyncio.wait({self._task}, timeout=within_s)
 
     def is_loading(self, generation: str) -> bool:
-        """Whether this very generation is on its way."""
+        """True if a load or a top-up of this very generation is under way."""
         return generation == self.wanted and self._task is not None and not self._task.done()
 
     def _begin(self, work: Callable[[str], Coroutine[Any, Any, None]]) -> None:

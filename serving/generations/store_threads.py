@@ -8,7 +8,7 @@ from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 
 THREADS = 16
-"""Each of the readers (blocklist, records, archive, sweep, loads, explanations) has one or two reads under way."""
+"""Threads of the pool: the blocklist, records, archive, sweep, loads, explanations have one or two reads each."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,17 +20,17 @@ class InThread(Protocol):
     async def __call__(
         self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:  # pragma: no cover
-        """What the work returns or raises; a caller that leaves does not end it."""
+        """Returns or raises what the work does; a caller that leaves does not end it."""
 
 
 class StoreThreads:
-    """A store that hangs keeps some of these, and none of asyncio's own, which everything else runs in."""
+    """Thread pool for the store: one that hangs keeps some of these, none of asyncio's, which all else runs in."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(THREADS, "larder-store")
 
     async def __call__(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `asyncio.to_thread`."""
+        """Runs the work in one of these threads, with the caller's context, and returns or raises what it does."""
         # The request that an explanation is for stays named in what the store logs.
         run = partial(contextvars.copy_context().run, work, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._executor, run)

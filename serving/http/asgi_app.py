@@ -14,7 +14,7 @@ from serving.requests.errors import Problem
 from serving.tracing.observer import Below, Watch
 
 ADMITTED = "larder.admitted"
-"""In the scope of a request that `refusal` let go on."""
+"""Key in the scope of a request that `refusal` let go on."""
 
 _LIMITED = ("/v1/lookup", "/v1/score", "/v1/explain")
 
@@ -30,7 +30,7 @@ _OVERLOADED = _refusal(Problem(503, "overloaded", "more is asked than can be ans
 
 
 class _Place:
-    """One of the requests below L1, until its response starts: a peer that does not read it would hold it for ever."""
+    """Admission of a request below L1, until its response starts: a peer that reads nothing would hold it for ever."""
 
     __slots__ = ("_admission", "_is_held", "_send")
 
@@ -39,19 +39,19 @@ class _Place:
         self._is_held = True
 
     async def send(self, message: Message) -> None:
-        """Passes it on."""
+        """Leaves the admission, then passes the message on."""
         self.leave()
         await self._send(message)
 
     def leave(self) -> None:
-        """Once."""
+        """Leaves the admission; further calls do nothing."""
         if self._is_held:
             self._is_held = False
             self._admission.leave()
 
 
 class Front(FastAPI):
-    """Whatever the hot route does not take goes on to FastAPI as it came."""
+    """FastAPI behind the hot route: whatever that does not take goes on as it came."""
 
     def __init__(self, *, bodies_bytes: int = BYTES_MAX, **settings: Any) -> None:
         super().__init__(**settings)
@@ -61,7 +61,7 @@ class Front(FastAPI):
         self.watch: Watch | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or the application's life; what is ready is answered under any load: a refusal costs as much."""
+        """Serves a request or the application's life; what is ready is sent under any load: a refusal costs as much."""
         hot = self.hot
         if hot is None or scope["type"] != "http":
             await super().__call__(scope, receive, send)
@@ -77,7 +77,7 @@ class Front(FastAPI):
                 await self._watched(hot, scope, counted, send)
 
     async def _watched(self, hot: Hot, scope: Scope, receive: Receive, send: Send) -> None:
-        """Below the eyes of whoever watches requests."""
+        """Answers a request that has no ready answer, under the observer if one is set."""
         watch, behind = self.watch, super().__call__
         if watch is None:
             await self._below(hot, behind, scope, receive, send)
@@ -88,7 +88,7 @@ class Front(FastAPI):
             await watch(functools.partial(self._below, hot, behind), scope, receive, send)
 
     def joins(self, hot: Hot, scope: Scope, tell: Tell) -> bool:
-        """As `stored`, for who comes along with others: whether `tell` hears the answer in a later turn, once."""
+        """Returns whether a GET of one id joins others: then `tell` hears the answer in a later turn, once."""
         admission = hot.admission
 
         def told(answer: Messages | None) -> None:
@@ -117,7 +117,7 @@ class Front(FastAPI):
         return answer
 
     def refusal(self) -> Messages | None:
-        """What a request with a body is told before anybody looks at it, counted; None if it may go on."""
+        """The refusal of a request with a body before anybody looks at it, counted; None if it may go on."""
         hot = self.hot
         if hot is None or hot.admission.admit_costly():
             return None
@@ -127,7 +127,7 @@ class Front(FastAPI):
     async def _below(
         self, hot: Hot, behind: Below, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """A request without a ready answer."""
+        """Answers a request without a ready answer; lookups, scores and explanations need admission."""
         answer: Messages | None
         if not scope["path"].startswith(_LIMITED):  # decoded, as the router reads it
             await behind(scope, receive, send)

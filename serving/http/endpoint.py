@@ -1,4 +1,4 @@
-"""What stands around every documented route: the token, errors as problems, and the count of requests."""
+"""Guard around every documented route: the token, errors as problems, and the count of requests."""
 
 import hmac
 import logging
@@ -17,13 +17,13 @@ from serving.requests.fast_parse import credentials
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Request, float], Awaitable[object]]
-"""(request, when it began): a response, or what is to be sent as JSON."""
+"""Handler of a route: takes the request and when it began; a response, or what is to be sent as JSON."""
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Of one service."""
+    """Guard of one service's routes: `token` is what they ask for, none if empty."""
 
     token: str
     metrics: Metrics

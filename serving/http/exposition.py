@@ -1,15 +1,15 @@
-"""What `/metrics` answers: made anew for each who scrapes, but for a flood, which hears the last one again."""
+"""The answer of `/metrics`: made anew for each who scrapes, but for a flood, which hears the last one again."""
 
 import time
 from collections.abc import Awaitable, Callable
 
 BURST = 20.0
 PER_S = 5.0
-"""Made so often at most, a few milliseconds of the event loop each; nobody scrapes more often than once in a second."""
+"""Expositions per second at most, a few milliseconds of the event loop each; nobody scrapes more than once a second."""
 
 
 class Exposition:
-    """`make` is asked `BURST` times at once and `PER_S` times a second from then on, however many ask."""
+    """Rate limit: `make` is asked `BURST` times at once and `PER_S` times a second from then on, however many ask."""
 
     def __init__(
         self, make: Callable[[], Awaitable[bytes]], timer: Callable[[], float] = time.monotonic

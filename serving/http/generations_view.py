@@ -1,4 +1,4 @@
-"""What a replica holds, for people and dashboards. Pure."""
+"""The generations that a replica holds, for people and dashboards. Pure."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What OpenAPI says about the routes, which parse by hand. Pure data."""
+"""OpenAPI schemas of the routes, which parse by hand. Pure data."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How a route is described in OpenAPI: parameters, body, responses. Pure."""
+"""OpenAPI description of a route: parameters, body, responses. Pure."""
 
 from serving.http.json_schema import ARROW_ANSWERS, ARROW_LOOKUP, ERROR, HEALTH, OPTIONS, Json
 

@@ -192,7 +192,7 @@ def routes(service: Service) -> APIRouter:
 async def _answers(
     service: Service, request: Request, ask: Ask, started: float
 ) -> tuple[list[Answer], Snapshot]:
-    """One per entity, and the snapshot that was asked."""
+    """The answers, one per entity, and the snapshot that was asked."""
     ask = Ask(ask.entities, _with_headers(service, request, ask.options))
     service.metrics.stage("parse", service.timer() - started)
     holding, part = service.trial.route(service.holding(), ask.entities, ask.options)

@@ -1,4 +1,4 @@
-"""What a record or a default becomes: the one answer of an entity, filtered, named and counted."""
+"""Answer of an entity from a record or a default: filtered, named and counted."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from serving.usage.request_observer import Watch
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What all entities of one request share; times are monotonic."""
+    """State that all entities of one request share; times are monotonic."""
 
     options: Options
     started: float
@@ -124,7 +124,7 @@ class Reply:
     def _note(
         self, case: Case, snapshot: Snapshot, source: Source, producer: str, barred: Barred
     ) -> None:
-        """Tells the sampler, whose turn it rarely is."""
+        """Offers the answer to the sampler, whose turn it rarely is."""
         picks = self._watch.picks
         picks.left -= 1
         if picks.left >= 0:

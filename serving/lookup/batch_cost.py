@@ -1,4 +1,4 @@
-"""What a batch of the model costs, learned from the recent ones. Pure."""
+"""Cost of a batch of the model in seconds, learned from the recent ones. Pure."""
 
 _FORGET = 0.95
 """Weight that each further batch leaves to those before it: about the last twenty count."""
@@ -12,7 +12,7 @@ class Cost:
         self._faded = 1.0
 
     def add(self, size: int, seconds: float) -> None:
-        """One more batch; what was doubted and proves far off is forgotten at once."""
+        """Adds a batch's size and seconds; what was doubted and proves far off is forgotten at once."""
         if self._faded < 1 and seconds < self.of(size) / self._faded / 2:
             self._weight = self._sizes = self._seconds = self._squares = self._products = 0.0
         self._faded = 1.0

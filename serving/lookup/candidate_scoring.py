@@ -91,7 +91,7 @@ def _tolerance(
 
 
 def _metric(snapshot: Snapshot) -> Metric:
-    """What the night ranked this generation's top-K lists by."""
+    """Metric that the night ranked this generation's top-K lists by; the inner product where there are none."""
     manifest = snapshot.manifest
     for table in manifest.tables.values():
         name = table.producer.index

@@ -1,4 +1,4 @@
-"""One entity on its way down the ladder: what is wanted, from what it could be computed, what came of it."""
+"""Entity on its way down the ladder: what is wanted, from what it could be computed, what came of it."""
 
 import asyncio
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Pace:
 
 @dataclass(slots=True, eq=False)
 class Case:
-    """`reason` says why there is no plain hit, `live_reason` why live did not answer though it had an input.
+    """Case of one entity: `reason` says why there is no plain hit, `live_reason` why live had an input and no answer.
 
     `dropped` counts the ids of the history that the model lacked, where live has counted them.
     """
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def size_bytes(self) -> int:
-        """About what the input occupies while it waits for the model."""
+        """Approximate bytes of the input while it waits for the model."""
         features = self.entity.features or {}
         return (
             256
@@ -65,19 +65,19 @@ class Case:
 
     @property
     def own_ordinal(self) -> int | None:
-        """An item of the catalogue is its own input: its model index stands in the item table."""
+        """Ordinal of an item of the catalogue, its own input: its model index stands in the item table; else None."""
         if self.table.entity == "item" and self.want.position >= 0:
             return self.want.position
         return None
 
     @property
     def source(self) -> LiveInput:
-        """What live computes from."""
+        """Input of live inference: history, features and own ordinal."""
         return LiveInput(self.entity.history, self.entity.features, self.own_ordinal)
 
     @property
     def is_cold(self) -> bool:
-        """Whether the night did not know the id, though it may be served."""
+        """True if the night did not know the id, though it may be served."""
         return (
             self.want.position < 0
             and self.entity.raw is not None
@@ -85,7 +85,7 @@ class Case:
         )
 
     def may_compute(self, snapshot: Snapshot) -> bool:
-        """Whether there is an input and the table has a producer; the model itself may still be down."""
+        """True if it is not blocked, has an input and its table a producer; the model itself may still be down."""
         if self.reason == "entity_blocked":
             return False
         if not self.entity.has_input and self.own_ordinal is None:
@@ -110,7 +110,7 @@ def _feature_bytes(value: FeatureValue) -> int:
 
 
 async def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
-    """One case per entity; raises Problem for what this generation can never answer."""
+    """Builds a case per entity; raises Problem for what this generation can never answer."""
     cases = []
     pace = Pace()
     for entity in ask.entities:
@@ -125,7 +125,7 @@ async def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
 
 
 def want_in(snapshot: Snapshot, table: Table, raw: bytes) -> Want:
-    """What to read for an id that came without an input."""
+    """Read request (`Want`) for an id that came without an input."""
     directory = snapshot.directories[table.entity]
     key = hash_id(raw, directory.seed)
     return Want(table, key, fingerprint(raw), directory.find(key))
@@ -167,5 +167,5 @@ def _check_features(snapshot: Snapshot, table: Table, entity: Entity) -> None:
 
 
 def still_open(cases: Sequence[Case]) -> list[Case]:
-    """Those without an answer yet."""
+    """Cases without an answer yet."""
     return [case for case in cases if case.answer is None]

@@ -1,4 +1,4 @@
-"""One inference per key and input, whoever asks for it; what may be kept of it is kept."""
+"""Live inference, once per key and input, whoever asks for it; what may be kept of it is kept."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Keeper(Protocol):
-    """Where live answers go."""
+    """Protocol of the store that live answers go to."""
 
     def put_live(
         self,
@@ -49,14 +49,14 @@ class Keeper(Protocol):
         """Keep a live answer where that is allowed; `mark` is the lease that ends with it."""
 
     def probe(self, view: View, want: Want, tell: Callable[[bool], None]) -> None:
-        """Tells, later, whether an answer to this input is stored."""
+        """Calls `tell`, later, with whether an answer to this input is stored."""
 
 
 class Batcher(Protocol):
-    """What computes."""
+    """Protocol of the batcher that computes live answers."""
 
     def infer(self, job: Job) -> Awaitable[Computed]:
-        """One outcome; LiveUnavailable where there is none."""
+        """Outcome of one job; raises LiveUnavailable where there is none."""
 
 
 Key = tuple[str, str, int | bytes, bytes]
@@ -91,7 +91,7 @@ class Inferences:
     async def run(
         self, snapshot: Snapshot, cases: Sequence[Case], limit_s: float
     ) -> list[Computed | LiveUnavailable]:
-        """One outcome per case within `limit_s`, in order."""
+        """Outcomes within `limit_s` seconds, one per case, in order."""
         if snapshot.predictor is None:
             return [LiveUnavailable("no_model")] * len(cases)
         give_up = time.monotonic() + limit_s

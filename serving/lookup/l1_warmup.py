@@ -13,20 +13,20 @@ from serving.lookup.entity import want_in
 
 _SLICE = 16
 _PAUSE_S = 0.002
-"""Between slices: readers go first, also on the wire and in Redis."""
+"""Seconds between slices: readers go first, also on the wire and in Redis."""
 _LONGEST_S = 5.0
 _MANY = 256
 
 
 class Reads(Protocol):
-    """What reading ahead needs of the tiers."""
+    """Protocol of the tiers, as far as reading ahead needs it."""
 
     async def warm(self, view: View, wants: Sequence[Want], deadline: float) -> int:
         """Reads into L1, uncounted; `deadline` is monotonic."""
 
 
 class Warming:
-    """What was read ahead for a generation is not read again, so that topping up costs only what is new.
+    """Warm-up of L1: what was read for a generation is not read again, so that topping up costs only what is new.
 
     `recent` is what this replica was asked for, `hottest` what all were; it never raises, and is asked once for each
     generation.

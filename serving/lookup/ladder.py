@@ -1,4 +1,4 @@
-"""Which source answers each entity: stored, live, the previous generation, defaults; within each caller's deadline."""
+"""Ladder of sources for each entity: stored, live, the previous generation, defaults; within the caller's deadline."""
 
 import logging
 import time
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class Stored(Protocol):
-    """What the ladder needs of the tiers."""
+    """Protocol of the tiers, as far as the ladder needs it."""
 
     async def get_many(
         self, view: View, wants: Sequence[Want], deadline: float
     ) -> Sequence[Outcome]:
-        """One outcome per want, in order; `deadline` is monotonic."""
+        """Reads one outcome per want, in order; `deadline` is monotonic."""
 
     def discard(self, view: View, want: Want) -> None:
         """Forgets a record that turned out to be damaged."""
@@ -63,7 +63,7 @@ class Ladder:
     async def lookup(
         self, holding: Holding, ask: Ask, started: float, reasons: Sequence[str | None] = ()
     ) -> list[Answer]:
-        """One answer per entity, in order, from what `holding` had when the request came.
+        """Answers each entity once, in order, from what `holding` had when the request came.
 
         `reasons`, if any, say per entity why what is stored is no answer: it is not read again.
         """
@@ -89,7 +89,7 @@ class Ladder:
         return [case.answer for case in cases if case.answer is not None]
 
     def l2_deadline(self, options: Options, started: float, commands: int = 1) -> float:
-        """Until when the stored records of a request may be waited for."""
+        """Monotonic time until which the stored records of a request may be waited for."""
         tier_s = deadline_for(self._l2_deadline_s, commands)
         return min(started + options.deadline_s, self._timer() + tier_s)
 
@@ -200,7 +200,7 @@ class Ladder:
             case.reason, case.live_reason = missed, EXHAUSTED
 
     async def _settle_for_stored(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
-        """What is stored beats another night's answer when a fresher one could not be had."""
+        """Answers from stored records when fresher ones could not be had: they beat another night's answer."""
         # Under overload an overlay that is hardly ever there is not looked for either.
         unread = [
             case
@@ -258,7 +258,7 @@ class Ladder:
 
 
 def _is_worth(case: Case, snapshot: Snapshot) -> bool:
-    """Not when the very answer that live would compute is the one that was used up."""
+    """True if live may compute, unless the very answer that it would compute is the one that was used up."""
     used_up = case.reason == EXHAUSTED and case.found is not None and case.found.live
     return case.may_compute(snapshot) and not used_up
 

@@ -1,4 +1,4 @@
-"""One process computes a cold answer; the others wait for it, but neither for long nor for a dead one."""
+"""Leases for cold answers: one process computes, the others wait for it, but neither for long nor for a dead one."""
 
 import asyncio
 import functools
@@ -17,10 +17,10 @@ from cache.l2.lease_commands import DONE, GIVEN_BACK, Bid, Lease, LeaseSwap, Lea
 from cache.tiers.tiered import Found, View, Want
 
 REST_S = 1.0
-"""Without leases after Redis was slow or refused one."""
+"""Seconds without leases after Redis was slow or refused one."""
 
 _LOOKS = 8
-"""At the leases held, per life."""
+"""Checks of the leases held, per life of a lease."""
 
 _FIRST_POLL_S = 0.002
 _POLL_MAX_S = 0.025
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Leases(Protocol):
-    """What leading needs of L2; `leases_come_along` where a lease lies beside its overlay."""
+    """Protocol of L2, as far as leading needs it; `leases_come_along` where a lease lies beside its overlay."""
 
     leases_come_along: bool
 
@@ -40,11 +40,11 @@ class Leases(Protocol):
     def submit(
         self, reads: Sequence[Lease], keep: Callable[[Sequence[Answer]], T]
     ) -> asyncio.Future[T]:
-        """What `keep` makes of Redis' answers to many."""
+        """Result of `keep` on Redis' answers to many commands."""
 
 
 class Again(Protocol):
-    """What following needs of the tiers."""
+    """Protocol of the tiers, as far as following needs it."""
 
     async def look_again(self, view: View, want: Want) -> Found | None:
         """The answer that another process has stored."""
@@ -52,7 +52,7 @@ class Again(Protocol):
 
 @dataclass(slots=True)
 class Counts:
-    """How leases went; each cold answer adds to `led`, `adopted`, `timed_out` or `unavailable`."""
+    """Counts of leases by outcome; each cold answer adds to `led`, `adopted`, `timed_out` or `unavailable`."""
 
     led: int = 0
     waited: int = 0
@@ -62,7 +62,7 @@ class Counts:
     unavailable: int = 0
 
     def events(self) -> dict[str, float]:
-        """By the names under which they are scraped."""
+        """Counts by the names under which they are scraped."""
         return {f"leases_{name}": count for name, count in asdict(self).items()}
 
 
@@ -103,11 +103,11 @@ class Lead:
         self._jitter = jitter
         self._resting_until = float("-inf")
         self._held: dict[Mark, float] = {}
-        """Since when each stands as it is in Redis."""
+        """Monotonic time since when each lease stands as it is in Redis."""
         self._renewal: asyncio.TimerHandle | None = None
 
     def bid(self, view: View, want: Want, digest: bytes) -> Bid | None:
-        """What to ask for with the overlay; None while leases rest, and where they lie elsewhere."""
+        """Bid for a lease, to be sent with the overlay's read; None while leases rest, and where they lie elsewhere."""
         if not self._leases.leases_come_along or self._timer() < self._resting_until:
             return None
         return Bid(self._mark(view, want, digest), self._life_ms)
@@ -122,7 +122,7 @@ class Lead:
         return bid.mark if self._is_recent(bid) else None
 
     def rests(self) -> bool:
-        """Whether who has no bid computes without a lease, which is counted."""
+        """True while leases rest: who has no bid computes without one, which is counted."""
         if self._timer() >= self._resting_until:
             return False
         self.counts.unavailable += 1
@@ -146,7 +146,7 @@ class Lead:
         limit_s: float,
         compute: Callable[[Mark | None], Awaitable[T]],
     ) -> T | Found:
-        """What `compute` makes, at most in one process at a time, or what another process has just stored.
+        """Answer of `compute`, run at most in one process at a time, or the one that another process has just stored.
 
         `compute` stores its answer with the mark that it is given; its errors are the caller's.
         """
@@ -188,7 +188,7 @@ class Lead:
         return computed
 
     def _is_recent(self, bid: Bid) -> bool:
-        """Whether what it found still holds, and will until the next renewal."""
+        """True if what the bid found still holds, and will until the next renewal."""
         return bid.took_s < math.inf and self._timer() - bid.asked_at <= self._life_s / 2
 
     def _begin(self, mark: Mark, since: float) -> None:

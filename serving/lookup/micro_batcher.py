@@ -25,7 +25,7 @@ class LiveUnavailable(Exception):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One input for one table of one snapshot; who joins with more time moves `deadline` back. Times are monotonic."""
+    """Input queued for a table of a snapshot; who joins with more time moves `deadline` back. Times are monotonic."""
 
     snapshot: Snapshot
     table: str
@@ -38,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """What live made of an input; `dropped` counts the history's ids that the model lacks, None: not counted."""
+    """Record that live made of an input; `dropped` counts the history's ids that the model lacks, None: not counted."""
 
     record: bytes
     dropped: int | None = None
@@ -109,7 +109,7 @@ class MicroBatcher:
         return done
 
     def waited(self) -> float:
-        """Of its time, the part that the input has waited that has waited longest; 0 while none waits."""
+        """Largest share of its time that the oldest input of a lane has waited; 0 while none waits."""
         now = self._timer()
         heads = [waiting[0][0] for waiting in self._lanes.values() if waiting]
         return max(((now - each.queued_at) / _time_of(each) for each in heads), default=0.0)
@@ -211,7 +211,7 @@ def _resolve(batch: Sequence[Place], outcomes: Sequence[Outcome]) -> None:
 
 
 def compute(jobs: Sequence[Job], *, clock: Callable[[], float] = time.time) -> list[Outcome]:
-    """One inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
+    """Runs one inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
     snapshot, table = jobs[0].snapshot, jobs[0].table
     predictor = snapshot.predictor
     if predictor is None:

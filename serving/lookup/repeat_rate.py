@@ -1,13 +1,13 @@
-"""Whether inputs of ids that the night does not know come again: where they never do, looking them up is in vain."""
+"""Repeat rate of inputs of ids that the night does not know: where none comes again, looking up is in vain."""
 
 WINDOW = 1_024
 """Inputs after which is judged; then each that was counted counts for half as much."""
 RARELY = 0.01
 """Share of inputs that came again below which overlays are left unread."""
 OFTEN = 0.02
-"""Of a window, above which all are read again, at once."""
+"""Share of a window's inputs that came again above which all overlays are read again, at once."""
 PROBE_EVERY = 16
-"""Of the inputs whose overlays are left unread, one in so many is looked up all the same, and nobody waits for it."""
+"""Inputs whose overlays are left unread, per probe: one is looked up all the same, and nobody waits for it."""
 
 
 class Repeats:
@@ -25,17 +25,17 @@ class Repeats:
         self._again = 0.0
 
     def spare(self) -> bool:
-        """Counts an overlay that is left unread; whether to probe for it."""
+        """Counts an overlay that is left unread; returns whether to probe for it."""
         self.spared += 1
         return self.spared % PROBE_EVERY == 0
 
     def saw(self, again: bool) -> None:
-        """An input whose answer was there or under way, or was not."""
+        """Counts an input whose answer was there or under way, or was not, while all overlays are read."""
         if not self.are_rare:
             self._count(again)
 
     def probed(self, again: bool) -> None:
-        """What a probe found."""
+        """Counts what a probe found, while overlays are left unread."""
         if self.are_rare:
             self._count(again)
 

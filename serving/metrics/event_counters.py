@@ -29,16 +29,16 @@ TEXTS: Mapping[str, str] = {
     "leases_timed_out": "Cold answers computed after waiting in vain",
     "leases_unavailable": "Cold answers computed without a lease",
 }
-"""Each is a family of its own: a sum over all of them would mean nothing."""
+"""Help text by event; each is a family of its own: a sum over all of them would mean nothing."""
 
 
 class Events(Collector):
-    """What the tiers did besides answering: `larder_<name>_total`."""
+    """Collector of what the tiers did besides answering: `larder_<name>_total`."""
 
     def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """One family for each event."""
+        """Counter families, one for each event."""
         for event, count in self._read().items():
             yield CounterMetricFamily(f"larder_{event}", TEXTS.get(event, event), value=count)

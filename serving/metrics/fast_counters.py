@@ -19,7 +19,7 @@ GET_ROUTE = "GET /v1/lookup/{table}"
 
 @dataclass(slots=True)
 class Spent:
-    """How long the answers of one source took: how many by bucket, and seconds in all."""
+    """Histogram of one label value, such as the answers of one source: how many by bucket, and seconds in all."""
 
     counts: list[int]
     sum: float = 0.0
@@ -40,13 +40,13 @@ class Seconds(Collector):
         self.spent = {value: Spent([0] * (len(self.bounds) + 1)) for value in values}
 
     def observe(self, value: str, seconds: float, times: int = 1) -> None:
-        """`times` observations of the same length."""
+        """Adds `times` observations of the same length."""
         spent = self.spent[value]
         spent.counts[bisect_left(self.bounds, seconds)] += times
         spent.sum += seconds * times
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        """One family."""
+        """Histogram family with the buckets that Prometheus is told."""
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
         for value, spent in self.spent.items():
             sums = list(accumulate(spent.counts))
@@ -59,13 +59,13 @@ class Seconds(Collector):
 
 
 class Overload(Collector):
-    """How full the process is, and what it did about it."""
+    """Collector of how full the process is, and of what it did about it."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
 
     def collect(self) -> Iterable[Metric]:
-        """What was shed, and the state that decides it."""
+        """Counter family of what was shed, and gauges of the state that decides it."""
         now = self._admission
         shed = CounterMetricFamily(
             "larder_shed",

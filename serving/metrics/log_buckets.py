@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 RATIO = 1.1
-"""Between neighbouring bounds at most: a quantile is the geometric middle of its bucket, so off by 4.9 % at most."""
+"""Ratio of neighbouring bounds at most: a quantile is the geometric middle of its bucket, so off by 4.9 % at most."""
 
 LOWEST_S = 1e-6
-"""What is shorter counts as this long, what is longer than the last bound as that."""
+"""Lowest bound in seconds: what is shorter counts as this long, what is longer than the last bound as that."""
 
 
 def finer(
@@ -24,7 +24,7 @@ def finer(
 
 
 def middle(bounds: Sequence[float], bucket: int) -> float:
-    """What an observation in a bucket is taken for; bucket n ends at bound n, the one after the last has no end."""
+    """Value that a bucket's observations are taken for; bucket n ends at bound n, the one after the last has no end."""
     if bucket == 0 or bucket >= len(bounds):
         return bounds[min(bucket, len(bounds) - 1)]
     return math.sqrt(bounds[bucket - 1] * bounds[bucket])

@@ -14,10 +14,10 @@ WORDS: Mapping[str, str] = {
     "l2_timeout": "deadline",
     "breaker_open": "l2_down",
 }
-"""What an answer tells in more detail than a count needs; all other reasons are counted as they are told."""
+"""Counted reason by the one that an answer tells in more detail; all other reasons are counted as they are told."""
 
 EXHAUSTED = "exhausted"
-"""Too little of a list is left without what the caller has seen or excluded."""
+"""Reason: too little of a list is left without what the caller has seen or excluded."""
 
 NOWHERE = frozenset({"not_in_generation", "negative", "overlay_unread"})
 
@@ -25,22 +25,22 @@ REASONS = (
     "not_in_generation", "expired", "page_missing", "corrupt", "l2_down", "deadline",
     "input_changed", "fresh", "too_old", EXHAUSTED, "entity_blocked", "internal_error",
 )  # fmt: skip
-"""Why no stored tier answered: nothing was there or could be read; then what the caller wanted; then a defect."""
+"""Reasons that no stored tier answered: nothing there or readable; then what the caller wanted; then a defect."""
 
 
 class L1Misses(Collector):
-    """Entities that Redis answered, by why L1 did not: plain numbers, which only the event loop adds to."""
+    """Counter of entities that Redis answered, by why L1 did not: plain numbers, which only the event loop adds to."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[tuple[str, Absence], int] = defaultdict(int)
 
     def add(self, table: str, reasons: Mapping[Absence, int]) -> None:
-        """So many more, each with its one reason."""
+        """Adds entities of a table, each counted under its one reason."""
         for reason, count in reasons.items():
             self._counts[table, reason] += count
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """One family."""
+        """Counter family by table and reason."""
         family = CounterMetricFamily(
             "larder_l1_misses",
             "Entities Redis answered, by why L1 did not hold them",

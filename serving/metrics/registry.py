@@ -23,10 +23,10 @@ OUTCOMES = (
     "in_step", "load_failed", "redis_unreachable",
     "pointer_corrupt", "pointer_vanished", "pointer_backwards", "pointer_conflicting",
 )  # fmt: skip
-"""Of a look at the pointer."""
+"""Outcomes of a look at the pointer."""
 
 FLIP_S = 1.0
-"""How long after a swap answers count as around the flip."""
+"""Seconds after a swap in which answers count as around the flip."""
 
 _SECONDS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10,
@@ -35,7 +35,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Metrics:
-    """One registry per service, so that two services in a process (and tests) count apart."""
+    """Metrics with one registry per service, so that two services in a process (and tests) count apart."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=True)
@@ -166,14 +166,14 @@ class Metrics:
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
     def answered(self, table: str, source: Source, seconds: float) -> None:
-        """One entity has its answer."""
+        """Counts one entity's answer, which came after `seconds`."""
         self._child(self.answers, table, source).inc()
         self.answer_seconds.observe(source, seconds)
         if self.is_flipping:
             self.flip_answer_seconds.observe(seconds)
 
     def hot(self, table: str, source: Source, seconds: float, times: int = 1) -> None:
-        """So many entities of a table were asked for and answered on the hot route, each after `seconds`."""
+        """Counts `times` entities of a table as asked for and answered on the hot route, each after `seconds`."""
         self.tally.answers[table, source] += times
         self.answer_seconds.observe(source, seconds, times)
         if self.is_flipping:
@@ -181,24 +181,24 @@ class Metrics:
                 self.flip_answer_seconds.observe(seconds)
 
     def live_failed(self, table: str, reason: str) -> None:
-        """Live did not answer one input."""
+        """Counts one input that live did not answer."""
         self._child(self.live_failures, table, reason).inc()
 
     def missed(self, table: str, reason: str) -> None:
-        """No stored tier answered one entity."""
+        """Counts one entity that no stored tier answered."""
         self._child(self.misses, table, WORDS.get(reason, reason)).inc()
 
     def asked(self, tables: Iterable[str]) -> None:
-        """Entities that passed validation: each of them will be answered exactly once."""
+        """Counts entities that passed validation: each of them will be answered exactly once."""
         for table in tables:
             self._child(self.entities, table).inc()
 
     def requested(self, route: str, status: int) -> None:
-        """One HTTP request has its response."""
+        """Counts one HTTP request that has its response."""
         self._child(self.requests, route, str(status)).inc()
 
     def _child(self, counter: Counter, *labels: str) -> Counter:
-        """prometheus_client checks labels and takes a lock at every look-up; a hit must not pay for that."""
+        """Cached child: prometheus_client checks labels and locks at every look-up; a hit must not pay for that."""
         key = (counter, labels)
         child = self._children.get(key)
         if child is None:
@@ -206,29 +206,29 @@ class Metrics:
         return child
 
     def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
-        """One stage of the current request has ended."""
+        """Records that one stage of the current request has ended."""
         self.stage_seconds.observe(stage, seconds)
         note(stage, seconds, entities)
 
     def inferred(self, size: int, seconds: float) -> None:
-        """One inference for `size` inputs."""
+        """Records one inference for `size` inputs."""
         self.live_batch.observe(size)
         self.stage("inference", seconds)
 
     def warmed(self, records: int, seconds: float) -> None:
-        """So many records were read ahead."""
+        """Counts records that were read ahead, and the seconds that it took."""
         self.warmed_records.inc(records)
         self.warming_seconds.inc(seconds)
 
     def hold(self, roles: Mapping[str, str], *, is_degraded: bool) -> None:
-        """The generations held from now on, by role."""
+        """Sets the generations held from now on, by role."""
         self.generation_info.clear()
         for role, generation in roles.items():
             self.generation_info.labels(generation, role).set(1)
         self.degraded.set(is_degraded)
 
     def flipped(self) -> None:
-        """The live generation has changed: answers of the next moments are also counted as around a flip."""
+        """Marks a change of the live generation: answers of the next moments are also counted as around a flip."""
         self._flips += 1
         self.is_flipping = True
         for begin in self.at_flips:
@@ -239,7 +239,7 @@ class Metrics:
         self.is_flipping = self._flips != flip
 
     async def exposition(self) -> bytes:
-        """What a scrape is answered with where this process is the whole service."""
+        """Response body for a scrape where this process is the whole service."""
         return self.expose()
 
     def settle(self) -> None:
@@ -252,6 +252,6 @@ class Metrics:
             self._child(self.requests, route, "200").inc(count)
 
     def expose(self) -> bytes:
-        """The text format of Prometheus."""
+        """All metrics in the text format of Prometheus."""
         self.settle()
         return generate_latest(self.registry)

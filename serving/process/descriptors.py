@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 def make_room(connections: int) -> int:
-    """Raises the soft limit of open files as far as so many connections need it; how many there is room for."""
+    """Raises the soft limit of open files as far as so many connections need it; returns how many have room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + HEADROOM
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -26,7 +26,7 @@ def make_room(connections: int) -> int:
 
 
 def room_in(files: int) -> int:
-    """Connections among so many open files."""
+    """Connections that have room among so many open files."""
     return max(files - HEADROOM, files // 2)
 
 

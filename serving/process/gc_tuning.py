@@ -1,4 +1,4 @@
-"""How often Python looks for cycles while requests are under way."""
+"""Garbage collection settings: how often Python looks for cycles while requests are under way."""
 
 import gc
 
@@ -8,7 +8,7 @@ within one batch: all of its objects were still in use, and were looked through 
 
 
 def settle() -> None:
-    """What exists now stays for good and is never looked at again: walking it held every request for 50 ms."""
+    """Freezes what exists now, which is never looked at again: walking it held every request for 50 ms."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, *gc.get_threshold()[1:])

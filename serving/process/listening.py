@@ -24,11 +24,11 @@ class Listening:
         self._kept: list[tuple[socket.socket, socket.socket]] = []
 
     def keep(self, sockets: Iterable[socket.socket]) -> None:
-        """From now on."""
+        """Keeps a second descriptor of each socket from now on."""
         self._kept = [(each, each.dup()) for each in sockets]
 
     def leave(self) -> None:
-        """The server itself stops listening."""
+        """Closes the second descriptors: the server itself stops listening."""
         for _, spare in self._kept:
             spare.close()
         self._kept = []

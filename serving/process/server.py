@@ -23,7 +23,7 @@ _BACKLOG = 2_048
 _LOOK_S = 0.05
 _QUIET_LOOKS = 5
 _SWITCH_S = 0.0005
-"""How long a thread that opens the next generation may keep the loop from going on; Python's own 5 ms is felt."""
+"""Seconds that a thread opening the next generation may keep the loop from going on; Python's own 5 ms is felt."""
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def make_server(
 
 
 class Server(uvicorn.Server):
-    """Tells when it serves, and stops when nobody asks any more."""
+    """HTTP server that announces when it serves, and stops when nobody asks any more."""
 
     def __init__(
         self,

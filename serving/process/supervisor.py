@@ -15,24 +15,24 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 READY, RETIRE = b"ready", b"retire"
-"""What worker and parent tell each other over their control socket; its end says that the other is gone."""
+"""Messages of worker and parent over their control socket; its end says that the other is gone."""
 
 START_S = 600.0
-"""A generation's files are read and checked before a worker is ready."""
+"""Seconds that a worker has to become ready: a generation's files are read and checked before."""
 GRACE_S = 5.0
 STEADY_S = 10.0
-"""A worker that was ready for so long starts the count of failures anew."""
+"""Seconds after which a worker that was ready starts the count of failures anew."""
 TRIES = 5
 
 
 def pause_s(failures: int) -> float:
-    """Before the next start, after so many short lives in a row."""
+    """Seconds before the next start, after so many short lives in a row."""
     return 0.0 if failures < 1 else min(30.0, 0.2 * 2.0 ** min(failures - 1, 10))
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One process; no other that lives has its slot."""
+    """A worker process; no other that lives has its slot."""
 
     slot: int
     process: asyncio.subprocess.Process
@@ -40,13 +40,13 @@ class Worker:
     ready_at: float | None = None
 
     def tell(self, signal_: signal.Signals) -> None:
-        """Sends a signal, unless it has ended."""
+        """Sends the process a signal, unless it has ended."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal_)
 
     def retire(self) -> None:
-        """Asks it to take no new connections, to answer what it has, and to end."""
+        """Asks the worker to take no new connections, to answer what it has, and to end."""
         with contextlib.suppress(OSError):
             self.control.send(RETIRE)
 
@@ -124,7 +124,7 @@ class Workers:
         return self._code
 
     def _stop(self) -> None:
-        """At the first signal workers drain, at the second they end at once."""
+        """Stops the workers: at the first signal they drain, at the second they end at once."""
         bound_s = GRACE_S + (0.0 if self._stopping.is_set() else self.drain_s)
         self._stopping.set()
         self.spawn.listener.close()  # the workers' own keep it open while they drain
@@ -165,7 +165,7 @@ class Workers:
                     await self._stopping.wait()
 
     def _is_hopeless(self, last: Worker, code: int, failures: int) -> bool:
-        """Whether starting again is given up; never while any worker answers."""
+        """Returns whether starting again is given up; never while any worker answers."""
         if any(each.ready_at is not None for each in self._living):
             return False
         is_refused = code == 2 and not self._is_announced  # its settings; it said what is wrong

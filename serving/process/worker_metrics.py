@@ -1,4 +1,4 @@
-"""What all workers of a host count, in the answer of whichever of them is scraped."""
+"""Metrics of all workers of a host, in the answer of whichever of them is scraped."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ class Peers:
 
     @property
     def replica(self) -> str:
-        """What all workers of the same parent are called together."""
+        """Name that all workers of the same parent share."""
         return f"{socket.gethostname()}-{self._folder.name.removeprefix('larder-')}"
 
     async def open(self, expose: Callable[[], bytes]) -> None:
@@ -32,7 +32,7 @@ class Peers:
         self._server = await asyncio.start_unix_server(self._tell, path)
 
     async def aclose(self) -> None:
-        """Answers no more."""
+        """Stops answering peers, and removes the socket's file."""
         if self._server is not None:
             self._server.close()
             (self._folder / f"{self._slot}.sock").unlink(missing_ok=True)
@@ -54,7 +54,7 @@ class Peers:
 
 
 async def _ask(path: Path) -> bytes:
-    """What a peer tells; nothing from one that died or hangs."""
+    """The counts of a peer; empty for one that died or hangs."""
     writer: StreamWriter | None = None
     try:
         async with asyncio.timeout(_ANSWER_S):
@@ -72,7 +72,7 @@ async def _ask(path: Path) -> bytes:
 
 
 def merged(texts: Mapping[str, bytes]) -> bytes:
-    """One exposition (text format 0.0.4) of several, by worker: each family once, with the series of all."""
+    """Merges expositions (text format 0.0.4) by worker into one: each family once, with the series of all."""
     heads: dict[bytes, list[bytes]] = {}
     samples: dict[bytes, list[bytes]] = {}
     for worker, text in texts.items():

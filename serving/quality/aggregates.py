@@ -30,7 +30,7 @@ class Cell:
     errors: list[int] = field(default_factory=lambda: [0] * (len(ERRORS) + 1))
 
     def saw(self, sample: Sample) -> None:
-        """One more."""
+        """Adds a sample to the sums."""
         self.samples += 1
         self.exact += sample.is_exact
         self.overlap += sample.overlap
@@ -40,13 +40,13 @@ class Cell:
         self.errors[bisect_left(ERRORS, sample.score_error)] += 1
 
     def to_json(self) -> list[Any]:
-        """For Redis."""
+        """JSON list of the sums and the error buckets, for Redis."""
         sums = (self.samples, self.exact, self.overlap, self.squares, self.error, self.age)
         return [*sums, self.errors]
 
     @classmethod
     def of(cls, cells: Iterable[Sequence[Any]]) -> "Cell":
-        """The sum of what `to_json` made."""
+        """Sum of cells in the form that `to_json` gives them."""
         whole = cls()
         for samples, exact, overlap, squares, error, age, errors in cells:
             whole.samples += samples
@@ -59,18 +59,18 @@ class Cell:
         return whole
 
     def exact_rate(self) -> dict[str, float]:
-        """Rate and bounds."""
+        """Rate of exact samples, and the bounds of its 95 % interval."""
         low, high = wilson(self.exact, self.samples)
         return {"rate": self.exact / max(1, self.samples), "low": low, "high": high}
 
     def mean_overlap(self) -> dict[str, float]:
-        """Mean and bounds."""
+        """Mean overlap, and the bounds of its 95 % interval."""
         mean = self.overlap / max(1, self.samples)
         half = half_width(self.overlap, self.squares, self.samples)
         return {"mean": mean, "low": max(0.0, mean - half), "high": min(1.0, mean + half)}
 
     def mean_error(self) -> dict[str, float]:
-        """Mean, and the upper bound of the bucket that holds the 99th percentile."""
+        """Mean score error, and the upper bound of the bucket that holds the 99th percentile."""
         rank, below = math.ceil(0.99 * self.samples), 0
         p99 = ERRORS[-1]
         for bound, count in zip(ERRORS, self.errors, strict=False):
@@ -95,7 +95,7 @@ def wilson(hits: int, of: int) -> tuple[float, float]:
 
 
 def half_width(total: float, squares: float, of: int) -> float:
-    """Of the 95 % interval of a mean by the normal approximation (central limit theorem); 1 for fewer than two.
+    """Half-width of a mean's 95 % interval by the normal approximation (central limit theorem); 1 for fewer than two.
 
     Samples of one entity are not independent: where few are asked for very often the interval is too narrow.
     """

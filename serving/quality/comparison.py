@@ -22,17 +22,18 @@ CLOSE = 2.0**-8
 """Numbers that differ by less than this part of the largest are the same: what float16 and int8 round away."""
 
 BANDS = ("none", "1-9", "10-99", "100+", "popular", "other")
-"""Of who is answered for: how much the model had to go by (items in the history), since a generation keeps no count of
-how often anybody is asked for; of items, whether they are among the popular ones that a generation names as defaults.
+"""Bands of the entities answered for: how much the model had to go by (items in the history), since a generation keeps
+no count of how often anybody is asked for; of items, whether they are among the popular ones that a generation names as
+defaults.
 """
 
 
 DEPTH = 20
-"""Of lists, what the gate `skew` compares: shorter ones agree less, by nature."""
+"""Items of a list that the gate `skew` compares: shorter lists agree less, by nature."""
 
 
 class Sample(NamedTuple):
-    """One comparison: `overlap` and `score_error` are shares, `age_s` is the data's when the answer was served.
+    """Comparison of an answer: `overlap` and `score_error` are shares, `age_s` the data's when the answer was served.
 
     Of lists `overlap` is that of the first n of both, n being what was served; of vectors their cosine (0 if negative);
     of values 1 minus the error. `score_error` is the mean difference of the numbers rank by rank, as a share of the
@@ -60,7 +61,7 @@ class Skipped(Exception):
 
 
 def compare(pick: Pick, snapshot: Snapshot, inputs: Inputs | None) -> Sample:
-    """Raises Skipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
+    """Compares an answer; raises Skipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
     table = snapshot.manifest.tables.get(pick.table)
     if table is None:
         raise Skipped("gone")
@@ -139,7 +140,7 @@ def _sent(pick: Pick, snapshot: Snapshot, table: Table) -> Listed:
 
 
 def _allowed(items: NDArray[np.uint32], barred: Sequence[frozenset[int]]) -> list[int]:
-    """Places of those that nobody bars."""
+    """Places of the items that no set of `barred` holds."""
     ordinals = items.tolist()
     return [place for place, each in enumerate(ordinals) if not any(each in of for of in barred)]
 

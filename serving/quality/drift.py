@@ -1,4 +1,4 @@
-"""Whether answers have stopped being what the model says: a sequential test that may be looked at after each sample.
+"""Sequential test of whether answers have stopped being what the model says; may be looked at after each sample.
 
 Hypothesis: whatever came before, a sample's overlap is at least `floor` in the mean. Against it a bet is laid on every
 sample x in [0, 1]: the capital grows by 1 + stake * (floor - x), which is fair at best where the hypothesis holds
@@ -15,12 +15,12 @@ ALPHA = 1e-4
 """Chance of a false alarm, in all of a generation's life and over all tables of one process together."""
 
 _STAKES = (0.1, 0.3, 0.6)
-"""As parts of the largest stake that cannot lose everything: small ones find a small drift, large ones a large one."""
+"""Stakes as parts of the largest that cannot lose everything: small ones find a small drift, large ones a large one."""
 
 
 @dataclass(slots=True)
 class Drift:
-    """One table of one release; `alpha` is its own part. An alarm stays."""
+    """Drift test of one table of one release; `alpha` is its own part. An alarm stays."""
 
     floor: float
     alpha: float
@@ -29,7 +29,7 @@ class Drift:
     _capital: list[float] = field(default_factory=lambda: [0.0] * len(_STAKES))
 
     def saw(self, overlap: float) -> bool:
-        """One more sample; whether the alarm is raised."""
+        """Adds a sample's overlap; returns whether the alarm is raised."""
         self.samples += 1
         share = 1.0 / (self.samples * (self.samples + 1))
         most = 1.0 / max(1.0 - self.floor, 0.05)
@@ -48,5 +48,5 @@ class Drift:
 
     @property
     def is_found(self) -> bool:
-        """Whether it ever was enough."""
+        """True if the evidence ever was enough for an alarm."""
         return self.found_after is not None

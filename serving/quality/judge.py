@@ -18,7 +18,7 @@ from serving.usage.answer_sampling import Pick, Picks
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.2
-"""Between looks at an empty queue, and while live requests come first."""
+"""Seconds between looks at an empty queue, and while live requests come first."""
 
 
 class Judged(NamedTuple):
@@ -29,7 +29,7 @@ class Judged(NamedTuple):
 
 
 class Sampler:
-    """`cpu_share` of one core at most, as the thread's own clock tells; idle while `is_busy` says so.
+    """Judges answers in at most `cpu_share` of one core, by the thread's own clock; idle while `is_busy` says so.
 
     `threads`: those of one inference, of which only the first is measured; all are counted like it.
     """
@@ -63,7 +63,7 @@ class Sampler:
         self._inputs: dict[str, Inputs | None] = {}
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Judges picked answers until it is cancelled."""
         while True:
             try:
                 pause_s = await self.step()
@@ -74,7 +74,7 @@ class Sampler:
             await asyncio.sleep(pause_s)
 
     async def step(self) -> float:
-        """Judges one answer if one waits and nobody else needs the model; seconds to pause for, to keep the budget."""
+        """Judges an answer if one waits and the model is free; returns the seconds to pause, to keep the budget."""
         self._inputs = {name: each for name, each in self._inputs.items() if self._held(name)}
         if (live := self._live()) is not None:
             self._results.begin(live, self._clock())
@@ -101,7 +101,7 @@ class Sampler:
         return judged.cpu_s / self._cpu_share
 
     def _completed(self, pick: Pick, snapshot: Snapshot) -> Pick:
-        """With the stored record, if it is still in L1: a caller may have been sent only a few of its items."""
+        """Adds the stored record, if it is still in L1: a caller may have been sent only a few of its items."""
         table = snapshot.manifest.tables.get(pick.table)
         if pick.record or pick.producer != "batch" or table is None:
             return pick

@@ -30,7 +30,7 @@ Step = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Quality:
-    """`told` is for the dashboard; `steps` are taken every so many seconds by whoever keeps up with Redis."""
+    """Quality monitor; `told` is for the dashboard, `steps` are taken every so often by whoever keeps up with Redis."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class Quality:
         self.told = self._told.told
 
     def steps(self) -> list[tuple[float, Step]]:
-        """Seconds between, and what is done."""
+        """Periodic steps: the seconds between two runs, and what is run."""
         if not self._every_s:
             return []
         return [(self._every_s, self._told.report), (self._every_s, self.cold.report)]
 
     def events(self) -> dict[str, float]:
-        """Counts, by name."""
+        """Event counts by name."""
         return {
             "cold_reported": self.cold.reported,
             "cold_reports_failed": self.cold.failed,
@@ -92,12 +92,12 @@ class Quality:
         }
 
     def start(self) -> None:
-        """Samples from now on."""
+        """Starts sampling, unless the share of sampled answers is 0."""
         if self._is_sampling:
             self._running = asyncio.create_task(self._sampler.run())
 
     async def aclose(self) -> None:
-        """Samples no more."""
+        """Stops sampling, and takes this replica's part of the shared report back."""
         if self._running is not None:
             self._running.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""What the night computed users from, as far as its probe tells."""
+"""Inputs that the night computed users from, as far as its probe tells."""
 
 import logging
 from collections.abc import Callable
@@ -16,14 +16,14 @@ Open = Callable[[Snapshot], "Inputs | None"]
 
 
 class Inputs:
-    """Of one generation."""
+    """Inputs of one generation's users."""
 
     def __init__(self, probe: Probe, seed: int) -> None:
         self._probe = probe
         self._seed = seed
 
     def of(self, raw: bytes) -> LiveInput | None:
-        """None for a user whose inputs are not in the probe."""
+        """Input of a user; None where it is not in the probe."""
         return self._probe.of(hash_id(raw, self._seed))
 
 

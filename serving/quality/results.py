@@ -1,4 +1,4 @@
-"""What the samples of this process come to: for Prometheus since its start, for the dashboard of the live release."""
+"""Results of this process's samples: for Prometheus since its start, for the dashboard of the live release."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -18,16 +18,16 @@ from serving.quality.comparison import Sample
 from serving.quality.drift import ALPHA, Drift
 
 FLOOR = 0.5
-"""What the overlap must reach where the night has measured none."""
+"""Overlap that must be reached where the night has measured none."""
 
 LENIENCE = 0.05
-"""Below the gate's threshold: whom callers ask for is not whom the gate drew."""
+"""Margin below the gate's threshold: whom callers ask for is not whom the gate drew."""
 
 LABELS = ("table", "source", "producer", "band")
 
 
 class Results(Collector):
-    """For the event loop only. `live` of a sample: of the release that is live now, which alone is judged for drift."""
+    """Sums of all samples, and of the live release's, which alone is judged for drift. For the event loop only."""
 
     def __init__(self) -> None:
         self.skipped: Counter[str] = Counter()
@@ -51,7 +51,7 @@ class Results(Collector):
         }
 
     def add(self, sample: Sample, generation: str) -> None:
-        """One comparison of an answer from this generation."""
+        """Adds the comparison of an answer from this generation."""
         key: Key = sample.table, sample.source, sample.producer, sample.band
         self._all[key].saw(sample)
         if self._release is None or self._release[0] != generation:
@@ -66,7 +66,7 @@ class Results(Collector):
         return self._release
 
     def to_json(self) -> dict[str, Any]:
-        """What other replicas merge with their own."""
+        """Part of this replica, which other replicas merge with their own."""
         return {
             "generation": None if self._release is None else self._release[0],
             "since": self.since,
@@ -77,7 +77,7 @@ class Results(Collector):
         }
 
     def collect(self) -> Iterable[Metric]:
-        """All families."""
+        """Metric families of the samples, skipped answers, processor time and drift."""
         samples = CounterMetricFamily(
             "larder_quality_samples", "Served answers that were computed once more", labels=LABELS
         )

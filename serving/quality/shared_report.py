@@ -1,4 +1,4 @@
-"""The quality of all replicas as one whole: each tells Redis its part, and hears the others'."""
+"""Quality of all replicas as one whole: each tells Redis its part, and hears the others'."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -13,21 +13,21 @@ from serving.quality.results import Results
 from serving.usage.table_usage import GIGABYTE, Redis, Usage
 
 LIFE_S = 120
-"""Of the hash in Redis, from the last report of any replica on."""
+"""Life of the hash in Redis in seconds, from the last report of any replica on."""
 
 FRESH_S = 30.0
-"""What a replica told longer ago counts no more."""
+"""Age in seconds (plus two report intervals) beyond which a replica's part counts no more."""
 
 
 class ColdRedis(Redis, Protocol):
-    """What is needed of L2."""
+    """Protocol of L2, as far as the shared report needs it."""
 
     async def cold(self, day: int) -> list[Name]:
-        """What was asked for though no generation knew it."""
+        """Names that were asked for though no generation knew them."""
 
 
 class Told:
-    """`name` is this replica's; `clock` Redis' own, so that reports of several hosts can be compared."""
+    """Shared report; `name` is this replica's, `clock` Redis' own, so that reports of several hosts can be compared."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Told:
         self._worklist: int | None = None
 
     async def report(self) -> None:
-        """Tells, and hears; without Redis what was heard last is forgotten and only this replica's own is told."""
+        """Writes this replica's part and reads the others'; without Redis it forgets theirs and tells only its own."""
         await self._usage.report()
         now, ask, key = self._clock(), self._redis.ask, self._redis.keyspace.quality
         own = self._own(now)
@@ -76,7 +76,7 @@ class Told:
             return
 
     def told(self) -> dict[str, Any] | None:
-        """For the dashboard; None before there is a generation. See `summary`."""
+        """Quality for the dashboard, as `summary` of this generation's parts; None before there is a generation."""
         if self._results.release is None:
             return None
         parts = [each for each in self._parts if each["generation"] == self._results.release[0]]
@@ -100,7 +100,7 @@ class Told:
 
 
 def _part(raw: bytes) -> dict[str, Any] | None:
-    """What a replica told; None for what cannot be added to others, which another version may have told."""
+    """Parsed part of a replica; None for what cannot be added to others, which another version may have told."""
     try:
         part: dict[str, Any] = orjson.loads(raw)
         summary([part], worklist=None, read_share=None, size_bytes=1)
@@ -111,7 +111,7 @@ def _part(raw: bytes) -> dict[str, Any] | None:
 
 
 def still_cold(live: Snapshot, names: Sequence[Name]) -> list[Name]:
-    """Those that this generation does not know either."""
+    """Names that this generation does not know either, of tables that it has."""
     tables = live.manifest.tables
     return [
         (name, raw) for name, raw in names if name in tables and not live.knows(tables[name], raw)
@@ -125,7 +125,7 @@ def summary(
     read_share: float | None,
     size_bytes: int,
 ) -> dict[str, Any]:
-    """What `GET /dashboard/data` calls `quality`, of the replicas' parts."""
+    """Summary of the replicas' parts, which `GET /dashboard/data` calls `quality`."""
     cells = merged(each["cells"] for each in parts)
     whole = Cell.of(cell.to_json() for cell in cells.values())
     drift = sorted({table for each in parts for table in each["drift"]})
@@ -155,7 +155,7 @@ def _row(key: Key, cell: Cell) -> dict[str, Any]:
 
 
 def _figures(cell: Cell) -> dict[str, Any]:
-    """Of no samples nothing is known: a rate of 0 would be an alarm."""
+    """Figures of a cell; without samples they are None, since a rate of 0 would be an alarm."""
     is_known = cell.samples > 0
     return {
         "samples": cell.samples,

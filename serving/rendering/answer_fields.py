@@ -1,4 +1,4 @@
-"""What a caller reads for one entity: a record turned into JSON-able fields, everything barred left out. Pure."""
+"""Answer fields of one entity: a record turned into JSON-able fields, everything barred left out. Pure."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ def from_defaults(
 
 
 def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> History:
-    """What a generation makes of a sent history; an id that comes twice counts once, as live has it."""
+    """Sent history as one generation knows it; an id that comes twice counts once, as live has it."""
     if not history:
         return _NO_HISTORY
     ordinals = snapshot.items.ordinals_of(list(dict.fromkeys(history)))

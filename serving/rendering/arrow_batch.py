@@ -30,7 +30,7 @@ from serving.arrow_ipc.writer import (
 from serving.rendering.answer_fields import Answer
 
 TABLE = "table"
-"""The schema's metadata: which table was asked."""
+"""Schema metadata key whose value names the table that was asked."""
 
 _NUMBER = Field("item", "f4")
 _ORIGIN = (
@@ -62,11 +62,11 @@ class Stored(NamedTuple):
 
     places: NDArray[np.int64]
     by_tier: tuple[Origin, Origin]
-    """What is said of rows from L1, and of rows from L2."""
+    """Origin of rows from L1, and of rows from L2."""
     is_l2: NDArray[np.bool_]
     numbers: NDArray[np.float32]
     items: Named
-    """Of the lists, if these are such."""
+    """Item ids of the lists, if the rows are lists."""
 
 
 NO_ITEMS = Named.of(b"", np.zeros((0, 0), np.int32))
@@ -134,7 +134,7 @@ def _same(field: Field, value: Any, rows: int) -> Column:
 
 
 def origin_of(answer: Answer) -> Origin:
-    """Its row in the origin's columns."""
+    """Row of an answer in the origin's columns."""
     return tuple([answer.get(field.name) for field in _ORIGIN])
 
 
@@ -188,7 +188,7 @@ def _names(named: Named) -> Column:
 def _vectors(
     name: str, rows: int, answers: Mapping[int, Answer], stored: Stored, width: int
 ) -> tuple[Field, Column]:
-    """Of the table's width; where another night's answers have another, lists of any size."""
+    """Field and column of the table's width; where another night's answers have another, of lists of any size."""
     values: list[NDArray[np.float32] | None] = [None] * rows
     for place, vector in zip(stored.places.tolist(), stored.numbers, strict=True):
         values[place] = vector

@@ -1,4 +1,4 @@
-"""What a batch comes to before it is written in any form."""
+"""Request and result of a batch, before it is written in any form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from serving.requests.models import Options
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lookup:
-    """One request for the entities `raws` of a table, their ids' bytes; `started` is monotonic."""
+    """Batch request for the entities `raws` of a table, their ids' bytes; `started` is monotonic."""
 
     holding: Holding
     table: Table
@@ -31,7 +31,7 @@ class Lookup:
 
 @dataclass(slots=True, eq=False)
 class Resolved:
-    """One answer per id of the request, as rows where it stands plainly in a record of the live generation.
+    """Answers of a batch, one per id, as rows where they stand plainly in a record of the live generation.
 
     `places` int64[n]: whose answer each row is. `rows`: n records of the table's dtype that
     `serving.rendering.json_batch.plain` holds for good. `is_l2` bool[n]: the source, else L1. `answers`: those of all

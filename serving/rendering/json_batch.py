@@ -23,7 +23,7 @@ _OUTSIDE = {"f2": ("<u2", 0x7C00), "f4": ("<u4", 0x7F800000)}
 
 
 def plain(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArray[np.bool_]:
-    """bool[n]: records of the night that are whole and need nothing left out: `k` items each, or all numbers."""
+    """Mask bool[n] of nightly records that are whole and need nothing left out: `k` items each, or all numbers."""
     layout, columns = table.layout, loader.columns()
     width, is_list = layout.width, table.kind == "topk"
     least = k if is_list else width
@@ -65,7 +65,7 @@ def _are_listable(
 
 
 def numbers(table: Table, rows: NDArray[Any], k: int) -> NDArray[np.float32]:
-    """float32[n, k] scores, or all numbers of a vector or of values, of records that are `plain`."""
+    """Numbers float32[n, k]: scores, or all numbers of a vector or of values, of records that are `plain`."""
     layout, is_list, columns = table.layout, table.kind == "topk", loader.columns()
     width = k if is_list else layout.width
     if columns is not None and layout.precision != "i1":
@@ -111,7 +111,7 @@ def texts_of(
 
 
 def _names(ids: Sequence[str]) -> list[bytes]:
-    """The JSON of each, without its quotes."""
+    """JSON of each id, without its quotes."""
     # One call for all. A quote inside a string is escaped, so only an id that ends in `",` looks like two.
     dumped = orjson.dumps(ids)[2:-2]
     if b'\\","' in dumped:

@@ -1,4 +1,4 @@
-"""What the hot route sends: stored records as JSON, the very bytes that the ladder's answers would be. Pure."""
+"""JSON answers of the hot route from stored records, the very bytes that the ladder's would be. Pure."""
 
 import orjson
 
@@ -24,7 +24,7 @@ class Unfit(Exception):
 
 
 class Marks:
-    """What all answers from the batch records of a snapshot end with, for as long as it is served."""
+    """Closing fields of all answers from the batch records of a snapshot, for as long as it is served."""
 
     def __init__(self, snapshot: Snapshot, stale: str | None) -> None:
         self.snapshot, self.stale = snapshot, stale
@@ -42,11 +42,11 @@ class Marks:
         return orjson.dumps(round(now - self._data_until, 3))
 
     def ends(self, age: bytes) -> dict[str, bytes]:
-        """By tier, from the comma after the prediction to the closing brace."""
+        """Ends of an answer by tier, from the comma after the prediction to the closing brace."""
         return {tier: head + age + self._tail for tier, head in self._heads.items()}
 
     def end(self, tier: str, now: float) -> bytes:
-        """That of one tier, at a time in Unix seconds."""
+        """End of an answer from one tier, at a time in Unix seconds."""
         return b"".join((self._heads[tier], self.age(now), self._tail))
 
     def ready(self, start: bytes, asked: tuple[str, bytes], request: bytes) -> Ready:
@@ -76,7 +76,7 @@ def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -
 
 
 def prediction_of(snapshot: Snapshot, table: Table, found: Found, k: int) -> Prediction:
-    """The same as fields; raises Unfit."""
+    """Prediction of a stored record as fields, for an entity that sent nothing to compute from; raises Unfit."""
     try:
         return _prediction(snapshot, table, _of_the_night(snapshot, table, found), k)
     except Unfit:

@@ -1,4 +1,4 @@
-"""Keeping up: looks at pointer and blocklist, listens for announcements, and says what is held."""
+"""Background of a replica: looks at pointer and blocklist, listens for announcements, and says what is held."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _CANCEL_AGAIN_S = 0.1
 _EXPECTING_S = 0.1
-"""Between looks at the pointer while a generation is staged."""
+"""Seconds between looks at the pointer while a generation is staged."""
 
 _SWEEP_S = 600.0
 
@@ -29,7 +29,7 @@ Step = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Redis(Protocol):
-    """What keeping up needs of L2; everything here raises TierUnavailable."""
+    """Interface of L2 that the background needs; everything here raises TierUnavailable."""
 
     def subscribe(self) -> AsyncGenerator[bytes, None]:
         """Announcements: b"pointer", b"next" or b"blocklist"."""
@@ -38,10 +38,10 @@ class Redis(Protocol):
         """Redis' own clock, Unix seconds."""
 
     async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
-        """Says what this replica holds."""
+        """Sends a heartbeat that says what this replica holds."""
 
     async def sign_off(self, replica_id: str) -> None:
-        """Takes it back."""
+        """Takes the replica's heartbeat back."""
 
     async def eviction_policy(self) -> str:
         """`maxmemory-policy`, empty when the server does not say."""
@@ -102,7 +102,7 @@ class Refresher:
         self._tasks.append(asyncio.create_task(self._listen()))
 
     async def aclose(self) -> None:
-        """Stops, and signs off."""
+        """Stops the background, and signs off."""
         pending = set(self._tasks)
         while pending:
             # Again and again: a client library may lose a cancellation that meets its reply.
@@ -113,12 +113,12 @@ class Refresher:
         await self._sign_off()
 
     async def drain(self) -> None:
-        """Not ready and signed off from now on, while answers go on."""
+        """Makes the replica not ready and signed off from now on, while answers go on."""
         self.follower.is_draining = True
         await self._sign_off()
 
     def _look_s(self) -> float:
-        """A replica that a publisher waits for must not be the one that flips late."""
+        """Seconds to the next look: a replica that a publisher waits for must not be the one that flips late."""
         return min(self._poll_s, _EXPECTING_S) if self.follower.is_expecting else self._poll_s
 
     async def look_at_blocklist(self) -> None:
@@ -141,7 +141,7 @@ class Refresher:
         await self._in_thread(self._store.sweep_host_copies, held, before=before)
 
     async def beat(self) -> None:
-        """One heartbeat: what is served, and what must not be retired."""
+        """Sends one heartbeat: what is served, and what must not be retired."""
         async with self._beating:
             if self.follower.is_draining:
                 return

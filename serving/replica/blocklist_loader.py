@@ -1,4 +1,4 @@
-"""Which blocklist to put in force: the newest version in the store that can be read."""
+"""Blocklist to put in force: the newest version in the store that can be read."""
 
 from cache.errors import CorruptArtefact, LarderError, StoreError
 from cache.store.artefacts import ArtefactStore

@@ -24,7 +24,7 @@ class Trial:
     def route(
         self, holding: Holding, entities: Sequence[Entity], options: Options
     ) -> tuple[Holding, Part | None]:
-        """What answers the whole request, and what it takes part in; None for neither arm."""
+        """Holding that answers the whole request, and the arm and key by which it is counted; None for neither arm."""
         if (canary := self._canary()) is None:
             return holding, None
         if options.generation is not None:
@@ -40,7 +40,7 @@ class Trial:
         return holding, Part("live", key)
 
     def count(self, part: Part | None, answers: Sequence[Answer]) -> None:
-        """A request of one arm has its answers."""
+        """Counts a request of one arm that has its answers."""
         if part is None or part.arm not in self._counts:
             return
         arm, key = part
@@ -78,7 +78,7 @@ class Trial:
         return event if event in self._events else OTHER
 
     def report(self) -> dict[str, Any] | None:
-        """What the heartbeat carries while a canary runs."""
+        """Counts of both arms that the heartbeat carries while a canary runs; None while none does."""
         if (canary := self._canary()) is None:
             return None
         self._begin(canary)

@@ -1,4 +1,4 @@
-"""What is counted of a canary and of the requests it is held against, in bounded space.
+"""Counts of a canary and of the requests it is held against, in bounded space.
 
 The split is over keys, so each key is counted once, by its first answer: a few busy ones would outweigh all others.
 Beyond `KEYS_MAX` keys a uniform sample of them is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On
@@ -29,7 +29,7 @@ KEYS_MAX = 8_192
 
 _OWN = frozenset({"l1", "l2", "live"})
 _SEED = 0x6B657973
-"""Not the split's: within an arm the sample must not follow it."""
+"""Hash seed, not the split's: within an arm the sample must not follow it."""
 
 
 def bucket(score: float) -> int:
@@ -42,7 +42,7 @@ def bucket(score: float) -> int:
 
 
 class Part(NamedTuple):
-    """What a request takes part in: the arm that answers it, and the key that chose it."""
+    """Part of a request in a canary: the arm that answers it, and the key that chose it."""
 
     arm: Arm
     key: bytes
@@ -69,7 +69,7 @@ class Keys:
         return len(self._seen)
 
     def saw(self, key: bytes, kind: str, top: float | None) -> None:
-        """An answer to a key; only its first one counts."""
+        """Adds an answer to a key; only its first one counts."""
         digest = xxhash.xxh3_64_intdigest(key, _SEED)
         if digest in self._seen or digest & ((1 << self.level) - 1):
             return
@@ -94,7 +94,7 @@ class Keys:
 
 @dataclass(slots=True, eq=False)
 class Counts:
-    """One arm, since its canary began; feedback called `event` is always told apart."""
+    """Counts of one arm since its canary began; feedback called `event` is always told apart."""
 
     event: str = ""
     requests: int = 0
@@ -102,21 +102,21 @@ class Counts:
     keys: Keys = field(default_factory=Keys)
 
     def answered(self, key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:
-        """One request more; the top scores of the lists that this very generation gave."""
+        """Counts one more request; the top scores of the lists that this very generation gave."""
         self.requests += 1
         if answers:
             self.keys.saw(key, _kind(answers[0]), _top(answers[0]))
         return [top for each in answers if (top := _top(each)) is not None]
 
     def heard(self, event: str, count: int) -> None:
-        """Feedback."""
+        """Counts feedback; kinds beyond `EVENTS_MAX` are counted as `other`."""
         others = len(self.feedback) - (self.event in self.feedback)
         if event not in self.feedback and event != self.event and others >= EVENTS_MAX:
             event = OTHER
         self.feedback[event] += count
 
     def to_json(self) -> dict[str, Any]:
-        """What travels in the heartbeat; buckets as text, for JSON has no other keys.
+        """JSON object for the heartbeat; buckets as text, for JSON has no other keys.
 
         `keys` is how many are kept, each of them standing for `weight` keys.
         """
@@ -132,7 +132,7 @@ class Counts:
 
 
 def _kind(answer: Mapping[str, Any]) -> str:
-    """Which way the answer came about. Whether memory or Redis held a record says nothing of its generation."""
+    """Way in which the answer came about. Whether memory or Redis held a record says nothing of its generation."""
     source: str = answer["source"]
     if source not in _OWN:
         return source

@@ -1,4 +1,4 @@
-"""Whether the generation that is served is the one that should exist by now, even if no night ever ran."""
+"""Freshness: whether the served generation is the one that should exist by now, even if no night ever ran."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from serving.generations.pointer_follower import Follower
 
 @dataclass(frozen=True, slots=True)
 class Nights:
-    """What the schedule demands, compared with what is served; times are Unix seconds of this host's clock."""
+    """Schedule's demand, compared with what is served; times are Unix seconds of this host's clock."""
 
     schedule: Schedule
     follower: Follower
@@ -27,7 +27,7 @@ class Nights:
         return self.schedule.is_missing(self.clock(), self._created_at())
 
     def missed(self) -> int:
-        """How many nights that are due are not in what is served."""
+        """Number of nights that are due and not in what is served."""
         return self.schedule.missed(self.clock(), self._created_at())
 
     def _created_at(self) -> float | None:
@@ -35,7 +35,7 @@ class Nights:
         return None if held is None else float(held.live.manifest.created_at)
 
     def age_s(self) -> float | None:
-        """Now minus `data_until` of what is served; None when that is nothing."""
+        """Seconds, now minus `data_until` of what is served; None when that is nothing."""
         held = self.follower.holding
         return None if held is None else self.clock() - held.live.manifest.data_until
 

@@ -1,4 +1,4 @@
-"""What a replica says of itself once a second: what it serves, holds and has ready."""
+"""Heartbeat of a replica, once a second: what it serves, holds and has ready."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Heartbeat:
     _stamped: tuple[Swap, float] | None = None
 
     def payload(self) -> dict[str, Any]:
-        """JSON-able; `holds` must not be retired, `ready` may be published, `failed` says why not."""
+        """JSON-able payload; `holds` must not be retired, `ready` may be published, `failed` says why not."""
         follower, shelf = self.follower, self.follower.shelf
         staged, held, failed = follower.staged, shelf.holding, follower.failures
         swapped_at = self._swapped_at(shelf.swap)

@@ -1,4 +1,4 @@
-"""How much memory and disk a replica's host has left, as its heartbeat tells it."""
+"""Memory and disk that a replica's host has left, as its heartbeat tells it."""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from cache.process.host import disk_free_bytes, memory_available_bytes
 from serving.generations.store_threads import InThread
 
 LOOK_S = 5.0
-"""Between looks."""
+"""Seconds between looks."""
 
 
 class Host:
-    """Asked now and then; `left` is what was found last, empty before the first look."""
+    """Memory and disk left, asked now and then; `left` is what was found last, empty before the first look."""
 
     def __init__(self, folder: Path, in_thread: InThread = asyncio.to_thread) -> None:
         self.left: Mapping[str, int] = {}
@@ -20,7 +20,7 @@ class Host:
         self._in_thread = in_thread
 
     async def look(self) -> None:
-        """One look, beside the loop: a file system over a network may take its time."""
+        """Looks once, beside the loop: a file system over a network may take its time."""
         self.left = await self._in_thread(_look, self._folder)
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus hears of the nights: a batch job cannot be scraped, so whoever reads its results tells of it."""
+"""Metrics of the nights: a batch job cannot be scraped, so whoever reads its results tells Prometheus of it."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -16,7 +16,7 @@ Samples = Mapping[str, float]
 
 
 class Figures(Collector):
-    """Of the live generation what its manifest says, of the nights what the release records say, of Redis its room.
+    """Collector of the live generation's manifest, of what the release records say of the nights, and of Redis' room.
 
     Labels are steps, tables, rules of the gates and actions: all bounded by the code and the configuration.
     """
@@ -34,7 +34,7 @@ class Figures(Collector):
         self._room = room
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Every family, also those without a sample yet."""
+        """All gauge families, also those without a sample yet."""
         held, chronicle, room = self._holding(), self._chronicle, self._room
         live = None if held is None else held.live.manifest
         yield _gauge(

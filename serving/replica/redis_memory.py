@@ -1,4 +1,4 @@
-"""How much room Redis has."""
+"""Memory that Redis uses and may use."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -7,14 +7,14 @@ from cache.errors import TierUnavailable
 
 
 class Redis(Protocol):
-    """What is asked of L2."""
+    """Interface of L2 that tells its memory."""
 
     async def infos(self) -> list[dict[str, Any]]:
         """`INFO` of every server; raises TierUnavailable."""
 
 
 class Room:
-    """Asked now and then; `used_bytes`: None while Redis cannot be asked, `max_bytes`: 0 where one has no limit."""
+    """Redis memory, asked now and then; `used_bytes`: None while that fails, `max_bytes`: 0 where one has no limit."""
 
     def __init__(self, redis: Redis) -> None:
         self.used_bytes: int | None = None
@@ -22,7 +22,7 @@ class Room:
         self._redis = redis
 
     async def look(self) -> None:
-        """One look at all servers together: pages spread evenly over the nodes of a cluster."""
+        """Looks at all servers together: pages spread evenly over the nodes of a cluster."""
         try:
             infos = await self._redis.infos()
         except TierUnavailable:

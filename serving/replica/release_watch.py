@@ -1,4 +1,4 @@
-"""What the release records tell of the nights: when each action was taken last, and what refused the last night."""
+"""Release records of the nights: when each action was taken last, and what refused the last night."""
 
 import asyncio
 import logging
@@ -12,11 +12,11 @@ from serving.generations.store_threads import InThread
 log = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
-"""In place of the gate's name where the verdicts of what was refused cannot be read (yet)."""
+"""Stand-in for the gate's name where the verdicts of what was refused cannot be read (yet)."""
 
 
 class Chronicle:
-    """Read now and then, aside from the event loop; what cannot be read leaves what is known."""
+    """History of releases, read now and then, aside from the event loop; what cannot be read leaves what is known."""
 
     def __init__(self, store: ArtefactStore, in_thread: InThread = asyncio.to_thread) -> None:
         self.last: dict[str, float] = {}
@@ -28,7 +28,7 @@ class Chronicle:
         self._trouble: str | None = None
 
     async def look(self) -> None:
-        """One look at the records."""
+        """Looks at the records once; new trouble is logged."""
         try:
             self.last, self.refused = await self._in_thread(self._read)
             trouble = None

@@ -15,7 +15,7 @@ _JSON = "application/json"
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
-    """The whole body; what a caller says about its length only ever refuses earlier."""
+    """Reads the whole body; the length that a caller declares can only make it refuse earlier."""
     too_large = Problem(
         413, "body_too_large", f"a body has at most {limit} bytes", field="body", limit=limit
     )
@@ -36,7 +36,7 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
 
 
 def is_longer(headers: Iterable[tuple[bytes, bytes]], limit: int) -> bool:
-    """Whether a request says that its body is; names in lower case."""
+    """True if the request's Content-Length is above `limit`; header names in lower case."""
     for name, value in headers:
         if name == b"content-length" and value.isdigit():
             return int(value) > limit
@@ -46,7 +46,7 @@ def is_longer(headers: Iterable[tuple[bytes, bytes]], limit: int) -> bool:
 async def whole_body(
     receive: Receive, limit: int, timeout_s: float
 ) -> tuple[bytes | None, Receive]:
-    """The body, None if it is too long or never ended; and from where all that was read can be read again.
+    """Body of the request, None if it is too long or never ended; and a `receive` that replays all that was read.
 
     Raises Problem 408 for a body that has not arrived within `timeout_s`, however steadily it trickles.
     """
@@ -88,10 +88,10 @@ def refused(problem: Problem) -> Response:
 
 
 def as_json(status: int, body: object) -> Response:
-    """A response with this body."""
+    """JSON response with this body."""
     return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=_JSON)
 
 
 def as_arrow(stream: bytes) -> Response:
-    """A response of this Arrow IPC stream."""
+    """Response of status 200 with this Arrow IPC stream."""
     return Response(stream, 200, media_type=MEDIA_TYPE)

@@ -1,4 +1,4 @@
-"""How many bytes of request bodies are held at once, all requests of a process together."""
+"""Budget of the bytes of request bodies held at once, over all requests of a process."""
 
 from starlette.types import Message, Receive
 
@@ -8,7 +8,7 @@ BYTES_MAX = 64 << 20
 
 
 class Bodies:
-    """For one event loop."""
+    """Budget of request bodies in bytes, for one event loop."""
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
         self.bytes_max = bytes_max
@@ -20,7 +20,7 @@ class Bodies:
 
 
 class Body:
-    """Holds its bytes until it is left."""
+    """Body of one request; its bytes count against the budget until the context ends."""
 
     __slots__ = ("_all", "_receive", "_size")
 

@@ -1,4 +1,4 @@
-"""What the body of a request holds, read once for whoever asks: whether it is late, the hot route, the routes."""
+"""Contents of a request's body, read once for all readers: the deadline check, the hot route, the routes."""
 
 import asyncio
 from collections.abc import Callable, MutableMapping
@@ -12,7 +12,7 @@ from serving.requests.models import Ask, Limits
 from serving.requests.negotiation import Form
 
 LARGE = 256 << 10
-"""Bytes whose reading would hold the event loop for more than some 5 ms."""
+"""Bytes of a body beyond which reading it would hold the event loop for more than some 5 ms."""
 
 _KEPT = "larder.content"
 
@@ -21,7 +21,7 @@ Scope = MutableMapping[str, Any]
 
 
 def peek(scope: Scope, body: bytes, form: Form, limits: Limits) -> Any:
-    """JSON as Python has it, or Sent; raises Problem. Kept for who asks next, who hears the same."""
+    """Reads the body as JSON or `Sent` (of Arrow); raises Problem. Either outcome is kept for the next reader."""
     if _KEPT not in scope:
         try:
             is_arrow = form == "arrow"
@@ -37,7 +37,7 @@ def peek(scope: Scope, body: bytes, form: Form, limits: Limits) -> Any:
 
 
 def take(scope: Scope, body: bytes, form: Form, limits: Limits) -> Any:
-    """The same for who asks last."""
+    """Reads the body for the last reader, as `peek` does, and removes what was kept."""
     try:
         return peek(scope, body, form, limits)
     finally:
@@ -45,7 +45,7 @@ def take(scope: Scope, body: bytes, form: Form, limits: Limits) -> Any:
 
 
 def lookup_of(scope: Scope, body: bytes, form: Form, table: str | None, limits: Limits) -> Ask:
-    """The question in a body, which is taken."""
+    """Lookup that a body asks for; the kept contents are removed."""
     found = take(scope, body, form, limits)
     if form == "arrow" and table is not None:
         return stream_ask(found, table, limits)
@@ -53,10 +53,10 @@ def lookup_of(scope: Scope, body: bytes, form: Form, table: str | None, limits: 
 
 
 def refuse(scope: Scope, why: Exception) -> None:
-    """Whoever asks next hears this, and the body is not looked at again."""
+    """Stores an error that every later reader gets; the body is not read again."""
     scope[_KEPT] = why.with_traceback(None)  # whose frames hold the body
 
 
 async def beside(body: bytes, read: Callable[[], T]) -> T:
-    """What `read` makes of a body: in a thread if that is large, so that others are answered meanwhile."""
+    """Runs `read` for a body: in a thread if the body is large, so that other requests are answered meanwhile."""
     return read() if len(body) <= LARGE else await asyncio.to_thread(read)

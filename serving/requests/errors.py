@@ -4,7 +4,7 @@ from cache.errors import InvalidInput, LarderError
 
 
 class Problem(LarderError):
-    """Becomes `{"error": {"code", "message", "field", ...}}` with an HTTP status."""
+    """Error response: becomes `{"error": {"code", "message", "field", ...}}` with an HTTP status."""
 
     code = "invalid_request"
 
@@ -25,7 +25,7 @@ class Problem(LarderError):
 
 
 def unprocessable(code: str, message: str, field: str | None, **details: object) -> Problem:
-    """422: the request was understood and can never be answered as sent."""
+    """Problem 422: the request was understood and can never be answered as sent."""
     return Problem(422, code, message, field=field, **details)
 
 

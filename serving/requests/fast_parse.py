@@ -1,4 +1,4 @@
-"""What the hot route understands of a request; None for all it leaves to the others. Pure."""
+"""Parsing of the requests that the hot route answers; None for all it leaves to the other routes. Pure."""
 
 import contextlib
 import hmac
@@ -22,7 +22,7 @@ _WATCHED = frozenset({b"x-deadline-ms", b"x-larder-canary-key", b"authorization"
 
 
 class Single(NamedTuple):
-    """One id asked of one table."""
+    """Lookup of one id in one table."""
 
     table: str
     id: str
@@ -30,7 +30,7 @@ class Single(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Ids asked of one table; `k` None = all."""
+    """Lookup of many ids in one table; `k` None = all."""
 
     raws: list[bytes]
     k: int | None
@@ -74,7 +74,7 @@ class Headers:
         self._limits = limits
 
     def deadline_s(self, headers: Iterable[tuple[bytes, bytes]]) -> float | None:
-        """What the request allows by its headers, infinite if it says nothing; None: not for the hot route."""
+        """Deadline in seconds by the request's headers, infinite without one; None: not for the hot route."""
         deadline_s, needed = float("inf"), self._credentials
         for name, value in headers:
             if name not in _WATCHED:
@@ -134,13 +134,13 @@ def batch(data: object, longest: int) -> Batch | None:
 
 
 def _k(data: Mapping[str, Any]) -> int | None:
-    """0 stands for what is refused elsewhere."""
+    """Value of `k`, None if absent; 0 for what is refused elsewhere."""
     k = data.get("k")
     return k if k is None or (type(k) is int and k > 0) else 0
 
 
 def tighter(options: Options, deadline_s: float) -> Options:
-    """The same options under the deadline of the headers."""
+    """Options with the tighter of their deadline and the headers'."""
     if deadline_s >= options.deadline_s:
         return options
     return replace(options, deadline_s=deadline_s)

@@ -14,11 +14,11 @@ _FEATURES_MAX = 256
 _FEATURE_WIDTH_MAX = 8_192
 _FEATURE_BYTES_MAX = 4_096
 _EXACT_MAX = 2**53
-"""Whole numbers beyond it are not all different as doubles, which is how a list of numbers is told from another."""
+"""Bound of exact whole numbers: beyond it not all differ as doubles, which tell lists of numbers apart."""
 
 
 def read_json(body: bytes, values_max: int) -> object:
-    """Raises Problem for what is not JSON, or holds more than any request may: nothing is made of that."""
+    """Parses a JSON body; raises Problem for what is no JSON, or, before parsing, holds more than any request may."""
     if has_more_values(body, values_max):
         raise unprocessable(
             "too_many_values",
@@ -99,7 +99,7 @@ def _feature(value: object, field: str) -> FeatureValue:
 
 
 def _vector(value: list[Any], field: str) -> tuple[float, ...]:
-    """Whole numbers stay whole: what they become is the model's business."""
+    """Numbers of a list feature; whole numbers stay whole, as the model decides their dtype."""
     kinds = set(map(type, value))
     if not kinds <= {int, float}:
         place = next(at for at, each in enumerate(value) if type(each) not in (int, float))

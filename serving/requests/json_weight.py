@@ -1,4 +1,4 @@
-"""How much a JSON text holds, told before anything is made of it. Pure."""
+"""Count of the values in a JSON text, taken before it is parsed. Pure."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,7 +8,7 @@ _CHUNK = 1 << 16
 
 
 def has_more_values(text: bytes, most: int) -> bool:
-    """Whether a text, if it is JSON, holds more than `most` values: commas and opening brackets outside its strings."""
+    """True if a text, as JSON, holds more than `most` values: commas and opening brackets outside its strings."""
     found, is_inside, odd = 0, False, b""
     for start in range(0, len(text) if len(text) > most else 0, _CHUNK):
         chars = np.frombuffer(odd + text[start : start + _CHUNK], np.uint8)

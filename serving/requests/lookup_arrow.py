@@ -17,7 +17,7 @@ from serving.requests.options import text_options
 ID = "id"
 _K_DIGITS_MAX = 5
 _OTHERS = ("pandas", "ARROW:")
-"""How the metadata begins that other tools leave; it means nothing here."""
+"""Prefixes of metadata names that other tools leave; they mean nothing here."""
 
 
 class Sent(NamedTuple):
@@ -51,7 +51,7 @@ def read_stream(body: bytes, limits: Limits) -> Sent:
 
 
 def batch(sent: Sent) -> Batch | None:
-    """What the hot route understands of it: plain ids and perhaps `k`; None for all that is told elsewhere."""
+    """Batch for the hot route: plain ids and perhaps `k`; None for all that other routes handle."""
     raws, options = sent
     if not are_ids(raws) or not options.keys() <= {"k"}:
         return None
@@ -63,7 +63,7 @@ def batch(sent: Sent) -> Batch | None:
 
 
 def stream_ask(sent: Sent, table: str, limits: Limits) -> Ask:
-    """From the stream of POST /v1/lookup/{table}."""
+    """Lookup from the stream of POST /v1/lookup/{table}."""
     ids = [each.decode() for each in sent.ids]
     raws = [read_id(each, f"entities[{place}]") for place, each in enumerate(ids)]
     entities = tuple(

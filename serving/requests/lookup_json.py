@@ -20,7 +20,7 @@ _COUNT_MAX = 1_000_000
 
 
 def lookup_url(raw_path: bytes, prefix: bytes, query: bytes, limits: Limits) -> Ask:
-    """`<prefix><table>/<entity>?k=...`; the id is everything after the table, percent-decoded, slashes and all."""
+    """Lookup from `<prefix><table>/<entity>?k=...`; the id is all after the table, percent-decoded, with slashes."""
     start = raw_path.find(prefix)
     if start < 0:
         raise Problem(404, "not_found", "the fixed part of this path must not be percent-encoded")
@@ -34,7 +34,7 @@ def lookup_url(raw_path: bytes, prefix: bytes, query: bytes, limits: Limits) -> 
 
 
 def lookup_ask(content: object, table: str | None, limits: Limits) -> Ask:
-    """From the JSON of POST /v1/lookup/{table}, or of POST /v1/lookup when `table` is None."""
+    """Lookup from the JSON of POST /v1/lookup/{table}, or of POST /v1/lookup when `table` is None."""
     data = read_object(content, "body", _LOOKUP_FIELDS)
     sent = data.get("entities")
     if not isinstance(sent, list):
@@ -48,7 +48,7 @@ def lookup_ask(content: object, table: str | None, limits: Limits) -> Ask:
 
 
 def score_ask(content: object, limits: Limits) -> ScoreAsk:
-    """From the JSON of POST /v1/score."""
+    """Score request from the JSON of POST /v1/score."""
     data = read_object(content, "body", _SCORE_FIELDS)
     if "user" not in data:
         raise unprocessable("missing_field", "user is missing", "user")
@@ -60,7 +60,7 @@ def score_ask(content: object, limits: Limits) -> ScoreAsk:
 
 
 def feedback_of(content: object) -> tuple[str | None, bytes | None, str, int]:
-    """From the JSON of POST /v1/feedback: generation or canary key, the other None; event; count."""
+    """Feedback from the JSON of POST /v1/feedback: generation or canary key, the other None; event; count."""
     data = read_object(content, "body", _FEEDBACK_FIELDS)
     generation, key = data.get("generation"), data.get("canary_key")
     if (generation is None) == (key is None):
@@ -109,7 +109,7 @@ def _entity(value: object, table: str | None, field: str, limits: Limits) -> Ent
 
 
 def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -> None:
-    """Before anything is read: many inputs that are each within their limits are still too much in one request."""
+    """Refuses too many ids or numbers in all, before any is read: inputs within their own limits may still add up."""
     sent = [each for each in entities if isinstance(each, dict)]
     lists = [each.get("history") for each in sent]
     lists.append(data.get("exclude"))
@@ -132,7 +132,7 @@ def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -
 
 
 def _numbers(features: object) -> int:
-    """Each number of a list, and each feature that is none."""
+    """Count of values: each number of a list, and each feature that is no list."""
     values = features.values() if isinstance(features, dict) else ()
     return sum([max(1, len(each)) if isinstance(each, list) else 1 for each in values])
 

@@ -1,4 +1,4 @@
-"""What a caller asks, as immutable values. Pure."""
+"""Requests of callers, as immutable values. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from cache.format.keys import FeatureValue
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much one request may hold."""
+    """Limits on what one request may hold."""
 
     max_batch: int
     max_history: int
@@ -27,7 +27,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """One thing asked for; `field` is where it stands in the request, for messages."""
+    """Entity asked for; `field` is where it stands in the request, for messages."""
 
     table: str
     id: str | None
@@ -38,17 +38,17 @@ class Entity:
 
     @property
     def has_input(self) -> bool:
-        """Whether the caller sent anything to compute from."""
+        """True if the caller sent anything to compute from."""
         return bool(self.history) or bool(self.features)
 
     def of_table(self, table: str) -> Self:
-        """The same entity, asked of a table."""
+        """Copy of the entity, asked of this table."""
         return replace(self, table=table)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What counts for every entity of a request."""
+    """Options that apply to every entity of a request."""
 
     deadline_s: float
     k: int | None = None
@@ -61,7 +61,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A lookup."""
+    """Lookup request: entities and the options for all of them."""
 
     entities: tuple[Entity, ...]
     options: Options
@@ -69,12 +69,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class ScoreAsk:
-    """One user and the candidates to put in order."""
+    """Score request: a user and the candidates to put in order."""
 
     user: Entity
     items: tuple[bytes, ...]
     options: Options
 
     def with_options(self, options: Options) -> Self:
-        """The same under other options."""
+        """Copy of the request with other options."""
         return replace(self, options=options)

@@ -1,4 +1,4 @@
-"""Which form a request has and which its answer shall have, by its headers. Pure."""
+"""Content negotiation: the form of a request and of its answer, by the headers. Pure."""
 
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
@@ -27,14 +27,14 @@ _OFFERED = [JSON_TYPE, MEDIA_TYPE]
 
 
 class Forms(NamedTuple):
-    """Of the request's body and of the answer."""
+    """Forms of the request's body and of the answer."""
 
     sent: Form
     wanted: Form
 
 
 def forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
-    """By Content-Type and Accept, names in lower case; raises Problem 415 or 406 for what is none of them."""
+    """Forms by Content-Type and Accept, header names in lower case; raises Problem 415 or 406 for any other type."""
     sent: Form = "json"
     accepted: list[bytes] = []
     for name, value in headers:
@@ -57,7 +57,7 @@ def _sent(value: bytes) -> Form:
 
 
 def _wanted(value: bytes) -> Form:
-    """The one with the greatest weight, a type named outright before a wildcard, the first of equals."""
+    """Form with the greatest weight, a type named outright before a wildcard, the first of equals."""
     found = _WANTED.get(value)
     if found is not None:
         return found

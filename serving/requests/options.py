@@ -42,7 +42,7 @@ def body_options(data: Mapping[str, Any], limits: Limits) -> Options:
 
 
 def body_deadline_s(data: object, limits: Limits) -> float:
-    """Of these options the deadline alone, whatever else is wrong with a body."""
+    """Deadline in seconds of a JSON body, whatever else is wrong with it; raises Problem for a bad deadline."""
     sent = data.get("deadline_ms") if isinstance(data, dict) else None
     return _deadline(sent, "deadline_ms", limits)
 
@@ -73,7 +73,7 @@ def text_options(pairs: Mapping[str, str], limits: Limits) -> Options:
 
 
 def with_deadline_header(options: Options, header: str, limits: Limits) -> Options:
-    """The same options under the header X-Deadline-Ms; the tighter of the two counts."""
+    """Options with the header X-Deadline-Ms applied; the tighter of the two deadlines counts."""
     sent = _deadline(_number(header, "x-deadline-ms"), "x-deadline-ms", limits)
     return replace(options, deadline_s=min(options.deadline_s, sent))
 
@@ -81,7 +81,7 @@ def with_deadline_header(options: Options, header: str, limits: Limits) -> Optio
 def with_headers(
     options: Options, headers: Iterable[tuple[bytes, bytes]], limits: Limits
 ) -> Options:
-    """The same options under the request's headers as they came (names in lower case), looked through once."""
+    """Options with the request's headers applied; these are as they came (names in lower case), looked through once."""
     for name, value in headers:
         if name == b"x-deadline-ms":
             options = with_deadline_header(options, value.decode("latin-1"), limits)
@@ -91,7 +91,7 @@ def with_headers(
 
 
 def with_canary_header(options: Options, header: bytes) -> Options:
-    """The same options under the header X-Larder-Canary-Key; what the body or the query says counts first."""
+    """Options with the header X-Larder-Canary-Key applied; what the body or the query says counts first."""
     if options.canary_key is not None:
         return options
     sent = header.decode(errors="replace")

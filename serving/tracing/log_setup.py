@@ -1,4 +1,4 @@
-"""How this program writes its log: one line per record, as text or JSON, without secrets, at a bounded rate."""
+"""Log setup: one line per record to standard error, as text or JSON, without secrets, at a bounded rate."""
 
 import logging
 import sys
@@ -24,27 +24,27 @@ FIELDS = "larder_fields"
 
 
 class Settings(Protocol):
-    """What the log needs of the service's settings."""
+    """Settings of the service that the log needs."""
 
     @property
     def log(self) -> Form:
-        """Its form."""
+        """Form of a line."""
 
     @property
     def log_lines_per_s(self) -> float:
-        """Of each place in the program."""
+        """Records a second of each place in the program, after a first burst."""
 
     @property
     def token(self) -> str:
-        """Never written."""
+        """Secret token of the service; never written."""
 
     @property
     def redis_url(self) -> str:
-        """Its password is never written."""
+        """URL of Redis; its password is never written."""
 
     @property
     def artifacts(self) -> str:
-        """As above."""
+        """Location of the artefact store; if it is a URL, its password is never written."""
 
 
 def configure_for(settings: Settings, level: str, *, worker: int | None = None) -> None:
@@ -71,7 +71,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class Json(logging.Formatter):
-    """One JSON object a line; `time` in UTC, the exception's traceback as one text."""
+    """Formatter to one JSON object a line; `time` in UTC, the exception's traceback as one text."""
 
     def __init__(self, redact: Redactor, worker: int | None = None) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Json(logging.Formatter):
         self._worker = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Formats the record as one line of JSON, without secrets."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -101,7 +101,7 @@ class Json(logging.Formatter):
 
 
 class Text(logging.Formatter):
-    """For eyes: level, logger, message, then the fields as `name=value`."""
+    """Formatter to text for people: level, logger, message, then the fields as `name=value`."""
 
     def __init__(self, redact: Redactor, worker: int | None = None) -> None:
         own = "" if worker is None else f"worker {worker} "
@@ -109,14 +109,14 @@ class Text(logging.Formatter):
         self._redact = redact
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, and the traceback below it."""
+        """Formats the record as one line, and the traceback below it, without secrets."""
         told, newline, more = super().format(record).partition("\n")
         fields = "".join(f" {name}={value}" for name, value in fields_of(record).items())
         return self._redact(f"{told}{fields}{newline}{more}")
 
 
 class Limit(logging.Filter):
-    """At most `per_s` records a second of each place in the program, after a first burst: no storm fills a disk.
+    """Rate limit: `per_s` records a second of each place in the program, after a first burst: no storm fills a disk.
 
     The first record that passes after others did not says how many were dropped.
     """
@@ -129,7 +129,7 @@ class Limit(logging.Filter):
         self._places: dict[tuple[str, int, int], _Bucket] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it may be written."""
+        """Returns whether the record may be written; notes in it how many were dropped before."""
         place = record.name, record.lineno, record.levelno
         with self._lock:
             now = self._timer()
@@ -145,13 +145,13 @@ class Limit(logging.Filter):
 
 
 class _Bucket:
-    """Tokens of one place."""
+    """Token bucket of one place in the program."""
 
     def __init__(self, now: float) -> None:
         self._tokens, self._at, self._dropped = BURST, now, 0
 
     def take(self, now: float, per_s: float) -> int | None:
-        """None if the record is to be dropped, else how many were before it."""
+        """Takes a token: None if the record is to be dropped, else how many were dropped before it."""
         self._tokens = min(BURST, self._tokens + (now - self._at) * per_s)
         self._at = now
         if self._tokens < 1.0:

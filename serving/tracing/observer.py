@@ -11,7 +11,7 @@ from serving.tracing.request_id import accepted, new_id
 from serving.tracing.trace_context import Parent, parent_of
 
 ASKED = b"x-larder-timing"
-"""With this header a single lookup tells where time went, too; it is answered past the ready answers."""
+"""Header that makes a single lookup tell where time went, too; it is answered past the ready answers."""
 
 _NAMES = frozenset({b"x-request-id", b"traceparent", b"tracestate", ASKED})
 _ROUTES = {
@@ -27,7 +27,7 @@ Below = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Request(NamedTuple):
-    """What may be told of a request: no id of an entity, unless somebody asked for that."""
+    """Facts of a request that may be told; the id of an entity only if somebody asked for that."""
 
     method: str
     route: str
@@ -36,30 +36,30 @@ class Request(NamedTuple):
 
 
 class Journal(Protocol):
-    """Where finished requests are told."""
+    """Log of finished requests."""
 
     def level(self, seen: Seen, seconds: float) -> int | None:
-        """Of the line that the request gets; None if it gets none."""
+        """Log level of the line that the request gets; None if it gets none."""
 
     def told(self, level: int, seen: Seen, request: Request, seconds: float) -> None:
-        """Writes it."""
+        """Writes the request's line."""
 
 
 class Tracer(Protocol):
-    """What makes spans."""
+    """Maker of spans for requests."""
 
     def judged(self, scope: Scope, parent: Parent | None) -> bool:
-        """Whether this request is traced; the same answer however often it is asked of one request."""
+        """Returns whether this request is traced; the same answer however often it is asked of one request."""
 
     def begin(self, seen: Seen) -> Any:
-        """The request's span, and its ids for the log."""
+        """Begins the request's span, and puts its ids into `seen` for the log."""
 
     def end(self, span: Any, seen: Seen, request: Request, seconds: float) -> None:
-        """Ends it, with a span for each stage that was seen."""
+        """Ends the request's span, with a span for each stage that was seen."""
 
 
 class Watch:
-    """`times`: stage times go into `Server-Timing`; `tables`: names that may stand in logs and spans."""
+    """Request observer. `times`: stage times go into `Server-Timing`; `tables`: names that logs and spans may hold."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Watch:
         self._timer = timer
 
     def leaves(self, scope: Scope) -> bool:
-        """Whether a single lookup may pass by: it asks for nothing, is part of no trace, and costs little itself."""
+        """True if a single lookup may pass by: it asks for nothing, is part of no trace, and costs little itself."""
         if not _NAMES.isdisjoint([name for name, _ in scope["headers"]]):
             return False
         return self._tracer is None or not self._tracer.judged(scope, None)
@@ -151,7 +151,7 @@ def timing(seen: Seen, total_s: float) -> bytes:
 
 
 def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> Request:
-    """What was asked, by its route; a path that is none of ours is `other`."""
+    """Facts of the request, by its route; a path that is none of ours is `other`."""
     path: str = scope["path"]
     method = scope["method"] if scope["method"] in _METHODS else "other"
     if path in _PLAIN:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Spans:
-    """`share`: of the requests that no caller traces, those that begin a trace; who has a parent follows it.
+    """Tracer of requests. `share`: part of those without a parent that begin a trace; who has a parent follows it.
 
     Spans are queued in bounded memory and sent by a thread of the SDK's own; what does not fit is dropped there.
     """
@@ -65,12 +65,12 @@ class Spans:
 
     @classmethod
     def exporting(cls, *, share: float, with_ids: bool, instance: str) -> "Spans":
-        """Over OTLP/HTTP, to where the environment says (OTEL_EXPORTER_OTLP_ENDPOINT and its like)."""
+        """Spans exported over OTLP/HTTP, to where the environment says (OTEL_EXPORTER_OTLP_ENDPOINT and its like)."""
         processor = BatchSpanProcessor(OTLPSpanExporter())
         return cls(processor, share=share, with_ids=with_ids, instance=instance)
 
     def judged(self, scope: MutableMapping[str, Any], parent: Parent | None) -> bool:
-        """Whether it is traced; kept in `scope`, since the hot route asks before the watch does."""
+        """Returns whether the request is traced; kept in `scope`, since the hot route asks before the watch does."""
         found: bool | None = scope.get(_TRACED)
         if found is None:
             found = scope["path"].startswith(_PREFIX) and (
@@ -80,7 +80,7 @@ class Spans:
         return found
 
     def begin(self, seen: Seen) -> Span:
-        """The request's span, a child of the caller's, and its ids for the log."""
+        """Begins the request's span, a child of the caller's, and puts its ids into `seen` for the log."""
         span = self._tracer.start_span(
             "request",
             context=_context(seen.parent),
@@ -92,7 +92,7 @@ class Spans:
         return span
 
     def end(self, span: Span, seen: Seen, request: Request, seconds: float) -> None:
-        """Ends it as long as the request took, with a child for each stage: `parse`, `stored` (L2), `live`..."""
+        """Ends the span as long as the request took, with a child for each stage: `parse`, `stored` (L2), `live`..."""
         now_ns, now = time.time_ns(), time.monotonic()
 
         def at(moment: float) -> int:
@@ -140,7 +140,7 @@ class Spans:
 
 
 def _resource(instance: str) -> Resource:
-    """What the environment says (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES), and who we are where it does not."""
+    """Resource as OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say; the service is `larder` where they name none."""
     said = Resource.create({"service.instance.id": instance})
     if str(said.attributes["service.name"]).startswith("unknown_service"):
         return said.merge(Resource({"service.name": "larder"}))
@@ -161,14 +161,14 @@ def _context(parent: Parent | None) -> Context:
 
 
 def _shared(seen: Seen, request: Request) -> dict[str, str | int]:
-    """What every span of a request carries."""
+    """Attributes that every span of a request carries."""
     generation = generation_of(seen.body)
     named = {"larder.table": request.table, "larder.generation": generation}
     return {name: value for name, value in named.items() if value is not None}
 
 
 def _own(seen: Seen, request: Request) -> dict[str, str | int]:
-    """What the request's own span carries; names by OpenTelemetry's conventions where there are any."""
+    """Attributes of the request's own span; names by OpenTelemetry's conventions where there are any."""
     sources = sources_of(seen.body)
     own: dict[str, str | int] = {
         "http.request.method": request.method,

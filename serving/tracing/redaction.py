@@ -19,7 +19,7 @@ class Redactor:
         self._secrets = sorted({each for each in secrets if each}, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
-        """The text without them."""
+        """The text with secrets masked, cut where it is too long."""
         for secret in self._secrets:
             text = text.replace(secret, _MASK)
         text = _BEARER.sub(rf"\g<1>{_MASK}", masked(text))

@@ -1,4 +1,4 @@
-"""What was seen of one request while it was answered; the hottest path, a ready answer, has none of this."""
+"""Record of one request while it is answered; the hottest path, a ready answer, has none of this."""
 
 import time
 from contextvars import ContextVar
@@ -19,7 +19,7 @@ class Stage(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """`started` is monotonic; `id` names the request in logs and to its caller."""
+    """Record of one request: `started` is monotonic; `id` names the request in logs and to its caller."""
 
     started: float
     id: str
@@ -33,7 +33,7 @@ class Seen:
     is_over: bool = False
 
     def end(self) -> None:
-        """From now on this is nobody's request: a connection that it opened keeps its context for good."""
+        """Ends the record, nobody's request from now on: a connection that it opened keeps its context for good."""
         self.is_over, self.body = True, b""
 
     def by_stage(self) -> dict[str, float]:
@@ -45,16 +45,16 @@ class Seen:
 
 
 CURRENT: ContextVar[Seen | None] = ContextVar("larder_seen", default=None)
-"""Of the request that this task answers, and of what it started; never of others that are answered along with it."""
+"""Record of the request that this task answers, also in what it started; never of others answered along with it."""
 
 
 def current() -> Seen | None:
-    """The request that is being answered here, if any."""
+    """Record of the request that is being answered here, if any."""
     seen = CURRENT.get()
     return None if seen is None or seen.is_over else seen
 
 
 def note(stage: str, seconds: float, entities: int = 0) -> None:
-    """One stage of the current request has ended."""
+    """Records that one stage of the current request, if any, has ended."""
     if (seen := current()) is not None:
         seen.stages.append(Stage(stage, time.monotonic(), seconds, entities))

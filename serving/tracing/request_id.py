@@ -15,5 +15,5 @@ def accepted(sent: bytes | None) -> str | None:
 
 
 def new_id() -> str:
-    """One that no other process makes: a random part of this one's own, and a number."""
+    """New id that no other process makes: a random part of this one's own, and a number."""
     return f"{_own}-{next(_number):x}"

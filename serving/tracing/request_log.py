@@ -14,7 +14,7 @@ log = logging.getLogger("larder.requests")
 
 
 class RequestLog:
-    """Answers from L1 that are ready are not among them: nothing is decided or written for each hit."""
+    """Log of requests without ready answers from L1: nothing is decided or written for each hit."""
 
     def __init__(
         self, *, share: float, slow_s: float, draw: Callable[[], float] = random.random
@@ -24,7 +24,7 @@ class RequestLog:
         self._draw = draw
 
     def level(self, seen: Seen, seconds: float) -> int | None:
-        """Errors and slow requests have levels of their own, so that no sample crowds them out; None: no line."""
+        """Log level: errors and slow requests have their own, so that no sample crowds them out; None: no line."""
         if seen.status >= 500:
             return logging.ERROR
         if seconds >= self._slow_s:
@@ -32,14 +32,14 @@ class RequestLog:
         return logging.INFO if self._draw() < self._share else None
 
     def told(self, level: int, seen: Seen, request: Request, seconds: float) -> None:
-        """One line, unless it is a probe's: that tells a state, as it should."""
+        """Writes one line, unless the request is a readiness probe: that tells a state, as it should."""
         if request.route != "/readyz" and log.isEnabledFor(level):
             fields = {FIELDS: fields_of(seen, request, seconds)}
             log.log(level, "%s %s", request.method, request.route, extra=fields)
 
 
 def fields_of(seen: Seen, request: Request, seconds: float) -> dict[str, Any]:
-    """What a line says; nothing of it is an entity's id."""
+    """Fields of the request's line; none of them is an entity's id."""
     fields: dict[str, Any] = {"request_id": seen.id}
     if seen.span is not None:
         fields["trace_id"], fields["span_id"] = seen.span

@@ -1,4 +1,4 @@
-"""What a response says of itself, read from its bytes: exact, since no text in JSON holds an unescaped quote. Pure."""
+"""Response facts read from the body's bytes: exact, since no text in JSON holds an unescaped quote. Pure."""
 
 import re
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _LENGTH_MAX = 512
 _STATE_BYTES_MAX = 512
-"""What has to be passed on at least; what is longer is left out whole."""
+"""Bytes of tracestate that have to be passed on at least; what is longer is left out whole."""
 
 
 class Parent(NamedTuple):
@@ -20,7 +20,7 @@ class Parent(NamedTuple):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the caller records this trace."""
+        """True if the caller records this trace."""
         return bool(self.flags & 1)
 
 

@@ -1,4 +1,4 @@
-"""Which served answers are looked at again: drawn ahead, so that an answer pays for a countdown only."""
+"""Sampling of served answers to look at again: drawn ahead, so that an answer pays for a countdown only."""
 
 import math
 import random
@@ -14,14 +14,14 @@ QUEUE_MAX = 256
 """Picks that may wait; each holds its own answer of some hundred bytes to a few kilobytes."""
 
 QUEUE_BYTES = 4 << 20
-"""What they may hold in all: one that was computed from a history of 10,000 ids holds them, too."""
+"""Bytes that waiting picks may hold in all: one that was computed from a history of 10,000 ids holds them, too."""
 
 _OBJECT_BYTES = 64
-"""Of a short text, a number or a place in a set, with what refers to it."""
+"""Bytes of a short text, a number or a place in a set, with what refers to it."""
 
 
 class Pick(NamedTuple):
-    """One answer as it was served, by `generation`; `at` in Unix seconds.
+    """Answer as it was served, by `generation`; `at` in Unix seconds.
 
     What was sent is in `body` (JSON), in `fields`, or the first `k` items of `record`: the stored record, whole, where
     it is at hand. `sent` is what it was computed from, None where the night knows; `barred` what was left out.
@@ -42,7 +42,7 @@ class Pick(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """About what it keeps in memory."""
+        """Bytes that the pick keeps in memory, about."""
         sent = self.sent or LiveInput()
         texts = (self.raw, self.record, self.body, *(sent.history or ()))
         lists = (texts, *self.barred, *_values(self.fields), *_values(sent.features))
@@ -55,7 +55,7 @@ def _values(of: Mapping[str, Any] | None) -> Iterable[Any]:
 
 
 class Picks:
-    """Each answer is picked with the same chance, independently: the gaps between picks are geometric.
+    """Sample of answers, each picked with the same chance, independently: the gaps between picks are geometric.
 
     Whoever answers subtracts from `left` and, once that is below 0, asks `places` which of its answers are meant.
     (Vitter, "Faster methods for random sampling", CACM 27(7), 1984: skip counts in place of a number per record.)
@@ -73,7 +73,7 @@ class Picks:
         self.left = self._gap()
 
     def places(self, count: int) -> list[int]:
-        """Which of the last `count` answers, counted from 0, are picked; draws how many come before the next."""
+        """Places of the picks among the last `count` answers, counted from 0; draws how many come before the next."""
         at, found = count + self.left, []
         while at < count:
             found.append(at)
@@ -82,7 +82,7 @@ class Picks:
         return found
 
     def has_room(self) -> bool:
-        """Whether one more may wait; if not that one is counted as dropped, and need not be made."""
+        """Returns whether one more pick may wait; if not, that one is counted as dropped, and need not be made."""
         if len(self._queue) < QUEUE_MAX and self._size_bytes < QUEUE_BYTES:
             return True
         self.dropped += 1
@@ -96,7 +96,7 @@ class Picks:
             self._size_bytes += size
 
     def next(self) -> Pick | None:
-        """The oldest, taken out."""
+        """Takes out the oldest pick; None if none waits."""
         if not self._queue:
             return None
         pick, size = self._queue.popleft()
@@ -104,7 +104,7 @@ class Picks:
         return pick
 
     def clear(self) -> None:
-        """Drops all that wait."""
+        """Drops all picks that wait."""
         self._queue.clear()
         self._size_bytes = 0
 

@@ -1,4 +1,4 @@
-"""What is hot: remembered in this process, told to Redis every few seconds, and heard from there by who starts cold."""
+"""Hot keys: remembered in this process, told to Redis every few seconds, and heard from there by who starts cold."""
 
 import asyncio
 from collections import Counter, deque
@@ -15,23 +15,23 @@ RECENT = 4_096
 REPORTED = 512
 """Entities told at most each time, the most asked ones."""
 _AT_ONCE = 128
-"""In one script: a third of a millisecond of Redis, which readers wait for."""
+"""Entities in one script: a third of a millisecond of Redis, which readers wait for."""
 _HEAR_S = 1.0
 _MARK: Name = ("", b"")
 
 
 class Redis(Protocol):
-    """What the sketch needs of L2; both raise TierUnavailable."""
+    """Interface of L2 that the sketch needs; both methods raise TierUnavailable."""
 
     async def report_hot(self, report: Report) -> None:
-        """Adds a report."""
+        """Adds a report to the sketch."""
 
     async def hot(self, hour: int) -> list[Name]:
-        """What all replicas reported in this hour and the last, hottest first."""
+        """Entities that all replicas reported in this hour and the last, hottest first."""
 
 
 class Recent(deque[Name]):
-    """What was asked for, newest last; appending is all that a request pays for it.
+    """Entities that were asked for, newest last; appending is all that a request pays for it.
 
     `earlier` adds what was asked for before and is still to be added.
     """
@@ -43,14 +43,14 @@ class Recent(deque[Name]):
         self._waiting = 0
 
     def add(self, table: str, raws: Sequence[bytes]) -> None:
-        """So many of one table at once: kept as they are until somebody looks."""
+        """Adds ids of one table at once: kept as they are until somebody looks."""
         self._batches.append((table, raws))
         self._waiting += len(raws)
         while self._waiting - len(self._batches[0][1]) >= RECENT:
             self._waiting -= len(self._batches.popleft()[1])
 
     def names(self) -> Sequence[Name]:
-        """All that is remembered."""
+        """Entities that are remembered, all of them."""
         self.earlier()
         for table, raws in self._batches:
             self.extend(zip(repeat(table), raws))
@@ -59,7 +59,7 @@ class Recent(deque[Name]):
         return self
 
     def fresh(self) -> list[Name]:
-        """What came since the last call, as far as it is still remembered."""
+        """Entities that came since the last call, as far as they are still remembered."""
         names = list(self.names())
         last = names[::-1].index(_MARK) if _MARK in names else len(names)
         if last:
@@ -88,7 +88,7 @@ class Sketch:
         self._told: set[Name] = set()
 
     async def report(self) -> None:
-        """Tells what was asked for since the last report; takes back what was told before it was blocked."""
+        """Reports what was asked for since the last report; takes back what was told before it was blocked."""
         live, fresh = self._live(), self._recent.fresh()
         if live is None:
             return
@@ -113,7 +113,7 @@ class Sketch:
             self._told.update(gone)
 
     async def hottest(self) -> Sequence[Name]:
-        """What all replicas were asked for of late, hottest first; empty when Redis does not say at once."""
+        """Entities that all replicas were asked for of late, hottest first; empty when Redis does not say at once."""
         try:
             async with asyncio.timeout(_HEAR_S):
                 return await self._redis.hot(hour_of(self._clock()))

@@ -17,15 +17,15 @@ from serving.generations.snapshot import Snapshot
 from serving.usage.l1_curve import LARGEST, SMALLEST, STEPS, Curve
 
 STEP_S = 0.25
-"""Between steps."""
+"""Seconds between steps."""
 HALF_LIFE_S = 3_600.0
-"""After which a read counts for half as much."""
+"""Seconds after which a read counts for half as much."""
 TOUCHES_PER_S = 8_000
-"""Of sampled keys, in the long run, whatever the traffic: about 12 ms of processor time."""
+"""Touches of sampled keys a second, in the long run, whatever the traffic: about 12 ms of processor time."""
 TOUCHES_PER_READ = 0.02
-"""The same where reads are many: 0.04 microseconds of the 8 that a single L1 hit takes."""
+"""Touches of sampled keys per read, where reads are many: 0.04 microseconds of the 8 that a single L1 hit takes."""
 TOUCHES_FREE_PER_S = 500
-"""Of a service with little to do: 0.8 ms of processor time."""
+"""Touches of sampled keys a second in a service with little to do: 0.8 ms of processor time."""
 BUSY_RATE = 0.25
 """The sampling rate once these bounds are met; each further time it is halved."""
 SAMPLED_MIN = 200
@@ -37,7 +37,7 @@ _SLICE = 128
 
 
 class Tiers(Protocol):
-    """What the advisor watches."""
+    """Tiers that the advisor watches: L1, the trace of its reads and the counters."""
 
     local: LocalTier
     trace: Trace
@@ -116,7 +116,7 @@ class Advisor(Collector):
         self._tiers.trace.sample(self._shards.last)
 
     def told(self) -> dict[str, Any] | None:
-        """What is known of this worker's L1, JSON-able; None before there was enough traffic."""
+        """Curve of this worker's L1, JSON-able; None before there was enough traffic."""
         if self._shards.sampled < SAMPLED_MIN:
             return None
         return self._curve().told()
@@ -134,7 +134,7 @@ class Advisor(Collector):
         )
 
     def collect(self) -> Iterable[Metric]:
-        """Three points of the curve, and how far they can be trusted."""
+        """Metrics of three points of the curve, and of how far they can be trusted."""
         shards = self._shards
         predicted = GaugeMetricFamily(
             "larder_l1_predicted_hit_ratio",
@@ -164,5 +164,5 @@ SIZES = {"half": -1, "now": 0, "double": 1}
 
 
 def _counts(counters: Counters) -> tuple[int, int]:
-    """Reads that found a record, and all."""
+    """Reads that found a record, and all reads."""
     return counters.l1 + counters.l2, counters.total

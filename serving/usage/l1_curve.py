@@ -1,4 +1,4 @@
-"""What the L1 size advisors of all workers come to, and how it is said. Pure."""
+"""Curve of L1's hit ratio that the size advisors of all workers come to, and how it is said. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ _NOTICED = 0.001
 
 
 class Curve(NamedTuple):
-    """What is known of L1s of one size; `reads`: how many it rests on, lately."""
+    """Curve of hit ratios for L1s of one budget; `reads`: how many it rests on, lately."""
 
     budget_bytes: int
     capacities: Sequence[int]
@@ -24,7 +24,7 @@ class Curve(NamedTuple):
     reads: float
 
     def told(self) -> dict[str, Any]:
-        """For the dashboard."""
+        """JSON-able form for the dashboard."""
         points = zip(self.capacities, self.entries, self.ratios, strict=True)
         return {
             "sampling_rate": self.sampling_rate,
@@ -40,7 +40,7 @@ class Curve(NamedTuple):
         }
 
     def ratio(self, doublings: int) -> float:
-        """Of an L1 that is so many times twice the budget."""
+        """Hit ratio of an L1 with the budget doubled so many times; below 0, halved."""
         return self.ratios[(doublings - SMALLEST) * STEPS]
 
     def _sentence(self) -> str:
@@ -62,7 +62,7 @@ class Curve(NamedTuple):
 
 
 def together(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """One of many that each `Curve.told`: every worker counts by its reads; None where none tells anything.
+    """Merged curve of many that each `Curve.told`: every worker counts by its reads; None where none tells anything.
 
     Each worker has an L1 of its own, so a size is that of one. Of several budgets, which only a change of settings
     under way makes, the one that most reads were answered with is told.
@@ -93,7 +93,7 @@ def together(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None
 
 
 def shown(size_bytes: int) -> str:
-    """Rounded, in the largest binary unit that it fills."""
+    """Size as text, rounded, in the largest binary unit that it fills."""
     for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if (size := size_bytes / (1 << bits)) >= 1:
             return f"{size:.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Which entities are read at all: told to Redis' HyperLogLogs in batches, counted there over all replicas.
+"""Entities that are read at all: told to Redis' HyperLogLogs in batches, counted there over all replicas.
 
 Who is read has been read from Redis once per process and generation (or ahead of requests, which the sketch of recent
 requests tells), so hits of L1 add nothing and cost nothing.
@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 KEYS_MAX = 1 << 16
-"""Kept between two reports; what comes after them is left out and counted."""
+"""Hashes kept between two reports; what comes after them is left out and counted."""
 
 AT_ONCE = 512
-"""In one PFADD: some 0.2 ms of Redis, which readers wait for."""
+"""Hashes in one PFADD: some 0.2 ms of Redis, which readers wait for."""
 
 LIFE_S = 3 * 86_400
-"""From the last report on."""
+"""Seconds that the counts live, from the last report on."""
 
 Taken = Sequence[Sequence[int | bytes]]
 """Hashes as they were added."""
@@ -30,7 +30,7 @@ class Reads:
         self._room = KEYS_MAX
 
     def add(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
-        """These were read."""
+        """Adds the hashes of entities that were read; counts them as left out if there is no room."""
         if len(keys) > self._room:
             self.left_out += len(keys)
             return
@@ -38,7 +38,7 @@ class Reads:
         self._keys[generation, table].append(keys)
 
     def take(self, generation: str) -> Mapping[str, Taken]:
-        """By table, what was read of this generation since the last call; of others it is forgotten."""
+        """Hashes by table of what was read of this generation since the last call; those of others are forgotten."""
         found = {table: keys for (of, table), keys in self._keys.items() if of == generation}
         self._keys.clear()
         self._room = KEYS_MAX
@@ -46,11 +46,11 @@ class Reads:
 
 
 def packed(added: Taken) -> list[bytes]:
-    """Each hash once, as bytes; digests of inputs left out. 20 ms for all that is kept: not for the event loop."""
+    """Hashes as bytes, each once; digests of inputs left out. 20 ms for all that is kept: not for the event loop."""
     keys = set(chain.from_iterable(added))
     return [each.to_bytes(8, "little") for each in keys if isinstance(each, int)]
 
 
 def pieces(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
-    """What travels at once."""
+    """Batches of the hashes that travel at once."""
     return [keys[at : at + AT_ONCE] for at in range(0, len(keys), AT_ONCE)]

@@ -1,4 +1,4 @@
-"""What the request path tells of its answers, and nothing more: judging comes later, elsewhere."""
+"""Observer of the request path's answers, and nothing more: judging comes later, elsewhere."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from serving.usage.read_counts import Reads
 
 
 class Watch:
-    """For the event loop of one process only. `cold`: ids asked for that the night did not know."""
+    """Observer for the event loop of one process only. `cold`: ids asked for that the night did not know."""
 
     def __init__(
         self, l1_misses: L1Misses, absences: Absences | None = None, picks: Picks | None = None
@@ -28,12 +28,12 @@ class Watch:
         return reason or "internal_error"
 
     def read(self, generation: str, table: str, key: int | bytes, is_known: bool = True) -> None:
-        """Redis answered this one, so L1 did not; `is_known` to the night."""
+        """Counts one entity that Redis answered, so L1 did not; `is_known` to the night."""
         self._l1_misses.add(table, {self._absences.why(generation, table, key): 1})
         if is_known:
             self.reads.add(generation, table, (key,))
 
     def read_many(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
-        """The same of many that the night knows."""
+        """Counts entities that Redis answered, so L1 did not; the night knows them all."""
         self._l1_misses.add(table, self._absences.count(generation, table, keys))
         self.reads.add(generation, table, keys)

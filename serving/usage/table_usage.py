@@ -1,4 +1,4 @@
-"""What the live generation's records are worth: which are read at all, and how often for the memory they take."""
+"""Usage of the live generation's records: which are read at all, and how often for the memory they take."""
 
 import asyncio
 from collections import defaultdict
@@ -19,12 +19,12 @@ GIGABYTE = 1e9
 
 
 class Redis(Protocol):
-    """What is needed of L2."""
+    """Interface of L2 that the usage needs."""
 
     keyspace: Keyspace
 
     async def ask(self, *command: str | bytes | float) -> Any:
-        """One command; raises TierUnavailable."""
+        """Sends one command; its reply. Raises TierUnavailable."""
 
 
 class Usage(Collector):
@@ -50,7 +50,7 @@ class Usage(Collector):
         self._before: dict[str, float] = {}
 
     async def report(self) -> None:
-        """Tells Redis what was read, and hears how much that makes with the other replicas'."""
+        """Reports to Redis what was read, and reads how much that makes with the other replicas'."""
         live = self._live()
         if live is None:
             return
@@ -77,7 +77,7 @@ class Usage(Collector):
     def _packed(
         self, live: Snapshot, recent: Sequence[Name], reads: Mapping[str, Taken]
     ) -> dict[str, list[bytes]]:
-        """Who was read, and who was asked for and need not have been: what was warmed before the first request."""
+        """Hashes of what was read, and of what was asked for without a read: it was warmed before the first request."""
         found = {table: packed(keys) for table, keys in reads.items()}
         named = {(live.generation, each) for each in recent}
         for _, (name, raw) in named - self._told:
@@ -89,26 +89,26 @@ class Usage(Collector):
         return found
 
     def hits(self) -> dict[str, float]:
-        """By table, those of this process under the live release."""
+        """Hits of this process under the live release, by table."""
         return {
             table: count - self._before.get(table, 0.0)
             for table, count in hits_of(self._metrics).items()
         }
 
     def read_share(self) -> float | None:
-        """Of all records of the live generation, those that were read at least once; None when that is not known."""
+        """Share of the live generation's records that were read at least once; None when that is not known."""
         live = self._live()
         if live is None or not self.read or self._release != (live.generation, live.epoch):
             return None
         return sum(self.read.values()) / max(1, sum(records(live, each) for each in self.read))
 
     def size_bytes(self) -> int:
-        """Of the live generation's pages."""
+        """Bytes of the live generation's pages."""
         live = self._live()
         return 0 if live is None else sum(size_of(live, each) for each in live.manifest.tables)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """By table of the live generation; every family, also before there is one."""
+        """Gauge families by table of the live generation; every family, also before there is one."""
         live = self._live()
         held = [] if live is None else [(live, table) for table in live.manifest.tables]
         hits = self.hits()
@@ -137,10 +137,10 @@ def hits_of(metrics: Metrics) -> dict[str, float]:
 
 
 def records(live: Snapshot, table: str) -> int:
-    """How many a table has."""
+    """Number of records of a table."""
     return sum(part.count for part in live.manifest.tables[table].parts)
 
 
 def size_of(live: Snapshot, table: str) -> int:
-    """Bytes of its pages."""
+    """Bytes of a table's pages."""
     return sum(part.file.size_bytes for part in live.manifest.tables[table].parts)

@@ -1,4 +1,4 @@
-"""One caller's commands, spread over the nodes that hold their keys, and their answers put together again."""
+"""Scatter-gather of one caller's commands over the nodes that hold their keys: the answers are put together again."""
 
 import asyncio
 import logging
@@ -42,14 +42,14 @@ class Slots:
         self._pages: dict[tuple[str, str], PageSlots] = {}
 
     def of(self, commands: Sequence[Command]) -> Iterable[int]:
-        """In order."""
+        """Slots of the commands' keys, in order."""
         if isinstance(commands, PageReads):
             slot_of = self._table(commands.generation, commands.table).__getitem__
             return map(slot_of, commands.pages.tolist())
         return map(self.of_one, commands)
 
     def of_one(self, command: Command) -> int:
-        """Of one command."""
+        """Slot of one command's key."""
         if isinstance(command, PageRead):
             return self._table(command.generation, command.table)[command.page]
         if isinstance(command, OverlayRead | OverlayWrite):
@@ -68,7 +68,7 @@ class Slots:
 
 
 class Scatter:
-    """Ends when the last node has answered or was given up by its own tier: each waits for its own deadline only.
+    """A scatter that ends when the last node has answered or its own tier gave it up: each has its own deadline only.
 
     What a node redirects is sent on, `REDIRECTS_MAX` times at most and within `window_s` of the first one.
     """
@@ -85,7 +85,7 @@ class Scatter:
         self._timer: asyncio.TimerHandle | None = None
 
     def send(self) -> "asyncio.Future[Any]":
-        """To each node its own; nothing is awaited."""
+        """Sends each node its own commands; returns the future of what `keep` makes of the answers, awaits nothing."""
         groups: dict[RemoteTier | None, list[int]] = {}
         owner = self._nodes.of_slot
         for place, slot in enumerate(self._slots.of(self._commands)):
@@ -168,7 +168,7 @@ class Scatter:
             )
 
     def _end(self) -> None:
-        """With what there is; a command that is still on its way was not answered in time, or only redirected."""
+        """Ends with what there is; a command that is still on its way was not answered in time, or only redirected."""
         if self._timer is not None:
             self._timer.cancel()
         if sum(len(places) for places, _ in self._columns) == len(self._commands):

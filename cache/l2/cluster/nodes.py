@@ -13,13 +13,13 @@ from cache.l2.slots import SLOTS, Owners, address_of, node_url, owners_of, seed_
 from cache.l2.tier import RemoteConfig, RemoteTier
 
 REFRESH_PAUSE_S: Final = 1.0
-"""Between two looks at the slot map that somebody's trouble asks for: a dead node costs one look per second."""
+"""Seconds between two looks at the slot map that somebody's trouble asks for: a dead node costs one look per second."""
 
 _NO_MAP: Final = "no node of the Redis Cluster has told yet who serves which slot"
 
 
 class Nodes:
-    """One tier per master, with wires and a breaker of its own, so that one that is dead holds up no other.
+    """A registry of one tier per master, with wires and a breaker of its own, so that a dead one holds up no other.
 
     The map is looked up again whenever a node redirects or fails; a redirection counts at once.
     """
@@ -42,11 +42,11 @@ class Nodes:
 
     @property
     def tiers(self) -> list[RemoteTier]:
-        """Of every node that is known."""
+        """Tiers of all nodes that are known."""
         return list(self._tiers.values())
 
     def of_slot(self, slot: int) -> RemoteTier | None:
-        """Who serves a slot, as far as is known."""
+        """The tier of the node that serves a slot, None where that is not known."""
         return self._owners[slot]
 
     def at(self, address: str) -> RemoteTier:
@@ -57,7 +57,7 @@ class Nodes:
         return tier
 
     def learn(self, slot: int, address: str) -> None:
-        """A node said that another one serves this slot."""
+        """Records a redirection: the node at `address` serves this slot; looks at the map again soon."""
         self._owners[slot] = self.at(address)
         self.refresh_soon()
 
@@ -100,7 +100,7 @@ class Nodes:
             task.exception()  # whoever awaits it is told; nobody else has to be
 
     async def _look(self) -> None:
-        """The first map without a gap, else the one with the fewest: a node that came back empty knows only itself."""
+        """Adopts the first map without a gap, else the fullest: a node that came back empty knows only itself."""
         best: Owners = {}
         # Those that are out of order last: each may cost a time-out.
         known = sorted(self._tiers.items(), key=lambda _: random.random())

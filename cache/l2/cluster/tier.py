@@ -26,20 +26,20 @@ _STATES: tuple[State, ...] = ("closed", "half_open", "open")
 
 
 class Breakers:
-    """All nodes' breakers as one: the worst of them."""
+    """Circuit breakers of all nodes as one: the worst of them."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
 
     @property
     def state(self) -> State:
-        """Of the node that is worst off."""
+        """State of the node that is worst off; "closed" while none is known."""
         states = [tier.breaker.state for tier in self._nodes.tiers]
         return max(states, key=_STATES.index, default="closed")
 
     @property
     def opened(self) -> int:
-        """How often any of them did."""
+        """Times that any node's breaker opened, nodes that left included."""
         return self._nodes.gone_opened + sum(tier.breaker.opened for tier in self._nodes.tiers)
 
 
@@ -82,24 +82,24 @@ class ClusterTier:
         return self.nodes.gone_shed + sum(tier.shed for tier in self.nodes.tiers)
 
     async def read(self, reads: Sequence[Read]) -> list[Answer]:
-        """See `RemoteTier.read`."""
+        """Answers, one per read: the record or overlay, None where there is none, else why it is not known."""
         return list(await self._submit(reads)) if reads else []
 
     def submit(
         self, reads: Sequence[Command], keep: Callable[[Sequence[Answer]], T]
     ) -> asyncio.Future[T]:
-        """See `RemoteTier.submit`."""
+        """A future of what `keep` makes of the answers to one read or more, from the nodes that hold the keys."""
         return cast(asyncio.Future[T], self._submit(reads, keep))
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
-        """See `RemoteTier.lease`."""
+        """A future of the answer to `command`, from the node that holds the lease."""
         return cast(
             asyncio.Future[bytes | TierUnavailable | None],
             self._submit((command,), lambda answers: answers[0]),
         )
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """See `RemoteTier.write_overlays`. A lease lies on another node: it says "done" once its answer is stored."""
+        """Stores each overlay; None where it was. A lease, on another node, says "done" once its answer is stored."""
         if not writes:
             return []
         answers = await self._submit([write._replace(mark=None) for write in writes])
@@ -117,7 +117,7 @@ class ClusterTier:
         return Scatter(commands, keep, self.nodes, self._slots, self.config.deadline_s).send()
 
     def bound_s(self) -> float:
-        """See `RemoteTier.bound_s`; what is redirected may take one deadline more."""
+        """Bound in seconds for a read that is sent now; what is redirected may take one deadline more."""
         tiers = self.nodes.tiers
         if not tiers:
             commands = self.config.batch_commands_max
@@ -125,7 +125,7 @@ class ClusterTier:
         return self.config.deadline_s + max(tier.bound_s() for tier in tiers)
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """See `RemoteTier.p99_ms`; of the slowest node."""
+        """99th percentile in ms of the slowest node's round trips of the last `within_s`; None when there were none."""
         found = [each for tier in self.nodes.tiers if (each := tier.p99_ms(within_s)) is not None]
         return max(found, default=None)
 
@@ -134,7 +134,7 @@ class ClusterTier:
         await self._home(lambda tier: tier.ping())
 
     async def watch(self) -> tuple[bytes | None, bytes | None]:
-        """See `RemoteTier.watch`."""
+        """The live pointer's JSON and the staging note's, as of one moment; None for what is not there."""
         return await self._home(lambda tier: tier.watch())
 
     async def time(self) -> float:
@@ -142,35 +142,35 @@ class ClusterTier:
         return await self._home(lambda tier: tier.time())
 
     async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
-        """See `RemoteTier.heartbeat`."""
+        """Registers what this replica holds, at the node of the control keys, scored `at` (Redis' time)."""
         await self._home(lambda tier: tier.heartbeat(replica_id, payload, at))
 
     async def sign_off(self, replica_id: str) -> None:
-        """See `RemoteTier.sign_off`."""
+        """Takes a replica's last payload away, at the node of the control keys."""
         await self._home(lambda tier: tier.sign_off(replica_id))
 
     async def report_hot(self, report: Report) -> None:
-        """See `RemoteTier.report_hot`."""
+        """Adds to the sketch of recent requests, at the node of the control keys, what this replica was asked for."""
         await self._home(lambda tier: tier.report_hot(report))
 
     async def hot(self, hour: int) -> list[Name]:
-        """See `RemoteTier.hot`."""
+        """Names that all replicas were asked for most in this hour and the last, hottest first."""
         return await self._home(lambda tier: tier.hot(hour))
 
     async def cold(self, day: int) -> list[Name]:
-        """See `RemoteTier.cold`."""
+        """Names that all replicas were asked for this day and the last and no generation knew, most asked first."""
         return await self._home(lambda tier: tier.cold(day))
 
     async def ask(self, *command: str | bytes | float) -> Any:
-        """See `RemoteTier.ask`."""
+        """The reply of the control keys' node to a command, at leisure; TierUnavailable when there is none."""
         return await self._home(lambda tier: tier.ask(*command))
 
     async def page(self, read: PageRead) -> bytes | None:
-        """See `RemoteTier.page`; from the node that holds it."""
+        """A page or a part of it from the node that holds it, None where there is none; at leisure."""
         return await self._on(self._slots.of_one(read), lambda tier: tier.page(read))
 
     async def eviction_policy(self) -> str:
-        """The first that may evict pages among the nodes that answer, else any; TierUnavailable when none answers."""
+        """Policy of the first answering node that may evict pages, else of any; TierUnavailable when none answers."""
         await self.nodes.ready()
         found = await asyncio.gather(
             *(tier.eviction_policy() for tier in self.nodes.tiers), return_exceptions=True
@@ -182,17 +182,17 @@ class ClusterTier:
         return next((each for each in policies if each.startswith("allkeys")), *policies[:1])
 
     async def ask_all(self, commands: Sequence[tuple[str | bytes | float, ...]]) -> list[Any]:
-        """See `RemoteTier.ask_all`; for keys that lie with the control keys."""
+        """Replies to all commands, for keys that lie with the control keys; the first refusal is raised."""
         return await self._home(lambda tier: tier.ask_all(commands))
 
     async def infos(self) -> list[dict[str, Any]]:
-        """See `RemoteTier.infos`; of all nodes, raises when one does not answer."""
+        """`INFO` of all nodes; raises TierUnavailable when one does not answer."""
         await self.nodes.ready()
         found = await asyncio.gather(*(tier.infos() for tier in self.nodes.tiers))
         return [each for told in found for each in told]
 
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
-        """See `RemoteTier.subscribe`. Every node passes messages on; after an error the next one is listened to."""
+        """Messages of a channel from one node: every node passes them on; after an error the next is listened to."""
         await self.nodes.ready()
         tiers = self.nodes.tiers
         tier = tiers[self._listened % len(tiers)]
@@ -202,11 +202,11 @@ class ClusterTier:
                 yield message
 
     async def _home(self, ask: Callable[[RemoteTier], Awaitable[T]]) -> T:
-        """What the node of the control keys says."""
+        """Asks the node of the control keys."""
         return await self._on(self._home_slot, ask)
 
     async def _on(self, slot: int, ask: Callable[[RemoteTier], Awaitable[T]]) -> T:
-        """What the node of a slot says; once more after a look at the map if its keys are elsewhere by now."""
+        """Asks the node of a slot; once more after a look at the map if its keys are elsewhere by now."""
         await self.nodes.ready()
         try:
             return await ask(self._of_slot(slot))
@@ -234,7 +234,7 @@ class ClusterTier:
 def open_tier(
     config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker]
 ) -> RemoteTier | ClusterTier:
-    """L2 as its URL says: one server, or a Redis Cluster."""
+    """The tier that the URL of L2 asks for: of one server, or of a Redis Cluster."""
     if is_cluster(config.url):
         return ClusterTier(config, keyspace, new_breaker)
     return RemoteTier(config, keyspace, new_breaker())

@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def evidence(self) -> Evidence:
-        """What several gates look at."""
+        """Evidence that several gates look at."""
         return cast(Evidence, self.given)
 
     @property
@@ -57,14 +57,14 @@ class Candidate:
         return None if self.live is None else self.live.generation
 
     def uncompared(self, rule: str, threshold: float | str | None) -> Verdict:
-        """Of a gate that has no live manifest to compare with: passed only where nothing was ever live."""
+        """Verdict of a gate that has no live manifest to compare with: passed only where nothing was ever live."""
         if self.unreadable is None:
             return Verdict(rule, True, None, threshold, FIRST)
         return Verdict(rule, False, None, threshold, UNREADABLE, self.unreadable)
 
     @property
     def is_retrained(self) -> bool:
-        """Whether another bundle made it than made the live generation."""
+        """True if another bundle made it than made the live generation."""
         return self.live is not None and self.live.bundle_digest != self.manifest.bundle_digest
 
 

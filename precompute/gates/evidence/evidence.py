@@ -31,7 +31,7 @@ ITEM_STRATUM = 64
 
 
 def few(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """At most `count` of the rows, evenly spread."""
+    """Selects at most `count` of the rows, evenly spread."""
     picked = np.linspace(0, len(rows) - 1, min(count, len(rows)))
     return rows[np.unique(picked.astype(np.int64))]
 
@@ -164,7 +164,7 @@ class Evidence:
         )
 
     def item_rows_for(self, model: BundleModel) -> NDArray[np.int64]:
-        """Those of the sampled items that have what a model of items wants."""
+        """Ordinals of the sampled items that have what a model of items wants."""
         return self.item_rows[self._item_features(model)[1][self.item_rows]]
 
     def _item_features(

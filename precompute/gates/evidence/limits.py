@@ -1,4 +1,4 @@
-"""How long gates may take: some time in any case, and the reading of all bytes at the governor's floor. Pure."""
+"""Time limits of gates: some time in any case, and the reading of all bytes at the governor's floor. Pure."""
 
 from dataclasses import dataclass
 from typing import Final, Self
@@ -7,7 +7,7 @@ from precompute.config.sections import GateThresholds, GovernorConfig
 
 MIB: Final = 1 << 20
 PASSES: Final = 3
-"""How often all bytes are read: files against their checksums, records one by one, pages in Redis."""
+"""Passes over all bytes: files against their checksums, records one by one, pages in Redis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class TimeLimits:
 
     @classmethod
     def of(cls, thresholds: GateThresholds, governor: GovernorConfig, size_bytes: int) -> Self:
-        """For a generation of that many bytes, which no gate needs to read faster than the governor promises."""
+        """Limits for a generation of `size_bytes`, which no gate needs to read faster than the governor promises."""
         reading_s = size_bytes / (governor.floor_mib_s * MIB)
         return cls(
             thresholds.timeout_s + reading_s, thresholds.total_timeout_s + PASSES * reading_s

@@ -27,7 +27,7 @@ class Marks:
         self.count = 0
 
     def append(self, marks: NDArray[np.uint64]) -> None:
-        """Those of the next records."""
+        """Add the fingerprints of the next records."""
         self._file.write(np.ascontiguousarray(marks, np.uint64).data)
         self.count += len(marks)
 
@@ -37,7 +37,7 @@ class Marks:
         return np.frombuffer(os.pread(self._file.fileno(), 8 * count, 8 * start), np.uint64)
 
     def repeated(self) -> int:
-        """How many come again: counted in ranges of the 64 bits, so that few are in memory at a time."""
+        """Number of repeated fingerprints, counted in ranges of the 64 bits, so that few are in memory at a time."""
         ranges = -(-self.count // MARKS_AT_ONCE)
         return sum(self._repeated_in(number, ranges) for number in range(ranges))
 
@@ -57,7 +57,7 @@ def _bounds(number: int, ranges: int) -> tuple[int, int]:
 
 @dataclass(slots=True, eq=False)
 class Scan:
-    """What was found in one table; `faults` counts by kind, `seen` tells where each kind was seen first.
+    """Findings of a scan of one table; `faults` counts by kind, `seen` tells where each kind was seen first.
 
     `absent`: records that answer nothing, for entities with an answer in another table of their directory.
 
@@ -89,7 +89,7 @@ class Scan:
 
 
 def depth_of(width: int, items: int) -> int:
-    """How deep lists are compared: 20 slots, fewer where a list would hold most of a small catalogue anyway."""
+    """Slots of a list that are compared: 20, fewer where a list would hold most of a small catalogue anyway."""
     return max(1, min(width, 20, items // 8))
 
 

@@ -155,9 +155,9 @@ def _inputs(
     hashes: NDArray[np.uint64],
     history_limit: int,
 ) -> tuple[ShardInput, NDArray[np.int64]]:
-    """What `read_shard` says of these users, found another way: row by row, the later occurrence wins.
+    """Inputs of these users as `read_shard` gives them, found another way: row by row, the later occurrence wins.
 
-    And when each of them last chose an item that was new to them: a repeat changes no list.
+    Also the time at which each of them last chose an item that was new to them: a repeat changes no list.
     """
     users = users.take(pa.array(picked)).combine_chunks()
     wanted = users.column(HASH).combine_chunks()

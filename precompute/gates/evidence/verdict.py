@@ -11,7 +11,7 @@ UNREADABLE = "live manifest cannot be read, so nothing can be compared with it"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one gate found; `threshold` is what `value` was held against.
+    """Verdict of one gate; `threshold` is what `value` was held against.
 
     `baseline` is the live generation it was compared with, `overridden` the reason for which a failure was let pass.
     """
@@ -25,7 +25,7 @@ class Verdict:
     overridden: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For the manifest; what does not apply is left out."""
+        """JSON-able form for the manifest; what does not apply is left out."""
         found: dict[str, Any] = {
             "rule": self.rule,
             "passed": self.passed,

@@ -69,7 +69,7 @@ def _against_live(rule: str, candidate: Candidate, entity: str, threshold: float
 
 
 def _erased_of_live(candidate: Candidate, entity: str) -> int:
-    """How many of the live generation's entities had to go: nobody misses them."""
+    """Number of the live generation's entities that had to go: nobody misses them."""
     evidence, erased = candidate.evidence, candidate.erased
     if entity == "user" and erased.users and evidence.live_users is not None:
         hashes = hash_ids(sorted(erased.users), evidence.live_users.seed)
@@ -160,7 +160,7 @@ def record_ids(candidate: Candidate) -> Verdict:
 
 
 def _out_of_place(candidate: Candidate, table: Table) -> int:
-    """How many records are too many or too few for the table's directory; at least 1 where its parts differ."""
+    """Number of records too many or too few for the table's directory; at least 1 where its parts differ."""
     scan, directory = (
         candidate.evidence.scans[table.name],
         candidate.evidence.directories[table.entity],

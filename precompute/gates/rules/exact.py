@@ -14,13 +14,13 @@ from precompute.gates.evidence.scan import numbers_of
 from precompute.gates.evidence.verdict import Verdict, at_least, none_of, not_measured, worst_of
 
 ROUNDING: Final = 2e-5
-"""Of a float32 product, relative to the lengths of both vectors."""
+"""Rounding tolerance of a float32 product, relative to the lengths of both vectors."""
 
 OUTPUT_ROUNDING: Final = 1e-4
-"""Of a model's outputs between batches, relative to the row's largest."""
+"""Rounding tolerance of a model's outputs between batches, relative to the row's largest."""
 
 STEP: Final = {"f2": 2.0**-10, "f4": 2.0**-22, "i1": 1 / 127}
-"""Of a stored number, relative to the record's largest."""
+"""Rounding tolerance of a stored number by precision, relative to the record's largest."""
 
 ITEMS_AT_ONCE: Final = 8_192
 ROWS_AT_ONCE: Final = 512
@@ -69,7 +69,7 @@ def exact_numbers(candidate: Candidate) -> Verdict:
 
 
 def history_in_lists(candidate: Candidate) -> Verdict:
-    """No sampled user's list holds an item of their own history, no item's list the item itself."""
+    """Lists of sampled users hold no item of their own history, lists of items never the item itself."""
     evidence, leaks, noted = candidate.evidence, 0, ""
     for table in candidate.manifest.tables.values():
         if table.kind != "topk":
@@ -159,7 +159,7 @@ def _compare(
     layout: Layout,
     metric: str,
 ) -> NDArray[np.bool_]:
-    """Which lists hold items whose true scores are, place by place, the best that there are, and say so."""
+    """bool [lists]: the true scores of its items are, place by place, the best that there are, and stored so."""
     width, total = layout.width, len(vectors)
     best = np.full((len(queries), width), -np.inf)
     stored = np.full((len(queries), width), -np.inf)

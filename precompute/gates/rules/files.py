@@ -34,7 +34,7 @@ def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) 
 
 
 def stamp(path: Path, artefact: Artefact) -> str | None:
-    """What a file is when it was checked: whatever writes to it changes that. None for one that is not there."""
+    """Stamp of a file when it was checked: whatever writes to the file changes it. None for one that is not there."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -54,14 +54,14 @@ class Checked:
         return stamped in self._stamps
 
     def add(self, stamped: str) -> None:
-        """Kept at once: who is killed later loses nothing of it."""
+        """Adds a stamp, kept at once: who is killed later loses nothing of it."""
         with self._lock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as notes:
                 notes.write(f"{stamped}\n")
 
     def forget(self) -> None:
-        """All are checked: what is verified again later is checked again."""
+        """Removes all stamps when all files are checked: what is verified again later is checked again."""
         self._path.unlink(missing_ok=True)
 
 

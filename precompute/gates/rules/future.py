@@ -15,7 +15,7 @@ from precompute.partitions.holdout import read_holdout
 from precompute.partitions.shard_files import shard_of
 
 PAIRS_MIN: Final = 200
-"""Fewer held-out choices than this say nothing: one user more or less would move the figure by percents."""
+"""Least number of held-out choices to judge by: below it, one user more or less would move the figure by percents."""
 
 
 def heldout_recall(candidate: Candidate) -> Verdict:

@@ -21,7 +21,7 @@ def disk_headroom(candidate: Candidate) -> Verdict:
 
 
 def memory_headroom(candidate: Candidate) -> Verdict:
-    """What readers map of the generations of a peak fits the memory available to each replica."""
+    """Room in the memory available to each replica for what readers map of the generations of a peak."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.memory_headroom
     generations = generations_at_peak(candidate.keep)
 
@@ -52,7 +52,7 @@ def _tightest(
 def disk_verdict(
     free_bytes: int, size_bytes: int, threshold: float, *, generations: int = 1
 ) -> Verdict:
-    """Whether a file system has room for so many generations of this size."""
+    """Verdict on a file system: has it room for so many generations of this size?"""
     what = "a generation" if generations == 1 else f"{generations} generations"
     return at_least(
         "disk_headroom",
@@ -65,7 +65,7 @@ def disk_verdict(
 def memory_verdict(
     available_bytes: int, mapped_bytes: int, threshold: float, *, generations: int
 ) -> Verdict:
-    """Whether a host's memory holds what readers map of so many generations of this size."""
+    """Verdict on a host's memory: does it hold what readers map of so many generations of this size?"""
     size_bytes = generations * mapped_bytes
     return at_least(
         "memory_headroom",

@@ -26,7 +26,7 @@ def maxmemory_policy(candidate: Candidate) -> Verdict:
 
 
 def redis_headroom(candidate: Candidate) -> Verdict:
-    """With this generation loaded beside all others, what cannot be evicted leaves Redis room to work."""
+    """Room that what cannot be evicted leaves Redis to work, with this generation loaded beside all others."""
     servers = masters(candidate.control.client)
     verdicts = [_headroom(candidate, name, server) for name, server in servers.items()]
     failed = [each for each in verdicts if not each.passed]
@@ -58,7 +58,7 @@ def memory_limit(server: "redis.Redis") -> tuple[int, str]:
 
 
 def redis_verdict(name: str, used_bytes: int, limit: int, what: str, threshold: float) -> Verdict:
-    """Whether a server, named as `cache.l2.sync_clients.masters` does, is left room to work; `what` sets the limit."""
+    """Verdict on the room left to a server, named as `cache.l2.sync_clients.masters` does; `what` sets the limit."""
     if not limit:
         return Verdict(
             "redis_headroom",
@@ -103,7 +103,7 @@ def pages_in_redis(candidate: Candidate) -> Verdict:
 
 
 def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> bool:
-    """Whether the part had to be loaded once more; raises NotJudged when not even that helped."""
+    """Returns whether the part had to be loaded once more; raises NotJudged when not even that helped."""
     given = (
         candidate.control.client, candidate.control.keys, candidate.manifest, candidate.root, part,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> b
 
 
 def _run_ids(client: "redis.Redis") -> bytes:
-    """Of all masters: another one, or one that has started since, may not have what was read."""
+    """Run ids of all masters: another one, or one that has started since, may not have what was read."""
     found: list[Any] = [server.info("server") for server in masters(client).values()]
     # Who says none may have started at any time.
     return ",".join(sorted(each.get("run_id") or token_hex() for each in found)).encode()

@@ -18,10 +18,10 @@ faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
 QUERIES_AT_ONCE: Final = 16
 QUERIES: Final = 32
-"""Of a stratum."""
+"""Queries of a stratum."""
 
 DISTANCE_ERROR: Final = 1e-3
-"""Relative: vectors are stored in full, so only the order of a float32 sum may differ."""
+"""Relative tolerance: vectors are stored in full, so only the order of a float32 sum may differ."""
 
 
 def index_recall(candidate: Candidate) -> Verdict:

@@ -65,7 +65,7 @@ def distinct_lists(candidate: Candidate) -> Verdict:
 
 
 def top_items_of_live(candidate: Candidate) -> Verdict:
-    """How much more of the slots the top 1 % of items hold than in the live generation."""
+    """Ratio of the share of slots that the top 1 % of items hold to that share in the live generation."""
     rule, threshold = "top_items_of_live", candidate.thresholds.top_items_of_live
     ratios = {}
     for table, before in _pairs(candidate):

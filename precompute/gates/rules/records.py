@@ -29,7 +29,7 @@ def record_headers(candidate: Candidate) -> Verdict:
 
 
 def finite(candidate: Candidate) -> Verdict:
-    """No number of any record, and no item vector, is NaN or infinite."""
+    """Numbers of every record, and every item vector, are neither NaN nor infinite."""
     vectors = candidate.items.vectors
     for start in range(0, len(vectors), VECTORS_AT_ONCE):
         bad = int((~np.isfinite(vectors[start : start + VECTORS_AT_ONCE]).all(axis=1)).sum())

@@ -59,7 +59,7 @@ def _compared(rule: str, candidate: Candidate, kinds: tuple[str, ...], threshold
 
 
 def _pairs(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pairs, str]:
-    """What can be compared, and the id of an entity whose record is somebody else's."""
+    """Pairs that can be compared, and the id of an entity whose record is somebody else's."""
     raws, positions, prepared = _asked(candidate, predictor, table)
     rows = [row for row, each in enumerate(prepared) if each is not None]
     read = _read(candidate, table, positions[rows])

@@ -55,7 +55,7 @@ def fetch(url: str, token: str = "") -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Shows until Ctrl-C, or once; 2 for what cannot be shown."""
+    """Shows the dashboard until Ctrl-C, or once; 2 for what cannot be shown."""
     sent = _parser().parse_args(arguments)
     if line := missing("top", "top", "rich"):
         print(f"larder: {line}", file=sys.stderr)

@@ -112,6 +112,6 @@ def size(size_bytes: float | None) -> str:
 
 
 def spark(values: Sequence[float]) -> str:
-    """One block per value, as high as it is beside the greatest."""
+    """A sparkline: one block per value, as high as it is beside the greatest."""
     most = max(values, default=0) or 1
     return "".join(_BLOCKS[round((len(_BLOCKS) - 1) * each / most)] for each in values)
