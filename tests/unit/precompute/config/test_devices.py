@@ -22,9 +22,9 @@ def forgotten():
 def test_a_machine_without_a_gpu_never_imports_torch():
     code = (
         "import sys\n"
-        "from precompute import pipeline\n"
-        "from precompute.device import choice\n"
-        "choice._SIGNS = ()\n"
+        "from precompute.steps import pipeline\n"
+        "from precompute.config import devices\n"
+        "devices._SIGNS = ()\n"
         "assert devices.devices('auto') == devices.devices('off') == ()\n"
         "assert devices.device_of('auto', 3) is None\n"
         "assert 'torch' not in sys.modules"
@@ -89,8 +89,8 @@ def test_a_shard_takes_the_gpu_that_no_other_process_scores_on(monkeypatch, tmp_
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from precompute.device import choice\n"
-        "choice.devices = lambda wanted: ('cuda:0', 'cuda:1')\n"
+        "from precompute.config import devices\n"
+        "devices.devices = lambda wanted: ('cuda:0', 'cuda:1')\n"
         "with devices.least_busy('auto', 0, Path(sys.argv[1])) as device:\n"
         "    print(device, flush=True)\n"
         "    sys.stdin.read()\n"

@@ -30,7 +30,7 @@ from serving.rendering.arrow_batch import Stored, answers_stream
 from serving.rendering.arrow_rows import items_of
 
 COLUMNS: Any = loader.load({})
-pytestmark = pytest.mark.skipif(COLUMNS is None, reason="cache._columns was not built")
+pytestmark = pytest.mark.skipif(COLUMNS is None, reason="cache.native._columns was not built")
 NAMES = ["i-1", "ü", 'a"b', "c\\d", "e\nf", "x" * 256, "7", "/"]
 PLAIN = ["i-1", "ü", "7", "/", "x" * 256, "\x7f"]
 
