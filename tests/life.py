@@ -28,7 +28,7 @@ from cache.format.manifest import (
     Table,
     TablePart,
 )
-from cache.format.records import Layout
+from cache.format.records.layout import Layout
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Pointer, Release, all_releases, newest_release
 from precompute.control.control_keys import REPLICA_DEAD_S, Control

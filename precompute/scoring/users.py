@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cache.format.item_table import ItemTable
 from cache.format.keys import fingerprints
-from cache.format.records import NO_ITEM, Layout
+from cache.format.records.layout import NO_ITEM, Layout
 from cache.model.tower import Histories, TowerSpec
 from precompute.builds.build import Build, cut_of, fetch_partition
 from precompute.bulk.headroom import demand_disk

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cache.format.keys import fingerprint
 from cache.format.manifest import Table
-from cache.format.records import decode
+from cache.format.records.codec import decode
 from cache.model.input_preparation import LiveInput
 from cache.model.tower import TowerSpec
 from serving.generations.snapshot import Snapshot
