@@ -9,7 +9,7 @@ import numpy as np
 
 from cache.errors import TierUnavailable
 from cache.format.directory import Directory
-from cache.format.keys import canonical_id, fingerprint, hash_id, hash_ids
+from cache.format.ids import canonical_id, fingerprint, hash_id, hash_ids
 from cache.format.manifest import Artefact, Producer, Table, TablePart
 from cache.format.records.codec import encode_numbers
 from cache.format.records.layout import Layout

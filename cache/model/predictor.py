@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
+from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable
-from cache.format.keys import FeatureValue
 from cache.format.manifest import Manifest, Model, Table
 from cache.format.records.codec import encode_numbers, encode_topk
 from cache.model.candidate_search import Searcher

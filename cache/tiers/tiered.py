@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol, TypeVar, cast
 
 from cache.errors import TierUnavailable
-from cache.format.keys import hash_hex
 from cache.format.records.codec import pack_overlay, unpack_overlay
 from cache.format.records.layout import (
     RECORD_FORMAT,
@@ -16,6 +15,7 @@ from cache.format.records.layout import (
     peek_fingerprint,
     peek_format,
 )
+from cache.format.redis_keys import hash_hex
 from cache.l2.commands import Answer, Overlay, OverlayWrite, Read
 from cache.l2.lease_commands import Bid, LeaseTake, Mark
 from cache.tiers.access_sample import Trace

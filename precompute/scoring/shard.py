@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError
+from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.keys import fingerprints
 from cache.format.manifest import Producer
 from cache.format.records.layout import Layout
 from cache.model.ranking import Metric

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from cache.errors import CorruptArtefact
-from cache.format.keys import Keyspace
 from cache.format.records.codec import Record, decode
 from cache.format.records.layout import is_live, peek_format
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from cache.tiers.inspector import Looking, PagedRemote
 from cache.tiers.results import OUTAGES, Found, Missed, Outcome, Want

@@ -2,15 +2,7 @@
 
 import numpy as np
 
-from cache.format.keys import (
-    FINGERPRINT_SEED,
-    KEYSPACE_VERSION,
-    Keyspace,
-    fingerprint,
-    hash_hex,
-    hash_id,
-    input_digest,
-)
+from cache.format.ids import FINGERPRINT_SEED, fingerprint, hash_id, input_digest
 from cache.format.manifest import (
     MANIFEST_FORMAT,
     Artefact,
@@ -26,6 +18,7 @@ from cache.format.manifest import (
 )
 from cache.format.records.codec import encode_numbers, encode_topk, pack_overlay
 from cache.format.records.layout import RECORD_FORMAT, Layout
+from cache.format.redis_keys import KEYSPACE_VERSION, Keyspace, hash_hex
 from cache.store.releases import Pointer, Release
 
 MARKS = np.array([0x1122334455667788], np.uint64)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from cache.format.keys import Keyspace
 from cache.format.manifest import (
     Artefact,
     DirectoryPart,
@@ -20,6 +19,7 @@ from cache.format.manifest import (
 )
 from cache.format.records.codec import encode_numbers
 from cache.format.records.layout import Layout
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
 from cache.store.releases import Pointer
 from precompute.bulk.reload import reload

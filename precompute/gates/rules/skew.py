@@ -5,7 +5,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.keys import FeatureValue, fingerprint
+from cache.format.ids import FeatureValue, fingerprint
 from cache.format.manifest import Table
 from cache.format.records.codec import decode
 from cache.format.records.layout import is_absent

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
 from cache.format.directory import Directory
+from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.keys import fingerprints, hash_ids
 from cache.format.manifest import (
     Artefact,
     EntitySet,

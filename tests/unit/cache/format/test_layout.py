@@ -106,7 +106,7 @@ def edited(self, data, *given, **named):
 
 importlib.machinery.SourceFileLoader.source_to_code = edited
 import numpy as np
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.format.manifest import MANIFEST_FORMAT, Manifest
 from cache.format.records.codec import decode, encode_numbers
 from cache.format.records.layout import Layout, peek_format

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from cache.errors import ConfigError
 from cache.format.directory import Directory
-from cache.format.keys import Keyspace, are_ids, hash_ids
+from cache.format.ids import are_ids, hash_ids
 from cache.format.records.codec import encode_numbers
 from cache.format.records.layout import RECORD_FORMAT, Layout
+from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Packer, PageReads
 from cache.l2.replies import Frames, could_be, stride
 from cache.native import loader

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 
-from cache.format.keys import fingerprints
+from cache.format.ids import fingerprints
 from cache.format.manifest import Artefact, Producer, Table, TablePart
 from cache.format.records.codec import encode_topk
 from cache.format.records.layout import NO_ITEM, Layout

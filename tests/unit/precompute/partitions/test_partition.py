@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from cache.errors import ConfigError, CorruptArtefact, SourceError
 from cache.format.directory import Directory
+from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.keys import hash_ids
 from cache.format.records.codec import encode_numbers
 from cache.format.records.layout import Layout
 from cache.model.tower import InputSpec, TowerSpec

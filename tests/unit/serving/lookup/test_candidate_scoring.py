@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from cache.format.keys import fingerprint
+from cache.format.ids import fingerprint
 from cache.format.records.codec import decode, encode_numbers
 from cache.format.records.layout import Layout
 from serving.generations.served_set import Holding

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cache.format.keys import ID_BYTES_MAX, canonical_id
+from cache.format.ids import ID_BYTES_MAX, canonical_id
 from cache.format.records.codec import encode_numbers, encode_topk
 from cache.format.records.layout import Layout
 from cache.native import loader
