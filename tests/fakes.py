@@ -9,9 +9,10 @@ import numpy as np
 
 from cache.errors import TierUnavailable
 from cache.format.directory import Directory
-from cache.format.keys import canonical_id, fingerprint, hash_id, hash_ids
+from cache.format.ids import canonical_id, fingerprint, hash_id, hash_ids
 from cache.format.manifest import Artefact, Producer, Table, TablePart
-from cache.format.records import Layout, encode_vectors
+from cache.format.records.codec import encode_numbers
+from cache.format.records.layout import Layout
 from cache.l2.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead, Read
 from cache.l2.lease_commands import DONE, DONE_MS, Lease, LeaseTake
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
@@ -148,7 +149,7 @@ class Night:
         prints = np.array([fingerprint(raws[each]) for each in order], np.uint64)
         vectors = np.arange(count * dims, dtype=np.float32).reshape(count, dims)[order] + 1
         self.layout = Layout("vector", dims, "f4")
-        rows = encode_vectors(self.layout, prints, vectors, 1_700_000_000).tobytes()
+        rows = encode_numbers(self.layout, prints, vectors, 1_700_000_000).tobytes()
         page_bytes = records_per_page * self.layout.size_bytes
         self.pages = [rows[at : at + page_bytes] for at in range(0, len(rows), page_bytes)]
         part = TablePart(0, len(self.pages), count, NO_FILE, NO_FILE)
@@ -171,7 +172,7 @@ class Night:
         """What the live path would compute for `id_`."""
         prints = np.array([fingerprint(canonical_id(id_))], np.uint64)
         vectors = np.full((1, self.layout.width), value, np.float32)
-        return encode_vectors(self.layout, prints, vectors, 1_700_000_100, live=True).tobytes()
+        return encode_numbers(self.layout, prints, vectors, 1_700_000_100, live=True).tobytes()
 
     def load(self, remote: FakeRemote, generation: str = GENERATION) -> None:
         """Puts its pages where `remote` finds them."""

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.directory import Directory, map_file
+from cache.format.ids import hash_id, hash_ids
 from cache.format.item_bytes import Names
 from cache.format.item_json import Texts
-from cache.format.keys import hash_id, hash_ids
 from cache.format.manifest import Manifest
 
 Ordinals = NewType("Ordinals", NDArray[np.int64])

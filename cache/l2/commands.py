@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.lease_commands import Lease, LeaseSwap, LeaseTake, Mark, pack_lease, pack_mark
 from cache.l2.redirects import ASKING, refused
 from cache.l2.replies import Frames

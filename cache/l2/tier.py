@@ -15,7 +15,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 
 from cache.control.hot_keys import COLD, MEMBERS_MAX, READ_AT_ONCE, REPORT, Name, Report, hottest
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.commands import (
     Answer,

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from cache.errors import ConfigError
+from cache.format.records.layout import OFFSETS
+from cache.native.number_text import DROPPED_BITS, NUMERAL_BYTES
 
-VERSION = 2
+VERSION = 3
 """Version of the functions and their arguments: what was built from other sources is left alone."""
 
 Lent = Any
@@ -149,7 +151,10 @@ def columns() -> Columns | None:
 
 
 def load(environ: Mapping[str, str]) -> Columns | None:
-    """The compiled module; None if missing, of other sources, or LARDER_COLUMNS=off; ConfigError unless auto or off."""
+    """The compiled module; None if missing, of other sources, or LARDER_COLUMNS=off; ConfigError unless auto or off.
+
+    ConfigError, too, where it has records laid out otherwise than `cache.format.records.layout`.
+    """
     wanted = environ.get("LARDER_COLUMNS", "auto")
     if wanted not in ("auto", "off"):
         raise ConfigError(f"LARDER_COLUMNS must be auto or off, not {wanted!r}")
@@ -163,5 +168,17 @@ def load(environ: Mapping[str, str]) -> Columns | None:
     if found.VERSION != VERSION:
         _log.warning("cache.native._columns was built from other sources: install again")
         return None
+    _demand_layout(found.LAYOUT)
     columns: Columns = found
     return columns
+
+
+def _demand_layout(compiled: Mapping[str, int]) -> None:
+    described = {**OFFSETS, "numeral": NUMERAL_BYTES, "dropped_bits": DROPPED_BITS}
+    for name, number in compiled.items():
+        if described.get(name) != number:
+            raise ConfigError(
+                f"cache.native._columns was compiled with {name} = {number}, cache.format.records.layout has "
+                f"{described.get(name)}: change cache/native/rows.h and install again",
+                name=name,
+            )

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import TierUnavailable
-from cache.format.keys import FORMAT
-from cache.format.records import peek_fingerprint
+from cache.format.records.layout import RECORD_FORMAT, are_answers_of, peek_fingerprint
 from cache.l2.commands import Answer, PageReads
 from cache.l2.replies import Frames
 from cache.native import loader
@@ -209,7 +208,7 @@ def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
     layout = wants.table.layout
     missed: dict[int, Missed] = {}
     if type(answers) is Frames:
-        found = answers.sound(layout.dtype, wants.fingerprints, FORMAT)
+        found = answers.sound(layout.dtype, wants.fingerprints, RECORD_FORMAT)
         if found is not None:
             return Landed(found, missed)
         rows = answers.rows(layout.dtype)
@@ -221,7 +220,7 @@ def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
                 missed[place] = unavailable(each)
             elif not isinstance(each, bytes):
                 missed[place] = MISSED[MissReason.PAGE_MISSING]
-    sound = (rows["fingerprint"] == wants.fingerprints) & (rows["flags"] >> 4 == FORMAT)
+    sound = are_answers_of(rows, wants.fingerprints)
     if np.count_nonzero(sound) < len(sound):
         for place in np.flatnonzero(~sound).tolist():
             record, mark = rows[place].tobytes(), wants.fingerprints.item(place)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from cache.errors import TierUnavailable
-from cache.format.keys import FORMAT
-from cache.format.records import peek_fingerprint, peek_format
+from cache.format.records.layout import is_answer_of
 from cache.l2.commands import Answer, Overlay, PageRead
 from cache.tiers.addressing import reads_of
 from cache.tiers.l1 import LocalKey
@@ -77,7 +76,7 @@ class Looking:
             return entry if isinstance(entry, Missed) else judge(entry, want, "l2")
         if not isinstance(answer, bytes):
             return MISSED[MissReason.PAGE_MISSING]
-        if peek_format(answer) != FORMAT or peek_fingerprint(answer) != want.fingerprint:
+        if not is_answer_of(answer, want.fingerprint):
             return MISSED[unsound(answer, want.fingerprint)]
         return Found(answer, "l2", False, None)
 

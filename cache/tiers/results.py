@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cache.errors import TierUnavailable
 from cache.format.directory import Directory
 from cache.format.manifest import Table
-from cache.format.records import is_absent
+from cache.format.records.layout import is_absent
 from cache.l2.lease_commands import Bid
 
 

@@ -7,14 +7,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol, TypeVar, cast
 
 from cache.errors import TierUnavailable
-from cache.format.keys import FORMAT, hash_hex
-from cache.format.records import (
-    FLAG_LIVE,
-    pack_overlay,
+from cache.format.records.codec import pack_overlay, unpack_overlay
+from cache.format.records.layout import (
+    RECORD_FORMAT,
+    is_answer_of,
+    is_live,
     peek_fingerprint,
     peek_format,
-    unpack_overlay,
 )
+from cache.format.redis_keys import hash_hex
 from cache.l2.commands import Answer, Overlay, OverlayWrite, Read
 from cache.l2.lease_commands import Bid, LeaseTake, Mark
 from cache.tiers.access_sample import Trace
@@ -55,10 +56,6 @@ class Remote(Protocol):
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
         """Stores overlays; returns None for each that was stored, else why it was not."""
-
-
-FLAGS_AT = 14
-"""Offset of the flags in a record's header."""
 
 
 class Tiered:
@@ -331,7 +328,7 @@ class Tiered:
 
     def _keep(self, key: LocalKey, want: Want, answer: Answer, asked_at: float) -> Entry | Missed:
         if type(answer) is bytes:
-            if answer[14] >> 4 != FORMAT or int.from_bytes(answer[:8], "little") != want[2]:
+            if not is_answer_of(answer, want[2]):
                 return MISSED[unsound(answer, want[2])]
             entry = Entry(answer, want[2])
             self.local.put(key, entry)
@@ -360,7 +357,7 @@ class Tiered:
 def overlay_entry(want: Want, overlay: Overlay, asked_at: float) -> Entry | Missed:
     """The entry in an overlay asked for at `asked_at` (monotonic), or why it is a miss."""
     unpacked = unpack_overlay(want.table.layout, overlay.payload)
-    if unpacked is None or peek_format(unpacked[0]) != FORMAT:
+    if unpacked is None or peek_format(unpacked[0]) != RECORD_FORMAT:
         return MISSED[MissReason.CORRUPT]
     if overlay.ttl_s <= 0:
         return MISSED[MissReason.EXPIRED]
@@ -390,5 +387,5 @@ def _check_live(want: Want, record: bytes) -> None:
     size_bytes = want.table.layout.size_bytes
     if len(record) != size_bytes:
         raise ValueError(f"a record of {want.table.name} has {size_bytes} bytes, not {len(record)}")
-    if peek_fingerprint(record) != want.fingerprint or not record[FLAGS_AT] & FLAG_LIVE:
+    if peek_fingerprint(record) != want.fingerprint or not is_live(record):
         raise ValueError(f"not a live record of the wanted entity in {want.table.name}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import redis_url
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.releases import all_releases

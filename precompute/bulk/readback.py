@@ -9,8 +9,8 @@ import redis
 import xxhash
 
 from cache.errors import CorruptArtefact
-from cache.format.keys import Keyspace
 from cache.format.manifest import Manifest
+from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import by_server
 from precompute.bulk.governor import Governor
 from precompute.bulk.parts import Part

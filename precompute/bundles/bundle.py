@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cache.errors import BundleError
-from cache.format.keys import ID_BYTES_MAX
+from cache.format.ids import ID_BYTES_MAX
 from cache.format.manifest import EntityKind
 from cache.model.ranking import Metric
 from cache.model.tower import Tower, TowerSpec

@@ -9,7 +9,7 @@ import orjson
 import redis
 
 from cache.errors import Conflict, CorruptArtefact, Refused
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import home, masters
 from cache.store.releases import Pointer
 from precompute.control.connection import connect as connect

@@ -10,7 +10,7 @@ import orjson
 import xxhash
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from serving.dashboard.counters import Counts, merged, unpack
 from serving.dashboard.publisher import Commands, Teller
 from serving.dashboard.series import Row, row

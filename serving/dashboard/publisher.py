@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import orjson
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from serving.dashboard.counters import Counts, difference, totals
 from serving.dashboard.time_bins import HISTORY_S, Bins
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from serving.dashboard.aggregator import Seen, Whole
 from serving.dashboard.counters import Counts

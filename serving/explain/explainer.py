@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from cache.errors import CorruptArtefact
-from cache.format.keys import Keyspace
-from cache.format.records import FLAG_LIVE, Record, decode, peek_format
+from cache.format.records.codec import Record, decode
+from cache.format.records.layout import is_live, peek_format
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from cache.tiers.inspector import Looking, PagedRemote
 from cache.tiers.results import OUTAGES, Found, Missed, Outcome, Want
@@ -231,7 +232,7 @@ class Rungs:
 
 def _record(record: Record, found: Found, prediction: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "by": "live" if found.record[14] & FLAG_LIVE else "batch",
+        "by": "live" if is_live(found.record) else "batch",
         "bytes": len(found.record),
         "format": peek_format(found.record),
         "fingerprint": f"{record.fingerprint:016x}",

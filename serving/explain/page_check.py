@@ -8,8 +8,8 @@ import numpy as np
 import xxhash
 
 from cache.errors import CorruptArtefact, LarderError
-from cache.format.keys import Keyspace
 from cache.format.manifest import Table, TablePart
+from cache.format.redis_keys import Keyspace
 from cache.l2.commands import PageRead
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.tiers.inspector import Looking

@@ -11,7 +11,7 @@ import numpy as np
 
 from cache.errors import CorruptArtefact
 from cache.format.manifest import Table
-from cache.format.records import Record
+from cache.format.records.codec import Record
 from cache.tiers.inspector import Looking
 from cache.tiers.results import Found
 from serving.admission.controller import Admission

@@ -8,8 +8,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_bytes import Named
-from cache.format.keys import fingerprints, hash_ids
 from cache.tiers.batches import Rows, Wants
 from cache.tiers.results import Found, Missed, Outcome, Want
 from serving.generations.snapshot import Snapshot

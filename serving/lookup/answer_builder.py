@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cache.format.records import Record
+from cache.format.records.codec import Record
 from cache.tiers.tiered import MissReason
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cache.errors import InvalidInput
-from cache.format.keys import FeatureValue, fingerprint, hash_id, input_digest
+from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
-from cache.format.records import Record, decode
+from cache.format.records.codec import Record, decode
 from cache.model.predictor import LiveInput
 from cache.tiers.tiered import Found, Want
 from serving.generations.snapshot import Snapshot

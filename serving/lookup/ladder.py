@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cache.format.records import Record, decode
+from cache.format.records.codec import Record, decode
 from cache.l2.pool import deadline_for
 from cache.tiers.tiered import Found, Missed, MissReason, Outcome, View, Want
 from serving.generations.served_set import Holding

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace, hash_hex
+from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.commands import Answer
 from cache.l2.lease_commands import DONE, GIVEN_BACK, Bid, Lease, LeaseSwap, LeaseTake, Mark
 from cache.tiers.tiered import Found, View, Want

@@ -8,9 +8,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.format.keys import fingerprint
+from cache.format.ids import fingerprint
 from cache.format.manifest import Table
-from cache.format.records import decode
+from cache.format.records.codec import decode
 from cache.model.input_preparation import LiveInput
 from cache.model.tower import TowerSpec
 from serving.generations.snapshot import Snapshot

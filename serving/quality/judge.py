@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import NamedTuple
 
-from cache.format.keys import hash_id
+from cache.format.ids import hash_id
 from cache.tiers.l1 import LocalKey, LocalTier
 from serving.generations.snapshot import Snapshot
 from serving.quality.comparison import Sample, Skipped, compare

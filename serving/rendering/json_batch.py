@@ -8,9 +8,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.format.keys import FORMAT
 from cache.format.manifest import Table
-from cache.format.records import SAFE_EXPONENT
+from cache.format.records.layout import NIGHTLY
+from cache.format.records.quantization import SAFE_EXPONENT
 from cache.native import loader
 from cache.native.number_text import Numerals
 from serving.generations.snapshot import Snapshot
@@ -29,12 +29,12 @@ def plain(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArr
     least = k if is_list else width
     if columns is not None and layout.precision != "i1" and not len(snapshot.blocked_ordinals):
         found = columns.plain(
-            rows, width, is_list, layout.precision == "f2", FORMAT << 4, least, SAFE_EXPONENT,
+            rows, width, is_list, layout.precision == "f2", NIGHTLY, least, SAFE_EXPONENT,
             snapshot.items.count,
         )  # fmt: skip
         return np.frombuffer(bytearray(found), np.bool_)
     flags, counts = rows["flags"], rows["count"]
-    usable: NDArray[np.bool_] = (flags == FORMAT << 4) & (counts >= least) & (counts <= width)
+    usable: NDArray[np.bool_] = (flags == NIGHTLY) & (counts >= least) & (counts <= width)
     if table.layout.precision == "i1":
         with np.errstate(over="ignore", invalid="ignore"):
             return usable & np.isfinite(rows["scale"] * np.float32(128))

@@ -3,7 +3,7 @@
 import orjson
 
 from cache.format.manifest import Table
-from cache.format.records import Record, decode
+from cache.format.records.codec import Record, decode
 from cache.tiers.l1 import Ready
 from cache.tiers.results import Found
 from serving.generations.snapshot import Snapshot

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from cache.format.keys import are_ids
+from cache.format.ids import are_ids
 from cache.native import loader
 from serving.arrow_ipc.flatbuffers import Malformed
 from serving.arrow_ipc.messages import Unsupported

@@ -10,7 +10,8 @@ from prometheus_client.registry import Collector
 
 from cache.control.hot_keys import Name
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace, hash_id
+from cache.format.ids import hash_id
+from cache.format.redis_keys import Keyspace
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.usage.read_counts import LIFE_S, Reads, Taken, packed, pieces

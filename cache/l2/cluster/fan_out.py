@@ -9,7 +9,7 @@ from typing import Any, Final
 from redis.crc import key_slot
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.cluster.nodes import Nodes
 from cache.l2.commands import (
     Answer,

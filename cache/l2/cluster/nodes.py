@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.slots import SLOTS, Owners, address_of, node_url, owners_of, seed_urls
 from cache.l2.tier import RemoteConfig, RemoteTier

@@ -10,7 +10,7 @@ from redis.exceptions import MovedError
 
 from cache.control.hot_keys import Name, Report
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker, State
 from cache.l2.cluster.fan_out import Scatter, Slots
 from cache.l2.cluster.nodes import Nodes

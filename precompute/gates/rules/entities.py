@@ -8,7 +8,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cache.format.directory import Directory
-from cache.format.keys import FINGERPRINT_SEED, hash_ids
+from cache.format.ids import FINGERPRINT_SEED, hash_ids
 from cache.format.manifest import Table
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.user_sample import names_of, sampled_shards

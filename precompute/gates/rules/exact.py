@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.manifest import Table
-from cache.format.records import ABSENT, Layout
+from cache.format.records.layout import ABSENT, Layout
+from cache.format.records.quantization import STEP, dequantize
 from cache.model.tower import Histories
 from precompute.bundles.bundle import BundleModel
 from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.scan import numbers_of
 from precompute.gates.evidence.verdict import Verdict, at_least, none_of, not_measured, worst_of
 
 ROUNDING: Final = 2e-5
@@ -18,9 +18,6 @@ ROUNDING: Final = 2e-5
 
 OUTPUT_ROUNDING: Final = 1e-4
 """Rounding tolerance of a model's outputs between batches, relative to the row's largest."""
-
-STEP: Final = {"f2": 2.0**-10, "f4": 2.0**-22, "i1": 1 / 127}
-"""Rounding tolerance of a stored number by precision, relative to the record's largest."""
 
 ITEMS_AT_ONCE: Final = 8_192
 ROWS_AT_ONCE: Final = 512
@@ -62,7 +59,7 @@ def exact_numbers(candidate: Candidate) -> Verdict:
         expected, positions = _outputs(candidate, model)
         records = evidence.records_of(table, positions)
         there = records["flags"] != ABSENT  # how many are not, coverage judges
-        expected, stored = expected[there], numbers_of(table.layout, records[there])
+        expected, stored = expected[there], dequantize(table.layout, records[there], np.float64)
         tolerance = OUTPUT_ROUNDING + STEP[table.layout.precision]
         shares[table.name] = _share(_rows_equal(expected, stored, tolerance))
     return _worst("exact_numbers", candidate, shares)
@@ -144,7 +141,7 @@ def _right_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
         right[some] = _compare(
             vectors[some].astype(np.float64), candidate.items.vectors, excluded.take(some),
             records["items"][some], records["count"][some].astype(np.int64),
-            numbers_of(table.layout, records[some]), table.layout, str(table.producer.index),
+            dequantize(table.layout, records[some], np.float64), table.layout, str(table.producer.index),
         )  # fmt: skip
     return right
 

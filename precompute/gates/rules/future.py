@@ -5,7 +5,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.keys import hash_ids
+from cache.format.ids import hash_ids
 from cache.format.manifest import Table
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.live_lists import matching_table, read_live

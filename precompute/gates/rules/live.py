@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.manifest import Manifest, Table
+from cache.format.records.quantization import dequantize
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.live_lists import LiveLists, matching_table, read_live
-from precompute.gates.evidence.scan import depth_of, numbers_of
+from precompute.gates.evidence.scan import depth_of
 from precompute.gates.evidence.verdict import Verdict, at_least, at_most, none_of, not_measured
 
 BINS: Final = 10
@@ -210,7 +211,7 @@ def _distinct(records: NDArray[Any]) -> float:
 
 def _scores(table: Table, records: NDArray[Any]) -> NDArray[np.float64]:
     used = np.arange(table.layout.width) < records["count"][:, None]
-    return numbers_of(table.layout, records)[used]
+    return dequantize(table.layout, records, np.float64)[used]
 
 
 def _jaccards(

@@ -4,7 +4,7 @@ from typing import Final
 
 import numpy as np
 
-from cache.format.records import ABSENT
+from cache.format.records.layout import ABSENT
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.verdict import Verdict, at_most, none_of
 

@@ -5,9 +5,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.keys import FeatureValue, fingerprint
+from cache.format.ids import FeatureValue, fingerprint
 from cache.format.manifest import Table
-from cache.format.records import decode, is_absent
+from cache.format.records.codec import decode
+from cache.format.records.layout import is_absent
 from cache.model.predictor import LiveInput, Predictor, Prepared
 from cache.model.tower import TowerSpec
 from precompute.gates.evidence.candidate import Candidate

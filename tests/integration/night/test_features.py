@@ -13,7 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import Refused, SourceError
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.records import NO_ITEM, decode
+from cache.format.records.codec import decode
+from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
 from cache.model.tower import InputSpec, TowerSpec
 from cache.store.artefacts import open_generation, sha256_of

@@ -9,8 +9,8 @@ import pytest
 import redis
 
 from cache.errors import Conflict, CorruptArtefact
-from cache.format.keys import Keyspace
 from cache.format.manifest import Manifest
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Pointer
 from precompute.bulk.governor import Governor, open_governor

@@ -719,7 +719,8 @@ def test_a_shell_without_redis_restores_what_was_published_and_leaves_no_process
 
 def test_a_score_that_vanishes_refuses_the_night_with_its_remedy():
     from cache.errors import UnfitValue
-    from cache.format.records import Layout, encode_topk
+    from cache.format.records.codec import encode_topk
+    from cache.format.records.layout import Layout
 
     with pytest.raises(UnfitValue, match="store it as f4"):
         encode_topk(

@@ -10,7 +10,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.control.hot_keys import COLD, Report
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.commands import Overlay, OverlayRead, OverlayWrite, PageRead
 from cache.l2.lease_commands import LeaseSwap, LeaseTake, Mark

@@ -11,8 +11,9 @@ import pytest
 import redis
 
 from cache.errors import TierUnavailable
+from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
-from cache.format.keys import Keyspace, hash_id
+from cache.format.redis_keys import Keyspace
 from cache.model.input_sample import FACT, Probe
 from cache.store.artefacts import open_generation
 from precompute.config.settings import NightConfig

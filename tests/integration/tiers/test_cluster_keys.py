@@ -10,7 +10,7 @@ from redis.crc import key_slot
 from redis.exceptions import AskError
 
 from cache.errors import ConfigError, TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.cluster.tier import ClusterTier
 from cache.l2.commands import Overlay, OverlayRead, OverlayWrite, PageRead

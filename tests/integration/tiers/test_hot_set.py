@@ -10,7 +10,7 @@ import redis.asyncio
 
 from cache.control.hot_keys import LIFE_S, MEMBERS_MAX, Report
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.store.blocklist import change_blocklist
 from precompute.config.settings import NightConfig

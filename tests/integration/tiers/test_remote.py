@@ -15,7 +15,7 @@ import redis
 import uvloop
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead
 from cache.l2.tier import RemoteConfig, RemoteTier

@@ -7,7 +7,7 @@ import hiredis
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.commands import OverlayRead, PageRead, PageReads, unpack
 from cache.l2.connection import Batch
 from cache.l2.tier import RemoteConfig, RemoteTier

@@ -5,7 +5,7 @@ import pytest
 from onnx import load, numpy_helper
 
 from cache.errors import InvalidInput
-from cache.format.records import decode
+from cache.format.records.codec import decode
 from cache.model.predictor import LiveInput
 from cache.model.tower import Histories
 from precompute.bundles import graphs

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
 from cache.format.directory import Directory
-from cache.format.keys import Keyspace
-from cache.format.records import absent
+from cache.format.records.codec import absent
+from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Packer, PageReads
 from cache.tiers.addressing import page_reads, reads_of
 from cache.tiers.batches import Rows, Wants

@@ -9,11 +9,13 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 
-from cache.format.keys import fingerprints
+from cache.format.ids import fingerprints
 from cache.format.manifest import Artefact, Producer, Table, TablePart
-from cache.format.records import NO_ITEM, Layout, encode_topk
+from cache.format.records.codec import encode_topk
+from cache.format.records.layout import NO_ITEM, Layout
+from cache.format.records.quantization import dequantize
 from cache.model.tower import Histories
-from precompute.gates.evidence.scan import Scan, depth_of, numbers_of, scan_table
+from precompute.gates.evidence.scan import Scan, depth_of, scan_table
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.rules.exact import _compare, _rows_equal
 from precompute.gates.rules.live import psi
@@ -164,5 +166,5 @@ def test_numbers_are_read_as_a_reader_reads_them(tmp_path: Path) -> None:
     layout = Layout("topk", 2, "f2")
     marks = np.array([1], np.uint64)
     items, scores = np.array([[3, 4]], np.uint32), np.array([[1e-12, 3e-13]], np.float32)
-    found = numbers_of(layout, encode_topk(layout, marks, items, scores, 0))
+    found = dequantize(layout, encode_topk(layout, marks, items, scores, 0), np.float64)
     assert found[0].tolist() == pytest.approx([1e-12, 3e-13], rel=1e-3)

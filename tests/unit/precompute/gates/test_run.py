@@ -17,7 +17,7 @@ from cache.errors import (
     StoreError,
     TierUnavailable,
 )
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from precompute.config.settings import GateThresholds, GovernorConfig
 from precompute.control.control_keys import Control
 from precompute.gates.evidence.candidate import Candidate

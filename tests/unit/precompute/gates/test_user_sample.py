@@ -11,7 +11,7 @@ import pytest
 
 from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
-from cache.format.keys import hash_ids
+from cache.format.ids import hash_ids
 from cache.format.manifest import Artefact, DirectoryPart, EntitySet
 from precompute.gates.evidence.scan import Marks
 from precompute.gates.evidence.user_sample import STRATA, names_of, sample_users, seen_by

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache.errors import SourceError
-from cache.format.keys import hash_ids
+from cache.format.ids import hash_ids
 from cache.native import loader
 from precompute.config.settings import Sources, parse_time
 from precompute.sources import columns

@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from serving.dashboard.aggregator import _ALL_AGAIN_S, LATELY_BINS, SILENT_S, Seen, Whole
 from serving.dashboard.counters import Counts, merged
 from serving.dashboard.publisher import _SWEEP, AT_ONCE, GONE_S, Teller

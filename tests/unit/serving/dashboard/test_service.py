@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from cache.control.schedule import Schedule
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from serving.dashboard.service import ARCHIVE_S, READ_S, Dashboard
 from serving.metrics.log_buckets import finer

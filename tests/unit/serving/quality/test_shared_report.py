@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from cache.control.hot_keys import Name
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from serving.quality.aggregates import Cell
 from serving.quality.results import Results
 from serving.quality.shared_report import LIFE_S, Told

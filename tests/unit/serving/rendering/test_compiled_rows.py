@@ -17,9 +17,9 @@ from cache.errors import UnfitValue
 from cache.format.item_bytes import Names
 from cache.format.item_json import Texts
 from cache.format.item_table import Lent
-from cache.format.keys import FORMAT
 from cache.format.manifest import Producer, Table
-from cache.format.records import NO_ITEM, Layout, encode_topk
+from cache.format.records.codec import encode_topk
+from cache.format.records.layout import NIGHTLY, NO_ITEM, Layout
 from cache.native import loader
 from cache.native.number_text import Numerals
 from serving.arrow_ipc import writer
@@ -86,7 +86,7 @@ def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
     found = np.frombuffer(bytearray(raw), layout.dtype)
     k = data.draw(st.integers(1, width))
     if data.draw(st.booleans()):  # most of it as it should be
-        found["flags"], found["count"] = FORMAT << 4, data.draw(st.integers(0, width + 1))
+        found["flags"], found["count"] = NIGHTLY, data.draw(st.integers(0, width + 1))
         if kind == "topk":
             found["items"] %= np.uint32(len(NAMES) + 1)
     live = snapshot(NAMES, blocked)

@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cache.format.keys import ID_BYTES_MAX, canonical_id
-from cache.format.records import Layout, encode_topk, encode_values, encode_vectors
+from cache.format.ids import ID_BYTES_MAX, canonical_id
+from cache.format.records.codec import encode_numbers, encode_topk
+from cache.format.records.layout import Layout
 from cache.native import loader
 from cache.tiers.results import Found
 from serving.client.arrow import write_arrow_ids
@@ -41,8 +42,7 @@ def records(layout: Layout, count: int, items: int) -> NDArray[Any]:
     if layout.kind == "topk":
         listed = (np.arange(2 * count, dtype=np.uint32) % items).reshape(count, 2)
         return encode_topk(layout, prints, listed, numbers, 1)
-    encode = encode_vectors if layout.kind == "vector" else encode_values
-    return encode(layout, prints, numbers, 1)
+    return encode_numbers(layout, prints, numbers, 1)
 
 
 def wanted(layout: Layout, ids: list[str], names: list[str]) -> list[dict[str, Any]]:

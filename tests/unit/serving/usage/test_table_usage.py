@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cache.control.hot_keys import Name
-from cache.format.keys import Keyspace, hash_id
+from cache.format.ids import hash_id
+from cache.format.redis_keys import Keyspace
 from serving.usage.read_counts import Reads
 from serving.usage.table_usage import Usage
 from tests.unit.serving.world import World

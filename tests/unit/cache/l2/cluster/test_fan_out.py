@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.cluster.fan_out import REDIRECTS_MAX, Scatter, Slots
 from cache.l2.commands import (
     Answer,

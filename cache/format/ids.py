@@ -1,9 +1,8 @@
-"""Identity: how ids, inputs and Redis keys become bytes. Pure."""
+"""Identity: bytes of ids, their hashes and fingerprints, and the digest of an input. Pure."""
 
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
@@ -13,12 +12,11 @@ from numpy.typing import NDArray
 from cache.errors import InvalidId, InvalidInput
 from cache.native import loader
 
-FORMAT = 1
 ID_BYTES_MAX = 256
 FINGERPRINT_SEED = 0x9E3779B97F4A7C15
 """Hash seed independent of every directory seed: a record proves whose it is even if the directory is wrong."""
 
-type_tags = {"str": b"s", "int": b"i", "float": b"f", "bool": b"b", "vector": b"v"}
+_TYPE_TAGS = {"str": b"s", "int": b"i", "float": b"f", "bool": b"b", "vector": b"v"}
 
 FeatureValue = str | int | float | bool | tuple[float, ...]
 
@@ -108,15 +106,15 @@ def _sized(raw: bytes) -> bytes:
 def _encode_feature(name: str, value: FeatureValue) -> bytes:
     match value:
         case bool():
-            return type_tags["bool"] + bytes([value])
+            return _TYPE_TAGS["bool"] + bytes([value])
         case int():
-            return type_tags["int"] + _sized(str(value).encode())
+            return _TYPE_TAGS["int"] + _sized(str(value).encode())
         case float():
-            return type_tags["float"] + _finite(name, value)
+            return _TYPE_TAGS["float"] + _finite(name, value)
         case str():
-            return type_tags["str"] + _sized(value.encode())
+            return _TYPE_TAGS["str"] + _sized(value.encode())
         case tuple():
-            return type_tags["vector"] + _sized(_all_finite(name, value))
+            return _TYPE_TAGS["vector"] + _sized(_all_finite(name, value))
     raise InvalidInput(
         f"feature {name!r} has the unsupported type {type(value).__name__}", field=name
     )
@@ -133,86 +131,3 @@ def _all_finite(name: str, value: tuple[float, ...]) -> bytes:
     if not all(map(math.isfinite, numbers)):
         _finite(name, next(each for each in numbers if not math.isfinite(each)))
     return struct.pack(f"<{len(numbers)}d", *numbers)
-
-
-def hash_hex(key: int | bytes) -> str:
-    """The overlay key's last part: 16 hex digits for an entity hash, 32 for an id-less feature key."""
-    return key.hex() if isinstance(key, bytes) else f"{key:016x}"
-
-
-@dataclass(frozen=True, slots=True)
-class Keyspace:
-    """Redis keys of one namespace; control keys share a slot in Redis Cluster, pages and overlays spread."""
-
-    namespace: str
-
-    @property
-    def live(self) -> str:
-        """Key of the pointer to the live generation."""
-        return f"larder:{FORMAT}:{{{self.namespace}}}:live"
-
-    @property
-    def next(self) -> str:
-        """The generation that replicas are asked to hold ready."""
-        return f"larder:{FORMAT}:{{{self.namespace}}}:next"
-
-    @property
-    def generations(self) -> str:
-        """Hash: generation id -> state."""
-        return f"larder:{FORMAT}:{{{self.namespace}}}:generations"
-
-    @property
-    def replicas(self) -> str:
-        """Sorted set of serving replicas by heartbeat."""
-        return f"larder:{FORMAT}:{{{self.namespace}}}:replicas"
-
-    def hot(self, hour: int) -> str:
-        """Sorted set of table and id by how often it was asked for in one hour (since 1970, Redis' clock)."""
-        return f"larder:{FORMAT}:{{{self.namespace}}}:hot:{hour}"
-
-    def bin(self, start: int) -> str:
-        """Hash: worker -> what it counted in the seconds from `start` (Unix) on; for the dashboard."""
-        return f"larder:{FORMAT}:{{{self.namespace}}}:dash:{start}"
-
-    @property
-    def workers(self) -> str:
-        """Hash: worker -> what it counted in all, and how it stands; for the dashboard."""
-        return f"larder:{FORMAT}:{{{self.namespace}}}:dash:workers"
-
-    def cold(self, day: int) -> str:
-        """Sorted set of table and id, by requests in one day, of ids that the live generation did not know."""
-        return f"larder:{FORMAT}:{{{self.namespace}}}:cold:{day}"
-
-    def read(self, generation: str, table: str) -> str:
-        """HyperLogLog of the entities of a table that were read at least once."""
-        return f"larder:{FORMAT}:{{{self.namespace}}}:read:{generation}:{table}"
-
-    @property
-    def quality(self) -> str:
-        """Hash: replica -> what it found of the quality of its answers, as JSON."""
-        return f"larder:{FORMAT}:{{{self.namespace}}}:quality"
-
-    @property
-    def channel(self) -> str:
-        """Pub/sub channel that shortens what polling would find anyway."""
-        return f"larder:{FORMAT}:{{{self.namespace}}}:changes"
-
-    def page(self, generation: str, table: str, page: int) -> str:
-        """Key of one page of a table."""
-        return f"larder:{FORMAT}:{self.namespace}:g:{generation}:{table}:{page}"
-
-    def pages(self, generation: str, table: str) -> bytes:
-        """Key prefix of all pages of a table, before the page number."""
-        return f"larder:{FORMAT}:{self.namespace}:g:{generation}:{table}:".encode()
-
-    def loaded(self, generation: str) -> str:
-        """Hash: "table/part" -> digest of the pages that are wholly in Redis."""
-        return f"larder:{FORMAT}:{self.namespace}:g:{generation}:loaded"
-
-    def overlay(self, generation: str, table: str, hash_hex: str) -> str:
-        """Key of one record written through by live inference."""
-        return f"larder:{FORMAT}:{self.namespace}:w:{generation}:{table}:{hash_hex}"
-
-    def lease(self, generation: str, table: str, hash_hex: str, digest: bytes) -> str:
-        """Lease on computing the overlay for one input: beside the overlay, under the same rights."""
-        return f"{self.overlay(generation, table, hash_hex)}:{digest.hex()}"
