@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from cache.format.keys import fingerprint
 from cache.format.manifest import Table
 from cache.format.records import decode
+from cache.model.agreement import cosine, overlap, relative_errors
 from cache.model.input_preparation import LiveInput
 from cache.model.tower import TowerSpec
 from serving.generations.snapshot import Snapshot
@@ -83,19 +84,19 @@ def compare(pick: Pick, snapshot: Snapshot, inputs: Inputs | None) -> Sample:
     except Exception as damage:  # what a damaged record holds is the read path's to count
         raise Skipped("failed") from damage
     if own.items is None or served is None:
-        is_exact, overlap, error = _numbers(table, numbers, own.numbers)
-        whole: float | None = overlap
+        is_exact, share, error = _numbers(table, numbers, own.numbers)
+        whole: float | None = share
     else:
         keep = _allowed(own.items, (*pick.barred, snapshot.blocked))
         items, scores = own.items[keep], own.numbers[keep]
-        is_exact, overlap, error = _lists(served, numbers, items, scores)
+        is_exact, share, error = _lists(served, numbers, items, scores)
         whole = None
         if stored is not None and stored[0] is not None:
             whole = _lists(stored[0], stored[1], items, scores)[1]
     age_s = 0.0 if pick.producer == "live" else pick.at - snapshot.manifest.data_until
     band = _band(snapshot, source)
     return Sample(
-        table.name, pick.source, pick.producer, band, is_exact, overlap, error, age_s, whole
+        table.name, pick.source, pick.producer, band, is_exact, share, error, age_s, whole
     )
 
 
@@ -156,25 +157,20 @@ def _lists(
     if not count or not len(own):
         return count == len(own), float(count == len(own)), 0.0
     is_exact = len(own) == count and bool((own == served).all())
-    overlap = len(np.intersect1d(served, own)) / count
-    return is_exact, overlap, _error(scores[: len(own)], own_scores)
+    error = relative_errors(scores[: len(own)], own_scores).mean
+    return is_exact, overlap(served, own, count), error
 
 
 def _numbers(
     table: Table, served: NDArray[np.float32], own: NDArray[np.float32]
 ) -> tuple[bool, float, float]:
-    largest = float(np.abs(own).max(initial=0)) or 1.0
-    apart = float(np.abs(served - own).max(initial=0)) / largest
+    errors = relative_errors(served, own)
+    is_close = errors.largest <= CLOSE
     if table.kind != "vector":
-        return apart <= CLOSE, max(0.0, 1.0 - apart), _error(served, own)
-    lengths = float(np.linalg.norm(served) * np.linalg.norm(own))
-    cosine = float(served @ own) / lengths if lengths else float(not (served.any() or own.any()))
-    return apart <= CLOSE, min(1.0, max(0.0, cosine)), _error(served, own)
-
-
-def _error(served: NDArray[np.float32], own: NDArray[np.float32]) -> float:
-    largest = float(np.abs(own).max(initial=0)) or 1.0
-    return float(np.abs(served - own).mean()) / largest
+        return is_close, max(0.0, 1.0 - errors.largest), errors.mean
+    if (found := cosine(served, own)) is None:
+        found = float(not (served.any() or own.any()))
+    return is_close, min(1.0, max(0.0, found)), errors.mean
 
 
 def _band(snapshot: Snapshot, source: LiveInput) -> str:

@@ -1,4 +1,8 @@
-"""Gates on what the records say: computed again in float64, apart from how the night computed it."""
+"""Gates on what the records say: computed again in float64, apart from how the night computed it.
+
+Nothing here is shared with the code that is judged, nor with `cache.model.agreement`: an error in it would agree with
+itself.
+"""
 
 from typing import Final
 

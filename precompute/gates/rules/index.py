@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.manifest import Index
+from cache.model.agreement import recalls
 from cache.model.candidate_search import Searcher
 from cache.model.ranking import Metric
 from precompute.bundles.index import tiles, unit
@@ -101,13 +102,10 @@ def _recall(
     wanted = min(width, len(stored))
     count = int(searcher.fetch(wanted, np.zeros(1, np.int64))[0])
     exact = _nearest(stored, queries, wanted, searcher.metric)
-    shares = []
+    shares: list[float] = []
     for start in range(0, len(queries), QUERIES_AT_ONCE):
         rows = slice(start, start + QUERIES_AT_ONCE)
-        found = searcher.search(queries[rows], count)
-        shares += [
-            np.isin(ours, theirs).mean() for ours, theirs in zip(exact[rows], found, strict=True)
-        ]
+        shares += recalls(exact[rows], searcher.search(queries[rows], count)).tolist()
     return float(np.mean(shares))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.manifest import Manifest, Table
+from cache.model.agreement import jaccard
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.live_lists import LiveLists, matching_table, read_live
 from precompute.gates.evidence.scan import depth_of, numbers_of
@@ -225,9 +226,7 @@ def _jaccards(
     for row, (record, other) in enumerate(zip(ours, live.records, strict=True)):
         mine = record["items"][: min(depth, record["count"])]
         theirs = live.ids[other["items"][: min(depth, other["count"])].astype(np.int64)]
-        both = len(np.intersect1d(mine, theirs))
-        union = len(mine) + len(theirs) - both
-        found[row] = both / union if union else 1.0
+        found[row] = jaccard(mine, theirs)
     return found
 
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from cache.format.item_table import Ordinals
 from cache.format.manifest import Model
+from cache.model.agreement import row_cosines
 from cache.model.tower import Histories, Tower, TowerSpec
 from precompute.bundles.agreement import list_overlaps
 from precompute.bundles.bundle import BundleModel
@@ -175,18 +176,6 @@ def int8_cosine(candidate: Candidate) -> Verdict:
     worst = worst_of(cosines.values())
     named = next(name for name, value in cosines.items() if value is worst)
     return at_least("int8_cosine", worst, threshold, f"{named}, measured again")
-
-
-def row_cosines(ours: NDArray[np.floating], theirs: NDArray[np.floating]) -> NDArray[np.float64]:
-    """float64 [n] cosines of rows; two zero rows agree, one with another does not."""
-    a, b = ours.astype(np.float64), theirs.astype(np.float64)
-    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    both_zero = ~a.any(axis=1) & ~b.any(axis=1)
-    products = np.einsum("nd,nd->n", a, b)
-    found: NDArray[np.float64] = np.divide(
-        products, lengths, out=np.asarray(both_zero, np.float64), where=lengths > 0
-    )
-    return found
 
 
 def _quantized(candidate: Candidate) -> list[tuple[BundleModel, Model]]:

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from cache.format.keys import FeatureValue, fingerprint
 from cache.format.manifest import Table
 from cache.format.records import decode, is_absent
+from cache.model.agreement import overlap, row_cosines
 from cache.model.predictor import LiveInput, Predictor, Prepared
 from cache.model.tower import TowerSpec
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.evidence import few
 from precompute.gates.evidence.verdict import Verdict, at_least, not_measured, worst_of
-from precompute.gates.rules.models import row_cosines
 from precompute.partitions.catalogue import ITEM_FEATURES, item_features
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.inputs import usable_inputs
@@ -137,7 +137,7 @@ def _overlap(table: Table, pairs: Pairs) -> float:
             return float("nan")
         # Of a user for whom nothing is left, both have nothing.
         top = min(SKEW_TOP, max(len(ours), len(theirs)))
-        shares.append(len(np.intersect1d(ours[:top], theirs[:top])) / top if top else 1.0)
+        shares.append(overlap(ours[:top], theirs[:top], top))
     return float(np.mean(shares))
 
 
