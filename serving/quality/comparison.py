@@ -8,6 +8,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from cache.format.gate_rules import SKEW_DEPTH
 from cache.format.keys import fingerprint
 from cache.format.manifest import Table
 from cache.format.records import decode
@@ -27,10 +28,6 @@ BANDS = ("none", "1-9", "10-99", "100+", "popular", "other")
 no count of how often anybody is asked for; of items, whether they are among the popular ones that a generation names as
 defaults.
 """
-
-
-DEPTH = 20
-"""Items of a list that the gate `skew` compares: shorter lists agree less, by nature."""
 
 
 class Sample(NamedTuple):
@@ -79,7 +76,7 @@ def compare(pick: Pick, snapshot: Snapshot, inputs: Inputs | None) -> Sample:
         raise Skipped("failed")
     try:
         served, numbers = _sent(pick, snapshot, table)
-        stored = _stored(pick.record, snapshot, table, DEPTH) if pick.record else None
+        stored = _stored(pick.record, snapshot, table, SKEW_DEPTH) if pick.record else None
         own = decode(table.layout, outcome.record, snapshot.items.count)
     except Exception as damage:  # what a damaged record holds is the read path's to count
         raise Skipped("failed") from damage
