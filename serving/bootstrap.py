@@ -12,6 +12,7 @@ from serving.collectors import Parts
 from serving.components import Answering
 from serving.config.cpu_affinity import step_back
 from serving.config.settings import ServingConfig
+from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import Dashboard
 from serving.explain.explainer import Explainer
 from serving.generations.holder import Shelf
@@ -31,7 +32,7 @@ from serving.replica.heartbeat import Heartbeat
 from serving.replica.host import LOOK_S, Host
 from serving.replica.night_metrics import Figures
 from serving.replica.redis_memory import Room
-from serving.replica.release_watch import Chronicle
+from serving.replica.release_watch import ReleaseWatch
 from serving.usage.hot_keys import Sketch
 from serving.usage.l1_advisor import Advisor
 
@@ -75,7 +76,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         store, remote, shelf, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
         clock=clock, in_thread=reading,
     )  # fmt: skip
-    chronicle, room = Chronicle(store, reading), Room(remote)
+    releases, room = ReleaseWatch(store, reading), Room(remote)
     host = Host(store.local(""), reading)
     advisor = Advisor(tiers, lambda: shelf.live, config.sampled_keys)
     steps = (config.sketch_s, sketch.report), (advisor.step_s, advisor.step)
@@ -98,7 +99,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         heartbeat_s=config.heartbeat_s,
         also=[
             *(each for each in steps if each[0]),
-            (config.figures_s, chronicle.look),
+            (config.figures_s, releases.look),
             (config.figures_s, room.look),
             (LOOK_S, host.look),
             *quality.steps(),
@@ -107,7 +108,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     )
     nights = Nights(config.nights(), follower)
     metrics.registry.register(advisor)
-    metrics.registry.register(Figures(lambda: shelf.holding, nights, chronicle, room))
+    metrics.registry.register(Figures(lambda: shelf.holding, nights, releases, room))
     parts = Parts(
         metrics, tiers, remote, answering.batcher, answering.admission, answering.inferences,
         answering.lead, sketch, quality, refresher, nights,
@@ -115,7 +116,8 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     parts.register()
     replica = name if peers is None else peers.replica
     dashboard = Dashboard(
-        remote, store, remote.keyspace, name=name, is_on=config.observe and config.dashboard_s > 0,
+        remote, GenerationHistory(store, releases.records), remote.keyspace, name=name,
+        is_on=config.observe and config.dashboard_s > 0,
         counted=parts.counted, about=lambda: parts.about(replica),
         bounds=metrics.answer_seconds.bounds, nights=nights, clock=clock,
         advisor=advisor.told, quality=quality.told, in_thread=reading,

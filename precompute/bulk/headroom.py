@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import redis
 
 from cache.errors import Refused
+from cache.format.gate_rules import DISK_HEADROOM, REDIS_HEADROOM
 from cache.format.manifest import Manifest
 from cache.l2.sync_clients import masters, shares
 from cache.store.artefacts import ArtefactStore, disk_errors, generation_path
@@ -74,7 +75,7 @@ def demand_redis(
                 f"loading {generation} needs {more:,} bytes{where} beside {used:,} in use, more than "
                 f"{REDIS_USED_MAX:.0%} of Redis' maxmemory {limit:,}, after what nobody needs was swept: raise it, or "
                 "unpin generations and end a canary (`python -m precompute status` lists them)",
-                rule="redis_headroom",
+                rule=REDIS_HEADROOM,
                 value=used + more,
                 threshold=int(REDIS_USED_MAX * limit),
             )
@@ -88,7 +89,7 @@ def demand_disk(folder: Path, size_bytes: int) -> None:
         raise Refused(
             f"{size_bytes:,} bytes are about to be written to {there}, which has {free:,} left; "
             "free space, retire generations or move `artifacts`, then run the step again",
-            rule="disk_headroom",
+            rule=DISK_HEADROOM,
             value=free,
             threshold=size_bytes,
         )

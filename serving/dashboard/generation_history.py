@@ -1,6 +1,6 @@
 """Generations and nights for the dashboard, from the artefact store: blocking, remembered while nothing changes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ import orjson
 from cache.errors import LarderError
 from cache.format.manifest import GENERATION, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
-from cache.store.releases import MOVES, Release, all_releases, newest_move
+from cache.store.releases import MOVES, Release, newest_move
 
 GENERATIONS_MAX = 20
 NIGHTS_MAX = 7
@@ -49,12 +49,12 @@ class Kept:
     steps: tuple[dict[str, Any], ...]
 
 
-class Archive:
-    """Archive of generations and nights; for one thread at a time."""
+class GenerationHistory:
+    """History of generations and nights; `records` gives the release records, or raises. For one thread at a time."""
 
-    def __init__(self, store: ArtefactStore) -> None:
+    def __init__(self, store: ArtefactStore, records: Callable[[], Sequence[Release]]) -> None:
         self._store = store
-        self._releases: dict[int, Release] = {}
+        self._records = records
         self._kept: dict[str, tuple[object, Kept]] = {}
 
     def read(
@@ -63,7 +63,7 @@ class Archive:
         """Generations and nights, newest first; without a registry states are what the release records say."""
         releases: Sequence[Release] = []
         with suppress(LarderError, OSError, ValueError):
-            releases = all_releases(self._store, self._releases)
+            releases = self._records()
         names = {each.generation for each in releases} | set(registry or ())
         with suppress(LarderError, OSError):
             names |= set(self._store.names("generations"))

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 import orjson
 
 from cache.format.redis_keys import Keyspace
-from cache.store.artefacts import ArtefactStore
 from serving.dashboard.aggregator import Seen, Whole
 from serving.dashboard.counters import Counts
 from serving.dashboard.document import document
-from serving.dashboard.generation_history import Archive
+from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.publisher import Commands, Teller
 from serving.generations.store_threads import InThread
 from serving.replica.freshness import Nights
@@ -58,7 +57,7 @@ class Dashboard:
     def __init__(
         self,
         redis: Redis,
-        store: ArtefactStore,
+        history: GenerationHistory,
         keys: Keyspace,
         *,
         name: str,
@@ -81,7 +80,7 @@ class Dashboard:
         self.teller = Teller(redis, keys, name, clock, counted, advised)
         self.advisor, self.quality = advisor, quality
         self._whole = Whole(redis, keys, self.teller, bounds, clock, timer)
-        self._archive, self._in_thread = Archive(store), in_thread
+        self._history, self._in_thread = history, in_thread
         self._bounds, self._nights, self._timer = bounds, nights, timer
         self._archived: Archived = [], []
         self._archived_at: float | None = None
@@ -147,7 +146,7 @@ class Dashboard:
 
     async def _read_archive(self, seen: Seen) -> None:
         try:
-            self._archived = await self._in_thread(self._archive.read, seen.registry)
+            self._archived = await self._in_thread(self._history.read, seen.registry)
         except Exception:  # a defect here must not cost the rest of the page
             log.exception("generations and nights cannot be read")
         finally:

@@ -8,9 +8,11 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from cache.format.gate_rules import SKEW_DEPTH
 from cache.format.ids import fingerprint
 from cache.format.manifest import Table
 from cache.format.records.codec import decode
+from cache.model.agreement import cosine, overlap, relative_errors
 from cache.model.input_preparation import LiveInput
 from cache.model.tower import TowerSpec
 from serving.generations.snapshot import Snapshot
@@ -26,10 +28,6 @@ BANDS = ("none", "1-9", "10-99", "100+", "popular", "other")
 no count of how often anybody is asked for; of items, whether they are among the popular ones that a generation names as
 defaults.
 """
-
-
-DEPTH = 20
-"""Items of a list that the gate `skew` compares: shorter lists agree less, by nature."""
 
 
 class Sample(NamedTuple):
@@ -78,24 +76,24 @@ def compare(pick: Pick, snapshot: Snapshot, inputs: Inputs | None) -> Sample:
         raise Skipped("failed")
     try:
         served, numbers = _sent(pick, snapshot, table)
-        stored = _stored(pick.record, snapshot, table, DEPTH) if pick.record else None
+        stored = _stored(pick.record, snapshot, table, SKEW_DEPTH) if pick.record else None
         own = decode(table.layout, outcome.record, snapshot.items.count)
     except Exception as damage:  # what a damaged record holds is the read path's to count
         raise Skipped("failed") from damage
     if own.items is None or served is None:
-        is_exact, overlap, error = _numbers(table, numbers, own.numbers)
-        whole: float | None = overlap
+        is_exact, share, error = _numbers(table, numbers, own.numbers)
+        whole: float | None = share
     else:
         keep = _allowed(own.items, (*pick.barred, snapshot.blocked))
         items, scores = own.items[keep], own.numbers[keep]
-        is_exact, overlap, error = _lists(served, numbers, items, scores)
+        is_exact, share, error = _lists(served, numbers, items, scores)
         whole = None
         if stored is not None and stored[0] is not None:
             whole = _lists(stored[0], stored[1], items, scores)[1]
     age_s = 0.0 if pick.producer == "live" else pick.at - snapshot.manifest.data_until
     band = _band(snapshot, source)
     return Sample(
-        table.name, pick.source, pick.producer, band, is_exact, overlap, error, age_s, whole
+        table.name, pick.source, pick.producer, band, is_exact, share, error, age_s, whole
     )
 
 
@@ -156,25 +154,20 @@ def _lists(
     if not count or not len(own):
         return count == len(own), float(count == len(own)), 0.0
     is_exact = len(own) == count and bool((own == served).all())
-    overlap = len(np.intersect1d(served, own)) / count
-    return is_exact, overlap, _error(scores[: len(own)], own_scores)
+    error = relative_errors(scores[: len(own)], own_scores).mean
+    return is_exact, overlap(served, own, count), error
 
 
 def _numbers(
     table: Table, served: NDArray[np.float32], own: NDArray[np.float32]
 ) -> tuple[bool, float, float]:
-    largest = float(np.abs(own).max(initial=0)) or 1.0
-    apart = float(np.abs(served - own).max(initial=0)) / largest
+    errors = relative_errors(served, own)
+    is_close = errors.largest <= CLOSE
     if table.kind != "vector":
-        return apart <= CLOSE, max(0.0, 1.0 - apart), _error(served, own)
-    lengths = float(np.linalg.norm(served) * np.linalg.norm(own))
-    cosine = float(served @ own) / lengths if lengths else float(not (served.any() or own.any()))
-    return apart <= CLOSE, min(1.0, max(0.0, cosine)), _error(served, own)
-
-
-def _error(served: NDArray[np.float32], own: NDArray[np.float32]) -> float:
-    largest = float(np.abs(own).max(initial=0)) or 1.0
-    return float(np.abs(served - own).mean()) / largest
+        return is_close, max(0.0, 1.0 - errors.largest), errors.mean
+    if (found := cosine(served, own)) is None:
+        found = float(not (served.any() or own.any()))
+    return is_close, min(1.0, max(0.0, found)), errors.mean
 
 
 def _band(snapshot: Snapshot, source: LiveInput) -> str:

@@ -12,6 +12,7 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from cache.format.gate_rules import SKEW, SKEW_COSINE
 from serving.generations.snapshot import Snapshot
 from serving.quality.aggregates import Cell, Key, packed
 from serving.quality.comparison import Sample
@@ -128,7 +129,7 @@ class Results(Collector):
 
 
 def _floor(live: Snapshot, is_list: bool) -> float:
-    rule = "skew" if is_list else "skew_cosine"
+    rule = SKEW if is_list else SKEW_COSINE
     gates: Iterable[Mapping[str, Any]] = live.manifest.gates
     found = next((each.get("threshold") for each in gates if each.get("rule") == rule), None)
     return float(found) - LENIENCE if isinstance(found, int | float) else FLOOR

@@ -13,7 +13,7 @@ from serving.metrics.event_counters import TEXTS, Events
 from serving.replica.freshness import Nights
 from serving.replica.night_metrics import Figures
 from serving.replica.redis_memory import Room
-from serving.replica.release_watch import Chronicle
+from serving.replica.release_watch import ReleaseWatch
 from tests.unit.serving.world import World
 
 MANIFEST = World().snapshot().manifest
@@ -33,21 +33,21 @@ class Redis:
         return self.told
 
 
-def registered(manifest: Any, room: Room, chronicle: Chronicle) -> CollectorRegistry:
+def registered(manifest: Any, room: Room, releases: ReleaseWatch) -> CollectorRegistry:
     held: Any = None if manifest is None else SimpleNamespace(live=SimpleNamespace(manifest=manifest))  # fmt: skip
     nights = Nights(Schedule("0 * * * *", grace_s=0), SimpleNamespace(holding=held), lambda: NOW)  # type: ignore[arg-type]
     registry = CollectorRegistry()
-    registry.register(Figures(lambda: held, nights, chronicle, room))
+    registry.register(Figures(lambda: held, nights, releases, room))
     return registry
 
 
-def chronicle() -> Chronicle:
+def releases() -> ReleaseWatch:
     store: Any = None
-    return Chronicle(store)
+    return ReleaseWatch(store)
 
 
 def test_before_anything_is_served_all_nights_are_missed_and_nothing_else_is_told() -> None:
-    registry = registered(None, Room(Redis()), chronicle())
+    registry = registered(None, Room(Redis()), releases())
 
     told = {sample.name: sample.value for family in registry.collect() for sample in family.samples}
 
@@ -62,7 +62,7 @@ def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
     manifest = dataclasses.replace(
         MANIFEST, gates=gates, timings={"score": 2.5}, created_at=int(NOW - 2 * HOUR_S)
     )
-    told = chronicle()
+    told = releases()
     told.last, told.refused = {"publish": 7.0}, frozenset({"skew"})
     value = registered(manifest, Room(Redis()), told).get_sample_value
 
