@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from cache.format.redis_keys import Keyspace
+from cache.outcomes import Source
 from cache.process.redis_server import redis_url
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.releases import all_releases
@@ -288,7 +289,7 @@ class Demo:
         total = sum(counts.sources.values())
         rows = [
             (name, f"{counts.sources.get(name, 0):,}", f"{counts.sources.get(name, 0) / total:.2%}")
-            for name in ("l1", "l2", "live", "previous", "default")
+            for name in map(str, Source)
         ]
         steps.table("Where answers came from", ("source", "entities", "share"), rows)
         for title, taken in (

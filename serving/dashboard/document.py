@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from cache.outcomes import Source
 from serving.dashboard import counters
 from serving.dashboard.aggregator import LATELY_BINS, Seen
 from serving.dashboard.counters import merged
 from serving.dashboard.series import Row, quantiles, series
 from serving.dashboard.time_bins import BIN_S
 from serving.dashboard.verdict import verdict
-from serving.metrics.registry import SOURCES
 from serving.replica.redis_memory import memory
 
 Worker = Mapping[str, Any]
@@ -82,7 +82,7 @@ def document(
 
 
 def _answers(found: Mapping[str, int]) -> dict[str, int]:
-    return {source: found.get(counters.ANSWERS + source, 0) for source in SOURCES}
+    return {each.value: found.get(counters.ANSWERS + each, 0) for each in Source}
 
 
 def _earlier(rows: Mapping[int, Row], lately: Mapping[int, Any]) -> dict[str, int]:
@@ -91,7 +91,7 @@ def _earlier(rows: Mapping[int, Row], lately: Mapping[int, Any]) -> dict[str, in
     for start, row in rows.items():
         if start not in lately:
             found.update(row.answers)
-    return {source: found[source] for source in SOURCES}
+    return {each.value: found[each] for each in Source}
 
 
 def _sum(workers: Iterable[Worker], name: str) -> int:

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cache.outcomes import Source
 from serving.dashboard.counters import ANSWERS, MISSES, REQUESTS, STAGES, by, histograms
 from serving.dashboard.time_bins import BIN_S
 from serving.metrics.log_buckets import quantile
-from serving.metrics.registry import SOURCES
 from serving.metrics.registry import STAGES as STAGE_NAMES
 
 SHARES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
@@ -64,12 +64,14 @@ def series(rows: Mapping[int, Row], until: int) -> dict[str, Any]:
         "step_s": BIN_S,
         "at": list(starts),
         "requests": [each.requests for each in found],
-        "answers": {source: [each.answers.get(source, 0) for each in found] for source in SOURCES},
+        "answers": {
+            source.value: [each.answers.get(source, 0) for each in found] for source in Source
+        },
         "seconds": {
-            source: {
+            source.value: {
                 name: [each.seconds.get(source, {}).get(name) for each in found] for name in SHARES
             }
-            for source in SOURCES
+            for source in Source
         },
         "stages": {stage: [each.stages.get(stage, 0.0) for each in found] for stage in STAGE_NAMES},
         "misses": misses | ({"other": rest} if any(rest) else {}),

@@ -9,9 +9,10 @@ from cache.errors import CorruptArtefact
 from cache.format.records.codec import Record, decode
 from cache.format.records.layout import is_live, peek_format
 from cache.format.redis_keys import Keyspace
+from cache.outcomes import OUTAGES, MissReason, Source
 from cache.store.artefacts import ArtefactStore
 from cache.tiers.inspector import Looking, PagedRemote
-from cache.tiers.results import OUTAGES, Found, Missed, Outcome, Want
+from cache.tiers.results import Found, Missed, Outcome, Want
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
 from serving.explain.difference import difference
@@ -24,7 +25,6 @@ from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread
 from serving.lookup.entity import Case, cases_of, want_in
 from serving.lookup.micro_batcher import MicroBatcher
-from serving.metrics.miss_reasons import EXHAUSTED
 from serving.rendering.answer_fields import Prediction, from_defaults, from_record
 from serving.requests.errors import Problem, unprocessable
 from serving.requests.models import Ask
@@ -88,13 +88,13 @@ class Explainer:
         stored = rungs.of_the_night(l1, l2)
         said = await self._rescorer.say(snapshot, case, stored and stored[0])
         previous = await self._previous(holding, case, reason)
-        answer: dict[str, Any] = {"tier": "default", "reason": reason, "live": None}
+        answer: dict[str, Any] = {"tier": Source.DEFAULT, "reason": reason, "live": None}
         if chosen is not None:
             answer = {"tier": chosen.tier, "reason": reason, "live": None}
         elif said.is_of_input and said.record is not None:
-            answer["tier"] = "live"
+            answer["tier"] = Source.LIVE
         elif previous is not None and previous["found"]:
-            answer["tier"] = "previous"
+            answer["tier"] = Source.PREVIOUS
         if chosen is None and said.is_of_input:
             answer["live"] = said.reason
         told: dict[str, Any] = {
@@ -126,7 +126,7 @@ class Explainer:
                 told["difference"] = difference(prediction, rungs.prediction(said.record))
         elif said.record is not None:
             told["model"] |= rungs.prediction(said.record)
-        if answer["tier"] == "default" and raw is not None:
+        if answer["tier"] == Source.DEFAULT and raw is not None:
             told["default"] = from_defaults(snapshot, table, case.entity, case.k, (barred,))
         return told | {"sentence": sentence(told)}
 
@@ -160,13 +160,13 @@ class Explainer:
             return None
         table = previous.manifest.tables.get(case.table.name)
         told: dict[str, Any] = {"generation": previous.generation, "found": False, "reason": None}
-        if raw is None or reason in ("entity_blocked", EXHAUSTED):
+        if raw is None or reason in (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED):
             return told | {"reason": reason or "no_id"}
         if table is None or (table.entity, table.kind) != (case.table.entity, case.table.kind):
             return told | {"reason": "no_such_table"}
         want = want_in(previous, table, raw)
         if want.position < 0:
-            return told | {"reason": "not_in_generation"}
+            return told | {"reason": MissReason.NOT_IN_GENERATION}
         outcome = self._looking.l1(previous.view, want)
         if not isinstance(outcome, Found):
             outcome = await self._looking.l2(previous.view, want)
@@ -175,7 +175,7 @@ class Explainer:
         try:
             decode(table.layout, outcome.record, previous.items.count)
         except CorruptArtefact:
-            return told | {"reason": "corrupt"}
+            return told | {"reason": MissReason.CORRUPT}
         return told | {"found": True}
 
 
@@ -192,7 +192,7 @@ class Rungs:
     ) -> tuple[Found | None, str | None]:
         """Stored record that would answer, and why it is no plain hit; None and the miss if nothing stored would."""
         if self._snapshot.blocks(self._case.table, self._case.entity.raw):
-            return None, "entity_blocked"
+            return None, MissReason.ENTITY_BLOCKED
         outcome = l2 if l1 is None else l1
         if isinstance(outcome, Missed):
             if outcome.reason in OUTAGES and isinstance(beside, Found):
@@ -200,9 +200,9 @@ class Rungs:
             return None, outcome.reason.value
         record = self._decoded(outcome)
         if record is None:
-            return None, "corrupt"
+            return None, MissReason.CORRUPT
         if record.items is not None and not len(self.prediction(record)["items"]):
-            return None, EXHAUSTED
+            return None, MissReason.EXHAUSTED
         return outcome, None
 
     def of_the_night(self, *outcomes: Outcome | None) -> tuple[Record, Found] | None:

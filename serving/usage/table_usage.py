@@ -12,6 +12,7 @@ from cache.control.hot_keys import Name
 from cache.errors import TierUnavailable
 from cache.format.ids import hash_id
 from cache.format.redis_keys import Keyspace
+from cache.outcomes import STORED
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.usage.read_counts import LIFE_S, Reads, Taken, packed, pieces
@@ -132,7 +133,7 @@ def hits_of(metrics: Metrics) -> dict[str, float]:
     found: defaultdict[str, float] = defaultdict(float)
     for family in metrics.answers.collect():
         for sample in family.samples:
-            if sample.name.endswith("_total") and sample.labels["source"] in ("l1", "l2"):
+            if sample.name.endswith("_total") and sample.labels["source"] in STORED:
                 found[sample.labels["table"]] += sample.value
     return dict(found)
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from cache.outcomes import Source
 from cache.tiers.eviction_history import ABSENCES
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
 from serving.metrics.miss_reasons import REASONS
-from serving.metrics.registry import OUTCOMES, SOURCES, STAGES
+from serving.metrics.registry import OUTCOMES, STAGES
 from serving.replica.canary_stats import ARMS
 from tests.exposed import labels
 
@@ -32,7 +33,7 @@ PANELS = [panel for board in BOARDS.values() for panel in board["panels"] if "ta
 
 LABELS = labels()
 VALUES: dict[str, set[str]] = {
-    "source": set(SOURCES),
+    "source": set(Source),
     "stage": set(STAGES),
     "role": {"live", "previous", "next", "canary"},
     "arm": {*ARMS, "pinned", "no_key", "not_held"},
