@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from cache.format.records.codec import Record
 from cache.outcomes import STORED, MissReason, Source
-from cache.tiers.tiered import MissReason
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case
 from serving.metrics.registry import Metrics
