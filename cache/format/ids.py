@@ -3,14 +3,13 @@
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from cache.errors import InvalidId, InvalidInput
-from cache.native import loader
+from cache.native import loader, pure
 
 ID_BYTES_MAX = 256
 FINGERPRINT_SEED = 0x9E3779B97F4A7C15
@@ -47,20 +46,16 @@ def hash_id(raw: bytes, seed: int) -> int:
 
 def hash_ids(raws: Sequence[bytes], seed: int) -> NDArray[np.uint64]:
     """uint64[n] of `hash_id`."""
-    columns = loader.columns()
-    if columns is not None and type(raws) is list:
-        found = columns.hashes(raws, seed)
-        if found is not None:
-            return np.frombuffer(found, np.uint64)
-    return np.fromiter(map(xxhash.xxh3_64_intdigest, raws, repeat(seed)), np.uint64, len(raws))
+    listed = raws if type(raws) is list else list(raws)
+    found = loader.kernels.hashes(listed, seed)
+    if found is None:  # longer than what is compiled takes
+        found = pure.hashes(listed, seed)
+    return np.frombuffer(found, np.uint64)
 
 
 def are_ids(raws: list[bytes]) -> bool:
     """True if every one has a length that an id may have (1 to 256 bytes)."""
-    if (columns := loader.columns()) is not None:
-        return columns.are_ids(raws, ID_BYTES_MAX)
-    lengths = list(map(len, raws))
-    return min(lengths, default=1) > 0 and max(lengths, default=1) <= ID_BYTES_MAX
+    return loader.kernels.are_ids(raws, ID_BYTES_MAX)
 
 
 def fingerprint(raw: bytes) -> int:

@@ -182,16 +182,9 @@ def _spread(
 ) -> NDArray[Any]:
     """Records of this flight at the places `new`, of others at theirs; else zeros."""
     dtype = wants.table.layout.dtype
-    columns = loader.columns()
-    if columns is not None and landed is not None and type(new) is list:
-        found = columns.spread(len(wants), dtype.itemsize, landed.rows, new, joined)
-        return np.frombuffer(found, dtype)
-    records = np.zeros(len(wants), dtype)
-    if landed is not None:
-        _put(records, new, landed.rows)
-    if joined:
-        _put(records, list(joined), _rows_of(wants, list(joined.values())))
-    return records
+    places, rows = ([], b"") if landed is None else (list(new), landed.rows)
+    found = loader.kernels.spread(len(wants), dtype.itemsize, rows, places, joined)
+    return np.frombuffer(found, dtype)
 
 
 def _checked(wants: Wants, records: NDArray[Any]) -> Rows:

@@ -94,11 +94,11 @@ def _sorted(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
 
 def hashes_of_texts(texts: Any, seed: int) -> NDArray[np.uint64] | None:
     """uint64[n] of an Arrow string array; None without what is compiled, or if a text is too long."""
-    columns, (_, cuts, data) = loader.columns(), texts.buffers()
-    if columns is None or cuts is None or data is None:
+    _, cuts, data = texts.buffers()
+    if cuts is None or data is None:
         return None
     ends = np.frombuffer(cuts, np.int32)[texts.offset : texts.offset + len(texts) + 1]
-    found = columns.text_hashes(data, ends, seed)
+    found = loader.kernels.text_hashes(data, ends, seed)
     return None if found is None else np.frombuffer(found, np.uint64)
 
 

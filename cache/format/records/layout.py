@@ -39,6 +39,7 @@ HEADER: Final = (
 )
 HEADER_BYTES: Final = 16
 """Size of the header; the payload follows at once."""
+HEADER_DTYPE: Final = np.dtype([(each.name, each.dtype) for each in HEADER])
 FORMAT_SHIFT: Final = 4
 FLAG_LIVE: Final = 1
 """Flag of a record that live inference wrote."""
@@ -101,7 +102,7 @@ class Layout:
 
 @functools.cache
 def _dtype(kind: Kind, width: int, precision: Precision) -> np.dtype[Any]:
-    header: list[Any] = [(each.name, each.dtype) for each in HEADER]
+    header: list[Any] = HEADER_DTYPE.descr
     before: list[Any] = []
     if kind == "topk":
         before = [("items", ORDINAL, (width,))]

@@ -20,14 +20,14 @@ from cache.format.records.layout import RECORD_FORMAT, Layout
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Packer, PageReads
 from cache.l2.replies import Frames, could_be, stride
-from cache.native import loader
+from cache.native import loader, pure
 from cache.tiers import batch_reader
 from cache.tiers.batch_reader import Landed
 from cache.tiers.singleflight import board, leave
 from tests.fakes import Night
 
 COLUMNS: Any = loader.load({})
-pytestmark = pytest.mark.skipif(COLUMNS is None, reason="cache.native._columns was not built")
+pytestmark = pytest.mark.skipif(COLUMNS is pure, reason="cache.native._columns was not built")
 IDS = st.lists(st.binary(max_size=300), max_size=20)
 LAYOUT = Layout("vector", 2, "f4")
 HOSTILE = st.one_of(
@@ -43,13 +43,13 @@ HOSTILE = st.one_of(
 
 @pytest.fixture(autouse=True, scope="module")
 def switched_on() -> Iterator[None]:
-    with patch.object(loader, "columns", lambda: COLUMNS):
+    with patch.object(loader, "kernels", COLUMNS):
         yield
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    with patch.object(loader, "columns", lambda: None):
+    with patch.object(loader, "kernels", pure):
         yield
 
 
@@ -270,11 +270,11 @@ def test_a_catalogue_that_ends_early_is_no_catalogue() -> None:
 def test_it_can_be_switched_off_and_other_sources_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert loader.load({"LARDER_COLUMNS": "off"}) is None
+    assert loader.load({"LARDER_COLUMNS": "off"}) is pure
     with pytest.raises(ConfigError, match="LARDER_COLUMNS must be auto or off, not 'maybe'"):
         loader.load({"LARDER_COLUMNS": "maybe"})
     monkeypatch.setattr(loader, "VERSION", -1)
-    assert loader.load({}) is None and "install again" in caplog.text
+    assert loader.load({}) is pure and "install again" in caplog.text
     assert stride(3) == 9
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cache.format.ids import ID_BYTES_MAX, canonical_id
 from cache.format.records.codec import encode_numbers, encode_topk
 from cache.format.records.layout import Layout
-from cache.native import loader
+from cache.native import loader, pure
 from cache.outcomes import Source
 from cache.tiers.results import Found
 from serving.client.arrow import write_arrow_ids
@@ -33,7 +33,7 @@ END = b',"source":"l1"}'
 LIMITS = Limits(max_batch=500, max_history=8, max_exclude=8, deadline_ms=100, deadline_max_ms=100)
 
 some_ids = st.lists(hostile.ids, min_size=1, max_size=6)
-each_way = pytest.mark.parametrize("columns", [COLUMNS, None], ids=["compiled", "interpreted"])
+each_way = pytest.mark.parametrize("columns", [COLUMNS, pure], ids=["compiled", "interpreted"])
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.kind)
 
 
@@ -80,7 +80,7 @@ def test_rows_written_at_once_are_each_the_json_of_one(
     """An id that ended in a quote and a comma was cut in two, and its neighbour's answer with it."""
     live, good = snapshot(names), records(layout, len(ids), len(names))
 
-    with patch.object(loader, "columns", lambda: columns):
+    with patch.object(loader, "kernels", columns):
         texts = json_batch.texts_of(live, table(layout), ids, good, 2, [END] * len(ids))
 
     assert [orjson.loads(each) for each in texts] == wanted(layout, ids, names)
@@ -111,7 +111,7 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
     lookup: Any = SimpleNamespace(table=table(layout), k=2, holding=SimpleNamespace(live=live))
     row = ("l1", "batch", "g", 1.5, "2026", None, None, None, None)
 
-    with patch.object(loader, "columns", lambda: columns):
+    with patch.object(loader, "kernels", columns):
         named = items_of(lookup, SimpleNamespace(rows=good), slice(None))  # type: ignore[arg-type]
         numbers = json_batch.numbers(table(layout), good, 2)
         stored = Stored(np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named)
@@ -129,7 +129,7 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
 @given(ids=some_ids)
 @example(ids=list(hostile.EVERY))
 def test_a_stream_of_questions_is_read_as_it_was_asked(columns: Any, ids: list[str]) -> None:
-    with patch.object(loader, "columns", lambda: columns):
+    with patch.object(loader, "kernels", columns):
         asked = batch(read_stream(write_arrow_ids(ids, {}), LIMITS))
 
     assert asked is not None and [each.decode() for each in asked.raws] == ids
