@@ -10,10 +10,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from cache.errors import TierUnavailable
 from cache.format.keys import Keyspace
+from cache.l2.errors import refused
 from cache.l2.lease_commands import Lease, LeaseSwap, LeaseTake, Mark, pack_lease, pack_mark
-from cache.l2.redirects import ASKING, refused
 from cache.l2.replies import Frames
 from cache.native import loader
+
+_ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 _HEADS_MAX = 1 << 16
 _TAILS_MAX = 1 << 14
@@ -198,7 +200,7 @@ class Packer:
             else (self.pack((command,))[0],)
         )
         for part in parts:
-            pieces += ASKING, part
+            pieces += _ASKING, part
         return 2 * len(parts)
 
     def _write(self, pieces: list[bytes], write: OverlayWrite) -> None:

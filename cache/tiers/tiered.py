@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 from cache.errors import TierUnavailable
 from cache.format.keys import FORMAT, hash_hex
@@ -16,6 +16,7 @@ from cache.format.records import (
     unpack_overlay,
 )
 from cache.l2.commands import Answer, Overlay, OverlayWrite, Read
+from cache.l2.data_plane import DataPlane
 from cache.l2.lease_commands import Bid, LeaseTake, Mark
 from cache.tiers.access_sample import Trace
 from cache.tiers.addressing import reads_of
@@ -45,18 +46,6 @@ __all__ = ["Counters", "Found", "MissReason", "Missed", "Outcome", "Tiered", "Vi
 T = TypeVar("T")
 
 
-class Remote(Protocol):
-    """L2 as far as the read path needs it."""
-
-    def submit(
-        self, reads: Sequence[Read | LeaseTake], keep: Callable[[Sequence[Answer]], T]
-    ) -> asyncio.Future[T]:
-        """A future of what `keep` makes of the answers, one per command."""
-
-    async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """Stores overlays; returns None for each that was stored, else why it was not."""
-
-
 FLAGS_AT = 14
 """Offset of the flags in a record's header."""
 
@@ -71,7 +60,7 @@ class Tiered:
         self,
         local: LocalTier,
         negative: NegativeCache,
-        remote: Remote,
+        remote: DataPlane,
         *,
         l2_deadline_s: float = float("inf"),
         writes_max_bytes: int = 8 << 20,

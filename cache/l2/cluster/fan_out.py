@@ -20,11 +20,10 @@ from cache.l2.commands import (
     PageRead,
     PageReads,
 )
-from cache.l2.pipeline import Keep, Part
-from cache.l2.redirects import Redirected
+from cache.l2.errors import Redirected
 from cache.l2.replies import Frames
 from cache.l2.slots import PageSlots
-from cache.l2.tier import RemoteTier
+from cache.l2.tier import Keep, Part, RemoteTier
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ class Board:
         follower: Any = SimpleNamespace(holding=None)
         self.store = ArtefactStore(str(folder))
         self.dashboard = Dashboard(
-            self.redis, self.store, Keyspace("test"), name="a", counted=lambda: {"r": 1},
+            self.redis, self.store, name="a", counted=lambda: {"r": 1},
             about=lambda: about, bounds=finer((0.1,)), nights=Nights(Schedule(), follower, self.clock),
             clock=self.clock, timer=self.clock, **more,
         )  # fmt: skip
