@@ -56,7 +56,7 @@ class Answering:
             RemoteConfig(
                 config.redis_url,
                 deadline_s=config.l2_deadline_ms / 1000,
-                wires_max=config.l2_connections,
+                connections_max=config.l2_connections,
             ),
             Keyspace(config.namespace),
             lambda: Breaker(config.breaker_threshold, config.breaker_cooldown_s),

@@ -187,7 +187,7 @@ class Packer:
         )
 
     def _overlay_read(self, read: OverlayRead) -> tuple[bytes, bytes]:
-        key = self._keyspace.overlay(*read).encode()
+        key = self._keyspace.overlay(read.generation, read.table, read.hash_hex).encode()
         key = b"$%d\r\n%b\r\n" % (len(key), key)
         # Life first: if the value is replaced in between, the life read is the shorter one.
         return b"*2\r\n$4\r\nPTTL\r\n" + key, b"*2\r\n$3\r\nGET\r\n" + key

@@ -76,7 +76,7 @@ class DataPlane(Protocol):
         ...
 
     async def page(self, read: PageRead) -> bytes | None:
-        """A page or a part of it, None where there is none; at leisure, so on no wire that readers wait for.
+        """A page or a part of it, None where there is none; at leisure, so on no connection that readers wait for.
 
         Raises TierUnavailable.
         """

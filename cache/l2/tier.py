@@ -15,12 +15,12 @@ from cache.errors import TierUnavailable
 from cache.format.keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.commands import Answer, Command, OverlayWrite, Packer, PageRead, PageReads, unpack
-from cache.l2.connection import Batch, Replies
+from cache.l2.connection import Pipeline, Replies
 from cache.l2.control_plane import ServerControl
 from cache.l2.data_plane import DataPlaneStats
 from cache.l2.errors import is_redirect
 from cache.l2.lease_commands import Lease
-from cache.l2.pool import SECOND_LOOK_S, Lane, deadline_for
+from cache.l2.pool import SECOND_LOOK_S, PipelinePool, deadline_for
 from cache.l2.replies import Frames
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ PROTOCOL = 2
 """RESP version, explicit as redis-py's default has changed. Reads need no push messages; subscribing works in both."""
 
 _CONTROL_MAX = 16
-"""Connections beside the wires: a dozen steps of the background may meet, and pages are read on them, too."""
+"""Connections beside those of readers: a dozen steps of the background may meet, and pages are read on them, too."""
 
 _LANDINGS = 1_024
 """Round trips remembered: what the slowest of the last seconds took is told with every heartbeat."""
@@ -43,7 +43,7 @@ class RemoteConfig:
     deadline_s: float = 0.02
     connect_timeout_s: float = 1.0
     control_timeout_s: float = 1.0
-    wires_max: int = 2
+    connections_max: int = 2
     commands_in_flight_max: int = 65_536
     batch_commands_max: int = 1_024
 
@@ -53,7 +53,7 @@ Keep = Callable[[Sequence[Answer]], Any]
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class PipelinePart:
     """A caller's commands in one turn of the event loop, and the future of what it keeps of the answers."""
 
     commands: Sequence[Command]
@@ -80,7 +80,7 @@ class Part:
 
 
 class RemoteTier:
-    """A pipeline for the reads and writes of one event-loop turn together, on wires that belong to no caller.
+    """A pipeline for the reads and writes of one event-loop turn together, on connections that belong to no caller.
 
     Nothing is retried. Use it in one event loop only.
     """
@@ -105,10 +105,10 @@ class RemoteTier:
             socket_timeout=config.control_timeout_s,
             max_connections=_CONTROL_MAX,
         )
-        self.lane = Lane(pool, config.deadline_s, config.wires_max)
+        self.pool = PipelinePool(pool, config.deadline_s, config.connections_max)
         self.control = ServerControl(keyspace, pool)
-        self._pool = pool
-        self._turn: list[Part] = []
+        self._control_pool = pool
+        self._turn: list[PipelinePart] = []
         self._in_flight = 0
         self._timer = timer
         self._landings: deque[tuple[float, float]] = deque(maxlen=_LANDINGS)
@@ -142,7 +142,7 @@ class RemoteTier:
         if not self._turn:
             # Runs after every callback that is ready now, so whoever reads in this turn travels along.
             loop.call_soon(self._flush)
-        self._turn.append(Part(commands, packed, count, answers, keep, length))
+        self._turn.append(PipelinePart(commands, packed, count, answers, keep, length))
         return answers
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
@@ -159,7 +159,7 @@ class RemoteTier:
 
     def _flush(self) -> None:
         turn, self._turn = self._turn, []
-        parts: list[Part] = []
+        parts: list[PipelinePart] = []
         count = 0
         # What is answered at one length lies together: such replies need no parser.
         for part in sorted(turn, key=_length_of) if len(turn) > 1 else turn:
@@ -173,7 +173,7 @@ class RemoteTier:
             count += part.count
         self._send(parts, count)
 
-    def _send(self, parts: list[Part], count: int) -> None:
+    def _send(self, parts: list[PipelinePart], count: int) -> None:
         if not self.breaker.allow():
             self._answer_all(parts, TierUnavailable("Redis is resting", reason="breaker_open"))
             return
@@ -181,8 +181,8 @@ class RemoteTier:
         self._commands += count
         packed = b"".join([part.packed for part in parts])
         sent_at = self._timer()
-        self.lane.send(
-            Batch(
+        self.pool.send(
+            Pipeline(
                 packed,
                 count,
                 lambda outcome: self._landed(parts, outcome, sent_at),
@@ -191,12 +191,12 @@ class RemoteTier:
         )
 
     def _landed(
-        self, parts: list[Part], outcome: Replies | TierUnavailable, sent_at: float
+        self, parts: list[PipelinePart], outcome: Replies | TierUnavailable, sent_at: float
     ) -> None:
         now = self._timer()
         self._landings.append((now, now - sent_at))
         if isinstance(outcome, TierUnavailable):
-            # All that was under way on a wire fails as one: it is the stall that counts, not how much waited for it.
+            # All that was under way on a connection fails as one: the stall counts, not how much waited for it.
             if outcome is not self._counted:
                 self._counted = outcome
                 self.breaker.failure()
@@ -221,7 +221,7 @@ class RemoteTier:
             self._in_flight -= part.count
             part.land(_unpacked(part.commands, replies))
 
-    def _answer_all(self, parts: list[Part], why: TierUnavailable) -> None:
+    def _answer_all(self, parts: list[PipelinePart], why: TierUnavailable) -> None:
         for part in parts:
             self._in_flight -= part.count
             part.land([why] * len(part.commands))
@@ -240,7 +240,7 @@ class RemoteTier:
         return 1000 * seconds[(99 * len(seconds)) // 100] if seconds else None
 
     async def page(self, read: PageRead) -> bytes | None:
-        """A page or a part of it, None where there is none; at leisure, so on no wire that readers wait for."""
+        """A page or a part of it, None where there is none; at leisure, so on no connection that readers wait for."""
         key = self.control.keyspace.page(read.generation, read.table, read.page)
         last = read.offset + read.length - 1
         found = cast(bytes, await self.control.ask("GETRANGE", key, read.offset, last))
@@ -248,9 +248,9 @@ class RemoteTier:
 
     async def aclose(self) -> None:
         """Closes every connection; reads under way end as unavailable."""
-        await self.lane.aclose()
+        await self.pool.aclose()
         await self.control.aclose()
-        await self._pool.disconnect()
+        await self._control_pool.disconnect()
 
 
 def _unpacked(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answer]:
@@ -268,5 +268,5 @@ def _only(answers: Sequence[Answer]) -> Answer:
     return answers[0]
 
 
-def _length_of(part: Part) -> int:
+def _length_of(part: PipelinePart) -> int:
     return part.length

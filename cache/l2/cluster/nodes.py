@@ -23,7 +23,7 @@ _NO_MAP: Final = "no node of the Redis Cluster has told yet who serves which slo
 
 
 class Nodes:
-    """A registry of one tier per master, with wires and a breaker of its own, so that a dead one holds up no other.
+    """A registry of one tier per master, each with its own connections and breaker: a dead one holds up no other.
 
     The map is looked up again whenever a node redirects or fails; a redirection counts at once.
     """

@@ -84,7 +84,7 @@ async def test_a_page_is_read_beside_the_wires(remote: RemoteTier) -> None:
     assert await remote.page(whole) == page_bytes(1)
     assert await remote.page(whole._replace(page=99)) is None
     assert await remote.page(whole._replace(length=whole.length + 1)) is None
-    assert remote.stats.batches == remote.stats.commands == 0 and not remote.lane._wires
+    assert remote.stats.batches == remote.stats.commands == 0 and not remote.pool._connections
 
 
 async def test_a_record_is_exactly_its_bytes_of_the_page(remote: RemoteTier) -> None:
@@ -224,7 +224,9 @@ async def test_cancelled_callers_never_leave_another_one_their_answer(remote: Re
         outcomes = await asyncio.gather(*callers, return_exceptions=True)
         assert all(each is None or isinstance(each, asyncio.CancelledError) for each in outcomes)
 
-    assert remote.lane.opened <= remote.config.wires_max, "a caller that leaves costs no connection"
+    assert remote.pool.opened <= remote.config.connections_max, (
+        "a caller that leaves costs no connection"
+    )
 
 
 async def elapsed_after(seconds: float) -> float:
@@ -242,7 +244,7 @@ async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
         for page in range(4):
             client.set(keyspace.page("g", "t", page), page_bytes(page))
-    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.1, wires_max=1), keyspace)
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.1, connections_max=1), keyspace)
     assert await answers_of(remote, [read_of(0, 0)]) == [record_of(0, 0)]
 
     os.kill(own_redis.pid, signal.SIGSTOP)
@@ -256,13 +258,13 @@ async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_
     assert {reason_of(each) for (each,) in late} == {"timeout"}
     assert took_s < await waiting * 1.5
     assert await answers_of(remote, [read_of(2, 7)]) == [record_of(2, 7)]
-    assert remote.lane.opened == 2 and remote.lane.timed_out == 1
+    assert remote.pool.opened == 2 and remote.pool.timed_out == 1
     await remote.aclose()
 
 
 async def test_one_stall_is_one_failure_whatever_waited_for_it(own_redis: Server) -> None:
     breaker = Breaker(threshold=2, cooldown_s=60.0)
-    config = RemoteConfig(own_redis.url, deadline_s=0.1, wires_max=1)
+    config = RemoteConfig(own_redis.url, deadline_s=0.1, connections_max=1)
     remote = RemoteTier(config, Keyspace("stalled"), breaker)
     assert await answers_of(remote, [read_of(0, 0)]) == [None]
 
@@ -285,7 +287,9 @@ async def test_a_callers_shorter_deadline_ends_its_wait_and_keeps_the_connection
     own_redis: Server,
 ) -> None:
     """C10, C16."""
-    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=5.0, wires_max=1), Keyspace("a"))
+    remote = RemoteTier(
+        RemoteConfig(own_redis.url, deadline_s=5.0, connections_max=1), Keyspace("a")
+    )
     await answers_of(remote, [read_of(0, 0)])
 
     os.kill(own_redis.pid, signal.SIGSTOP)
@@ -297,7 +301,7 @@ async def test_a_callers_shorter_deadline_ends_its_wait_and_keeps_the_connection
     os.kill(own_redis.pid, signal.SIGCONT)
 
     assert await patient == [None]
-    assert remote.lane.opened == 1 and remote.breaker.state == "closed"
+    assert remote.pool.opened == 1 and remote.breaker.state == "closed"
     await remote.aclose()
 
 
@@ -374,7 +378,9 @@ async def test_reads_recover_by_themselves_when_redis_answers_again(own_redis: S
 
 async def test_connections_stay_within_their_bound_and_end_with_the_tier(own_redis: Server) -> None:
     client = redis.Redis.from_url(own_redis.url, protocol=2)
-    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0, wires_max=2), Keyspace("a"))
+    remote = RemoteTier(
+        RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=2), Keyspace("a")
+    )
 
     for _ in range(5):
         await asyncio.gather(*(answers_of(remote, [read_of(0, n)] * 500) for n in range(20)))
@@ -394,7 +400,9 @@ async def test_a_server_that_accepts_no_more_connections_is_not_asked_again_and_
     own_redis: Server,
 ) -> None:
     client = redis.Redis.from_url(own_redis.url, protocol=2)
-    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0, wires_max=8), Keyspace("a"))
+    remote = RemoteTier(
+        RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=8), Keyspace("a")
+    )
     await answers_of(remote, [read_of(0, 0)])
     client.config_set("maxclients", 2)
     before = int(client.info("stats")["rejected_connections"])
@@ -402,7 +410,7 @@ async def test_a_server_that_accepts_no_more_connections_is_not_asked_again_and_
     for _ in range(50):
         await asyncio.gather(*(answers_of(remote, [read_of(0, n)] * 600) for n in range(4)))
 
-    assert remote.lane.opened == 1 and remote.breaker.state == "closed"
+    assert remote.pool.opened == 1 and remote.breaker.state == "closed"
     assert 1 <= int(client.info("stats")["rejected_connections"]) - before <= 3
     client.close()
     await remote.aclose()
@@ -470,7 +478,7 @@ async def test_a_server_that_breaks_the_protocol_loses_its_connection(
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     url = f"redis://127.0.0.1:{port}/0"
-    remote = RemoteTier(RemoteConfig(url, deadline_s=2.0, wires_max=1), Keyspace("a"))
+    remote = RemoteTier(RemoteConfig(url, deadline_s=2.0, connections_max=1), Keyspace("a"))
     for expected in range(1, 3):
         answer = (await answers_of(remote, [PageRead("g", "t", 0, 0, 3)]))[0]
         for _ in range(5):
@@ -480,7 +488,7 @@ async def test_a_server_that_breaks_the_protocol_loses_its_connection(
         else:
             assert reason_of(answer) == "connection"
         if reply != b"$3\r\nabc\r\n":
-            assert remote.lane.opened == expected, "never used again"
+            assert remote.pool.opened == expected, "never used again"
     await remote.aclose()
     server.close()
 
