@@ -63,27 +63,27 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     )
     reading = StoreThreads()
     clock = RedisClock()
-    sketch = Sketch(remote, ladder.recent, lambda: shelf.live, clock)
+    sketch = Sketch(remote.control, ladder.recent, lambda: shelf.live, clock)
     hottest = sketch.hottest if config.sketch_s else None
     warming = Warming(tiers, ladder.recent.names, hottest, metrics.warmed)
     trial = Trial(lambda: shelf.canary, metrics)
     shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside, in_thread=reading)
     quality = Quality(
-        config, answering.watch, metrics, answering.local, remote, shelf, ladder.recent,
+        config, answering.watch, metrics, answering.local, remote.control, shelf, ladder.recent,
         answering.batcher, answering.admission, clock, name,
     )  # fmt: skip
     follower = Follower(
-        store, remote, shelf, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
+        store, remote.control, shelf, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
         clock=clock, in_thread=reading,
     )  # fmt: skip
-    releases, room = ReleaseWatch(store, reading), Room(remote)
+    releases, room = ReleaseWatch(store, reading), Room(remote.control)
     host = Host(store.local(""), reading)
     advisor = Advisor(tiers, lambda: shelf.live, config.sampled_keys)
     steps = (config.sketch_s, sketch.report), (advisor.step_s, advisor.step)
     refresher = Refresher(
         follower,
         store,
-        remote,
+        remote.control,
         Heartbeat(
             name,
             follower,
@@ -116,7 +116,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     parts.register()
     replica = name if peers is None else peers.replica
     dashboard = Dashboard(
-        remote, GenerationHistory(store, releases.records), remote.keyspace, name=name,
+        remote.control, GenerationHistory(store, releases.records), name=name,
         is_on=config.observe and config.dashboard_s > 0,
         counted=parts.counted, about=lambda: parts.about(replica),
         bounds=metrics.answer_seconds.bounds, nights=nights, clock=clock,

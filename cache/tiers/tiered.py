@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from cache.errors import TierUnavailable
 from cache.format.records.codec import pack_overlay, unpack_overlay
@@ -17,6 +17,7 @@ from cache.format.records.layout import (
 )
 from cache.format.redis_keys import hash_hex
 from cache.l2.commands import Answer, Overlay, OverlayWrite, Read
+from cache.l2.data_plane import DataPlane
 from cache.l2.lease_commands import Bid, LeaseTake, Mark
 from cache.outcomes import STANDS_IN, MissReason, Source
 from cache.tiers.access_sample import Trace
@@ -45,18 +46,6 @@ __all__ = ["Counters", "Found", "MissReason", "Missed", "Outcome", "Tiered", "Vi
 T = TypeVar("T")
 
 
-class Remote(Protocol):
-    """L2 as far as the read path needs it."""
-
-    def submit(
-        self, reads: Sequence[Read | LeaseTake], keep: Callable[[Sequence[Answer]], T]
-    ) -> asyncio.Future[T]:
-        """A future of what `keep` makes of the answers, one per command."""
-
-    async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """Stores overlays; returns None for each that was stored, else why it was not."""
-
-
 class Tiered:
     """Both tiers as one; `flights` joins readers of the same key, whatever input each of them sent.
 
@@ -67,7 +56,7 @@ class Tiered:
         self,
         local: LocalTier,
         negative: NegativeCache,
-        remote: Remote,
+        remote: DataPlane,
         *,
         l2_deadline_s: float = float("inf"),
         writes_max_bytes: int = 8 << 20,

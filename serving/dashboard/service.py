@@ -4,16 +4,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
-from cache.format.redis_keys import Keyspace
+from cache.l2.control_plane import ControlPlane
 from serving.dashboard.aggregator import Seen, Whole
 from serving.dashboard.counters import Counts
 from serving.dashboard.document import document
 from serving.dashboard.generation_history import GenerationHistory
-from serving.dashboard.publisher import Commands, Teller
+from serving.dashboard.publisher import Teller
 from serving.generations.store_threads import InThread
 from serving.replica.freshness import Nights
 from serving.requests.errors import Problem
@@ -33,16 +33,6 @@ Provider = Callable[[], Mapping[str, Any] | None]
 Archived = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
-class Redis(Protocol):
-    """The calls of L2 that the dashboard needs; both raise TierUnavailable."""
-
-    async def ask_all(self, commands: Commands) -> list[Any]:
-        """The reply to each command."""
-
-    async def infos(self) -> list[dict[str, Any]]:
-        """The INFO of each server."""
-
-
 def nothing() -> None:
     """A provider that has nothing to tell."""
 
@@ -56,9 +46,8 @@ class Dashboard:
 
     def __init__(
         self,
-        redis: Redis,
+        control: ControlPlane,
         history: GenerationHistory,
-        keys: Keyspace,
         *,
         name: str,
         is_on: bool = True,
@@ -77,9 +66,9 @@ class Dashboard:
         def advised() -> Mapping[str, Any]:
             return {**about(), "advisor": _told(advisor)}
 
-        self.teller = Teller(redis, keys, name, clock, counted, advised)
+        self.teller = Teller(control, name, clock, counted, advised)
         self.advisor, self.quality = advisor, quality
-        self._whole = Whole(redis, keys, self.teller, bounds, clock, timer)
+        self._whole = Whole(control, self.teller, bounds, clock, timer)
         self._history, self._in_thread = history, in_thread
         self._bounds, self._nights, self._timer = bounds, nights, timer
         self._archived: Archived = [], []

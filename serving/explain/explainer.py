@@ -3,15 +3,15 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from cache.errors import CorruptArtefact
 from cache.format.records.codec import Record, decode
 from cache.format.records.layout import is_live, peek_format
-from cache.format.redis_keys import Keyspace
+from cache.l2.data_plane import DataPlane
 from cache.outcomes import OUTAGES, MissReason, Source
 from cache.store.artefacts import ArtefactStore
-from cache.tiers.inspector import Looking, PagedRemote
+from cache.tiers.inspector import Looking
 from cache.tiers.results import Found, Missed, Outcome, Want
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
@@ -33,12 +33,6 @@ AT_ONCE = 2
 """Explanations under way: each reads a whole page, and runs the model."""
 
 
-class Tier(PagedRemote, Protocol):
-    """L2, and how its keys are named."""
-
-    keyspace: Keyspace
-
-
 class Explainer:
     """Looks without changing anything: no record is kept, no answer counted."""
 
@@ -46,7 +40,7 @@ class Explainer:
         self,
         follower: Follower,
         tiers: Tiered,
-        remote: Tier,
+        remote: DataPlane,
         batcher: MicroBatcher,
         admission: Admission,
         store: ArtefactStore,
@@ -57,7 +51,7 @@ class Explainer:
     ) -> None:
         self._follower = follower
         self._looking = looking = Looking(tiers, remote, timer)
-        self._pages = Pages(looking, remote.keyspace, store, in_thread)
+        self._pages = Pages(looking, remote.control.keyspace, store, in_thread)
         self._rescorer = Rescorer(batcher, admission, looking, timer)
         self._timer = timer
         self._clock = clock

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from cache.control.hot_keys import COLD
-from cache.l2.cluster.tier import ClusterTier
-from cache.l2.tier import RemoteTier
+from cache.l2.control_plane import ControlPlane
 from cache.tiers.l1 import LocalTier
 from serving.admission.controller import Admission
 from serving.config.cpu_affinity import LAST, step_back
@@ -38,7 +37,7 @@ class Quality:
         watch: Watch,
         metrics: Metrics,
         local: LocalTier,
-        remote: RemoteTier | ClusterTier,
+        control: ControlPlane,
         shelf: Shelf,
         recent: Recent,
         batcher: MicroBatcher,
@@ -49,10 +48,10 @@ class Quality:
         def live() -> Any:
             return shelf.live
 
-        self.cold = Sketch(remote, watch.cold, live, clock, COLD)
+        self.cold = Sketch(control, watch.cold, live, clock, COLD)
         self._results = Results()
-        self._usage = Usage(remote, watch.reads, metrics, recent.names, live)
-        self._told = Told(remote, name, self._results, self._usage, live, clock, config.quality_s)
+        self._usage = Usage(control, watch.reads, metrics, recent.names, live)
+        self._told = Told(control, name, self._results, self._usage, live, clock, config.quality_s)
         self._executor = ThreadPoolExecutor(
             1, "larder-quality", initializer=step_back, initargs=(LAST,)
         )

@@ -184,7 +184,7 @@ async def test_without_redis_each_replica_tells_its_own(sound: NightConfig) -> N
         async def away(*_command: object) -> None:
             raise TierUnavailable("gone", reason="connection")
 
-        told_._redis.ask = away  # type: ignore[method-assign]
+        told_._control.ask = away  # type: ignore[method-assign]
         await told_.report()
 
         found = told(app)

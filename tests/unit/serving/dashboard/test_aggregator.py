@@ -22,8 +22,8 @@ class Worker:
     def __init__(self, redis: FakeRedis, clock: FakeClock, name: str) -> None:
         self.counts: Counts = {}
         about = {"replica": name, "breaker": "closed"}
-        self.teller = Teller(redis, KEYS, name, clock, lambda: dict(self.counts), lambda: about)
-        self.whole = Whole(redis, KEYS, self.teller, BOUNDS, clock, clock)
+        self.teller = Teller(redis, name, clock, lambda: dict(self.counts), lambda: about)
+        self.whole = Whole(redis, self.teller, BOUNDS, clock, clock)
 
     def count(self, n: int) -> None:
         self.counts = merged((self.counts, {"r": n, "h:l1:50": n}))

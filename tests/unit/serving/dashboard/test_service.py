@@ -37,7 +37,7 @@ class Board:
         self.store = ArtefactStore(str(folder))
         history = GenerationHistory(self.store, ReleaseWatch(self.store).records)
         self.dashboard = Dashboard(
-            self.redis, history, Keyspace("test"), name="a", counted=lambda: {"r": 1},
+            self.redis, history, name="a", counted=lambda: {"r": 1},
             about=lambda: about, bounds=finer((0.1,)), nights=Nights(Schedule(), follower, self.clock),
             clock=self.clock, timer=self.clock, **more,
         )  # fmt: skip

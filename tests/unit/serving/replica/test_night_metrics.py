@@ -14,6 +14,7 @@ from serving.replica.freshness import Nights
 from serving.replica.night_metrics import Figures
 from serving.replica.redis_memory import Room
 from serving.replica.release_watch import ReleaseWatch
+from tests.fakes import FakeControl
 from tests.unit.serving.world import World
 
 MANIFEST = World().snapshot().manifest
@@ -21,7 +22,7 @@ HOUR_S = 3_600.0
 NOW = 1_700_000_000.0
 
 
-class Redis:
+class FakeRedis(FakeControl):
     """Says of itself what a test says, or nothing."""
 
     def __init__(self, *infos: dict[str, Any]) -> None:
@@ -47,7 +48,7 @@ def releases() -> ReleaseWatch:
 
 
 def test_before_anything_is_served_all_nights_are_missed_and_nothing_else_is_told() -> None:
-    registry = registered(None, Room(Redis()), releases())
+    registry = registered(None, Room(FakeRedis()), releases())
 
     told = {sample.name: sample.value for family in registry.collect() for sample in family.samples}
 
@@ -64,7 +65,7 @@ def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
     )
     told = releases()
     told.last, told.refused = {"publish": 7.0}, frozenset({"skew"})
-    value = registered(manifest, Room(Redis()), told).get_sample_value
+    value = registered(manifest, Room(FakeRedis()), told).get_sample_value
 
     assert value("larder_night_step_seconds", {"step": "score"}) == 2.5
     assert value("larder_gate_value", {"rule": "score_psi"}) == 0.3
@@ -81,7 +82,7 @@ def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
 
 
 async def test_the_room_of_all_nodes_is_told_while_redis_can_be_asked() -> None:
-    redis = Redis({"used_memory": 3, "maxmemory": 10}, {"used_memory": 4, "maxmemory": 10})
+    redis = FakeRedis({"used_memory": 3, "maxmemory": 10}, {"used_memory": 4, "maxmemory": 10})
     room = Room(redis)
     await room.look()
     assert (room.used_bytes, room.max_bytes) == (7, 20)
