@@ -26,7 +26,7 @@ class ColdRedis(Redis, Protocol):
         """Names that were asked for though no generation knew them."""
 
 
-class Told:
+class SharedReport:
     """Shared report; `name` is this replica's, `clock` Redis' own, so that reports of several hosts can be compared."""
 
     def __init__(

@@ -12,7 +12,7 @@ from cache.control.hot_keys import Name
 from cache.errors import TierUnavailable
 from cache.format.keys import Keyspace, hash_id
 from serving.generations.snapshot import Snapshot
-from serving.metrics.registry import Metrics
+from serving.metrics.registry import Metrics, counts_of
 from serving.usage.read_counts import LIFE_S, Reads, Taken, packed, pieces
 
 GIGABYTE = 1e9
@@ -129,10 +129,9 @@ def hits_of(metrics: Metrics) -> dict[str, float]:
     """Answers from stored records by table, since the start of this process."""
     metrics.settle()
     found: defaultdict[str, float] = defaultdict(float)
-    for family in metrics.answers.collect():
-        for sample in family.samples:
-            if sample.name.endswith("_total") and sample.labels["source"] in ("l1", "l2"):
-                found[sample.labels["table"]] += sample.value
+    for labels, count in counts_of(metrics.answers):
+        if labels["source"] in ("l1", "l2"):
+            found[labels["table"]] += count
     return dict(found)
 
 
