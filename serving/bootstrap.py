@@ -24,7 +24,7 @@ from serving.http.exposition import Exposition
 from serving.http.service import Service
 from serving.lookup.l1_warmup import Warming
 from serving.process.worker_metrics import Peers
-from serving.quality.monitor import Quality
+from serving.quality.monitor import QualityMonitor
 from serving.replica.background import Refresher
 from serving.replica.canary_router import Trial
 from serving.replica.freshness import Nights
@@ -67,8 +67,11 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     hottest = sketch.hottest if config.sketch_s else None
     warming = Warming(tiers, ladder.recent.names, hottest, metrics.warmed)
     trial = Trial(lambda: shelf.canary, metrics)
-    shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside, in_thread=reading)
-    quality = Quality(
+    shelf = Shelf(
+        open_snapshot, metrics, warm=warming, flipped=answering.local.absences.flipped, aside=aside,
+        in_thread=reading,
+    )  # fmt: skip
+    quality = QualityMonitor(
         config, answering.watch, metrics, answering.local, remote.control, shelf, ladder.recent,
         answering.batcher, answering.admission, clock, name,
     )  # fmt: skip

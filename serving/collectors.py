@@ -15,7 +15,7 @@ from serving.lookup.micro_batcher import MicroBatcher
 from serving.metrics.event_counters import Events
 from serving.metrics.fast_counters import Overload
 from serving.metrics.registry import Metrics
-from serving.quality.monitor import Quality
+from serving.quality.monitor import QualityMonitor
 from serving.replica.background import Refresher
 from serving.replica.freshness import Nights
 from serving.usage.hot_keys import Sketch
@@ -35,7 +35,7 @@ class Parts:
     inferences: Inferences
     lead: Lead
     sketch: Sketch
-    quality: Quality
+    quality: QualityMonitor
     refresher: Refresher
     nights: Nights
 

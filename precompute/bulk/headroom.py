@@ -14,14 +14,15 @@ from cache.format.manifest import Manifest
 from cache.l2.sync_clients import masters, shares
 from cache.store.artefacts import ArtefactStore, disk_errors, generation_path
 from precompute.bulk.parts import total_bytes
-from precompute.config.settings import NightConfig
+from precompute.config.settings import GateThresholds, NightConfig
 from precompute.control.control_keys import Control
 from precompute.control.states import State
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-REDIS_USED_MAX = 0.95
+REDIS_USED_MAX = GateThresholds().redis_headroom
+"""Share of `maxmemory` that may be in use after a load, whatever the gate is set to."""
 OVERLAY_EXTRA_BYTES = 256
 """Bytes that an overlay's key, its expiry and Redis' own bookkeeping add to its record."""
 

@@ -13,7 +13,7 @@ from cache.errors import TierUnavailable
 from cache.l2.control_plane import ControlPlane
 from serving.dashboard.counters import Counts, merged, unpack
 from serving.dashboard.publisher import Teller
-from serving.dashboard.series import Row, row
+from serving.dashboard.series import DrawnBin, row
 from serving.dashboard.time_bins import BIN_S, BINS_MAX, start_of
 from serving.dashboard.workers import can_be_shown
 
@@ -29,13 +29,13 @@ SILENT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Reading:
     """All that is known now; `trouble`: why it is this worker alone. `lately` has the newest bins undrawn."""
 
     now: float
     trouble: str | None
     workers: Mapping[str, Mapping[str, Any]]
-    rows: Mapping[int, Row]
+    rows: Mapping[int, DrawnBin]
     lately: Mapping[int, Counts]
     registry: Mapping[str, Mapping[str, Any]] | None = None
     infos: Sequence[Mapping[str, Any]] = ()
@@ -47,7 +47,7 @@ class _Drawn:
 
     bounds: Sequence[float]
     tokens: dict[int, int] = field(default_factory=dict)
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, DrawnBin] = field(default_factory=dict)
     lately: dict[int, Counts] = field(default_factory=dict)
 
     def take(self, bins: Mapping[int, Sequence[bytes]], oldest: int, newest: int) -> None:
@@ -87,7 +87,7 @@ class Whole:
         self._alone = _Drawn(bounds)
         self._all_at: float | None = None
 
-    async def look(self) -> Seen:
+    async def look(self) -> Reading:
         """All that Redis has, with this worker's own as it is now; without Redis this worker's own."""
         own = self._teller.note()
         now = own["at"]
@@ -103,7 +103,7 @@ class Whole:
             await asyncio.to_thread(self._alone.take, mine, oldest, newest)
             why = str(error) or f"no reply within {TIMEOUT_S} s"
             shown = {self._teller.name: own}
-            return Seen(now, why, shown, dict(self._alone.rows), dict(self._alone.lately))
+            return Reading(now, why, shown, dict(self._alone.rows), dict(self._alone.lately))
         for start in bins:
             if (blob := self._teller.bins.packed.get(start)) is not None:
                 bins[start][self._teller.name.encode()] = blob
@@ -116,7 +116,7 @@ class Whole:
             for name, each in _rows(workers).items()
             if now - each["at"] < SILENT_S and can_be_shown(each)
         } | {self._teller.name: own}
-        return Seen(
+        return Reading(
             now, self._teller.trouble, shown, dict(self._drawn.rows), dict(self._drawn.lately),
             _rows(registry), infos,
         )  # fmt: skip

@@ -38,9 +38,10 @@ _BUSY = ("begun", "loaded", "verified")
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Facts remembered of one generation: its size, gates, and the times of its steps."""
+class GenerationFacts:
+    """Facts remembered of one generation as of a state: its size, gates, and the times of its steps."""
 
+    state: str | None
     data_until: int
     bytes: int
     records: int
@@ -55,7 +56,7 @@ class GenerationHistory:
     def __init__(self, store: ArtefactStore, records: Callable[[], Sequence[Release]]) -> None:
         self._store = store
         self._records = records
-        self._kept: dict[str, tuple[object, Kept]] = {}
+        self._kept: dict[str, GenerationFacts] = {}
 
     def read(
         self, registry: Mapping[str, Mapping[str, Any]] | None
@@ -79,17 +80,16 @@ class GenerationHistory:
                 nights.append(_night(name, state, kept))
         return generations, nights
 
-    def _look(self, name: str, state: str | None) -> Kept | None:
+    def _look(self, name: str, state: str | None) -> GenerationFacts | None:
         before = self._kept.get(name)
-        if before is not None and before[0] == state and state not in _BUSY and state != "live":
-            return before[1]
+        if before is not None and before.state == state and state not in _BUSY and state != "live":
+            return before
         try:
             manifest = read_manifest(self._store, name)
         except (LarderError, OSError):
-            return None if before is None else before[1]
+            return before
         # Verifying writes gates anew; what is live goes on being warmed for a while.
-        kept = _kept(manifest, list(self._reports(name)))
-        self._kept[name] = state, kept
+        kept = self._kept[name] = _kept(state, manifest, list(self._reports(name)))
         return kept
 
     def _reports(self, name: str) -> Iterable[tuple[str, float, float]]:
@@ -101,10 +101,13 @@ class GenerationHistory:
                     yield step, float(told["began_at"]), float(told["seconds"])
 
 
-def _kept(manifest: Manifest, reports: Sequence[tuple[str, float, float]]) -> Kept:
+def _kept(
+    state: str | None, manifest: Manifest, reports: Sequence[tuple[str, float, float]]
+) -> GenerationFacts:
     seconds = dict(manifest.timings) | {step: took for step, _, took in reports}
     before_seal = sum(took for step, took in manifest.timings.items() if step != "verify")
-    return Kept(
+    return GenerationFacts(
+        state,
         manifest.data_until,
         sum(each.size_bytes for each in (*manifest.artefacts(), *manifest.pages())),
         sum(part.count for table in manifest.tables.values() for part in table.parts),
@@ -146,7 +149,11 @@ def _is_move(release: Release) -> bool:
 
 
 def _generation(
-    name: str, state: str | None, reason: str | None, releases: Sequence[Release], kept: Kept | None
+    name: str,
+    state: str | None,
+    reason: str | None,
+    releases: Sequence[Release],
+    kept: GenerationFacts | None,
 ) -> dict[str, Any]:
     """A generation's row; its role is for the caller to say, who knows what is held."""
     moved = next(
@@ -166,7 +173,7 @@ def _generation(
     }
 
 
-def _night(name: str, state: str | None, kept: Kept) -> dict[str, Any]:
+def _night(name: str, state: str | None, kept: GenerationFacts) -> dict[str, Any]:
     return {
         "generation": name,
         "outcome": _OUTCOMES.get(state or "", "unfinished"),

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from cache.l2.control_plane import ControlPlane
-from serving.dashboard.aggregator import Seen, Whole
+from serving.dashboard.aggregator import Reading, Whole
 from serving.dashboard.counters import Counts
 from serving.dashboard.document import document
 from serving.dashboard.generation_history import GenerationHistory
@@ -122,7 +122,7 @@ class Dashboard:
 
         return await asyncio.to_thread(composed)
 
-    async def _look_into_store(self, seen: Seen) -> None:
+    async def _look_into_store(self, seen: Reading) -> None:
         """Has generations and nights read when it is time; one reading at a time, however long the store takes."""
         at = self._timer()
         if self._archiving is None:
@@ -133,7 +133,7 @@ class Dashboard:
         wait_s = _ARCHIVE_WAIT_S if self._archived_at is None else 0.0
         await asyncio.wait({self._archiving}, timeout=wait_s)
 
-    async def _read_archive(self, seen: Seen) -> None:
+    async def _read_archive(self, seen: Reading) -> None:
         try:
             self._archived = await self._in_thread(self._history.read, seen.registry)
         except Exception:  # a defect here must not cost the rest of the page

@@ -16,7 +16,7 @@ from cache.tiers.results import Found, Missed, Outcome, Want
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
 from serving.explain.difference import difference
-from serving.explain.page_check import Pages
+from serving.explain.page_check import PageChecks
 from serving.explain.rescore import Rescorer
 from serving.explain.summary import sentence
 from serving.generations.pointer_follower import Follower
@@ -51,7 +51,7 @@ class Explainer:
     ) -> None:
         self._follower = follower
         self._looking = looking = Looking(tiers, remote, timer)
-        self._pages = Pages(looking, remote.control.keyspace, store, in_thread)
+        self._pages = PageChecks(looking, remote.control.keyspace, store, in_thread)
         self._rescorer = Rescorer(batcher, admission, looking, timer)
         self._timer = timer
         self._clock = clock

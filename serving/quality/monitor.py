@@ -20,7 +20,7 @@ from serving.metrics.registry import Metrics
 from serving.quality.judge import Sampler
 from serving.quality.night_inputs import open_inputs
 from serving.quality.results import Results
-from serving.quality.shared_report import Told
+from serving.quality.shared_report import SharedReport
 from serving.usage.hot_keys import Recent, Sketch
 from serving.usage.request_observer import Watch
 from serving.usage.table_usage import Usage
@@ -28,7 +28,7 @@ from serving.usage.table_usage import Usage
 Step = Callable[[], Coroutine[Any, Any, None]]
 
 
-class Quality:
+class QualityMonitor:
     """Quality monitor; `told` is for the dashboard, `steps` are taken every so often by whoever keeps up with Redis."""
 
     def __init__(
@@ -51,7 +51,9 @@ class Quality:
         self.cold = Sketch(control, watch.cold, live, clock, COLD)
         self._results = Results()
         self._usage = Usage(control, watch.reads, metrics, recent.names, live)
-        self._told = Told(control, name, self._results, self._usage, live, clock, config.quality_s)
+        self._told = SharedReport(
+            control, name, self._results, self._usage, live, clock, config.quality_s
+        )
         self._executor = ThreadPoolExecutor(
             1, "larder-quality", initializer=step_back, initargs=(LAST,)
         )
@@ -73,7 +75,6 @@ class Quality:
         self._every_s = config.quality_s
         for each in (self._results, self._usage):
             metrics.registry.register(each)
-        shelf.flipped = local.absences.flipped
         self.told = self._told.told
 
     def steps(self) -> list[tuple[float, Step]]:

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from cache.format.gate_rules import SKEW, SKEW_COSINE
 from serving.generations.snapshot import Snapshot
 from serving.quality.aggregates import Cell, Key, packed
-from serving.quality.comparison import Sample
+from serving.quality.comparison import AnswerSample
 from serving.quality.drift import ALPHA, Drift
 
 FLOOR = 0.5
@@ -51,7 +51,7 @@ class Results(Collector):
             for name, table in tables.items()
         }
 
-    def add(self, sample: Sample, generation: str) -> None:
+    def add(self, sample: AnswerSample, generation: str) -> None:
         """Adds the comparison of an answer from this generation."""
         key: Key = sample.table, sample.source, sample.producer, sample.band
         self._all[key].saw(sample)

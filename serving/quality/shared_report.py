@@ -20,7 +20,7 @@ FRESH_S = 30.0
 """Age in seconds (plus two report intervals) beyond which a replica's part counts no more."""
 
 
-class Told:
+class SharedReport:
     """Shared report; `name` is this replica's, `clock` Redis' own, so that reports of several hosts can be compared."""
 
     def __init__(

@@ -13,7 +13,7 @@ from cache.format.ids import hash_id
 from cache.l2.control_plane import ControlPlane
 from cache.outcomes import STORED
 from serving.generations.snapshot import Snapshot
-from serving.metrics.registry import Metrics
+from serving.metrics.registry import Metrics, counts_of
 from serving.usage.read_counts import LIFE_S, Reads, Taken, packed, pieces
 
 GIGABYTE = 1e9
@@ -121,10 +121,9 @@ def hits_of(metrics: Metrics) -> dict[str, float]:
     """Answers from stored records by table, since the start of this process."""
     metrics.settle()
     found: defaultdict[str, float] = defaultdict(float)
-    for family in metrics.answers.collect():
-        for sample in family.samples:
-            if sample.name.endswith("_total") and sample.labels["source"] in STORED:
-                found[sample.labels["table"]] += sample.value
+    for labels, count in counts_of(metrics.answers):
+        if labels["source"] in STORED:
+            found[labels["table"]] += count
     return dict(found)
 
 

@@ -18,7 +18,7 @@ from cache.model.input_sample import FACT, Probe
 from cache.store.artefacts import open_generation
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
-from serving.quality.monitor import Quality
+from serving.quality.monitor import QualityMonitor
 from tests.integration.nights import build_night, histories
 from tests.integration.rearranged import rearrange
 from tests.integration.serving_app import Running, eventually, serving
@@ -45,7 +45,7 @@ def live_generation(night: NightConfig) -> str:
     return pointer.generation
 
 
-def quality(app: Running) -> Quality:
+def quality(app: Running) -> QualityMonitor:
     return app.service.quality
 
 

@@ -8,7 +8,7 @@ import pytest
 from cache.control.hot_keys import HOT, Name, Window
 from serving.quality.aggregates import Cell
 from serving.quality.results import Results
-from serving.quality.shared_report import LIFE_S, Told
+from serving.quality.shared_report import LIFE_S, SharedReport
 from serving.usage.read_counts import Reads
 from serving.usage.table_usage import Usage
 from tests.fakes import FakeControl
@@ -66,7 +66,7 @@ async def test_a_row_told_otherwise_costs_neither_the_others_nor_the_page(
     live = world.snapshot()
     results.begin(live, NOW)
     usage = Usage(redis, Reads(), world.metrics, lambda: (), lambda: live)
-    told = Told(redis, "a", results, usage, lambda: live, lambda: NOW, 5.0)
+    told = SharedReport(redis, "a", results, usage, lambda: live, lambda: NOW, 5.0)
     redis.rows = {
         b"b": row(live.generation),
         b"c": row(live.generation, replica="c", **changed),
