@@ -15,7 +15,7 @@ import orjson
 
 from infra.demo.http import Connection, get
 from infra.demo.scrape import Counts
-from infra.demo.service import Service
+from infra.local.service import Service
 from precompute.config.settings import NightConfig
 from serving.metrics.registry import SOURCES
 from tests.integration import troubled_service
