@@ -16,7 +16,7 @@ import orjson
 from cache.outcomes import STORED, Source
 from infra.demo.http import Connection, get
 from infra.demo.scrape import Counts
-from infra.demo.service import Service
+from infra.local.service import Service
 from precompute.config.settings import NightConfig
 from tests.integration import troubled_service
 from tests.integration.fault_proxy import Fault, FaultProxy
