@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import redis
@@ -60,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with (
             never_swallowed(),
             _listening(config) as listener,
-            redis_url(config.state, config.redis_url) as url,
+            redis_url(Path(config.state), config.redis_url) as url,
         ):
             is_own = not config.redis_url
-            config = config.with_redis(url)
+            config = replace(config, redis_url=url)
             configure_for(config, sent.log_level)
             _check_redis(config, is_own=is_own)
             serve = _serve if config.workers == 1 else _supervise
@@ -163,7 +164,7 @@ def _restore(config: ServingConfig) -> None:
         "REDIS_URL": config.redis_url,
         "LARDER_ARTIFACTS": config.artifacts,
         "LARDER_NAMESPACE": config.namespace,
-        "LARDER_STATE": str(config.state),
+        "LARDER_STATE": config.state,
     }
     done = subprocess.run(
         [sys.executable, "-m", "precompute", "restore"],
