@@ -19,7 +19,7 @@ from cache.config.sections import (
     Sources,
     TableConfig,
 )
-from cache.config.shared import Shared, check_name
+from cache.config.shared import SharedConfig, check_name
 from cache.config.tasks import DagConfig
 from cache.errors import ConfigError
 
@@ -38,10 +38,10 @@ def _default_tables() -> dict[str, TableConfig]:
 
 
 @section
-class NightConfig(Shared):
+class NightConfig(SharedConfig):
     """Everything a night needs to know. `semantic` names the part that decides the result."""
 
-    FROM_ENVIRONMENT: ClassVar = (*(Shared.FROM_ENVIRONMENT or ()), "device")
+    FROM_ENVIRONMENT: ClassVar = (*(SharedConfig.FROM_ENVIRONMENT or ()), "device")
 
     bundle: Filled = ".larder/bundle"
     """Bundle of models to score with: a folder or an fsspec URL."""
@@ -116,11 +116,11 @@ class NightConfig(Shared):
         cls, environ: Mapping[str, str], path: str | Path | None = None, **overrides: Any
     ) -> Self:
         """The file (without a path the one that LARDER_CONFIG names), the environment over it, overrides over both."""
-        from cache.config.reading import Origin, read
+        from cache.config.reading import ConfigFile, read
 
-        origin = Origin.named(environ, path)
-        values = {name: each for name, each in origin.document.items() if name != "serving"}
-        return read(cls, values, origin, environ, **overrides)
+        file = ConfigFile.named(environ, path)
+        values = {name: each for name, each in file.document.items() if name != "serving"}
+        return read(cls, values, file, environ, **overrides)
 
 
 def parse_time(text: str) -> datetime:

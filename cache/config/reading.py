@@ -27,7 +27,7 @@ SECRETS = frozenset({"token", "redis_url"})
 
 
 @dataclass(frozen=True)
-class Origin:
+class ConfigFile:
     """The file that settings came from; `document` is what it holds, unchecked but for secrets."""
 
     path: Path | None = None
@@ -85,7 +85,7 @@ class _Environment(EnvSettingsSource):
 def read(
     kind: type[Kind],
     values: Mapping[str, Any],
-    origin: Origin,
+    file: ConfigFile,
     environ: Mapping[str, str],
     *,
     table: str = "",
@@ -102,29 +102,18 @@ def read(
     given = {name: each for name, each in overrides.items() if each is not None}
 
     def place_of(name: str) -> str:
-        if name in given or origin.path is None:
+        if name in given or file.path is None:
             return "" if name in given else names.get(name, "")
         if name in found:
             return names[name]
-        is_above = name in origin.document and name not in origin.document.get(table, {})
-        return str(origin.path) if is_above or not table else f"{origin.path} [{table}]"
+        is_above = name in file.document and name not in file.document.get(table, {})
+        return str(file.path) if is_above or not table else f"{file.path} [{table}]"
 
     _refuse_secrets(values, place_of)
-    written = {
-        name: _sections(known[name].annotation, each, f"{place_of(name)} [{name}]")
-        if name in known
-        else each
-        for name, each in values.items()
-    }
-    if "base" in written:
-        raise ConfigError(f"{place_of('base')}: unknown setting 'base'", field="base")
-    if "base" in known and origin.path:
-        written["base"] = str(origin.path.parent)
-    for name in PLACES & known.keys():
-        if isinstance(place := written.get(name, known[name].default), str) and place:
-            written[name] = origin.beside(place)
-        if "://" not in (place := found.get(name, "://")):
-            found[name] = str(Path(place).absolute())
+    written = _written(known, values, file, place_of)
+    for name in PLACES & found.keys():
+        if "://" not in found[name]:
+            found[name] = str(Path(found[name]).absolute())
     fields: dict[str, Any] = {name: (each.annotation, each) for name, each in known.items()}
     settings: type[_Settings] = create_model(kind.__name__, __base__=_Settings, **fields)
     sources = (
@@ -139,6 +128,29 @@ def read(
         raise _placed(refusal(error, kind), place_of) from None
     except ConfigError as error:
         raise _placed(error, place_of) from error
+
+
+def _written(
+    known: Mapping[str, FieldInfo],
+    values: Mapping[str, Any],
+    file: ConfigFile,
+    place_of: Callable[[str], str],
+) -> dict[str, Any]:
+    """The file's values as the model holds them; paths of the file are beside it, and so are their defaults."""
+    if "base" in values:
+        raise ConfigError(f"{place_of('base')}: unknown setting 'base'", field="base")
+    written = {
+        name: _sections(known[name].annotation, each, f"{place_of(name)} [{name}]")
+        if name in known
+        else each
+        for name, each in values.items()
+    }
+    if "base" in known and file.path:
+        written["base"] = str(file.path.parent)
+    for name in PLACES & known.keys():
+        if isinstance(place := written.get(name, known[name].default), str) and place:
+            written[name] = file.beside(place)
+    return written
 
 
 def _placed(error: ConfigError, place_of: Callable[[str], str]) -> ConfigError:

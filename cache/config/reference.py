@@ -1,7 +1,7 @@
 """The reference page of `larder.toml`: `python -m cache.config.reference > docs/reference/configuration.md`."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -11,13 +11,13 @@ from cache.config.night import NightConfig
 from cache.config.section import (
     bounds_in_words,
     fields_of,
-    meaning,
+    meanings,
     sections_of,
     type_in_words,
     variables,
 )
 from cache.config.serving import ServingConfig
-from cache.config.shared import Shared
+from cache.config.shared import SharedConfig
 
 _START = """\
 # Configuration
@@ -32,41 +32,43 @@ Paths in the file are relative to it, those in the environment to the current fo
 
 def page() -> str:
     """The page as Markdown."""
-    inherited, own = fields_of(Shared), sections_of(NightConfig)
-    above = {name: each for name, each in fields_of(NightConfig).items() if name not in own}
-    nights = {name: each for name, each in above.items() if name not in inherited}
-    serving = {
-        name: each for name, each in fields_of(ServingConfig).items() if name not in inherited
-    }
+    inherited, own = fields_of(SharedConfig), sections_of(NightConfig)
     parts = [
         _START,
-        *_part("Above the sections: night and service", "", inherited, variables(Shared)),
-        *_part("Above the sections: the night", "", nights, variables(NightConfig)),
+        *_part("Above the sections: night and service", SharedConfig, inherited),
+        *_part(
+            "Above the sections: the night",
+            NightConfig,
+            fields_of(NightConfig).keys() - inherited.keys() - own.keys(),
+        ),
     ]
     for name, kind in own.items():
-        title = "`[tables.NAME]`" if name == "tables" else f"`[{name}]`"
-        parts += _part(title, kind.__doc__, fields_of(kind), variables(kind))
-    parts += _part("`[serving]`", ServingConfig.__doc__, serving, variables(ServingConfig))
+        parts += _part(
+            "`[tables.NAME]`" if name == "tables" else f"`[{name}]`", kind, fields_of(kind)
+        )
+    parts += _part("`[serving]`", ServingConfig, fields_of(ServingConfig).keys() - inherited.keys())
     return "\n".join(parts)
 
 
-def _part(
-    title: str, told: str | None, fields: dict[str, FieldInfo], names: dict[str, str]
-) -> Iterator[str]:
+def _part(title: str, kind: type[Any], chosen: Collection[str]) -> Iterator[str]:
+    told, names = meanings(kind), variables(kind)
+    about = "" if title.startswith("Above") else str(kind.__doc__)
     yield f"## {title}\n"
-    if told:
-        yield "\n".join(line.strip() for line in told.strip().splitlines()) + "\n"
+    if about:
+        yield "\n".join(line.strip() for line in about.strip().splitlines()) + "\n"
     yield "| key | type | default | bounds | environment | meaning |\n|---|---|---|---|---|---|"
-    for name, each in fields.items():
+    for name, each in fields_of(kind).items():
+        if name not in chosen:
+            continue
         cells = (
             f"`{name}`",
             type_in_words(each.annotation),
             _default(each),
             bounds_in_words(each),
             f"`{names[name]}`" if name in names else "",
-            meaning(each),
+            told[name],
         )
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        yield f"| {' | '.join(cells)} |"
     yield ""
 
 

@@ -1,7 +1,10 @@
 """Sections of settings: frozen pydantic dataclasses whose errors are one line that names setting, value and remedy."""
 
+import ast
 import functools
+import inspect
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_origin
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -21,7 +24,6 @@ _CONFIG = ConfigDict(
     extra="forbid",
     strict=True,
     allow_inf_nan=False,
-    use_attribute_docstrings=True,
 )
 
 
@@ -29,11 +31,6 @@ _CONFIG = ConfigDict(
 def section(kind: type[Kind]) -> type[Kind]:
     """Frozen dataclass of one section; its constructor raises ConfigError for a value that it may not hold."""
     made = dataclass(frozen=True, config=_CONFIG)(kind)
-    for name, field in made.__pydantic_fields__.items():  # type: ignore[attr-defined]
-        above = (getattr(each, "__pydantic_fields__", {}).get(name) for each in kind.__mro__[1:])
-        field.description = field.description or next(
-            (each.description for each in above if each), None
-        )
     checked = cast(Callable[..., None], made.__init__)
 
     @functools.wraps(checked)
@@ -73,9 +70,15 @@ def sections_of(kind: type[Any]) -> dict[str, type[Any]]:
     return {name: each for name, each in kinds.items() if is_section(each)}
 
 
-def meaning(field: FieldInfo) -> str:
-    """The description of a setting on one line."""
-    return " ".join((field.description or "").split())
+def meanings(kind: type[Any]) -> dict[str, str]:
+    """Meaning of each setting on one line: the docstring below it, read from the source only where it is wanted."""
+    found = {}
+    for each in filter(is_section, reversed(kind.__mro__)):
+        (made,) = ast.parse(inspect.getsource(each)).body
+        for setting, told in pairwise(getattr(made, "body", ())):
+            if isinstance(setting, ast.AnnAssign) and isinstance(told, ast.Expr):
+                found[ast.unparse(setting.target)] = " ".join(ast.literal_eval(told.value).split())
+    return found
 
 
 def is_section(annotation: Any) -> bool:
@@ -127,10 +130,11 @@ def refusal(error: ValidationError, kind: type[Any]) -> ConfigError:
     first = error.errors(include_url=False)[0]
     place = first["loc"][0]
     name = place if isinstance(place, str) else list(fields_of(kind))[place]
-    return ConfigError(_sentence(first, name, fields_of(kind)), field=name)
+    return ConfigError(_sentence(first, name, kind), field=name)
 
 
-def _sentence(first: ErrorDetails, name: str, known: dict[str, FieldInfo]) -> str:
+def _sentence(first: ErrorDetails, name: str, kind: type[Any]) -> str:
+    known = fields_of(kind)
     if name not in known:
         return f"unknown setting {name!r}; known are {', '.join(sorted(known))}"
     field, value = known[name], first["input"]
@@ -140,5 +144,5 @@ def _sentence(first: ErrorDetails, name: str, known: dict[str, FieldInfo]) -> st
         case "string_too_short":
             return f"{name} must not be empty"
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
-            return f"{name} must be {bounds_in_words(field)}, not {value:,}: {meaning(field)}"
+            return f"{name} must be {bounds_in_words(field)}, not {value:,}: {meanings(kind)[name]}"
     return f"{name} must be {type_in_words(field.annotation)}, not {value!r}"

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from cache.config.peers import Bounds
 from cache.config.section import Share, section
-from cache.config.shared import Shared
+from cache.config.shared import SharedConfig
 from cache.errors import ConfigError
 
 Precision = Literal["int8", "fp32"]
@@ -18,7 +18,7 @@ OverlayReads = Literal["auto", "always"]
 
 
 @section
-class ServingConfig(Shared, Bounds):
+class ServingConfig(SharedConfig, Bounds):
     """Settings of the service, in `[serving]`; in the environment each is LARDER_<NAME>, except REDIS_URL."""
 
     FROM_ENVIRONMENT: ClassVar = None
@@ -186,11 +186,11 @@ class ServingConfig(Shared, Bounds):
         namespace, artifacts, redis_url, state and schedule stand above the file's sections, where the night reads them.
         Raises ConfigError for an unreadable file, an unknown setting or a value of the wrong type.
         """
-        from cache.config.reading import Origin, read
+        from cache.config.reading import ConfigFile, read
 
-        origin = Origin.named(environ)
-        values = origin.above(Shared) | dict(origin.section("serving"))
-        return read(cls, values, origin, environ, table="serving", **overrides)
+        file = ConfigFile.named(environ)
+        values = file.above(SharedConfig) | dict(file.section("serving"))
+        return read(cls, values, file, environ, table="serving", **overrides)
 
     def bounds(self, connections_max: int) -> Bounds:
         """Bounds on what one peer may cost, with room for so many connections."""

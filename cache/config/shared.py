@@ -22,7 +22,7 @@ def _text(value: Any) -> Any:
 
 
 @section
-class Shared(Timetable):
+class SharedConfig(Timetable):
     """Settings that night and service share."""
 
     FROM_ENVIRONMENT: ClassVar[tuple[str, ...] | None] = (

@@ -40,10 +40,10 @@ class DagConfig:
     @classmethod
     def configured(cls, environ: Mapping[str, str]) -> "DagConfig":
         """The section [dag] of the file that LARDER_CONFIG names; LARDER_RETRY_DELAY_S wins over it."""
-        from cache.config.reading import Origin, read
+        from cache.config.reading import ConfigFile, read
 
-        origin = Origin.named(environ)
-        return read(cls, origin.section("dag"), origin, environ, table="dag")
+        file = ConfigFile.named(environ)
+        return read(cls, file.section("dag"), file, environ, table="dag")
 
     def defaults(self) -> dict[str, Any]:
         """Airflow's `default_args` of all tasks."""

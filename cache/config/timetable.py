@@ -34,7 +34,7 @@ class Timetable:
     @classmethod
     def configured(cls, environ: Mapping[str, str]) -> "Timetable":
         """The timetable of the file that LARDER_CONFIG names, below the environment."""
-        from cache.config.reading import Origin, read
+        from cache.config.reading import ConfigFile, read
 
-        origin = Origin.named(environ)
-        return read(cls, origin.above(cls), origin, environ)
+        file = ConfigFile.named(environ)
+        return read(cls, file.above(cls), file, environ)
