@@ -11,7 +11,7 @@ from cache.store.releases import Pointer
 from serving.collectors import Parts
 from serving.components import Answering
 from serving.config.cpu_affinity import step_back
-from serving.config.settings import ServingConfig
+from serving.config.settings import ServingConfig, limits_of
 from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import Dashboard
 from serving.explain.explainer import Explainer
@@ -132,7 +132,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         follower, tiers, remote, answering.batcher, answering.admission, store, in_thread=reading
     )
     service = Service(
-        follower=follower, ladder=ladder, metrics=metrics, limits=config.limits(), token=config.token,
+        follower=follower, ladder=ladder, metrics=metrics, limits=limits_of(config), token=config.token,
         body_bytes=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
         l2_bound_s=remote.bound_s, admission=answering.admission, observes=config.observe,
         drain=refresher.drain, nights=nights, trial=trial, expose=Exposition(exposed),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from cache.config.serving import parse_cores
 from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.cluster.tier import open_tier
@@ -13,7 +14,7 @@ from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
 from serving.admission.loop_lag import Pulse
-from serving.config.cpu_affinity import check_cores, parse_cores, place_thread
+from serving.config.cpu_affinity import check_cores, place_thread
 from serving.config.settings import ServingConfig
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder

@@ -9,10 +9,10 @@ from typing import Any
 
 import redis
 
+from cache.config.sections import FlipConfig
 from cache.control.staging_note import Staging
 from cache.errors import Conflict
 from precompute.config.progress import Progress, quiet
-from precompute.config.sections import FlipConfig
 from precompute.control.control_keys import REPLICA_DEAD_S, Control, Replica
 
 LEASE_S = 60.0

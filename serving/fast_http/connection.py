@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from serving.config.bounds import Bounds
+from cache.config.peers import Bounds
 from serving.fast_http.asgi_exchange import Cycle
 from serving.fast_http.connections import Connections
 from serving.fast_http.header_cache import BLOCK_BYTES_MAX, Allowed, Blocks, without_length

@@ -13,8 +13,7 @@ MODULES_MAX = 12
 TESTS_MAX = 25
 ROOMS = (
     "cache", "cache.mrc", "cache.control", "cache.format.records", "cache.native", "cache.process", "cache.format",
-    "cache.store", "cache.l2",
-    "cache.l2.cluster", "cache.model", "cache.tiers",
+    "cache.store", "cache.l2", "cache.config", "cache.l2.cluster", "cache.model", "cache.tiers",
     "serving.arrow_ipc", "serving.tracing", "serving.requests", "serving.client", "serving.admission", "serving.config",
     "serving.metrics", "serving.generations", "serving.rendering", "serving.usage", "serving.replica", "serving.lookup",
     "serving.quality", "serving.explain", "serving.dashboard", "serving.dashboard.terminal", "serving.fast_lookup",

@@ -11,13 +11,13 @@ from typing import Any
 import orjson
 import pytest
 
+from cache.config.sections import CanaryConfig
 from cache.control.canary_split import Split
 from cache.errors import ConfigError, Conflict, Refused
 from infra.demo.http import get, post
 from infra.local.service import Service
 from precompute.builds.build import cut_of
 from precompute.canary import trial
-from precompute.config.sections import CanaryConfig
 from precompute.config.settings import NightConfig
 from precompute.control.states import State
 from precompute.steps import pipeline

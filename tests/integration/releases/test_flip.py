@@ -19,11 +19,11 @@ import orjson
 import pytest
 import redis
 
+from cache.config.sections import FlipConfig
 from cache.errors import Conflict, LarderError
 from cache.process.redis_server import Server
 from infra.demo.http import Connection, get
 from infra.local.service import ROOT, Service
-from precompute.config.sections import FlipConfig
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import REPLICA_DEAD_S
 from precompute.releases.staging import Stage, staged
@@ -184,7 +184,7 @@ def test_without_replicas_a_publish_waits_for_nobody(tmp_path: Path, redis_url: 
 
 _PUBLISHER = """
 import sys
-from precompute.config.sections import FlipConfig
+from cache.config.sections import FlipConfig
 from precompute.releases.staging import staged
 from tests.integration.fleet import control_of
 from tests.integration.nights import prepare

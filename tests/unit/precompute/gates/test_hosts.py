@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from precompute.config.sections import GateThresholds
+from cache.config.gates import GateThresholds
 from precompute.control.control_keys import Replica
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.rules.host import disk_headroom, memory_headroom

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from serving.config.bounds import Bounds
+from cache.config.peers import Bounds
 from serving.fast_http.connection import Shared, Wire
 from serving.fast_http.header_cache import plain, without_length
 from serving.http.asgi_app import ADMITTED
