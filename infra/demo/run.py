@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import quote
 
 from cache.format.keys import Keyspace
-from cache.outcomes import Source
 from cache.process.redis_server import redis_url
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.releases import all_releases
@@ -31,6 +30,7 @@ from infra.demo.traffic import Background, Latencies, Stream, replay
 from precompute.bulk.load import unlink_pages
 from precompute.config.settings import night_config
 from precompute.control.control_keys import connect
+from serving.answers.sources import Source
 from serving.client import Client, Unanswered
 
 NIGHTLY = "nightly_precompute"

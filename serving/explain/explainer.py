@@ -8,12 +8,12 @@ from typing import Any, Protocol
 from cache.errors import CorruptArtefact
 from cache.format.keys import Keyspace
 from cache.format.records import FLAG_LIVE, Record, decode, peek_format
-from cache.outcomes import OUTAGES, MissReason, Source
 from cache.store.artefacts import ArtefactStore
 from cache.tiers.inspector import Looking, PagedRemote
-from cache.tiers.results import Found, Missed, Outcome, Want
+from cache.tiers.results import OUTAGES, Found, Missed, MissReason, Outcome, Want
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
+from serving.answers.sources import Source
 from serving.explain.difference import difference
 from serving.explain.page_check import Pages
 from serving.explain.rescore import Rescorer

@@ -12,8 +12,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.outcomes import STORED, Source
 from cache.tiers.batches import Rows, Wants
+from serving.answers.sources import STORED, Source
 from serving.fast_lookup.batch import Batches, outcome_at
 from serving.fast_lookup.single_request import Get
 from serving.lookup.service import LookupService

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from cache.format.manifest import Table
 from cache.format.records import Record
-from cache.outcomes import Source
+from serving.answers.sources import Source
 from serving.generations.snapshot import Snapshot
 from serving.requests.models import Entity
 

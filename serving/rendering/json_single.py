@@ -4,9 +4,9 @@ import orjson
 
 from cache.format.manifest import Table
 from cache.format.records import Record, decode
-from cache.outcomes import STORED, MissReason, Source
 from cache.tiers.l1 import Ready
-from cache.tiers.results import Found
+from cache.tiers.results import Found, MissReason
+from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
 from serving.rendering.answer_fields import Prediction, from_record
 

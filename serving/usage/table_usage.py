@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from cache.control.hot_keys import Name
 from cache.errors import TierUnavailable
 from cache.format.keys import Keyspace, hash_id
-from cache.outcomes import STORED
+from serving.answers.sources import STORED
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.usage.read_counts import LIFE_S, Reads, Taken, packed, pieces

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cache.outcomes import Source
 from cache.tiers.eviction_history import ABSENCES
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
+from serving.answers.sources import Source
 from serving.metrics.miss_reasons import REASONS
 from serving.metrics.registry import OUTCOMES, STAGES
 from serving.replica.canary_stats import ARMS
