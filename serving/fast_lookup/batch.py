@@ -14,11 +14,11 @@ from cache.tiers.results import Found, Missed, Outcome, Tier, Want
 from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
 from serving.lookup.service import LookupService
-from serving.rendering.answer_fields import Answer, complete
+from serving.rendering.answer_fields import JSON, Answer, complete
 from serving.rendering.arrow_rows import items_of, resolved_stream
 from serving.rendering.batch_result import Lookup, Resolved
 from serving.rendering.json_batch import plain, texts_of
-from serving.rendering.json_single import JSON, Marks, Unfit, prediction_of
+from serving.rendering.json_single import Marks, Unfit, prediction_of
 from serving.requests.models import Ask, Entity
 from serving.tracing.request_context import note
 from serving.usage.answer_sampling import Pick

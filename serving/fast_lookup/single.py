@@ -12,7 +12,8 @@ from serving.fast_lookup.batch import Batches
 from serving.fast_lookup.coalescer import Lower, Telling, Together
 from serving.fast_lookup.single_request import Get
 from serving.lookup.service import LookupService
-from serving.rendering.json_single import JSON, Unfit, start_of
+from serving.rendering.answer_fields import JSON
+from serving.rendering.json_single import Unfit, start_of
 from serving.requests.models import Ask, Entity
 from serving.tracing.request_context import note
 from serving.usage.answer_sampling import Pick
