@@ -19,7 +19,6 @@ from cache.format.redis_keys import hash_hex
 from cache.l2.commands import Answer, Overlay, OverlayWrite, Read
 from cache.l2.data_plane import DataPlane
 from cache.l2.lease_commands import Bid, LeaseTake, Mark
-from cache.outcomes import STANDS_IN, MissReason, Source
 from cache.tiers.access_sample import Trace
 from cache.tiers.addressing import reads_of
 from cache.tiers.batch_reader import RowReads
@@ -28,10 +27,13 @@ from cache.tiers.flight_keys import FlightKey, FlightKeys
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.tiers.results import (
     MISSED,
+    STANDS_IN,
     Counters,
     Found,
     Missed,
+    MissReason,
     Outcome,
+    Tier,
     View,
     Want,
     unavailable,
@@ -150,7 +152,7 @@ class Tiered:
         def keep(answers: Sequence[Answer]) -> None:
             if isinstance(answer := answers[0], Overlay):
                 entry = overlay_entry(want, answer, asked_at)
-                tell(isinstance(entry, Entry) and isinstance(judge(entry, want, Source.L2), Found))
+                tell(isinstance(entry, Entry) and isinstance(judge(entry, want, "l2"), Found))
             elif answer is None:
                 tell(False)
 
@@ -208,12 +210,12 @@ class Tiered:
     def _local(self, view: View, want: Want) -> Outcome | None:
         key = LocalKey(view.generation, want.table.name, want.key)
         entry = self.local.get(key)
-        return None if entry is None else judge(entry, want, Source.L1)
+        return None if entry is None else judge(entry, want, "l1")
 
     async def _resolve_one(self, view: View, want: Want, deadline: float) -> Outcome:
         key = LocalKey(view.generation, want[0].name, want[1])
         if (here := self.local.get(key)) is not None:
-            return judge(here, want, Source.L1)
+            return judge(here, want, "l1")
         if want[6]:
             return MISSED[MissReason.UNREAD]
         if want[3] < 0 and key in self.negative:
@@ -237,7 +239,7 @@ class Tiered:
             key = LocalKey(generation, want[0].name, want[1])
             entry = get(key)
             if entry is not None:
-                outcomes.append(judge(entry, want, Source.L1))
+                outcomes.append(judge(entry, want, "l1"))
             elif want[6]:
                 outcomes.append(MISSED[MissReason.UNREAD])
             elif want[3] < 0 and key in self.negative:
@@ -254,11 +256,11 @@ class Tiered:
     def _judged(self, key: LocalKey, entry: Entry | Missed, want: Want) -> Outcome:
         """The outcome of a read of L2; a live answer kept beside the page counts only while that gives none."""
         if isinstance(entry, Entry):
-            return judge(entry, want, Source.L2)
+            return judge(entry, want, "l2")
         if want.position < 0 or want.digest is None or entry.reason not in STANDS_IN:
             return entry
         kept = self.local.get(live_key(key, want.digest))
-        outcome = entry if kept is None else judge(kept, want, Source.L1)
+        outcome = entry if kept is None else judge(kept, want, "l1")
         return outcome._replace(reason=entry.reason) if isinstance(outcome, Found) else entry
 
     async def _read(
@@ -361,7 +363,7 @@ def live_key(key: LocalKey, digest: bytes) -> LocalKey:
     return key._replace(key=raw + digest)
 
 
-def judge(entry: Entry, want: Want, tier: Source) -> Outcome:
+def judge(entry: Entry, want: Want, tier: Tier) -> Outcome:
     """The outcome of what a tier holds for this want: found, corrupt, or from another input."""
     if entry.fingerprint != want.fingerprint:
         return MISSED[MissReason.CORRUPT]

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache.model.runtime import ort
-from cache.outcomes import STORED
+from serving.answers.sources import STORED
 from serving.client import Answer, AsyncClient, Options, Policy
 
 TOP = 20

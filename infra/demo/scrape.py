@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from cache.outcomes import STORED
 from infra.demo.http import get
+from serving.answers.sources import STORED
 
 _SAMPLE = re.compile(r"^(larder_\w+?)(?:\{(.*)\})? ([0-9.e+naif-]+)$", re.IGNORECASE | re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

@@ -14,10 +14,10 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
-from cache.outcomes import Source
 from infra.demo.checks import Judge, Question
 from infra.demo.dataset import Dataset
 from infra.demo.http import Connection
+from serving.answers.sources import Source
 
 TOPK = "user_topk"
 KINDS = {"known": 0.68, "batch": 0.05, "exclude": 0.06, "fresh": 0.02, "similar": 0.03,

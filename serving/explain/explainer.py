@@ -9,12 +9,12 @@ from cache.errors import CorruptArtefact
 from cache.format.records.codec import Record, decode
 from cache.format.records.layout import is_live, peek_format
 from cache.l2.data_plane import DataPlane
-from cache.outcomes import OUTAGES, MissReason, Source
 from cache.store.artefacts import ArtefactStore
 from cache.tiers.inspector import Looking
-from cache.tiers.results import Found, Missed, Outcome, Want
+from cache.tiers.results import OUTAGES, Found, Missed, MissReason, Outcome, Want
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
+from serving.answers.sources import Source
 from serving.explain.difference import difference
 from serving.explain.page_check import PageChecks
 from serving.explain.rescore import Rescorer

@@ -12,9 +12,8 @@ import numpy as np
 from cache.errors import CorruptArtefact
 from cache.format.manifest import Table
 from cache.format.records.codec import Record
-from cache.outcomes import MissReason
 from cache.tiers.inspector import Looking
-from cache.tiers.results import Found
+from cache.tiers.results import Found, MissReason
 from serving.admission.controller import Admission
 from serving.generations.snapshot import Snapshot
 from serving.lookup.candidate_scoring import vector_table

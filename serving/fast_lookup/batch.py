@@ -9,16 +9,16 @@ from numpy.typing import NDArray
 
 from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_bytes import Named
-from cache.outcomes import STORED, Source
 from cache.tiers.batches import Rows, Wants
-from cache.tiers.results import Found, Missed, Outcome, Want
+from cache.tiers.results import Found, Missed, Outcome, Tier, Want
+from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
 from serving.lookup.service import LookupService
-from serving.rendering.answer_fields import Answer, complete
+from serving.rendering.answer_fields import JSON, Answer, complete
 from serving.rendering.arrow_rows import items_of, resolved_stream
 from serving.rendering.batch_result import Lookup, Resolved
 from serving.rendering.json_batch import plain, texts_of
-from serving.rendering.json_single import JSON, Marks, Unfit, prediction_of
+from serving.rendering.json_single import Marks, Unfit, prediction_of
 from serving.requests.models import Ask, Entity
 from serving.tracing.request_context import note
 from serving.usage.answer_sampling import Pick
@@ -152,12 +152,13 @@ class Batches:
             if unfit.is_damaged:
                 self._tiers.discard(live.view, want)
             return unfit.reason
-        self._count(lookup, np.array([place]), outcome.tier)
-        if outcome.tier == Source.L2:
+        source = Source(outcome.tier)
+        self._count(lookup, np.array([place]), source)
+        if source is Source.L2:
             self._watch.read(live.generation, table.name, want.key)
         entity = _entity(lookup, place)
         return complete(
-            prediction, live, table.name, entity, outcome.tier, "batch", self._clock(),
+            prediction, live, table.name, entity, source, "batch", self._clock(),
             stale=self._service.follower.stale,
         )  # fmt: skip
 
@@ -233,5 +234,5 @@ def _entity(lookup: Lookup, place: int) -> Entity:
 def outcome_at(found: Rows, at: int) -> Outcome:
     """The outcome of row `at`, as a single read would have it."""
     other = found.others.get(at)
-    tier = STORED[bool(found.is_l2[at])]
+    tier: Tier = "l2" if found.is_l2[at] else "l1"
     return Found(found.records[at].tobytes(), tier, False, None) if other is None else other

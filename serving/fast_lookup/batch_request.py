@@ -9,8 +9,8 @@ from cache.format.manifest import Table
 from serving.fast_lookup.batch import Batches
 from serving.generations.served_set import Holding
 from serving.lookup.service import LookupService
+from serving.rendering.answer_fields import JSON
 from serving.rendering.batch_result import Lookup
-from serving.rendering.json_single import JSON
 from serving.requests import fast_parse, lookup_arrow
 from serving.requests.content import LARGE, Scope, beside, lookup_of, peek, refuse
 from serving.requests.errors import Problem

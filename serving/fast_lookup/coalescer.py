@@ -12,14 +12,14 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.outcomes import STORED, Source
 from cache.tiers.batches import Rows, Wants
+from serving.answers.sources import STORED, Source
 from serving.fast_lookup.batch import Batches, outcome_at
 from serving.fast_lookup.single_request import Get
 from serving.lookup.service import LookupService
+from serving.rendering.answer_fields import JSON
 from serving.rendering.batch_result import Lookup
 from serving.rendering.json_batch import texts_of
-from serving.rendering.json_single import JSON
 from serving.requests.models import Options
 from serving.usage.answer_sampling import Pick
 

@@ -7,8 +7,8 @@ from operator import itemgetter
 import orjson
 
 from cache.control.hot_keys import Name
-from cache.outcomes import Source
 from cache.tiers.l1 import Ready
+from serving.answers.sources import Source
 from serving.lookup.service import LookupService
 from serving.metrics.fast_counters import GET_ROUTE
 from serving.usage.answer_sampling import Pick

@@ -5,14 +5,15 @@ from typing import Any
 
 import orjson
 
-from cache.outcomes import Source
 from cache.tiers.l1 import LocalKey
 from cache.tiers.tiered import Found, Outcome
+from serving.answers.sources import Source
 from serving.fast_lookup.batch import Batches
 from serving.fast_lookup.coalescer import Lower, Telling, Together
 from serving.fast_lookup.single_request import Get
 from serving.lookup.service import LookupService
-from serving.rendering.json_single import JSON, Unfit, start_of
+from serving.rendering.answer_fields import JSON
+from serving.rendering.json_single import Unfit, start_of
 from serving.requests.models import Ask, Entity
 from serving.tracing.request_context import note
 from serving.usage.answer_sampling import Pick
@@ -89,20 +90,21 @@ class Singles:
             return await self._lower(get, unfit.reason)
         name = asked.table, asked.raw
         self._ladder.recent.append(name)
-        self._metrics.hot(asked.table, found.tier, self._service.timer() - get.started)
-        if found.tier == Source.L2:
+        source = Source(found.tier)
+        self._metrics.hot(asked.table, source, self._service.timer() - get.started)
+        if source is Source.L2:
             self._watch.read(live.generation, asked.table, get.want.key)
         picks = self._watch.picks
         picks.left -= 1
         if picks.left < 0:
             picks.places(1)
             picks.put(Pick(
-                live.generation, *name, found.tier, "batch", self._clock(), get.k, found.record
+                live.generation, *name, source, "batch", self._clock(), get.k, found.record
             ))  # fmt: skip
         marks = self._batches.marks(live)
-        if found.tier == Source.L1 and marks.stale is None:
+        if source is Source.L1 and marks.stale is None:
             self._tiers.keep(live.view, get.want, marks.ready(start, name, get.request))
-        return start + marks.end(found.tier, self._clock())
+        return start + marks.end(source, self._clock())
 
     async def _lower(self, get: Get, reason: str | None) -> bytes:
         """The body with the ladder's answer, from what lies below the tiers."""

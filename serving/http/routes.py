@@ -11,7 +11,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from serving.dashboard.document_schema import DASHBOARD
 from serving.dashboard.static_files import page_routes
 from serving.generations.snapshot import Snapshot
-from serving.http import json_schema, openapi
+from serving.http import answer_schema, json_schema, openapi
 from serving.http.endpoint import Guard, Handler
 from serving.http.generations_view import overview
 from serving.http.service import Service
@@ -142,40 +142,43 @@ def routes(service: Service) -> APIRouter:
     described = functools.partial(openapi.described, has_token=bool(service.token))
     add(
         "/v1/lookup/{table}/{entity:rest}", "GET", lookup_one,
-        described(json_schema.ANSWER, path=("table", "entity"), query=True),
+        described(answer_schema.ANSWER, path=("table", "entity"), query=True),
     )  # fmt: skip
     add(
         "/v1/lookup/{table}", "POST", lookup_table,
         described(
-            json_schema.ANSWERS, body=json_schema.lookup(service.limits), path=("table",), has_arrow=True
+            answer_schema.ANSWERS, body=json_schema.lookup(service.limits), path=("table",), has_arrow=True
         ),
     )  # fmt: skip
     add(
         "/v1/lookup",
         "POST",
         lookup_tables,
-        described(json_schema.ANSWERS, body=json_schema.lookup_many(service.limits)),
+        described(answer_schema.ANSWERS, body=json_schema.lookup_many(service.limits)),
     )
     add(
         "/v1/score",
         "POST",
         score,
-        described(json_schema.SCORES, body=json_schema.score(service.limits)),
+        described(answer_schema.SCORES, body=json_schema.score(service.limits)),
     )
     add(
         "/v1/feedback", "POST", feedback,
-        described(json_schema.FEEDBACK, body=json_schema.FEEDBACK_BODY, has_options=False),
+        described(answer_schema.FEEDBACK, body=json_schema.FEEDBACK_BODY, has_options=False),
     )  # fmt: skip
     add(
         "/v1/explain/{table}/{entity:rest}", "GET", explain_one,
-        described(json_schema.EXPLAINED, path=("table", "entity"), query=True),
+        described(answer_schema.EXPLAINED, path=("table", "entity"), query=True),
     )  # fmt: skip
     add(
         "/v1/explain/{table}", "POST", explain_input,
-        described(json_schema.EXPLAINED, body=json_schema.lookup(service.limits, 1), path=("table",)),
+        described(answer_schema.EXPLAINED, body=json_schema.lookup(service.limits, 1), path=("table",)),
     )  # fmt: skip
     add(
-        "/v1/generations", "GET", generations, described(json_schema.GENERATIONS, has_options=False)
+        "/v1/generations",
+        "GET",
+        generations,
+        described(answer_schema.GENERATIONS, has_options=False),
     )
     # Not counted, as no probe is: who looks on is not what is looked at.
     add(

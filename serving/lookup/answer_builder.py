@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cache.format.records.codec import Record
-from cache.outcomes import STORED, MissReason, Source
+from cache.tiers.results import MissReason
+from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case
 from serving.metrics.registry import Metrics

@@ -9,7 +9,7 @@ from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
 from cache.format.records.codec import Record, decode
 from cache.model.predictor import LiveInput
-from cache.outcomes import MissReason
+from cache.tiers.results import MissReason
 from cache.tiers.tiered import Found, Want
 from serving.generations.snapshot import Snapshot
 from serving.rendering.answer_fields import Answer, History, history_in

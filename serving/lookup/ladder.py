@@ -7,8 +7,9 @@ from typing import Protocol
 
 from cache.format.records.codec import Record, decode
 from cache.l2.pool import deadline_for
-from cache.outcomes import MissReason, Source
+from cache.tiers.results import MissReason
 from cache.tiers.tiered import Found, Missed, Outcome, View, Want
+from serving.answers.sources import Source
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Reply, Turn
@@ -144,7 +145,7 @@ class Ladder:
         # Live knows more than fits into a record; an answer that is live itself would only come out the same.
         deeper = case.entity.has_input and case.may_compute(snapshot) and not record.live
         least = turn.options.k if deeper and turn.options.k is not None else 1
-        self._reply.answer(case, snapshot, record, found.tier, turn, least=least)
+        self._reply.answer(case, snapshot, record, Source(found.tier), turn, least=least)
 
     def _spoilt(self, case: Case, snapshot: Snapshot) -> None:
         log.warning("a stored record of %s cannot be read", case.table.name, exc_info=True)
@@ -223,7 +224,7 @@ class Ladder:
                 record = case.decoded(snapshot, found.record)
                 if turn.options.fresh:
                     case.reason = case.reason or MissReason.FRESH_UNAVAILABLE
-                self._reply.answer(case, snapshot, record, found.tier, turn)
+                self._reply.answer(case, snapshot, record, Source(found.tier), turn)
             except Exception:  # as above
                 self._spoilt(case, snapshot)
 

@@ -1,17 +1,19 @@
 """JSON answers of the hot route from stored records, the very bytes that the ladder's would be. Pure."""
 
+import numpy as np
 import orjson
 
 from cache.format.manifest import Table
-from cache.format.records.codec import Record, decode
-from cache.outcomes import STORED, MissReason, Source
+from cache.format.records.codec import decode
 from cache.tiers.l1 import Ready
-from cache.tiers.results import Found
+from cache.tiers.results import Found, MissReason
+from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
-from serving.rendering.answer_fields import Prediction, from_record
+from serving.rendering.answer_fields import JSON, Answer, Prediction, age_s, from_record, origin_of
+from serving.rendering.json_batch import plain, texts_of
 
-JSON = orjson.OPT_SERIALIZE_NUMPY
-_AGE = b',"age_seconds":'
+AGE = "age_seconds"
+"""The one field of a stored answer that differs each time it is sent."""
 
 
 class Unfit(Exception):
@@ -28,18 +30,13 @@ class Marks:
 
     def __init__(self, snapshot: Snapshot, stale: str | None) -> None:
         self.snapshot, self.stale = snapshot, stale
-        generation, published_at = map(orjson.dumps, (snapshot.generation, snapshot.published_at))
-        middle = b'","producer":"batch","generation":' + generation + _AGE
-        self._heads = {tier: b',"source":"' + tier.encode() + middle for tier in STORED}
-        self._tail = b',"published_at":' + published_at
-        if stale is not None:
-            self._tail += b',"stale":' + orjson.dumps(stale)
-        self._tail += b"}"
-        self._data_until = snapshot.manifest.data_until
+        origins = {tier: origin_of(snapshot, tier, "batch", 0.0, stale=stale) for tier in STORED}
+        self._heads = {tier: _around_age(origin)[0] for tier, origin in origins.items()}
+        self._tail = _around_age(origins[Source.L1])[1]
 
     def age(self, now: float) -> bytes:
         """`age_seconds` at a time in Unix seconds."""
-        return orjson.dumps(round(now - self._data_until, 3))
+        return orjson.dumps(age_s(self.snapshot, now))
 
     def ends(self, age: bytes) -> dict[Source, bytes]:
         """Ends of an answer by tier, from the comma after the prediction to the closing brace."""
@@ -52,22 +49,28 @@ class Marks:
     def ready(self, start: bytes, asked: tuple[str, bytes], request: bytes) -> Ready:
         """An answer from L1 whose prediction is `start`, for when it is asked for again."""
         head = start + self._heads[Source.L1]
-        return Ready(self.snapshot.stamp, head, self._tail, self._data_until, asked, request)
+        data_until = self.snapshot.manifest.data_until
+        return Ready(self.snapshot.stamp, head, self._tail, data_until, asked, request)
+
+
+def _around_age(origin: Answer) -> tuple[bytes, bytes]:
+    """JSON of an origin behind a prediction: up to its age, which is a number, and on from there to the brace."""
+    fields = list(origin.items())
+    at = list(origin).index(AGE)
+    before, after = dict(fields[:at]), dict(fields[at + 1 :])
+    head = b",%b,%b:" % (orjson.dumps(before)[1:-1], orjson.dumps(AGE))
+    return head, b"," + orjson.dumps(after)[1:]
 
 
 def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes:
     """The answer's JSON up to its source, for an entity that sent nothing to compute from; raises Unfit."""
     try:
-        record = _of_the_night(snapshot, table, found)
-        items, numbers = record.items, record.numbers
-        if items is not None and len(items) >= k and not snapshot.blocked:
-            listed = snapshot.items.texts.row(items[:k])
-            scores = orjson.dumps(numbers[:k], option=JSON)
-            name, of = orjson.dumps(id_), orjson.dumps(table.name)
-            return b'{"id":%b,"table":%b,"items":[%b],"scores":%b,"short":false' % (
-                name, of, listed, scores,
-            )  # fmt: skip
-        prediction = _prediction(snapshot, table, record, k)
+        if table.kind == "topk" and len(found.record) == table.layout.size_bytes:
+            row = np.frombuffer(found.record, table.layout.dtype)
+            if plain(snapshot, table, row, k)[0]:
+                return texts_of(snapshot, table, [id_], row, k, [b""])[0]
+        # For vectors and values a row alone costs as much as its fields do.
+        prediction = prediction_of(snapshot, table, found, k)
         return orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)[:-1]
     except Unfit:
         raise
@@ -78,23 +81,15 @@ def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -
 def prediction_of(snapshot: Snapshot, table: Table, found: Found, k: int) -> Prediction:
     """Prediction of a stored record as fields, for an entity that sent nothing to compute from; raises Unfit."""
     try:
-        return _prediction(snapshot, table, _of_the_night(snapshot, table, found), k)
+        record = decode(table.layout, found.record, snapshot.items.count)
+        if record.live:
+            raise Unfit(None)
+        width = k if table.kind == "topk" else table.layout.width
+        prediction = from_record(snapshot, table, record, width, ())
+        if record.items is not None and not prediction["items"]:
+            raise Unfit(MissReason.EXHAUSTED)
     except Unfit:
         raise
     except Exception as error:  # as above
         raise Unfit(MissReason.CORRUPT, is_damaged=True) from error
-
-
-def _of_the_night(snapshot: Snapshot, table: Table, found: Found) -> Record:
-    record = decode(table.layout, found.record, snapshot.items.count)
-    if record.live:
-        raise Unfit(None)
-    return record
-
-
-def _prediction(snapshot: Snapshot, table: Table, record: Record, k: int) -> Prediction:
-    width = k if table.kind == "topk" else table.layout.width
-    prediction = from_record(snapshot, table, record, width, ())
-    if record.items is not None and not prediction["items"]:
-        raise Unfit(MissReason.EXHAUSTED)
     return prediction

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from cache.outcomes import NOWHERE, MissReason
 from cache.tiers.eviction_history import Absences
+from cache.tiers.results import NOWHERE, MissReason
 from serving.metrics.miss_reasons import L1Misses
 from serving.usage.answer_sampling import Picks
 from serving.usage.hot_keys import Recent

@@ -13,11 +13,11 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
-from cache.outcomes import STORED, Source
 from infra.demo.http import Connection, get
 from infra.demo.scrape import Counts
 from infra.local.service import Service
 from precompute.config.settings import NightConfig
+from serving.answers.sources import STORED, Source
 from tests.integration import troubled_service
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.nights import environment

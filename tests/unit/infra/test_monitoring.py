@@ -11,9 +11,9 @@ import yaml
 
 from cache.config.gates import GateThresholds
 from cache.config.sections import CanaryConfig
-from cache.outcomes import FALLBACKS, STORED, Source
 from cache.tiers.eviction_history import ABSENCES
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
+from serving.answers.sources import FALLBACKS, STORED, Source
 from serving.metrics.miss_reasons import REASONS
 from serving.metrics.registry import OUTCOMES, STAGES
 from serving.replica.canary_stats import ARMS
