@@ -10,10 +10,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
+from cache.l2.errors import refused
 from cache.l2.lease_commands import Lease, LeaseSwap, LeaseTake, Mark, pack_lease, pack_mark
-from cache.l2.redirects import ASKING, refused
 from cache.l2.replies import Frames
 from cache.native import loader
+
+_ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 _HEADS_MAX = 1 << 16
 _TAILS_MAX = 1 << 14
@@ -150,7 +152,7 @@ class Packer:
         return loader.kernels.getranges(prefix, reads.pages, reads.offsets, reads.length)
 
     def _overlay_read(self, read: OverlayRead) -> tuple[bytes, bytes]:
-        key = self._keyspace.overlay(*read).encode()
+        key = self._keyspace.overlay(read.generation, read.table, read.hash_hex).encode()
         key = b"$%d\r\n%b\r\n" % (len(key), key)
         # Life first: if the value is replaced in between, the life read is the shorter one.
         return b"*2\r\n$4\r\nPTTL\r\n" + key, b"*2\r\n$3\r\nGET\r\n" + key
@@ -163,7 +165,7 @@ class Packer:
             else (self.pack((command,))[0],)
         )
         for part in parts:
-            pieces += ASKING, part
+            pieces += _ASKING, part
         return 2 * len(parts)
 
     def _write(self, pieces: list[bytes], write: OverlayWrite) -> None:

@@ -2,16 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import TierUnavailable
 from cache.format.records.layout import RECORD_FORMAT, are_answers_of, peek_fingerprint
-from cache.l2.commands import Answer, PageReads
+from cache.l2.commands import Answer
+from cache.l2.data_plane import DataPlane
 from cache.l2.replies import Frames
 from cache.native import loader
+from cache.outcomes import MissReason
 from cache.tiers.addressing import page_reads
 from cache.tiers.batches import Rows, Wants
 from cache.tiers.flight_keys import FlightKey, FlightKeys
@@ -20,7 +22,6 @@ from cache.tiers.results import (
     MISSED,
     Counters,
     Missed,
-    MissReason,
     Outcome,
     View,
     unavailable,
@@ -29,13 +30,6 @@ from cache.tiers.results import (
 from cache.tiers.singleflight import SingleFlight
 
 T = TypeVar("T")
-
-
-class Remote(Protocol):
-    """L2 as far as batch reads need it."""
-
-    def submit(self, reads: PageReads, keep: Callable[[Sequence[Answer]], T]) -> asyncio.Future[T]:
-        """A future of what `keep` makes of the answers, one per read."""
 
 
 class Landed(Sequence[Entry | Missed]):
@@ -66,7 +60,7 @@ class RowReads:
         local: LocalTier,
         flights: SingleFlight[FlightKey, Entry | Missed],
         flight_keys: FlightKeys,
-        remote: Remote,
+        remote: DataPlane,
         counters: Counters,
     ) -> None:
         self._local = local

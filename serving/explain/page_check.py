@@ -25,7 +25,7 @@ _AT_ONCE = 2
 """Reads of checksums, those included that nobody waits for any more."""
 
 
-class Pages:
+class PageChecks:
     """Reads whole pages, so one at a time and only where somebody wants to know."""
 
     def __init__(

@@ -12,9 +12,10 @@ import redis
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import Server
 from cache.store.releases import Pointer
-from infra.demo.airflow import LocalAirflow, RunReport, TaskReport
 from infra.demo.place import NEVER
-from infra.demo.service import Service
+from infra.local.airflow import LocalAirflow
+from infra.local.airflow_client import RunReport, TaskReport
+from infra.local.service import Service
 from precompute.config.settings import NightConfig, night_config
 from precompute.control.control_keys import Control
 from tests.integration.nights import environment, top_lists

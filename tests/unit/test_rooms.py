@@ -1,6 +1,7 @@
 """Rooms: packages whose imports only go down, small enough to be held in the head."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -134,7 +135,9 @@ def test_a_room_is_small_and_says_what_it_is_for(room: str) -> None:
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
 
 
-def test_no_folder_of_tests_is_a_hallway() -> None:
-    folders = {file.parent for file in (ROOT / "tests").rglob("*.py")}
+def test_no_folder_of_tests_or_infra_is_a_hallway() -> None:
+    for top, most in (("tests", TESTS_MAX), ("infra", MODULES_MAX), ("dags", MODULES_MAX)):
+        files = [each for each in (ROOT / top).rglob("*.py") if each.name != "__init__.py"]
+        folders = Counter(each.parent for each in files)
 
-    assert {each for each in folders if len(list(each.glob("*.py"))) > TESTS_MAX} == set()
+        assert {each for each, count in folders.items() if count > most} == set()

@@ -24,7 +24,7 @@ CHUNK_BYTES: Final = 16 << 20
 MARKS_AT_ONCE: Final = 1 << 22
 
 
-class Marks:
+class FingerprintFile:
     """The fingerprints of a table's records in their order, in a file without a name: 8 bytes each on disk."""
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -78,7 +78,7 @@ class Scan:
     empty: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     seen: dict[str, str] = field(default_factory=dict)
-    fingerprints: Marks = field(default_factory=Marks)
+    fingerprints: FingerprintFile = field(default_factory=FingerprintFile)
 
     def note(self, kind: str, bad: Any, where: str) -> None:
         """Count what is bad: bool[n] of a chunk's records, or a number of cases."""
@@ -105,7 +105,7 @@ def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
         table,
         np.zeros(items, np.int64),
         np.zeros(table.layout.width + 1, np.int64),
-        fingerprints=Marks(root),
+        fingerprints=FingerprintFile(root),
     )
     for part in table.parts:
         _part(root, manifest, part, scan)

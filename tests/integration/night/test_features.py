@@ -18,7 +18,8 @@ from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
 from cache.model.tower import InputSpec, TowerSpec
 from cache.store.artefacts import sha256_of
-from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import TableConfig
 from precompute.gates.rules import skew
 from precompute.partitions import catalogue

@@ -19,7 +19,6 @@ from precompute.gates.evidence.scan import Scan, depth_of, scan_table
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.rules.exact import _compare, _rows_equal
 from precompute.gates.rules.live import psi
-from precompute.gates.rules.models import row_cosines
 
 ITEMS, K, CUT = 50, 10, 1_769_904_000
 
@@ -37,13 +36,6 @@ def test_the_psi_of_a_sample_with_its_like_is_small_and_of_a_shift_large() -> No
 def test_a_constant_baseline_still_notices_a_shift() -> None:
     assert psi(np.full(1000, 2.0), np.full(1000, 1.0)) > 1
     assert psi(np.full(1000, 1.0), np.full(1000, 1.0)) == pytest.approx(0)
-
-
-def test_cosines_of_zero_rows_agree_only_with_zero() -> None:
-    ours = np.array([[1.0, 0], [0, 0], [0, 0], [2, 2]])
-    theirs = np.array([[2.0, 0], [0, 0], [1, 0], [-1, -1]])
-
-    assert row_cosines(ours, theirs).tolist() == pytest.approx([1, 1, 0, -1])
 
 
 def test_small_catalogues_are_compared_less_deep() -> None:

@@ -22,7 +22,7 @@ from cache.l2.commands import (
     PageReads,
     unpack,
 )
-from cache.l2.redirects import Redirected, is_redirect, refused
+from cache.l2.errors import Redirected, is_redirect, refused
 from cache.l2.replies import Frames
 
 KEYS = Keyspace("default")

@@ -8,51 +8,19 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
-from urllib.error import HTTPError, URLError
-from urllib.parse import quote
-from urllib.request import Request, urlopen
+from typing import Self
 
 from cache.process.child_process import Guarded
-from infra.demo.alone import alone
+from infra.local.airflow_client import AirflowClient, AirflowFailed, RunReport, TaskReport
+from infra.local.lock import alone
 
 ROOT = Path(__file__).parents[2]
 ENDED = frozenset({"success", "failed"})
 
 
-class AirflowFailed(RuntimeError):
-    """Airflow did not come up, or a run did not end as it should; the message holds the log's end."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskReport:
-    """Try of a task; `map_index` is -1 for a task that is not mapped, `instance_id` is in its processes' names."""
-
-    task_id: str
-    map_index: int
-    state: str
-    duration_s: float
-    try_number: int
-    instance_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """DAG run with its task instances in the order in which they started."""
-
-    dag_id: str
-    run_id: str
-    run_type: str
-    state: str
-    duration_s: float
-    tasks: tuple[TaskReport, ...]
-
-
-class LocalAirflow:
+class LocalAirflow(AirflowClient):
     """Airflow for as long as the `with` block lasts; everything it writes is under `state`/airflow."""
 
     def __init__(
@@ -66,14 +34,13 @@ class LocalAirflow:
     ) -> None:
         """`environment` is what tasks see on top of this process's own: LARDER_CONFIG, REDIS_URL, ..."""
         self.home = state.resolve() / "airflow"
-        self.url = f"http://127.0.0.1:{_free_port()}"
+        super().__init__(f"http://127.0.0.1:{_free_port()}")
         self._pools = pools if pools is not None else {"gpu": 2}
         self._environment = {
             **os.environ,
             **settings(self.home, self.url, dags, parallelism),
             **environment,
         }
-        self._token = ""
         self._stack = ExitStack()
         self._processes: tuple[Guarded, ...] = ()
 
@@ -85,25 +52,10 @@ class LocalAirflow:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.cut()  # all at once; the stack then waits for one after the other
         self._stack.close()
-
-    def trigger(self, dag_id: str, conf: Mapping[str, Any] | None = None) -> str:
-        """Start a run with these parameters and return its id; there is no logical date."""
-        body = {"logical_date": None, "conf": dict(conf or {})}
-        return str(self._call("POST", f"/api/v2/dags/{dag_id}/dagRuns", body)["dag_run_id"])
-
-    def clear(self, dag_id: str, run_id: str) -> None:
-        """Run all tasks of a run again, under the same run id."""
-        path = f"/api/v2/dags/{dag_id}/dagRuns/{quote(run_id)}/clear"
-        self._call("POST", path, {"dry_run": False})
 
     def start(self, name: str, *arguments: str) -> Guarded:
         """Start one more of Airflow's programs in the same environment; the caller ends it before this ends."""
@@ -117,17 +69,12 @@ class LocalAirflow:
     def task_log(self, report: RunReport, task_id: str, lines: int = 25) -> str:
         """The end of a task's last log, as text."""
         task = next(each for each in reversed(report.tasks) if each.task_id == task_id)
-        return self._task_log(report, task, lines)
+        return _task_log(self.home / "logs", report, task, lines)
 
     @property
     def session(self) -> int:
         """Id of the session that every task's processes belong to."""
         return next(each.pid for each in self._processes if each.log.stem == "scheduler")
-
-    def run_ids(self, dag_id: str) -> tuple[str, ...]:
-        """Return the ids of all runs, oldest first: asset-triggered ones appear here by themselves."""
-        path = f"/api/v2/dags/{dag_id}/dagRuns?order_by=run_after&limit=100"
-        return tuple(str(run["dag_run_id"]) for run in self._call("GET", path)["dag_runs"])
 
     def wait_new(self, dag_id: str, known: tuple[str, ...], timeout_s: float = 60.0) -> str:
         """Return the first run that is not among `known`, such as the one that an asset starts."""
@@ -166,26 +113,6 @@ class LocalAirflow:
                 raise AirflowFailed(self._explain(report, timeout_s))
             time.sleep(0.25)
 
-    def report(self, dag_id: str, run_id: str) -> RunReport:
-        """Look at a run as it is now."""
-        path = f"/api/v2/dags/{dag_id}/dagRuns/{quote(run_id)}"
-        run = self._call("GET", path)
-        found = self._call("GET", f"{path}/taskInstances?limit=1000&order_by=start_date")
-        tasks = tuple(
-            TaskReport(
-                task["task_id"],
-                task["map_index"],
-                task["state"] or "none",
-                task["duration"] or 0.0,
-                task["try_number"],
-                task["id"],
-            )
-            for task in found["task_instances"]
-        )
-        return RunReport(
-            dag_id, run_id, run["run_type"], run["state"], run["duration"] or 0.0, tasks
-        )
-
     def _start(self) -> None:
         self.home.parent.mkdir(parents=True, exist_ok=True)
         taken = AirflowFailed(f"another command already runs Airflow in {self.home}")
@@ -203,29 +130,15 @@ class LocalAirflow:
             self._guard("scheduler", "scheduler", "--skip-serve-logs"),
             self._guard("dag-processor", "dag-processor"),
         )
-        self._wait_until("the API server", self._log_in, 120.0)
+        self._wait_until("the API server", self.log_in, 120.0)
         for name, slots in self._pools.items():
-            self._call("POST", "/api/v2/pools", {"name": name, "slots": slots})
-        self._wait_until("the scheduler and the DAGs", self._ready, 120.0)
+            self.add_pool(name, slots)
+        # The files of one folder are parsed one by one.
+        dags = len(list(Path(self._environment["AIRFLOW__CORE__DAGS_FOLDER"]).glob("[!_]*.py")))
+        self._wait_until("the scheduler and the DAGs", lambda: self.is_ready(dags), 120.0)
 
     def _guard(self, name: str, *arguments: str) -> Guarded:
         return self._stack.enter_context(self.start(name, *arguments))
-
-    def _log_in(self) -> bool:
-        with suppress(URLError, ConnectionError, TimeoutError):
-            self._token = str(self._call("GET", "/auth/token")["access_token"])
-        return bool(self._token)
-
-    def _ready(self) -> bool:
-        health = self._call("GET", "/api/v2/monitor/health")
-        if any(health[name]["status"] != "healthy" for name in ("scheduler", "dag_processor")):
-            return False
-        errors = self._call("GET", "/api/v2/importErrors")["import_errors"]
-        if errors:
-            raise AirflowFailed(f"{errors[0]['filename']}: {errors[0]['stack_trace']}")
-        # The files of one folder are parsed one by one.
-        expected = len(list(Path(self._environment["AIRFLOW__CORE__DAGS_FOLDER"]).glob("[!_]*.py")))
-        return int(self._call("GET", "/api/v2/dags")["total_entries"]) >= expected
 
     def _wait_until(self, what: str, condition: Callable[[], bool], timeout_s: float) -> None:
         give_up = time.monotonic() + timeout_s
@@ -256,33 +169,11 @@ class LocalAirflow:
             lines = [f"{lines[0]} after {timeout_s:.0f} s: {waiting}"]
         for task in report.tasks:
             if task.state in ("failed", "up_for_retry"):
-                lines += [f"-- {task.task_id} [{task.map_index}]", self._task_log(report, task)]
+                lines += [
+                    f"-- {task.task_id} [{task.map_index}]",
+                    _task_log(self.home / "logs", report, task),
+                ]
         return "\n".join(lines)
-
-    def _task_log(self, report: RunReport, task: TaskReport, lines: int = 25) -> str:
-        folder = self.home / "logs" / f"dag_id={report.dag_id}" / f"run_id={report.run_id}"
-        folder /= f"task_id={task.task_id}"
-        if task.map_index >= 0:
-            folder /= f"map_index={task.map_index}"
-        try:
-            text = (folder / f"attempt={task.try_number}.log").read_text("utf-8", "replace")
-        except OSError:
-            return "(no log)"
-        told = [_readable(line) for line in text.splitlines()]
-        return "\n".join([line for line in told if not line.startswith("info: ::")][-lines:])
-
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(self.url + path, data, headers, method=method)
-        try:
-            with urlopen(request, timeout=30.0) as answer:
-                return json.load(answer)
-        except HTTPError as error:
-            said = error.read().decode("utf-8", "replace")[:2000]
-            raise AirflowFailed(f"{method} {path}: {error.code} {said}") from error
 
 
 def settings(home: Path, url: str, dags: Path, parallelism: int) -> dict[str, str]:
@@ -309,6 +200,19 @@ def settings(home: Path, url: str, dags: Path, parallelism: int) -> dict[str, st
         # Tasks import the packages of this clone.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
+
+
+def _task_log(logs: Path, report: RunReport, task: TaskReport, lines: int = 25) -> str:
+    folder = logs / f"dag_id={report.dag_id}" / f"run_id={report.run_id}"
+    folder /= f"task_id={task.task_id}"
+    if task.map_index >= 0:
+        folder /= f"map_index={task.map_index}"
+    try:
+        text = (folder / f"attempt={task.try_number}.log").read_text("utf-8", "replace")
+    except OSError:
+        return "(no log)"
+    told = [_readable(line) for line in text.splitlines()]
+    return "\n".join([line for line in told if not line.startswith("info: ::")][-lines:])
 
 
 def _readable(line: str) -> str:
