@@ -16,7 +16,7 @@ static PyType_Slot parts_slots[] = {
     {Py_tp_dealloc, parts_dealloc}, {Py_tp_new, parts_new}, {Py_tp_methods, parts_methods}, {0, NULL},
 };
 
-static PyType_Spec parts_spec = {"cache.native._columns.Parts", sizeof(parts_object), 0, Py_TPFLAGS_DEFAULT, parts_slots};
+static PyType_Spec parts_spec = {"cache.native._columns.HashParts", sizeof(parts_object), 0, Py_TPFLAGS_DEFAULT, parts_slots};
 
 static PyMethodDef methods[] = {
     {"hashes", hashes, METH_VARARGS, "64-bit xxh3 of each id; None if one is too long."},
@@ -48,7 +48,7 @@ static int add_all(PyObject *module) {
     PyObject *layout = Py_BuildValue(
         "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "payload", HEADER, "fingerprint", FINGERPRINT_AT, "count", COUNT_AT, "flags",
         FLAGS_AT, "exponent", EXPONENT_AT, "format_shift", FORMAT_SHIFT, "numeral", NUMERAL, "dropped_bits", DROPPED);
-    if (add(module, "LAYOUT", layout) || add(module, "Parts", PyType_FromSpec(&parts_spec))) return -1;
+    if (add(module, "LAYOUT", layout) || add(module, "HashParts", PyType_FromSpec(&parts_spec))) return -1;
     return PyModule_AddIntConstant(module, "VERSION", 3);
 }
 

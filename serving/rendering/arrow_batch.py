@@ -84,7 +84,7 @@ def answers_stream(
 
 
 def _stream(table: Table, fields: tuple[Field, ...], columns: list[Column], rows: int) -> bytes:
-    return stream(fields, columns, rows, ((TABLE, table.name),))
+    return stream(fields, columns, rows, ((TABLE, table.name),), loader.kernels.stream)
 
 
 def _ids(ids: Sequence[bytes | None]) -> Column:

@@ -15,13 +15,13 @@ from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from cache.format.records.codec import decode
 from cache.format.records.layout import NO_ITEM
-from cache.store.artefacts import open_generation
 from infra.demo.synthetic import Clicks, World, synthesize
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.releases.registry import open_releases
 from precompute.steps import pipeline
 from precompute.steps.night import run_night
 from precompute.steps.train import train_reference
+from tests.opened import open_generation
 
 UNTIL = "2026-01-29T00:00:00Z"
 NEXT = "2026-01-30T00:00:00Z"

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from cache.format.item_table import ItemTable
-from cache.store.artefacts import open_generation
 from cache.store.releases import newest_release
 from precompute.config.settings import NightConfig
 from serving.client import AsyncClient, InvalidRequest, Options
 from tests.integration.nights import K, build_night, histories, top_lists
 from tests.integration.serving_app import BASE, Running, serving
+from tests.opened import open_generation
 
 
 @pytest.fixture(scope="module")

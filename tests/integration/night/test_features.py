@@ -17,7 +17,7 @@ from cache.format.records.codec import decode
 from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
 from cache.model.tower import InputSpec, TowerSpec
-from cache.store.artefacts import open_generation, sha256_of
+from cache.store.artefacts import sha256_of
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import TableConfig
@@ -29,6 +29,7 @@ from precompute.planning.forecast import Asked, forecast
 from precompute.sources.unusable import Unusable, ids_in
 from precompute.steps import pipeline
 from tests.integration import nights
+from tests.opened import open_generation
 
 Kind = Literal["user_topk", "user_vector", "item_vector", "item_similar"]
 DIMS, COUNTRIES = 16, 5

@@ -31,7 +31,7 @@ from cache.errors import (
 )
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Producer
-from cache.store.artefacts import ArtefactStore, open_generation, read_manifest, sha256_of
+from cache.store.artefacts import ArtefactStore, read_manifest, sha256_of
 from cache.store.releases import all_releases
 from precompute.builds.build import Build
 from precompute.bulk.headroom import REDIS_USED_MAX
@@ -52,6 +52,7 @@ from precompute.sources import files
 from precompute.steps import begin, pipeline
 from precompute.steps.train import train_reference
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night, roll_back
+from tests.opened import open_generation
 
 
 @pytest.fixture

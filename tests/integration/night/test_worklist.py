@@ -9,7 +9,6 @@ import redis
 
 from cache.control.hot_keys import COLD, hour_of
 from cache.errors import ConfigError
-from cache.store.artefacts import open_generation
 from cache.store.blocklist import change_blocklist
 from precompute.cli.worklist import Line, lines, read, worklist
 from precompute.config.progress import quiet
@@ -19,6 +18,7 @@ from precompute.erasing.erasing import begin_erasing
 from precompute.partitions.holdout import FILE
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import Running, eventually, serving
+from tests.opened import open_generation
 
 
 @pytest.fixture

@@ -209,7 +209,7 @@ def test_keys_enter_and_leave_alike(there: dict[int, object], keys: list[int]) -
     given_=st.lists(HOSTILE, min_size=1, max_size=14),
 )
 def test_nothing_that_is_handed_over_can_break_it(name: str, given_: list[Any]) -> None:
-    parts = COLUMNS.Parts((0, 5), (bytes(16), bytes(8)))
+    parts = COLUMNS.HashParts((0, 5), (bytes(16), bytes(8)))
     call = getattr(parts if name in ("find", "places") else COLUMNS, name)
 
     with_errors(call, *given_)
@@ -239,7 +239,7 @@ def test_nothing_of_the_right_kind_but_the_wrong_size_can_break_it(data: st.Data
     }  # fmt: skip
     name = data.draw(st.sampled_from(sorted(shapes)))
     with_errors(getattr(COLUMNS, name), *(data.draw(each) for each in shapes[name]))
-    parts = COLUMNS.Parts((0, 5), (bytes(16), bytes(8)))
+    parts = COLUMNS.HashParts((0, 5), (bytes(16), bytes(8)))
     with_errors(parts.places, *(data.draw(each) for each in (raw, raw, number, number)))
 
 
@@ -251,7 +251,7 @@ def with_errors(call: Any, *given_: Any) -> None:
 def test_parts_need_as_many_hashes() -> None:
     for firsts, parts in (((0,), ()), ((), ()), ((0,), (1,)), ((-1,), (b"",)), (("a",), (b"",))):
         with pytest.raises((ValueError, TypeError, OverflowError)):
-            COLUMNS.Parts(firsts, parts)
+            COLUMNS.HashParts(firsts, parts)
 
 
 def test_a_catalogue_that_ends_early_is_no_catalogue() -> None:
