@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cache.errors import ConfigError
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.process.cores import usable_cores
 from cache.store.artefacts import read_manifest
 from infra.demo.dataset import Dataset

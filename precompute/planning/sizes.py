@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cache.format.manifest import EntityKind
-from cache.format.records import Layout
+from cache.format.records.layout import Layout
 from precompute.bundles.index import FLAT_BELOW, IndexKind, list_count
 from precompute.scoring.tables import records_per_page
 

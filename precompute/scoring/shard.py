@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError
+from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.keys import fingerprints
 from cache.format.manifest import Producer
-from cache.format.records import Layout
+from cache.format.records.layout import Layout
 from cache.model.ranking import Metric
 from cache.model.tower import Histories, TowerSpec
 from precompute.builds.build import Build, cut_of, open_bundle

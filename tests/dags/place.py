@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import redis
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import Server
 from cache.store.releases import Pointer
 from infra.demo.place import NEVER

@@ -11,7 +11,8 @@ from onnx import TensorProto, helper
 
 from cache.model.tower import InputSpec, TowerSpec
 from precompute.bundles import graphs
-from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.planning.sizes import Shape
 from precompute.scoring.shard import layout_of

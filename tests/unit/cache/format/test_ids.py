@@ -1,23 +1,20 @@
-"""Ids, digests and Redis keys."""
+"""Ids, their hashes, and digests of inputs."""
 
 import math
 import struct
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import InvalidId, InvalidInput
-from cache.format.keys import (
+from cache.format.ids import (
     FeatureValue,
-    Keyspace,
     _encode_feature,
     canonical_id,
     fingerprint,
     fingerprints,
-    hash_hex,
     hash_id,
     hash_ids,
     input_digest,
@@ -103,18 +100,6 @@ def test_an_empty_history_is_not_a_missing_one_and_order_matters():
     assert input_digest("m", [], None) != input_digest("m", None, None)
     assert input_digest("m", [b"a", b"b"], None) != input_digest("m", [b"b", b"a"], None)
     assert input_digest("m", [b"ab"], None) != input_digest("m", [b"a", b"b"], None)
-
-
-def test_control_keys_share_a_slot_and_pages_do_not():
-    keys = Keyspace("shop")
-    assert all("{shop}" in key for key in (keys.live, keys.generations, keys.replicas, keys.hot(1)))
-    assert "{" not in keys.page("g", "t", 0) + keys.overlay("g", "t", "0") + keys.loaded("g")
-
-
-def test_overlay_keys_have_a_fixed_width():
-    assert hash_hex(1) == "0000000000000001"
-    assert hash_hex(b"\x00" * 16) == "0" * 32
-    assert np.uint64(0xFFFFFFFFFFFFFFFF) == int(hash_hex(2**64 - 1), 16)
 
 
 @given(

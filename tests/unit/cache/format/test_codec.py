@@ -7,22 +7,23 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cache.errors import ConfigError, CorruptArtefact, UnfitValue
-from cache.format.keys import FORMAT
-from cache.format.records import (
-    NO_ITEM,
-    Layout,
+from cache.format.records.codec import (
     absent,
     decode,
+    encode_numbers,
     encode_topk,
-    encode_values,
-    encode_vectors,
-    is_absent,
     pack_overlay,
-    peek_fingerprint,
-    peek_format,
-    unfit,
     unpack_overlay,
 )
+from cache.format.records.layout import (
+    NIGHTLY,
+    NO_ITEM,
+    Layout,
+    is_absent,
+    peek_fingerprint,
+    peek_format,
+)
+from cache.format.records.quantization import unfit
 
 MARKS = np.array([1, 2**64 - 1], np.uint64)
 moderate = st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-3)
@@ -71,7 +72,7 @@ def test_a_number_is_rounded_once_to_its_record_s_range(numbers, power):
     assume(np.isfinite(numbers).all())
     layout = Layout("vector", numbers.shape[1], "f2")
     try:
-        records = encode_vectors(layout, MARKS[:1].repeat(len(numbers)), numbers, 0)
+        records = encode_numbers(layout, MARKS[:1].repeat(len(numbers)), numbers, 0)
     except UnfitValue:
         return
     scaled = np.ldexp(numbers.astype(np.float64), -records["exponent"][:, None].astype(int))
@@ -92,7 +93,7 @@ def test_unused_slots_never_come_back():
 @pytest.mark.parametrize("precision", ["f2", "f4"])
 def test_a_non_finite_number_is_refused_never_clipped(bad, precision):
     with pytest.raises(UnfitValue) as caught:
-        encode_values(Layout("value", 2, precision), MARKS[:1], np.array([[1.0, bad]], "f4"), 0)
+        encode_numbers(Layout("value", 2, precision), MARKS[:1], np.array([[1.0, bad]], "f4"), 0)
     assert caught.value.details["rule"] == "non_finite"
 
 
@@ -106,7 +107,7 @@ def test_a_score_that_would_turn_zero_is_refused():
 @given(hnp.arrays(np.float32, (2, 6), elements=moderate))
 def test_int8_vectors_keep_the_direction_within_half_a_step(vectors):
     layout = Layout("vector", 6, "i1")
-    records = encode_vectors(layout, MARKS, vectors, 0)
+    records = encode_numbers(layout, MARKS, vectors, 0)
     for row in range(2):
         step = np.abs(vectors[row]).max() / 127
         found = decode(layout, records[row].tobytes()).numbers
@@ -115,16 +116,16 @@ def test_int8_vectors_keep_the_direction_within_half_a_step(vectors):
 
 def test_a_tiny_component_of_a_vector_is_rounded_but_a_vanishing_vector_refused():
     layout = Layout("vector", 2, "f2")
-    record = encode_vectors(layout, MARKS[:1], np.array([[1.0, 1e-20]], "f4"), 0)[0]
+    record = encode_numbers(layout, MARKS[:1], np.array([[1.0, 1e-20]], "f4"), 0)[0]
     assert decode(layout, record.tobytes()).numbers.tolist() == [1.0, 0.0]
     with pytest.raises(UnfitValue):
-        encode_vectors(Layout("vector", 1, "f2"), MARKS[:1], np.array([[np.float32(1e-45)]]), 0)
+        encode_numbers(Layout("vector", 1, "f2"), MARKS[:1], np.array([[np.float32(1e-45)]]), 0)
 
 
 def test_a_zero_vector_stays_zero():
     for precision in ("f2", "f4", "i1"):
         layout = Layout("vector", 3, precision)
-        record = encode_vectors(layout, MARKS[:1], np.zeros((1, 3), "f4"), 0)[0]
+        record = encode_numbers(layout, MARKS[:1], np.zeros((1, 3), "f4"), 0)[0]
         assert decode(layout, record.tobytes()).numbers.tolist() == [0, 0, 0]
 
 
@@ -145,8 +146,7 @@ def test_a_row_is_unfit_where_its_record_would_be_refused(kind, precision, numbe
                 items = np.array([[1, 2, 3]], np.uint32)
                 encode_topk(layout, MARKS[:1], items, numbers[row : row + 1], 0)
             else:
-                encode = encode_vectors if kind == "vector" else encode_values
-                encode(layout, MARKS[:1], numbers[row : row + 1], 0)
+                encode_numbers(layout, MARKS[:1], numbers[row : row + 1], 0)
         except UnfitValue:
             return True
         return False
@@ -167,7 +167,7 @@ def test_a_record_without_an_answer_is_no_record_to_decode():
 def test_c17_another_format_or_length_is_corrupt():
     """PITFALLS C17: the format number stands in the record."""
     layout = Layout("value", 2, "f4")
-    raw = encode_values(layout, MARKS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
+    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
     assert peek_format(raw) == 1 and peek_fingerprint(raw) == 1
     with pytest.raises(CorruptArtefact):
         decode(layout, raw[:14] + bytes([0x20]) + raw[15:])
@@ -177,20 +177,20 @@ def test_c17_another_format_or_length_is_corrupt():
 
 def test_a_count_beyond_the_width_is_corrupt():
     layout = Layout("value", 2, "f4")
-    raw = encode_values(layout, MARKS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
+    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
     with pytest.raises(CorruptArtefact):
         decode(layout, raw[:12] + b"\xff\xff" + raw[14:])
 
 
 def test_the_live_flag_travels():
     layout = Layout("value", 1, "f4")
-    raw = encode_values(layout, MARKS[:1], np.ones((1, 1), "f4"), 0, live=True)[0].tobytes()
+    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 1), "f4"), 0, live=True)[0].tobytes()
     assert decode(layout, raw).live
 
 
 def test_an_overlay_is_a_record_and_the_digest_of_its_input():
     layout = Layout("value", 1, "f4")
-    raw = encode_values(layout, MARKS[:1], np.ones((1, 1), "f4"), 0)[0].tobytes()
+    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 1), "f4"), 0)[0].tobytes()
     assert unpack_overlay(layout, pack_overlay(raw, b"d" * 16)) == (raw, b"d" * 16)
     assert unpack_overlay(layout, raw) is None
     with pytest.raises(ValueError):
@@ -223,7 +223,7 @@ def test_an_impossible_layout_is_refused(kind, width, precision):
 )
 def test_a_number_that_is_not_finite_is_damage_and_no_answer(layout, damage):
     record = np.zeros(1, layout.dtype)
-    record["flags"], record["count"] = FORMAT << 4, 2
+    record["flags"], record["count"] = NIGHTLY, 2
     decode(layout, record[0].tobytes())
 
     record["numbers"][0, 1] = damage
