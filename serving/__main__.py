@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] in _COMMANDS:
         command: Callable[[Sequence[str]], int] = importlib.import_module(_COMMANDS[words[0]]).main
         return command(words[1:])
-    sent = _parser().parse_args(words)
+    sent = argument_parser().parse_args(words)
     from serving.config.settings import ServingConfig, check_token  # pydantic: not for --help
 
     # uvicorn raises what stopped it once more when it is done: the default would end us before Redis is stopped.
@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m serving",
         description="Serve predictions; or `top`: show the dashboard of a service. "

@@ -34,13 +34,13 @@ class Caller:
     """One connection, which sends the same headers with every request."""
 
     def __init__(self, url: str, **more: str) -> None:
-        self._headers = {**HEADERS, **more}
+        self.sent = {**HEADERS, **more}
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
         self.headers: dict[str, str] = {}
 
     def get(self, path: str) -> tuple[int, Any]:
         """Status and JSON; the headers are in `headers`."""
-        self._connection.request("GET", path, headers=self._headers)
+        self._connection.request("GET", path, headers=self.sent)
         response = self._connection.getresponse()
         self.headers = {name.lower(): value for name, value in response.getheaders()}
         return response.status, json.loads(response.read())
@@ -122,10 +122,10 @@ def test_headers_that_change_on_a_connection_are_read_each_time(
     caller = Caller(url)
     for _ in range(3):
         caller.told(path)
-    caller._headers["X-Deadline-Ms"] = "soon"
+    caller.sent["X-Deadline-Ms"] = "soon"
     for _ in range(3):
         assert caller.get(path)[0] == 422
-    caller._headers["X-Deadline-Ms"] = "1000"
-    caller._headers["X-Request-Id"] = "mine"
+    caller.sent["X-Deadline-Ms"] = "1000"
+    caller.sent["X-Request-Id"] = "mine"
     for _ in range(3):
         caller.told(path)

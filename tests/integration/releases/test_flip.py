@@ -22,8 +22,8 @@ import redis
 from cache.config.sections import FlipConfig
 from cache.errors import Conflict, LarderError
 from cache.process.redis_server import Server
-from infra.demo.http import Connection, get
-from infra.local.service import ROOT, Service
+from infra.demo.http import HttpConnection, get
+from infra.local.service import ROOT, ServiceProcess
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import REPLICA_DEAD_S
 from precompute.releases.staging import Stage, staged
@@ -45,7 +45,7 @@ from tests.polling import until
 class Nights:
     """One live generation behind three replicas; each test asks for a later one."""
 
-    def __init__(self, config: NightConfig, services: list[Service]) -> None:
+    def __init__(self, config: NightConfig, services: list[ServiceProcess]) -> None:
         self.config = config
         self.services = services
         self._cut = datetime.fromisoformat(UNTIL)
@@ -121,7 +121,7 @@ def test_the_pointer_moves_once_every_replica_holds_the_generation_ready(nights:
     print(f"skew {warmed['skew_ms']} ms, lag {warmed['lag_ms']}")
     assert warmed["skew_ms"] is not None and len(warmed["lag_ms"]) == 3
     for service in nights.services:
-        log = service._log.read_text()
+        log = service.log.read_text()
         ready = log.index(f"generation {generation} is ready")
         assert ready < log.index(f"serving generation {generation}")
 
@@ -258,7 +258,7 @@ async def test_a_rollback_is_visible_within_a_second_and_no_answer_mixes_generat
     async def caller(url: str) -> None:
         nonlocal answered
         body = orjson.dumps({"entities": users, "k": 20})
-        async with Connection(url) as connection:
+        async with HttpConnection(url) as connection:
             while not over.is_set():
                 status, raw = await connection.request("POST", "/v1/lookup/user_topk", body)
                 found = orjson.loads(raw)["answers"] if status == 200 else []

@@ -16,8 +16,8 @@ import redis
 from cache.process.child_process import Guarded
 from cache.process.redis_server import SETTINGS, Server
 from cache.store.artefacts import read_manifest
-from infra.demo.scrape import Counts
-from infra.local.service import ROOT, Service
+from infra.demo.scrape import ServiceCounts
+from infra.local.service import ROOT, ServiceProcess
 from precompute.bulk.load import page_keys
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
@@ -53,9 +53,9 @@ class Asked:
         body: dict[str, Any] = self.http.get("/readyz").json()
         return body
 
-    def counts(self) -> Counts:
+    def counts(self) -> ServiceCounts:
         """Its counters."""
-        return Counts.read(self.http.get("/metrics").text)
+        return ServiceCounts.read(self.http.get("/metrics").text)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
     known = sorted(histories(night, NEXT))
     hot, cold = known[:50], known[50:150]
     history = histories(night, NEXT)[known[0]][:5]
-    with Service(tmp_path / "service.log", environ) as service:
+    with ServiceProcess(tmp_path / "service.log", environ) as service:
         # given: a service that has answered some users, so that they are in L1
         caller = Asked(service.url)
         before = {each["id"]: each for each in caller.ask([{"id": user} for user in hot])}

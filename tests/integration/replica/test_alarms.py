@@ -17,7 +17,7 @@ import pytest
 from cache.errors import Refused
 from cache.process.redis_server import Server
 from infra.demo.checks import Judge
-from infra.local.service import Service
+from infra.local.service import ServiceProcess
 from precompute.cli.override import override
 from precompute.config.settings import NightConfig
 from precompute.steps import pipeline
@@ -69,7 +69,7 @@ def watched(
     """A service under load, scraped."""
     environ = environment(night, LARDER_FIGURES_S="0.3", **more)
     with (
-        Service(folder / "log", environ, module=module) as service,
+        ServiceProcess(folder / "log", environ, module=module) as service,
         prometheus(folder / "prometheus", [service.url], faster=FASTER) as server,
         traffic(service.url, night, Judge(), rate=RATE),
     ):
