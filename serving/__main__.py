@@ -20,7 +20,7 @@ from redis.exceptions import AskError, RedisClusterException, ResponseError
 from redis.retry import Retry
 
 from cache.errors import ConfigError, LarderError
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import masters, open_client
 from cache.process.interrupts import never_swallowed
 from cache.process.redis_server import redis_url

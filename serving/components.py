@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
-from cache.l2.cluster.tier import ClusterTier, open_tier
-from cache.l2.tier import RemoteConfig, RemoteTier
+from cache.l2.cluster.tier import open_tier
+from cache.l2.data_plane import DataPlane
+from cache.l2.tier import RemoteConfig
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
@@ -33,7 +34,7 @@ class Answering:
     metrics: Metrics
     cores: Sequence[int]
     local: LocalTier
-    remote: RemoteTier | ClusterTier
+    remote: DataPlane
     tiers: Tiered
     batcher: MicroBatcher
     admission: Admission
@@ -55,7 +56,7 @@ class Answering:
             RemoteConfig(
                 config.redis_url,
                 deadline_s=config.l2_deadline_ms / 1000,
-                wires_max=config.l2_connections,
+                connections_max=config.l2_connections,
             ),
             Keyspace(config.namespace),
             lambda: Breaker(config.breaker_threshold, config.breaker_cooldown_s),
@@ -86,7 +87,9 @@ class Answering:
         pulse = Pulse(
             admission.observe, batcher.waited, every_s=config.queue_interval_ms / 1000 / _LOOKS
         )
-        lead = Lead(remote, tiers, remote.keyspace, wait_s=config.lease_wait_ms / 1000, name=name)
+        lead = Lead(
+            remote, tiers, remote.control.keyspace, wait_s=config.lease_wait_ms / 1000, name=name
+        )
         inferences = Inferences(
             batcher,
             tiers,

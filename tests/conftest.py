@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import Server, find_server, server
 
 

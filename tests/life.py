@@ -17,7 +17,6 @@ import orjson
 import redis
 
 from cache.errors import Conflict, LarderError, UnknownGeneration
-from cache.format.keys import Keyspace
 from cache.format.manifest import (
     Artefact,
     DirectoryPart,
@@ -28,7 +27,8 @@ from cache.format.manifest import (
     Table,
     TablePart,
 )
-from cache.format.records import Layout
+from cache.format.records.layout import Layout
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Pointer, Release, all_releases, newest_release
 from precompute.control.control_keys import REPLICA_DEAD_S, Control

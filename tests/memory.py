@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import redis
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from precompute.control import control_keys
 

@@ -69,7 +69,7 @@ class Bid:
     @property
     def take(self) -> LeaseTake:
         """The command that takes the lease."""
-        return LeaseTake(*self.mark, self.life_ms)
+        return LeaseTake(self.mark.key, self.mark.token, self.life_ms)
 
     @property
     def took_s(self) -> float:

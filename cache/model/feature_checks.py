@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
-from cache.format.keys import FeatureValue
+from cache.format.ids import FeatureValue
 from cache.model.tower import InputSpec
 
 _RANGES = {name: np.iinfo(name) for name in ("int32", "int64")}

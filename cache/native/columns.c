@@ -38,14 +38,21 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int add_types(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&parts_spec);
-    int failed = !type || PyModule_AddObjectRef(module, "Parts", type);
-    Py_XDECREF(type);
-    return failed ? -1 : PyModule_AddIntConstant(module, "VERSION", 2);
+static int add(PyObject *module, const char *name, PyObject *value) {
+    int failed = PyModule_AddObjectRef(module, name, value);
+    Py_XDECREF(value);
+    return failed;
 }
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_types}, {0, NULL}};
+static int add_all(PyObject *module) {
+    PyObject *layout = Py_BuildValue(
+        "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "payload", HEADER, "fingerprint", FINGERPRINT_AT, "count", COUNT_AT, "flags",
+        FLAGS_AT, "exponent", EXPONENT_AT, "format_shift", FORMAT_SHIFT, "numeral", NUMERAL, "dropped_bits", DROPPED);
+    if (add(module, "LAYOUT", layout) || add(module, "Parts", PyType_FromSpec(&parts_spec))) return -1;
+    return PyModule_AddIntConstant(module, "VERSION", 3);
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_all}, {0, NULL}};
 
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_columns", NULL, 0, methods, slots, NULL, NULL, NULL};
 

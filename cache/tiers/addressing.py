@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cache.format.keys import hash_hex
 from cache.format.manifest import Table
+from cache.format.redis_keys import hash_hex
 from cache.l2.commands import OverlayRead, PageRead, PageReads, Read
 from cache.tiers.batches import Wants
 from cache.tiers.results import View, Want

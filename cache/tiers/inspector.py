@@ -3,43 +3,36 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 from cache.errors import TierUnavailable
-from cache.format.keys import FORMAT
-from cache.format.records import peek_fingerprint, peek_format
+from cache.format.records.layout import is_answer_of
 from cache.l2.commands import Answer, Overlay, PageRead
+from cache.l2.data_plane import DataPlane
+from cache.outcomes import MissReason, Source
 from cache.tiers.addressing import reads_of
 from cache.tiers.l1 import LocalKey
 from cache.tiers.results import (
     MISSED,
     Found,
     Missed,
-    MissReason,
     Outcome,
     View,
     Want,
     unavailable,
     unsound,
 )
-from cache.tiers.tiered import Remote, Tiered, judge, live_key, overlay_entry
+from cache.tiers.tiered import Tiered, judge, live_key, overlay_entry
 
 _PAGE_S = 3.0
 """Seconds that a whole page may take, which has megabytes where a record has hundreds of bytes."""
-
-
-class PagedRemote(Remote, Protocol):
-    """L2, of which somebody may look at whole pages."""
-
-    async def page(self, read: PageRead) -> bytes | None:
-        """A page, apart from what readers wait for; raises TierUnavailable."""
 
 
 class Looking:
     """An inspector whose reads of records are real ones: they count for the breaker, and fail as any read does."""
 
     def __init__(
-        self, tiers: Tiered, remote: PagedRemote, timer: Callable[[], float] = time.monotonic
+        self, tiers: Tiered, remote: DataPlane, timer: Callable[[], float] = time.monotonic
     ) -> None:
         self._local = tiers.local
         self._negative = tiers.negative
@@ -51,7 +44,7 @@ class Looking:
         key = LocalKey(view.generation, want.table.name, want.key)
         entry = self._local.look(key)
         if entry is not None:
-            return judge(entry, want, "l1")
+            return judge(entry, want, Source.L1)
         if want.position < 0 and key in self._negative:
             return MISSED[MissReason.NEGATIVE]
         return None
@@ -62,7 +55,7 @@ class Looking:
             return None
         key = LocalKey(view.generation, want.table.name, want.key)
         entry = self._local.look(live_key(key, want.digest))
-        return None if entry is None else judge(entry, want, "l1")
+        return None if entry is None else judge(entry, want, Source.L1)
 
     async def l2(self, view: View, want: Want) -> Outcome:
         """The outcome of a read of L2."""
@@ -74,12 +67,12 @@ class Looking:
             if answer is None:
                 return MISSED[MissReason.NOT_IN_GENERATION]
             entry = overlay_entry(want, cast(Overlay, answer), asked_at)
-            return entry if isinstance(entry, Missed) else judge(entry, want, "l2")
+            return entry if isinstance(entry, Missed) else judge(entry, want, Source.L2)
         if not isinstance(answer, bytes):
             return MISSED[MissReason.PAGE_MISSING]
-        if peek_format(answer) != FORMAT or peek_fingerprint(answer) != want.fingerprint:
+        if not is_answer_of(answer, want.fingerprint):
             return MISSED[unsound(answer, want.fingerprint)]
-        return Found(answer, "l2", False, None)
+        return Found(answer, Source.L2, False, None)
 
     async def page(self, read: PageRead) -> bytes | Missed:
         """A whole page, or why it cannot be had."""

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,39 +10,9 @@ from numpy.typing import NDArray
 from cache.errors import TierUnavailable
 from cache.format.directory import Directory
 from cache.format.manifest import Table
-from cache.format.records import is_absent
+from cache.format.records.layout import is_absent
 from cache.l2.lease_commands import Bid
-
-
-class MissReason(StrEnum):
-    """Reasons why there is no stored answer; each miss has exactly one."""
-
-    NOT_IN_GENERATION = "not_in_generation"
-    NEGATIVE = "negative"
-    UNREAD = "overlay_unread"
-    EXPIRED = "expired"
-    INPUT_CHANGED = "input_changed"
-    PAGE_MISSING = "page_missing"
-    CORRUPT = "corrupt"
-    L2_TIMEOUT = "l2_timeout"
-    L2_DOWN = "l2_down"
-    BREAKER_OPEN = "breaker_open"
-
-
-OUTAGES = frozenset(
-    {
-        MissReason.PAGE_MISSING,
-        MissReason.CORRUPT,
-        MissReason.L2_TIMEOUT,
-        MissReason.L2_DOWN,
-        MissReason.BREAKER_OPEN,
-    }
-)
-"""Reasons of a miss: what the night has computed is out of reach for a while."""
-
-
-STANDS_IN = OUTAGES | {MissReason.NOT_IN_GENERATION}
-"""Reasons of a miss where the night has a place for an entity, and a live answer kept beside it does for a while."""
+from cache.outcomes import MissReason, Source
 
 
 class Want(NamedTuple):
@@ -70,7 +39,7 @@ class Found(NamedTuple):
     """
 
     record: bytes
-    tier: Literal["l1", "l2"]
+    tier: Source
     live: bool
     expires_at: float | None
     reason: MissReason | None = None
@@ -131,7 +100,7 @@ class Counters:
         for outcome in outcomes:
             if type(outcome) is Missed:
                 self.missed[outcome.reason] += 1
-            elif outcome.tier == "l1":  # type: ignore[union-attr]
+            elif outcome.tier == Source.L1:  # type: ignore[union-attr]
                 self.records += 1
             else:
                 self.l2 += 1

@@ -4,19 +4,22 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from cache.errors import TierUnavailable
-from cache.format.keys import FORMAT, hash_hex
-from cache.format.records import (
-    FLAG_LIVE,
-    pack_overlay,
+from cache.format.records.codec import pack_overlay, unpack_overlay
+from cache.format.records.layout import (
+    RECORD_FORMAT,
+    is_answer_of,
+    is_live,
     peek_fingerprint,
     peek_format,
-    unpack_overlay,
 )
+from cache.format.redis_keys import hash_hex
 from cache.l2.commands import Answer, Overlay, OverlayWrite, Read
+from cache.l2.data_plane import DataPlane
 from cache.l2.lease_commands import Bid, LeaseTake, Mark
+from cache.outcomes import STANDS_IN, MissReason, Source
 from cache.tiers.access_sample import Trace
 from cache.tiers.addressing import reads_of
 from cache.tiers.batch_reader import RowReads
@@ -25,11 +28,9 @@ from cache.tiers.flight_keys import FlightKey, FlightKeys
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.tiers.results import (
     MISSED,
-    STANDS_IN,
     Counters,
     Found,
     Missed,
-    MissReason,
     Outcome,
     View,
     Want,
@@ -45,22 +46,6 @@ __all__ = ["Counters", "Found", "MissReason", "Missed", "Outcome", "Tiered", "Vi
 T = TypeVar("T")
 
 
-class Remote(Protocol):
-    """L2 as far as the read path needs it."""
-
-    def submit(
-        self, reads: Sequence[Read | LeaseTake], keep: Callable[[Sequence[Answer]], T]
-    ) -> asyncio.Future[T]:
-        """A future of what `keep` makes of the answers, one per command."""
-
-    async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """Stores overlays; returns None for each that was stored, else why it was not."""
-
-
-FLAGS_AT = 14
-"""Offset of the flags in a record's header."""
-
-
 class Tiered:
     """Both tiers as one; `flights` joins readers of the same key, whatever input each of them sent.
 
@@ -71,7 +56,7 @@ class Tiered:
         self,
         local: LocalTier,
         negative: NegativeCache,
-        remote: Remote,
+        remote: DataPlane,
         *,
         l2_deadline_s: float = float("inf"),
         writes_max_bytes: int = 8 << 20,
@@ -165,7 +150,7 @@ class Tiered:
         def keep(answers: Sequence[Answer]) -> None:
             if isinstance(answer := answers[0], Overlay):
                 entry = overlay_entry(want, answer, asked_at)
-                tell(isinstance(entry, Entry) and isinstance(judge(entry, want, "l2"), Found))
+                tell(isinstance(entry, Entry) and isinstance(judge(entry, want, Source.L2), Found))
             elif answer is None:
                 tell(False)
 
@@ -223,12 +208,12 @@ class Tiered:
     def _local(self, view: View, want: Want) -> Outcome | None:
         key = LocalKey(view.generation, want.table.name, want.key)
         entry = self.local.get(key)
-        return None if entry is None else judge(entry, want, "l1")
+        return None if entry is None else judge(entry, want, Source.L1)
 
     async def _resolve_one(self, view: View, want: Want, deadline: float) -> Outcome:
         key = LocalKey(view.generation, want[0].name, want[1])
         if (here := self.local.get(key)) is not None:
-            return judge(here, want, "l1")
+            return judge(here, want, Source.L1)
         if want[6]:
             return MISSED[MissReason.UNREAD]
         if want[3] < 0 and key in self.negative:
@@ -252,7 +237,7 @@ class Tiered:
             key = LocalKey(generation, want[0].name, want[1])
             entry = get(key)
             if entry is not None:
-                outcomes.append(judge(entry, want, "l1"))
+                outcomes.append(judge(entry, want, Source.L1))
             elif want[6]:
                 outcomes.append(MISSED[MissReason.UNREAD])
             elif want[3] < 0 and key in self.negative:
@@ -269,11 +254,11 @@ class Tiered:
     def _judged(self, key: LocalKey, entry: Entry | Missed, want: Want) -> Outcome:
         """The outcome of a read of L2; a live answer kept beside the page counts only while that gives none."""
         if isinstance(entry, Entry):
-            return judge(entry, want, "l2")
+            return judge(entry, want, Source.L2)
         if want.position < 0 or want.digest is None or entry.reason not in STANDS_IN:
             return entry
         kept = self.local.get(live_key(key, want.digest))
-        outcome = entry if kept is None else judge(kept, want, "l1")
+        outcome = entry if kept is None else judge(kept, want, Source.L1)
         return outcome._replace(reason=entry.reason) if isinstance(outcome, Found) else entry
 
     async def _read(
@@ -331,7 +316,7 @@ class Tiered:
 
     def _keep(self, key: LocalKey, want: Want, answer: Answer, asked_at: float) -> Entry | Missed:
         if type(answer) is bytes:
-            if answer[14] >> 4 != FORMAT or int.from_bytes(answer[:8], "little") != want[2]:
+            if not is_answer_of(answer, want[2]):
                 return MISSED[unsound(answer, want[2])]
             entry = Entry(answer, want[2])
             self.local.put(key, entry)
@@ -360,7 +345,7 @@ class Tiered:
 def overlay_entry(want: Want, overlay: Overlay, asked_at: float) -> Entry | Missed:
     """The entry in an overlay asked for at `asked_at` (monotonic), or why it is a miss."""
     unpacked = unpack_overlay(want.table.layout, overlay.payload)
-    if unpacked is None or peek_format(unpacked[0]) != FORMAT:
+    if unpacked is None or peek_format(unpacked[0]) != RECORD_FORMAT:
         return MISSED[MissReason.CORRUPT]
     if overlay.ttl_s <= 0:
         return MISSED[MissReason.EXPIRED]
@@ -376,7 +361,7 @@ def live_key(key: LocalKey, digest: bytes) -> LocalKey:
     return key._replace(key=raw + digest)
 
 
-def judge(entry: Entry, want: Want, tier: Literal["l1", "l2"]) -> Outcome:
+def judge(entry: Entry, want: Want, tier: Source) -> Outcome:
     """The outcome of what a tier holds for this want: found, corrupt, or from another input."""
     if entry.fingerprint != want.fingerprint:
         return MISSED[MissReason.CORRUPT]
@@ -390,5 +375,5 @@ def _check_live(want: Want, record: bytes) -> None:
     size_bytes = want.table.layout.size_bytes
     if len(record) != size_bytes:
         raise ValueError(f"a record of {want.table.name} has {size_bytes} bytes, not {len(record)}")
-    if peek_fingerprint(record) != want.fingerprint or not record[FLAGS_AT] & FLAG_LIVE:
+    if peek_fingerprint(record) != want.fingerprint or not is_live(record):
         raise ValueError(f"not a live record of the wanted entity in {want.table.name}")

@@ -11,8 +11,9 @@ from cache.errors import ConfigError
 from cache.process.redis_server import find_server, server
 from infra.celery.postgres import find_postgres, postgres
 from infra.celery.workers import Workers
-from infra.demo.airflow import AirflowFailed, LocalAirflow
-from infra.demo.alone import alone
+from infra.local.airflow import LocalAirflow
+from infra.local.airflow_client import AirflowFailed
+from infra.local.lock import alone
 
 QUEUES: Mapping[str, int] = {"default": 2, "gpu": 2}
 """Each queue's worker, and how many tasks it runs at a time; the pool `gpu` has as many slots as the queue."""

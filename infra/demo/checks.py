@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-SOURCES = ("l1", "l2", "live", "previous", "default")
+from cache.outcomes import STORED, Source
+
 KEPT = 20
 """Violations told in full; the others are only counted."""
 
@@ -70,7 +71,7 @@ class Judge:
     def _answer(self, question: Question, answer: Mapping[str, Any], barred: set[str]) -> None:
         source, generation = answer.get("source"), str(answer.get("generation"))
         where = f"{question.table}/{question.id}: "
-        if source not in SOURCES:
+        if source not in set(Source):
             self.complain(f"{where}source {source!r}")
             return
         self.sources[source] += 1
@@ -79,7 +80,7 @@ class Judge:
             self.complain(f"{where}answered from {generation} after it was rolled back")
         if answer.get("id") != question.id:
             self.complain(f"{where}got the answer of {answer.get('id')!r}")
-        if source not in ("l1", "l2") and not answer.get("reason"):
+        if source not in STORED and not answer.get("reason"):
             self.complain(f"{where}source {source} without a reason")
         if "items" in answer:
             self._items(where, question, answer, source, generation)
@@ -110,7 +111,7 @@ class Judge:
         if back := frozenset(own).intersection(items):
             self.complain(f"{where}{sorted(back)[:3]} is in the user's own history")
         # A generation is immutable: the same plain question has the same answer, from any tier, at any time.
-        if not question.hidden and source in ("l1", "l2"):
+        if not question.hidden and source in STORED:
             key = (generation, question.table, question.id)
             first = self._lists.setdefault(key, items)
             shared = min(len(first), len(items))

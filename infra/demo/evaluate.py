@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache.model.runtime import ort
+from cache.outcomes import STORED
 from serving.client import Answer, AsyncClient, Options, Policy
 
 TOP = 20
@@ -90,9 +91,7 @@ async def served_lists(
                 answers = await larder.lookup_many("user_topk", some, options)
                 on_answers([_told(each) for each in answers])
                 lists |= {
-                    str(each.id): each.items or ()
-                    for each in answers
-                    if each.source in ("l1", "l2")
+                    str(each.id): each.items or () for each in answers if each.source in STORED
                 }
             open_ones = [user for user in open_ones if user not in lists]
             if not open_ones:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from cache.outcomes import STORED
 from infra.demo.http import get
 
 _SAMPLE = re.compile(r"^(larder_\w+?)(?:\{(.*)\})? ([0-9.e+naif-]+)$", re.IGNORECASE | re.MULTILINE)
@@ -49,7 +50,7 @@ class Counts:
             found.append(f"sources sum to {sum(self.sources.values())}, not {self.entities}")
         if {k: v for k, v in self.sources.items() if v} != {k: v for k, v in sources.items() if v}:
             found.append(f"/metrics counts {dict(self.sources)}, callers saw {dict(sources)}")
-        plain = self.sources.get("l1", 0) + self.sources.get("l2", 0)
+        plain = sum(self.sources.get(each, 0) for each in STORED)
         if sum(self.missed.values()) != self.entities - plain:
             found.append(
                 f"{sum(self.missed.values())} misses have a reason, {self.entities - plain} should"

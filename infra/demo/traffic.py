@@ -14,6 +14,7 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
+from cache.outcomes import Source
 from infra.demo.checks import Judge, Question
 from infra.demo.dataset import Dataset
 from infra.demo.http import Connection
@@ -132,7 +133,7 @@ class Latencies:
 
     def rows(self) -> list[tuple[str, int, float, float, float, float]]:
         """(source, requests, p50, p99, p99.9, max), in the ladder's order."""
-        order = ("l1", "l2", "live", "previous", "default", "batch")
+        order = (*map(str, Source), "batch")
         found = []
         for name in order:
             if taken := self.of.get(name):

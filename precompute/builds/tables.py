@@ -2,7 +2,7 @@
 
 from cache.errors import ConfigError
 from cache.format.manifest import Producer
-from cache.format.records import Layout
+from cache.format.records.layout import Layout
 from cache.model.ranking import Metric
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig, TableConfig

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError
+from cache.model.agreement import recalls
 from cache.model.candidate_search import Searcher
 from cache.model.ranking import Metric, best, pack, unpack
 from cache.store.artefacts import written_beside
@@ -122,7 +123,7 @@ def measure_recall(
     searcher: Searcher, vectors: NDArray[np.float32], sample: NDArray[np.float32]
 ) -> tuple[float, float, float]:
     """(all, head, tail) share of the exact top 100 that the index finds, for `sample_queries`' sample."""
-    hits = _overlap(_exact(vectors, sample, searcher.metric), _candidates(searcher, sample))
+    hits = recalls(_exact(vectors, sample, searcher.metric), _candidates(searcher, sample))
     head = max(1, len(hits) // 2)
     tail = hits[head:] if len(hits) > head else hits
     return float(hits.mean()), float(hits[:head].mean()), float(tail.mean())
@@ -200,7 +201,7 @@ def _widen(
     index.nprobe = min(8, index.nlist)
     while index.nprobe < index.nlist:
         # A margin of a tenth of the allowed loss: the gate measures other queries.
-        if _overlap(exact, _candidates(searcher, sample)).mean() >= 1 - 0.9 * (1 - RECALL_WANTED):
+        if recalls(exact, _candidates(searcher, sample)).mean() >= 1 - 0.9 * (1 - RECALL_WANTED):
             return
         index.nprobe = min(index.nlist, index.nprobe * 2)
 
@@ -226,12 +227,6 @@ def _exact(
 def _candidates(searcher: Searcher, sample: NDArray[np.float32]) -> NDArray[np.int64]:
     wanted = min(RECALL_AT, searcher.count)
     return searcher.search(sample, int(searcher.fetch(wanted, np.zeros(1, np.int64))[0]))
-
-
-def _overlap(exact: NDArray[np.int64], found: NDArray[np.int64]) -> NDArray[np.float64]:
-    return np.array(
-        [np.isin(ours, theirs).mean() for ours, theirs in zip(exact, found, strict=True)]
-    )
 
 
 def _search_ms(searcher: Searcher, sample: NDArray[np.float32], rounds: int = 32) -> float:

@@ -8,7 +8,7 @@ import orjson
 from rich.table import Table
 
 from cache.errors import ConfigError, Conflict, LarderError
-from cache.format.keys import canonical_id
+from cache.format.ids import canonical_id
 from cache.store.blocklist import change_blocklist
 from precompute.builds.night import Night
 from precompute.bundles.bundle import Bundle

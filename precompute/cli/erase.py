@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from rich.table import Table
 
 from cache.errors import InvalidInput, LarderError
-from cache.format.keys import canonical_id
+from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
 from precompute.builds.copies import sweep_copies
 from precompute.cli.console import Found, err

@@ -16,7 +16,7 @@ from rich.table import Table
 from cache.control.hot_keys import COLD, Name, hour_of
 from cache.errors import ConfigError, LarderError, StoreError
 from cache.format.directory import Directory
-from cache.format.keys import hash_id
+from cache.format.ids import hash_id
 from cache.format.manifest import EntityKind
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from cache.errors import ConfigError
-from cache.format.records import Precision
+from cache.format.records.layout import Precision
 from precompute.config.validation import check_above_zero, check_filled, check_range, check_types
 
 SourceFormat = Literal["auto", "parquet", "csv", "lines"]

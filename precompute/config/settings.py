@@ -12,7 +12,7 @@ import orjson
 
 from cache.control.schedule import CRON, GRACE_S, TIMEZONE, Schedule
 from cache.errors import ConfigError
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2 import slots
 from cache.store.artefacts import ArtefactStore
 from precompute.config.devices import AUTO, WANTED

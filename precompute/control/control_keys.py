@@ -9,11 +9,11 @@ import orjson
 import redis
 
 from cache.errors import Conflict, CorruptArtefact, Refused
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
+from cache.l2.errors import translated as translated
 from cache.l2.sync_clients import home, masters
 from cache.store.releases import Pointer
 from precompute.control.connection import connect as connect
-from precompute.control.connection import translated as translated
 from precompute.control.states import State
 
 log = logging.getLogger(__name__)

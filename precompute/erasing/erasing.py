@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 
 from cache.control.hot_keys import COLD, HOT, Window, hour_of, member
 from cache.errors import Conflict, LarderError
-from cache.format.keys import hash_hex, hash_id
+from cache.format.ids import hash_id
 from cache.format.manifest import EntityKind, Manifest
+from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
 from precompute.config.generations_at_peak import retained

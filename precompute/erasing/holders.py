@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from cache.errors import CorruptArtefact, StoreError
 from cache.format.directory import map_file
-from cache.format.keys import hash_ids
+from cache.format.ids import hash_ids
 from cache.format.manifest import GENERATION, EntityKind, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.control.control_keys import Row

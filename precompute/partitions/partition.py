@@ -14,8 +14,8 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
+from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.keys import hash_ids
 from cache.model.tower import InputSpec
 from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import NOBODY, Erased

@@ -9,8 +9,8 @@ from precompute.bulk.headroom import held_bytes, unevictable_bytes
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.control.control_keys import Control, connect
 from precompute.gates.evidence.verdict import Verdict
-from precompute.gates.rules.host import disk_verdict, memory_verdict
-from precompute.gates.rules.in_redis import memory_limit, redis_verdict
+from precompute.gates.rules.host import disk_headroom, disk_room, memory_headroom, memory_room
+from precompute.gates.rules.in_redis import memory_limit, redis_headroom, redis_room
 
 GB = 10**9
 
@@ -45,24 +45,22 @@ def verdicts(
     disk_bytes: int,
 ) -> list[Verdict]:
     """Verdicts on each node, then the host's memory and disk; sizes are of one generation, of which so many coexist."""
-    found = [
-        redis_verdict(
+    nodes = [
+        redis_room(
             node.name, node.other_bytes + round(generations * redis_bytes * node.share),
             node.limit_bytes, f"{node.limit_is}, for {generations} generations", thresholds.redis_headroom,
         )
         for node in limits.nodes
     ]  # fmt: skip
-    found.append(
-        memory_verdict(
-            limits.memory_bytes, mapped_bytes, thresholds.memory_headroom, generations=generations
-        )
+    memory = memory_room(
+        limits.memory_bytes, mapped_bytes, thresholds.memory_headroom, generations=generations
     )
-    found.append(
-        disk_verdict(
-            limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generations=generations
-        )
+    disk = disk_room(
+        limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generations=generations
     )
-    return found
+    found = [(redis_headroom, each) for each in nodes]
+    found += [(memory_headroom, memory), (disk_headroom, disk)]
+    return [measured.under(gate.rule) for gate, measured in found]
 
 
 def demand_room(found: list[Verdict]) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import redis
 
-from cache.format.keys import Keyspace
 from cache.format.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build
 from precompute.builds.tables import records_per_page

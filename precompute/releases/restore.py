@@ -4,8 +4,8 @@ import math
 from dataclasses import replace
 
 from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
-from cache.format.keys import Keyspace
 from cache.format.manifest import GENERATION
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import read_manifest
 from cache.store.releases import Pointer, Release
 from precompute.bulk.governor import Governor

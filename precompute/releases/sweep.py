@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 
 from cache.errors import Conflict, UnknownGeneration
-from cache.format.keys import Keyspace
 from cache.format.manifest import GENERATION, Manifest
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import POINTED, Release
 from precompute.bulk.governor import Governor

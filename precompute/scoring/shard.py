@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.keys import fingerprints
 from cache.model.ranking import Metric
 from cache.model.tower import Histories, TowerSpec
 from precompute.builds.build import Build, cut_of, open_bundle

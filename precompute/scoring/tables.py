@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cache.format.records import Layout
+from cache.format.records.layout import Layout
 from cache.store.artefacts import disk_errors, sync_folder, write_atomically
 from precompute.builds.tables import records_per_page
 

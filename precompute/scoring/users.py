@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable
-from cache.format.keys import fingerprints
-from cache.format.records import NO_ITEM, Layout
+from cache.format.records.layout import NO_ITEM, Layout
 from cache.model.tower import Histories, TowerSpec
 from precompute.builds.build import Build, cut_of, fetch_partition
 from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of

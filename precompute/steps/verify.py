@@ -22,11 +22,13 @@ from precompute.control.states import State, demand
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.limits import TimeLimits
 from precompute.gates.evidence.user_sample import sampled_shards
-from precompute.gates.evidence.verdict import Verdict
+from precompute.gates.evidence.verdict import Measured, Verdict
 from precompute.gates.judge import (
+    FILES,
     GATES,
     INTEGRITY,
     LIVE_FILES,
+    OPENS,
     is_unanswered,
     overridden,
     run_gates,
@@ -148,21 +150,22 @@ def _judged(
     size_bytes = sum(each.size_bytes for each in artefacts)
     limits = TimeLimits.of(made.config.gates, made.config.governor, size_bytes)
     limit_s = min(limits.gate_s, limits.total_s)
-    verdicts = [run_within("files", lambda: files(made.store, made.generation, artefacts), limit_s)]
+    verdicts = [run_within(FILES, lambda: files(made.store, made.generation, artefacts), limit_s)]
     if not verdicts[0].passed:
         return verdicts
     opened: list[Candidate] = []
     pages_bytes = _pages_bytes(made, releases)
 
-    def opens() -> Verdict:
+    def opens() -> Measured:
         candidate, missing = _candidate(made, manifest, releases, live, pages_bytes)
         opened.append(candidate)
         note = "the manifest of the live generation cannot be read" if missing else ""
-        return Verdict(LIVE_FILES, not missing, live, "readable", note)
+        return Measured(not missing, live, "readable", note)
 
-    verdicts.append(run_within("opens", opens, limit_s))
+    found = run_within(OPENS, opens, limit_s)
     if not opened:
-        return verdicts
+        return [*verdicts, found]
+    verdicts.append(replace(found, rule=LIVE_FILES))
     limits = replace(limits, total_s=limits.total_s - (time.monotonic() - started))
     try:
         for number, each in enumerate(run_gates(opened[0], limits=limits), 1):

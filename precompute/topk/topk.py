@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError
-from cache.format.records import NO_ITEM
+from cache.format.records.layout import NO_ITEM
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.process.cores import usable_cores

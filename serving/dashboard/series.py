@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cache.outcomes import Source
 from serving.dashboard.counters import ANSWERS, MISSES, REQUESTS, STAGES, by, histograms
 from serving.dashboard.time_bins import BIN_S
 from serving.metrics.log_buckets import quantile
-from serving.metrics.registry import SOURCES
 from serving.metrics.registry import STAGES as STAGE_NAMES
 
 SHARES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
@@ -16,7 +16,7 @@ REASONS_MAX = 20
 Quantiles = dict[str, float | None]
 
 
-class Row(NamedTuple):
+class DrawnBin(NamedTuple):
     """A bin as it is drawn: seconds by source and quantile, seconds spent by stage."""
 
     requests: int
@@ -26,12 +26,12 @@ class Row(NamedTuple):
     misses: dict[str, int]
 
 
-EMPTY = Row(0, {}, {}, {}, {})
+EMPTY = DrawnBin(0, {}, {}, {}, {})
 
 
-def row(counts: Mapping[str, int], bounds: Sequence[float]) -> Row:
+def row(counts: Mapping[str, int], bounds: Sequence[float]) -> DrawnBin:
     """Draws a bin: its counts as requests, answers, seconds, stages and misses."""
-    return Row(
+    return DrawnBin(
         counts.get(REQUESTS, 0),
         by(counts, ANSWERS),
         quantiles(counts, bounds),
@@ -53,7 +53,7 @@ def _short(seconds: float | None) -> float | None:
     return None if seconds is None else float(f"{seconds:.3g}")
 
 
-def series(rows: Mapping[int, Row], until: int) -> dict[str, Any]:
+def series(rows: Mapping[int, DrawnBin], until: int) -> dict[str, Any]:
     """Every bin from the oldest known to the one before `until`, both starts; one that nobody wrote has zeros."""
     starts = range(min(rows, default=until), until, BIN_S)
     found = [rows.get(start, EMPTY) for start in starts]
@@ -64,19 +64,21 @@ def series(rows: Mapping[int, Row], until: int) -> dict[str, Any]:
         "step_s": BIN_S,
         "at": list(starts),
         "requests": [each.requests for each in found],
-        "answers": {source: [each.answers.get(source, 0) for each in found] for source in SOURCES},
+        "answers": {
+            source.value: [each.answers.get(source, 0) for each in found] for source in Source
+        },
         "seconds": {
-            source: {
+            source.value: {
                 name: [each.seconds.get(source, {}).get(name) for each in found] for name in SHARES
             }
-            for source in SOURCES
+            for source in Source
         },
         "stages": {stage: [each.stages.get(stage, 0.0) for each in found] for stage in STAGE_NAMES},
         "misses": misses | ({"other": rest} if any(rest) else {}),
     }
 
 
-def _reasons(rows: Sequence[Row]) -> list[str]:
+def _reasons(rows: Sequence[DrawnBin]) -> list[str]:
     sums: dict[str, int] = {}
     for each in rows:
         for reason, n in each.misses.items():

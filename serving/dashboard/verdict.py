@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from cache.outcomes import FALLBACKS, STORED
+
 Level = Literal["ok", "warn", "bad"]
 Body = Mapping[str, Any]
 
@@ -15,7 +17,6 @@ SURGE = 0.05
 SURGE_BAD = 0.30
 MEMORY_WARN, MEMORY_BAD = 0.90, 0.98
 """Shares of Redis' maxmemory in use from which the verdict is warn, and bad."""
-HITS, FALLBACKS = ("l1", "l2"), ("previous", "default")
 
 
 class Finding(NamedTuple):
@@ -41,7 +42,7 @@ def verdict(body: Body) -> dict[str, Any]:
 
 
 def _well(body: Body) -> str:
-    live, share = _live(body), _share(body["lately"]["answers"], HITS)
+    live, share = _live(body), _share(body["lately"]["answers"], STORED)
     parts = [f"generation {live} is live on {_count(len(body['replicas']), 'replica')}"]
     if share is not None:
         parts.append(f"{share:.1%} of the answers of the last minutes came from cache")
@@ -153,7 +154,10 @@ def _fallback(body: Body) -> Iterator[Finding]:
 
 
 def _hits(body: Body) -> Iterator[Finding]:
-    now, before = _share(body["lately"]["answers"], HITS), _share(body["earlier"]["answers"], HITS)
+    now, before = (
+        _share(body["lately"]["answers"], STORED),
+        _share(body["earlier"]["answers"], STORED),
+    )
     if now is not None and before is not None and before - now >= DROP:
         yield Finding(
             "warn",

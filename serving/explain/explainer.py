@@ -3,18 +3,20 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from cache.errors import CorruptArtefact
-from cache.format.keys import Keyspace
-from cache.format.records import FLAG_LIVE, Record, decode, peek_format
+from cache.format.records.codec import Record, decode
+from cache.format.records.layout import is_live, peek_format
+from cache.l2.data_plane import DataPlane
+from cache.outcomes import OUTAGES, MissReason, Source
 from cache.store.artefacts import ArtefactStore
-from cache.tiers.inspector import Looking, PagedRemote
-from cache.tiers.results import OUTAGES, Found, Missed, Outcome, Want
+from cache.tiers.inspector import Looking
+from cache.tiers.results import Found, Missed, Outcome, Want
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
 from serving.explain.difference import difference
-from serving.explain.page_check import Pages
+from serving.explain.page_check import PageChecks
 from serving.explain.rescore import Rescorer
 from serving.explain.summary import sentence
 from serving.generations.pointer_follower import Follower
@@ -23,19 +25,12 @@ from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread
 from serving.lookup.entity import Case, cases_of, want_in
 from serving.lookup.micro_batcher import MicroBatcher
-from serving.metrics.miss_reasons import EXHAUSTED
 from serving.rendering.answer_fields import Prediction, from_defaults, from_record
 from serving.requests.errors import Problem, unprocessable
 from serving.requests.models import Ask
 
 AT_ONCE = 2
 """Explanations under way: each reads a whole page, and runs the model."""
-
-
-class Tier(PagedRemote, Protocol):
-    """L2, and how its keys are named."""
-
-    keyspace: Keyspace
 
 
 class Explainer:
@@ -45,7 +40,7 @@ class Explainer:
         self,
         follower: Follower,
         tiers: Tiered,
-        remote: Tier,
+        remote: DataPlane,
         batcher: MicroBatcher,
         admission: Admission,
         store: ArtefactStore,
@@ -56,7 +51,7 @@ class Explainer:
     ) -> None:
         self._follower = follower
         self._looking = looking = Looking(tiers, remote, timer)
-        self._pages = Pages(looking, remote.keyspace, store, in_thread)
+        self._pages = PageChecks(looking, remote.control.keyspace, store, in_thread)
         self._rescorer = Rescorer(batcher, admission, looking, timer)
         self._timer = timer
         self._clock = clock
@@ -87,13 +82,13 @@ class Explainer:
         stored = rungs.of_the_night(l1, l2)
         said = await self._rescorer.say(snapshot, case, stored and stored[0])
         previous = await self._previous(holding, case, reason)
-        answer: dict[str, Any] = {"tier": "default", "reason": reason, "live": None}
+        answer: dict[str, Any] = {"tier": Source.DEFAULT, "reason": reason, "live": None}
         if chosen is not None:
             answer = {"tier": chosen.tier, "reason": reason, "live": None}
         elif said.is_of_input and said.record is not None:
-            answer["tier"] = "live"
+            answer["tier"] = Source.LIVE
         elif previous is not None and previous["found"]:
-            answer["tier"] = "previous"
+            answer["tier"] = Source.PREVIOUS
         if chosen is None and said.is_of_input:
             answer["live"] = said.reason
         told: dict[str, Any] = {
@@ -125,7 +120,7 @@ class Explainer:
                 told["difference"] = difference(prediction, rungs.prediction(said.record))
         elif said.record is not None:
             told["model"] |= rungs.prediction(said.record)
-        if answer["tier"] == "default" and raw is not None:
+        if answer["tier"] == Source.DEFAULT and raw is not None:
             told["default"] = from_defaults(snapshot, table, case.entity, case.k, (barred,))
         return told | {"sentence": sentence(told)}
 
@@ -159,13 +154,13 @@ class Explainer:
             return None
         table = previous.manifest.tables.get(case.table.name)
         told: dict[str, Any] = {"generation": previous.generation, "found": False, "reason": None}
-        if raw is None or reason in ("entity_blocked", EXHAUSTED):
+        if raw is None or reason in (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED):
             return told | {"reason": reason or "no_id"}
         if table is None or (table.entity, table.kind) != (case.table.entity, case.table.kind):
             return told | {"reason": "no_such_table"}
         want = want_in(previous, table, raw)
         if want.position < 0:
-            return told | {"reason": "not_in_generation"}
+            return told | {"reason": MissReason.NOT_IN_GENERATION}
         outcome = self._looking.l1(previous.view, want)
         if not isinstance(outcome, Found):
             outcome = await self._looking.l2(previous.view, want)
@@ -174,7 +169,7 @@ class Explainer:
         try:
             decode(table.layout, outcome.record, previous.items.count)
         except CorruptArtefact:
-            return told | {"reason": "corrupt"}
+            return told | {"reason": MissReason.CORRUPT}
         return told | {"found": True}
 
 
@@ -191,7 +186,7 @@ class Rungs:
     ) -> tuple[Found | None, str | None]:
         """Stored record that would answer, and why it is no plain hit; None and the miss if nothing stored would."""
         if self._snapshot.blocks(self._case.table, self._case.entity.raw):
-            return None, "entity_blocked"
+            return None, MissReason.ENTITY_BLOCKED
         outcome = l2 if l1 is None else l1
         if isinstance(outcome, Missed):
             if outcome.reason in OUTAGES and isinstance(beside, Found):
@@ -199,9 +194,9 @@ class Rungs:
             return None, outcome.reason.value
         record = self._decoded(outcome)
         if record is None:
-            return None, "corrupt"
+            return None, MissReason.CORRUPT
         if record.items is not None and not len(self.prediction(record)["items"]):
-            return None, EXHAUSTED
+            return None, MissReason.EXHAUSTED
         return outcome, None
 
     def of_the_night(self, *outcomes: Outcome | None) -> tuple[Record, Found] | None:
@@ -231,7 +226,7 @@ class Rungs:
 
 def _record(record: Record, found: Found, prediction: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "by": "live" if found.record[14] & FLAG_LIVE else "batch",
+        "by": "live" if is_live(found.record) else "batch",
         "bytes": len(found.record),
         "format": peek_format(found.record),
         "fingerprint": f"{record.fingerprint:016x}",

@@ -11,7 +11,8 @@ import numpy as np
 
 from cache.errors import CorruptArtefact
 from cache.format.manifest import Table
-from cache.format.records import Record
+from cache.format.records.codec import Record
+from cache.outcomes import MissReason
 from cache.tiers.inspector import Looking
 from cache.tiers.results import Found
 from serving.admission.controller import Admission
@@ -85,7 +86,7 @@ class Rescorer:
         if case.may_compute(snapshot):
             record, reason = await self._live(snapshot, case)
         elif computed_from is not None:  # blocked, or without a producer
-            reason = case.reason if case.reason == "entity_blocked" else "no_producer"
+            reason = case.reason if case.reason == MissReason.ENTITY_BLOCKED else "no_producer"
         elif stored is not None and stored.items is not None:
             record = await self._from_vector(snapshot, case, stored)
             if record is not None:

@@ -3,27 +3,29 @@
 from collections.abc import Mapping
 from typing import Any
 
+from cache.outcomes import FALLBACKS, MissReason, Source
+
 _AWAY = {
-    "l2_down": "Redis cannot be reached",
-    "l2_timeout": "Redis does not answer in time",
-    "breaker_open": "Redis failed several times in a row and is left alone for a moment",
+    MissReason.L2_DOWN: "Redis cannot be reached",
+    MissReason.L2_TIMEOUT: "Redis does not answer in time",
+    MissReason.BREAKER_OPEN: "Redis failed several times in a row and is left alone for a moment",
 }
 _REASONS = _AWAY | {
-    "not_in_generation": "the night did not know it and no live answer is stored",
-    "negative": "the night did not know it and no live answer is stored",
-    "expired": "its stored live answer is over",
-    "input_changed": "what is stored was computed from another input",
-    "page_missing": "its page is not in Redis",
-    "corrupt": "its record in Redis is damaged or of another entity",
-    "entity_blocked": "it is on the blocklist",
-    "exhausted": "nothing of its list is left to show",
+    MissReason.NOT_IN_GENERATION: "the night did not know it and no live answer is stored",
+    MissReason.NEGATIVE: "the night did not know it and no live answer is stored",
+    MissReason.EXPIRED: "its stored live answer is over",
+    MissReason.INPUT_CHANGED: "what is stored was computed from another input",
+    MissReason.PAGE_MISSING: "its page is not in Redis",
+    MissReason.CORRUPT: "its record in Redis is damaged or of another entity",
+    MissReason.ENTITY_BLOCKED: "it is on the blocklist",
+    MissReason.EXHAUSTED: "nothing of its list is left to show",
 }
 _TIERS = {
-    "l1": "this process would answer from its own memory (L1)",
-    "l2": "Redis would answer (L2)",
-    "live": "live inference would answer",
-    "previous": "the previous generation would answer",
-    "default": "the default that holds for everybody would answer",
+    Source.L1: "this process would answer from its own memory (L1)",
+    Source.L2: "Redis would answer (L2)",
+    Source.LIVE: "live inference would answer",
+    Source.PREVIOUS: "the previous generation would answer",
+    Source.DEFAULT: "the default that holds for everybody would answer",
 }
 
 
@@ -35,10 +37,10 @@ def sentence(told: Mapping[str, Any]) -> str:
         parts[0] += f", since {_REASONS.get(reason, reason)}"
     if answer["live"]:
         parts.append(f"live inference could not: {answer['live']}")
-    elif answer["tier"] in ("previous", "default") and not told["model"]["computed_from"]:
+    elif answer["tier"] in FALLBACKS and not told["model"]["computed_from"]:
         parts.append("live inference needs a history or features")
     away = told["l2"].get("reason")
-    if answer["tier"] == "l1" and away in _AWAY and reason is None:
+    if answer["tier"] == Source.L1 and away in _AWAY and reason is None:
         parts.append(_AWAY[away])
     if (told["page"] or {}).get("state") == "damaged":
         parts.append("its page in Redis is not the one that the night made: restore it")

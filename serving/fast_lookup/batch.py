@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_bytes import Named
-from cache.format.keys import fingerprints, hash_ids
+from cache.outcomes import STORED, Source
 from cache.tiers.batches import Rows, Wants
 from cache.tiers.results import Found, Missed, Outcome, Want
 from serving.generations.snapshot import Snapshot
@@ -118,10 +118,10 @@ class Batches:
         else:
             resolved = Resolved(places[is_plain], found.records[is_plain], found.is_l2[is_plain])
         if not (l2 := np.count_nonzero(resolved.is_l2)) or l2 == len(resolved.is_l2):
-            self._count(lookup, resolved.places, "l2" if l2 else "l1")
+            self._count(lookup, resolved.places, STORED[bool(l2)])
         else:
-            self._count(lookup, resolved.places[~resolved.is_l2], "l1")
-            self._count(lookup, resolved.places[resolved.is_l2], "l2")
+            self._count(lookup, resolved.places[~resolved.is_l2], Source.L1)
+            self._count(lookup, resolved.places[resolved.is_l2], Source.L2)
         self._note(lookup, resolved, wants, is_plain)
         if len(resolved.places) == len(places):
             return resolved
@@ -153,7 +153,7 @@ class Batches:
                 self._tiers.discard(live.view, want)
             return unfit.reason
         self._count(lookup, np.array([place]), outcome.tier)
-        if outcome.tier == "l2":
+        if outcome.tier == Source.L2:
             self._watch.read(live.generation, table.name, want.key)
         entity = _entity(lookup, place)
         return complete(
@@ -171,7 +171,7 @@ class Batches:
                 answer["stale"] = stale
         return dict(zip(places, answers, strict=True))
 
-    def _count(self, lookup: Lookup, places: NDArray[np.int64], tier: Literal["l1", "l2"]) -> None:
+    def _count(self, lookup: Lookup, places: NDArray[np.int64], tier: Source) -> None:
         """Counts the answers that a tier gave just now."""
         if len(places):
             name, raws = lookup.table.name, lookup.raws
@@ -197,7 +197,7 @@ class Batches:
         picks.left -= count
         for each in picks.places(count) if picks.left < 0 else ():
             raw = lookup.raws[int(resolved.places[each])]
-            source = "l2" if resolved.is_l2[each] else "l1"
+            source = STORED[bool(resolved.is_l2[each])]
             picks.put(Pick(
                 generation, table, raw, source, "batch", self._clock(), lookup.k,
                 resolved.rows[each].tobytes(),
@@ -207,7 +207,7 @@ class Batches:
         live, raws = lookup.holding.live, lookup.raws
         marks = self.marks(live)
         ends = marks.ends(marks.age(self._clock()))
-        by_tier = ends["l1"], ends["l2"]
+        by_tier = ends[Source.L1], ends[Source.L2]
         return texts_of(
             live,
             lookup.table,
@@ -233,5 +233,5 @@ def _entity(lookup: Lookup, place: int) -> Entity:
 def outcome_at(found: Rows, at: int) -> Outcome:
     """The outcome of row `at`, as a single read would have it."""
     other = found.others.get(at)
-    tier: Literal["l1", "l2"] = "l2" if found.is_l2[at] else "l1"
+    tier = STORED[bool(found.is_l2[at])]
     return Found(found.records[at].tobytes(), tier, False, None) if other is None else other

@@ -6,12 +6,13 @@ What a batch costs once (a pipeline, a flight, numpy's calls) they share; each k
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from cache.outcomes import STORED, Source
 from cache.tiers.batches import Rows, Wants
 from serving.fast_lookup.batch import Batches, outcome_at
 from serving.fast_lookup.single_request import Get
@@ -166,7 +167,7 @@ class Together:
         rows = found.records if len(own) == len(is_plain) else found.records[is_plain]
         marks = self._batches.marks(live)
         ends = marks.ends(marks.age(self._clock()))
-        by_tier = ends["l1"], ends["l2"]
+        by_tier = ends[Source.L1], ends[Source.L2]
         bodies = texts_of(
             live,
             lookup.table,
@@ -180,12 +181,12 @@ class Together:
         for at, (member, body, each) in enumerate(zip(own, bodies, is_l2, strict=True)):
             if member.told.done():  # as above
                 continue
-            get, tier = member.get, _TIERS[each]
+            get, tier = member.get, STORED[each]
             name = get.asked.table, get.asked.raw
             self._service.ladder.recent.append(name)
             self._service.metrics.hot(name[0], tier, now - get.started)
             if not each and marks.stale is None:
-                ready = marks.ready(body[: -len(ends["l1"])], name, get.request)
+                ready = marks.ready(body[: -len(ends[Source.L1])], name, get.request)
                 self._service.tiers.keep(live.view, get.want, ready)
             member.told.set_result(body)
             if each:
@@ -199,9 +200,6 @@ class Together:
                 ))  # fmt: skip
         if read:
             watch.read_many(live.generation, lookup.table.name, read)
-
-
-_TIERS: tuple[Literal["l1"], Literal["l2"]] = "l1", "l2"
 
 
 def _lookup(members: Sequence[_Member]) -> Lookup:

@@ -7,6 +7,7 @@ from operator import itemgetter
 import orjson
 
 from cache.control.hot_keys import Name
+from cache.outcomes import Source
 from cache.tiers.l1 import Ready
 from serving.lookup.service import LookupService
 from serving.metrics.fast_counters import GET_ROUTE
@@ -70,11 +71,11 @@ class SentReady(list[Ready]):
         times = self.times or [0.0]
         for at, seconds in enumerate(times):
             stands_for = count * (at + 1) // len(times) - count * at // len(times)
-            self._answer_seconds.observe("l1", seconds, stands_for)
+            self._answer_seconds.observe(Source.L1, seconds, stands_for)
         tables = self._local.ready_tables
         each = dict.fromkeys(tables, count) if len(tables) == 1 else Counter(map(_table, asked))
         for name, found in each.items():
-            self._tally.answers[name, "l1"] += found
+            self._tally.answers[name, Source.L1] += found
         picks = self._picks
         picks.left -= count
         if picks.left < 0:
@@ -97,5 +98,5 @@ class SentReady(list[Ready]):
             age = orjson.dumps(round(now - ready.data_until, 3))
             body = b"".join((ready.head, age, ready.tail))
             self._picks.put(
-                Pick(holding.live.generation, *ready.asked, "l1", "batch", now, body=body)
+                Pick(holding.live.generation, *ready.asked, Source.L1, "batch", now, body=body)
             )

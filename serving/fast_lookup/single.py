@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from cache.outcomes import Source
 from cache.tiers.l1 import LocalKey
 from cache.tiers.tiered import Found, Outcome
 from serving.fast_lookup.batch import Batches
@@ -89,7 +90,7 @@ class Singles:
         name = asked.table, asked.raw
         self._ladder.recent.append(name)
         self._metrics.hot(asked.table, found.tier, self._service.timer() - get.started)
-        if found.tier == "l2":
+        if found.tier == Source.L2:
             self._watch.read(live.generation, asked.table, get.want.key)
         picks = self._watch.picks
         picks.left -= 1
@@ -99,7 +100,7 @@ class Singles:
                 live.generation, *name, found.tier, "batch", self._clock(), get.k, found.record
             ))  # fmt: skip
         marks = self._batches.marks(live)
-        if found.tier == "l1" and marks.stale is None:
+        if found.tier == Source.L1 and marks.stale is None:
             self._tiers.keep(live.view, get.want, marks.ready(start, name, get.request))
         return start + marks.end(found.tier, self._clock())
 

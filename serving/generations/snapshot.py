@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact, LarderError
 from cache.format.directory import Directory
+from cache.format.ids import hash_id, input_digest
 from cache.format.item_table import ItemTable
-from cache.format.keys import hash_id, input_digest
 from cache.format.manifest import Artefact, Manifest, Table
 from cache.model.predictor import Predictor
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from serving.dashboard.service import Dashboard
 from serving.explain.explainer import Explainer
 from serving.lookup.service import LookupService
-from serving.quality.monitor import Quality
+from serving.quality.monitor import QualityMonitor
 from serving.replica.canary_router import Trial
 from serving.replica.freshness import Nights
 
@@ -21,4 +21,4 @@ class Service(LookupService):
     expose: Callable[[], Awaitable[bytes]]
     dashboard: Dashboard
     explainer: Explainer
-    quality: Quality
+    quality: QualityMonitor

@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cache.format.records import Record
-from cache.tiers.tiered import MissReason
+from cache.format.records.codec import Record
+from cache.outcomes import STORED, MissReason, Source
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case
-from serving.metrics.miss_reasons import EXHAUSTED
-from serving.metrics.registry import Metrics, Source
+from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Barred, Prediction, complete, from_defaults, from_record
 from serving.requests.models import Options
 from serving.usage.answer_sampling import Pick
@@ -36,7 +35,7 @@ class Turn:
 
 
 _UNTOLD = (MissReason.NEGATIVE, MissReason.UNREAD)
-_NOWHERE = MissReason.NOT_IN_GENERATION.value
+_NOWHERE = MissReason.NOT_IN_GENERATION
 
 
 class Reply:
@@ -68,13 +67,13 @@ class Reply:
         table = snapshot.manifest.tables[case.table.name]
         barred: Barred = (turn.excluded(snapshot),)
         # A live record was computed from this very history, and leaves it out.
-        if source != "live" and table.kind == "topk":
+        if source is not Source.LIVE and table.kind == "topk":
             barred += (case.history_in(snapshot).seen,)
         prediction = from_record(snapshot, table, record, case.k, barred)
         if record.items is not None:
             left = len(prediction["items"])
             if left == 0 or left < min(least, len(record.items)):
-                case.reason = EXHAUSTED
+                case.reason = MissReason.EXHAUSTED
                 return
         producer = "live" if record.live else "batch"
         self._finish(case, prediction, snapshot, source, producer, turn)
@@ -86,7 +85,7 @@ class Reply:
         barred = (turn.excluded(snapshot),)
         prediction = from_defaults(snapshot, case.table, case.entity, case.k, barred)
         producer = "defaults" if case.table.kind == "topk" else None
-        self._finish(case, prediction, snapshot, "default", producer, turn)
+        self._finish(case, prediction, snapshot, Source.DEFAULT, producer, turn)
 
     def _finish(
         self,
@@ -102,7 +101,7 @@ class Reply:
         is_used = producer == "live" or case.live_reason == "no_usable_input"
         dropped = 0
         if is_used:
-            counted = case.dropped if source == "live" else None
+            counted = case.dropped if source is Source.LIVE else None
             dropped = case.history_in(snapshot).dropped if counted is None else counted
         # A caller need not know that the unknown was remembered, or not looked up.
         reason = _NOWHERE if case.reason in _UNTOLD else case.reason
@@ -111,11 +110,11 @@ class Reply:
             reason=reason, live=case.live_reason, dropped_history=dropped or None,
         )  # fmt: skip
         self._metrics.answered(table, source, self._timer() - turn.started)
-        if source not in ("l1", "l2"):
+        if source not in STORED:
             key, reason = case.want.key, case.reason
             word = self._watch.word(snapshot.generation, table, key, reason)
             self._metrics.missed(table, word)
-        elif source == "l2":
+        elif source is Source.L2:
             self._watch.read(snapshot.generation, table, case.want.key, case.want.position >= 0)
 
         if case.is_cold:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.manifest import Table
-from cache.format.records import Layout
+from cache.format.records.layout import Layout
 from cache.model.ranking import Metric, score
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cache.errors import InvalidInput
-from cache.format.keys import FeatureValue, fingerprint, hash_id, input_digest
+from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
-from cache.format.records import Record, decode
+from cache.format.records.codec import Record, decode
 from cache.model.predictor import LiveInput
+from cache.outcomes import MissReason
 from cache.tiers.tiered import Found, Want
 from serving.generations.snapshot import Snapshot
 from serving.rendering.answer_fields import Answer, History, history_in
@@ -81,12 +82,12 @@ class Case:
         return (
             self.want.position < 0
             and self.entity.raw is not None
-            and self.reason != "entity_blocked"
+            and self.reason != MissReason.ENTITY_BLOCKED
         )
 
     def may_compute(self, snapshot: Snapshot) -> bool:
         """True if it is not blocked, has an input and its table a producer; the model itself may still be down."""
-        if self.reason == "entity_blocked":
+        if self.reason == MissReason.ENTITY_BLOCKED:
             return False
         if not self.entity.has_input and self.own_ordinal is None:
             return False

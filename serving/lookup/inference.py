@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from cache.l2.lease_commands import Mark
-from cache.tiers.results import STANDS_IN, MissReason
+from cache.outcomes import STANDS_IN, MissReason
 from cache.tiers.singleflight import Boarded, SingleFlight
 from cache.tiers.tiered import Found, View, Want
 from serving.generations.snapshot import Snapshot

@@ -5,16 +5,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cache.format.records import Record, decode
+from cache.format.records.codec import Record, decode
 from cache.l2.pool import deadline_for
-from cache.tiers.tiered import Found, Missed, MissReason, Outcome, View, Want
+from cache.outcomes import MissReason, Source
+from cache.tiers.tiered import Found, Missed, Outcome, View, Want
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Reply, Turn
 from serving.lookup.entity import Case, Pace, cases_of, still_open, want_in
 from serving.lookup.inference import Inferences
 from serving.lookup.micro_batcher import Computed
-from serving.metrics.miss_reasons import EXHAUSTED
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
 from serving.requests.models import Ask, Options
@@ -22,6 +22,11 @@ from serving.usage.hot_keys import Recent
 from serving.usage.request_observer import Watch
 
 log = logging.getLogger(__name__)
+
+_SETTLED_FOR = (None, MissReason.TOO_OLD, MissReason.EXHAUSTED)
+"""Reasons for which a stored record is still an answer, once live has none."""
+_NO_OTHER_NIGHT = (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED)
+"""Reasons that hold for the previous generation as well."""
 
 
 class Stored(Protocol):
@@ -84,7 +89,7 @@ class Ladder:
         except Exception:  # a defect of ours costs an answer its quality, not its caller the answer
             log.exception("answering failed")
             for case in still_open(cases):
-                case.reason = "internal_error"
+                case.reason = MissReason.INTERNAL_ERROR
                 self._reply.default(case, holding.live, turn)
         return [case.answer for case in cases if case.answer is not None]
 
@@ -97,9 +102,9 @@ class Ladder:
         live = holding.live
         for case in cases:
             if live.blocks(case.table, case.entity.raw):
-                case.reason = "entity_blocked"
+                case.reason = MissReason.ENTITY_BLOCKED
             elif turn.options.fresh and case.may_compute(live):
-                case.reason = "fresh"
+                case.reason = MissReason.FRESH
         unread = [case for case in cases if case.reason is None]
         self._inferences.approach(live, unread)
         await self._read_stored(live, unread, turn)
@@ -131,11 +136,11 @@ class Ladder:
         record = case.decoded(snapshot, found.record)
         case.reason = found.reason
         if self._too_old(snapshot, record, turn.options.max_age_s):
-            case.reason = "too_old"
+            case.reason = MissReason.TOO_OLD
             if case.may_compute(snapshot):
                 return
         elif turn.options.fresh:
-            case.reason = "nothing_to_compute_from"
+            case.reason = MissReason.NOTHING_TO_COMPUTE_FROM
         # Live knows more than fits into a record; an answer that is live itself would only come out the same.
         deeper = case.entity.has_input and case.may_compute(snapshot) and not record.live
         least = turn.options.k if deeper and turn.options.k is not None else 1
@@ -191,13 +196,13 @@ class Ladder:
         case.dropped = computed.dropped
         try:
             record = case.decoded(snapshot, computed.record)
-            self._reply.answer(case, snapshot, record, "live", turn)
+            self._reply.answer(case, snapshot, record, Source.LIVE, turn)
         except Exception:  # as for a stored one
             log.warning("a live record of %s cannot be read", case.table.name, exc_info=True)
             self._tiers.discard(snapshot.view, case.want)
             case.live_reason = MissReason.CORRUPT
         if case.answer is None and case.live_reason is None:
-            case.reason, case.live_reason = missed, EXHAUSTED
+            case.reason, case.live_reason = missed, MissReason.EXHAUSTED
 
     async def _settle_for_stored(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
         """Answers from stored records when fresher ones could not be had: they beat another night's answer."""
@@ -205,19 +210,19 @@ class Ladder:
         unread = [
             case
             for case in cases
-            if case.reason == "fresh"
+            if case.reason == MissReason.FRESH
             or (case.reason == MissReason.UNREAD and case.live_reason != "overloaded")
         ]
         for case in unread:
             case.reason, case.want = None, case.want._replace(here_only=False)
         await self._read(snapshot, unread, turn)
         for case in cases:
-            if (found := case.found) is None or case.reason not in (None, "too_old", EXHAUSTED):
+            if (found := case.found) is None or case.reason not in _SETTLED_FOR:
                 continue
             try:
                 record = case.decoded(snapshot, found.record)
                 if turn.options.fresh:
-                    case.reason = case.reason or "fresh_unavailable"
+                    case.reason = case.reason or MissReason.FRESH_UNAVAILABLE
                 self._reply.answer(case, snapshot, record, found.tier, turn)
             except Exception:  # as above
                 self._spoilt(case, snapshot)
@@ -227,7 +232,7 @@ class Ladder:
         for case in cases:
             table = previous.manifest.tables.get(case.table.name)
             raw = case.entity.raw
-            if table is None or raw is None or case.reason in ("entity_blocked", EXHAUSTED):
+            if table is None or raw is None or case.reason in _NO_OTHER_NIGHT:
                 continue
             if (table.entity, table.kind) != (case.table.entity, case.table.kind):
                 continue
@@ -248,7 +253,7 @@ class Ladder:
             missed = case.reason
             try:
                 record = decode(want.table.layout, outcome.record, previous.items.count)
-                self._reply.answer(case, previous, record, "previous", turn)
+                self._reply.answer(case, previous, record, Source.PREVIOUS, turn)
             except Exception:  # as for a record of this night, whose reason stays
                 log.warning("an older record of %s cannot be read", want.table.name, exc_info=True)
                 self._tiers.discard(previous.view, want)
@@ -259,7 +264,7 @@ class Ladder:
 
 def _is_worth(case: Case, snapshot: Snapshot) -> bool:
     """True if live may compute, unless the very answer that it would compute is the one that was used up."""
-    used_up = case.reason == EXHAUSTED and case.found is not None and case.found.live
+    used_up = case.reason == MissReason.EXHAUSTED and case.found is not None and case.found.live
     return case.may_compute(snapshot) and not used_up
 
 

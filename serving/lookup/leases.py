@@ -6,14 +6,14 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace, hash_hex
-from cache.l2.commands import Answer
-from cache.l2.lease_commands import DONE, GIVEN_BACK, Bid, Lease, LeaseSwap, LeaseTake, Mark
+from cache.format.redis_keys import Keyspace, hash_hex
+from cache.l2.data_plane import DataPlane
+from cache.l2.lease_commands import DONE, GIVEN_BACK, Bid, LeaseSwap, LeaseTake, Mark
 from cache.tiers.tiered import Found, View, Want
 
 REST_S = 1.0
@@ -27,20 +27,6 @@ _POLL_MAX_S = 0.025
 _GROWTH = 1.5
 
 T = TypeVar("T")
-
-
-class Leases(Protocol):
-    """Protocol of L2, as far as leading needs it; `leases_come_along` where a lease lies beside its overlay."""
-
-    leases_come_along: bool
-
-    def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
-        """Redis' answer to one command."""
-
-    def submit(
-        self, reads: Sequence[Lease], keep: Callable[[Sequence[Answer]], T]
-    ) -> asyncio.Future[T]:
-        """Result of `keep` on Redis' answers to many commands."""
 
 
 class Again(Protocol):
@@ -79,7 +65,7 @@ class Lead:
 
     def __init__(
         self,
-        leases: Leases,
+        leases: DataPlane,
         tiers: Again,
         keyspace: Keyspace,
         *,

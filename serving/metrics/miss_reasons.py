@@ -6,26 +6,19 @@ from collections.abc import Iterable, Mapping
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from cache.outcomes import TOLD_WITH_STORED, MissReason
 from cache.tiers.eviction_history import Absence
 
-WORDS: Mapping[str, str] = {
-    "negative": "not_in_generation",
-    "overlay_unread": "not_in_generation",
-    "l2_timeout": "deadline",
-    "breaker_open": "l2_down",
+WORDS: Mapping[str, MissReason] = {
+    MissReason.NEGATIVE: MissReason.NOT_IN_GENERATION,
+    MissReason.UNREAD: MissReason.NOT_IN_GENERATION,
+    MissReason.L2_TIMEOUT: MissReason.DEADLINE,
+    MissReason.BREAKER_OPEN: MissReason.L2_DOWN,
 }
 """Counted reason by the one that an answer tells in more detail; all other reasons are counted as they are told."""
 
-EXHAUSTED = "exhausted"
-"""Reason: too little of a list is left without what the caller has seen or excluded."""
-
-NOWHERE = frozenset({"not_in_generation", "negative", "overlay_unread"})
-
-REASONS = (
-    "not_in_generation", "expired", "page_missing", "corrupt", "l2_down", "deadline",
-    "input_changed", "fresh", "too_old", EXHAUSTED, "entity_blocked", "internal_error",
-)  # fmt: skip
-"""Reasons that no stored tier answered: nothing there or readable; then what the caller wanted; then a defect."""
+REASONS = tuple(each for each in MissReason if each not in WORDS and each not in TOLD_WITH_STORED)
+"""Reasons that are counted: no stored tier answered."""
 
 
 class L1Misses(Collector):

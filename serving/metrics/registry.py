@@ -4,18 +4,16 @@ What Redis answered sums to `larder_l1_misses`: each entity that L1 did not answ
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from cache.outcomes import Source
 from serving.metrics.fast_counters import Seconds, Tally
 from serving.metrics.miss_reasons import WORDS, L1Misses
 from serving.tracing.request_context import note
 
-Source = Literal["l1", "l2", "live", "previous", "default"]
-SOURCES: tuple[Source, ...] = ("l1", "l2", "live", "previous", "default")
 STAGES = ("parse", "stored", "live", "previous", "render", "inference")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -73,7 +71,7 @@ class Metrics:
         ) in OUTCOMES:  # what first appears above 0 has no increase that an alert could see
             self.refreshes.labels(outcome)
         self.answer_seconds = Seconds(
-            "larder_answer_seconds", "Request start to answer", "source", SOURCES, _SECONDS
+            "larder_answer_seconds", "Request start to answer", "source", tuple(Source), _SECONDS
         )
         registry.register(self.answer_seconds)
         self.tally = Tally()
@@ -255,3 +253,11 @@ class Metrics:
         """All metrics in the text format of Prometheus."""
         self.settle()
         return generate_latest(self.registry)
+
+
+def counts_of(counter: Counter) -> Iterator[tuple[Mapping[str, str], float]]:
+    """Labels and count of every child, without what the hot route has not handed over (`Metrics.settle`)."""
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                yield sample.labels, sample.value

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.manifest import Table
-from cache.format.records import Record
+from cache.format.records.codec import Record
+from cache.outcomes import Source
 from serving.generations.snapshot import Snapshot
-from serving.metrics.registry import Source
 from serving.requests.models import Entity
 
 Answer = dict[str, Any]

@@ -99,14 +99,11 @@ def answers_stream(
 
 
 def _stream(table: Table, fields: tuple[Field, ...], columns: list[Column], rows: int) -> bytes:
-    found = loader.columns()
-    assemble = None if found is None else found.stream
-    return stream(fields, columns, rows, ((TABLE, table.name),), assemble)
+    return stream(fields, columns, rows, ((TABLE, table.name),))
 
 
 def _ids(ids: Sequence[bytes | None]) -> Column:
-    columns = loader.columns()
-    found = None if columns is None else columns.joined(ids)
+    found = loader.kernels.joined(ids)
     return texts(ids) if found is None else Column(((len(ids), 0),), (b"", *found))
 
 

@@ -15,11 +15,9 @@ def items_of(lookup: Lookup, resolved: Resolved, part: slice) -> Named:
     """The ids of each list in a part of the rows; none where the table has no lists."""
     if lookup.table.kind != "topk":
         return NO_ITEMS
-    rows, items, columns = resolved.rows[part], lookup.holding.live.items, loader.columns()
-    if columns is None:
-        return items.names.of(rows["items"][:, : lookup.k])
-    layout = lookup.table.layout
-    data, cuts = columns.names(rows, layout.width, layout.precision == "f2", lookup.k, *items.lent)
+    layout, rows, lent = lookup.table.layout, resolved.rows[part], lookup.holding.live.items.lent
+    is_half = layout.precision == "f2"
+    data, cuts = loader.kernels.names(rows, layout.width, is_half, lookup.k, *lent)
     return Named(data, cuts, lookup.k)
 
 

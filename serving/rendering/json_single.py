@@ -3,11 +3,11 @@
 import orjson
 
 from cache.format.manifest import Table
-from cache.format.records import Record, decode
+from cache.format.records.codec import Record, decode
+from cache.outcomes import STORED, MissReason, Source
 from cache.tiers.l1 import Ready
 from cache.tiers.results import Found
 from serving.generations.snapshot import Snapshot
-from serving.metrics.miss_reasons import EXHAUSTED
 from serving.rendering.answer_fields import Prediction, from_record
 
 JSON = orjson.OPT_SERIALIZE_NUMPY
@@ -30,7 +30,7 @@ class Marks:
         self.snapshot, self.stale = snapshot, stale
         generation, published_at = map(orjson.dumps, (snapshot.generation, snapshot.published_at))
         middle = b'","producer":"batch","generation":' + generation + _AGE
-        self._heads = {tier: b',"source":"' + tier.encode() + middle for tier in ("l1", "l2")}
+        self._heads = {tier: b',"source":"' + tier.encode() + middle for tier in STORED}
         self._tail = b',"published_at":' + published_at
         if stale is not None:
             self._tail += b',"stale":' + orjson.dumps(stale)
@@ -41,17 +41,17 @@ class Marks:
         """`age_seconds` at a time in Unix seconds."""
         return orjson.dumps(round(now - self._data_until, 3))
 
-    def ends(self, age: bytes) -> dict[str, bytes]:
+    def ends(self, age: bytes) -> dict[Source, bytes]:
         """Ends of an answer by tier, from the comma after the prediction to the closing brace."""
         return {tier: head + age + self._tail for tier, head in self._heads.items()}
 
-    def end(self, tier: str, now: float) -> bytes:
+    def end(self, tier: Source, now: float) -> bytes:
         """End of an answer from one tier, at a time in Unix seconds."""
         return b"".join((self._heads[tier], self.age(now), self._tail))
 
     def ready(self, start: bytes, asked: tuple[str, bytes], request: bytes) -> Ready:
         """An answer from L1 whose prediction is `start`, for when it is asked for again."""
-        head = start + self._heads["l1"]
+        head = start + self._heads[Source.L1]
         return Ready(self.snapshot.stamp, head, self._tail, self._data_until, asked, request)
 
 
@@ -72,7 +72,7 @@ def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -
     except Unfit:
         raise
     except Exception as error:  # whatever a record holds, it costs nobody an answer
-        raise Unfit("corrupt", is_damaged=True) from error
+        raise Unfit(MissReason.CORRUPT, is_damaged=True) from error
 
 
 def prediction_of(snapshot: Snapshot, table: Table, found: Found, k: int) -> Prediction:
@@ -82,7 +82,7 @@ def prediction_of(snapshot: Snapshot, table: Table, found: Found, k: int) -> Pre
     except Unfit:
         raise
     except Exception as error:  # as above
-        raise Unfit("corrupt", is_damaged=True) from error
+        raise Unfit(MissReason.CORRUPT, is_damaged=True) from error
 
 
 def _of_the_night(snapshot: Snapshot, table: Table, found: Found) -> Record:
@@ -96,5 +96,5 @@ def _prediction(snapshot: Snapshot, table: Table, record: Record, k: int) -> Pre
     width = k if table.kind == "topk" else table.layout.width
     prediction = from_record(snapshot, table, record, width, ())
     if record.items is not None and not prediction["items"]:
-        raise Unfit(EXHAUSTED)
+        raise Unfit(MissReason.EXHAUSTED)
     return prediction

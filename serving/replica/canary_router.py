@@ -7,7 +7,7 @@ from cache.store.releases import Canary
 from serving.generations.served_set import Holding
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
-from serving.replica.canary_stats import ARMS, EVENTS_MAX, OTHER, Arm, Counts, Part
+from serving.replica.canary_stats import ARMS, EVENTS_MAX, OTHER, Arm, ArmCounts, ArmShare
 from serving.requests.models import Entity, Options
 
 
@@ -18,12 +18,12 @@ class Trial:
         self._canary = canary
         self._metrics = metrics
         self._counted: Canary | None = None
-        self._counts: dict[Arm, Counts] = {}
+        self._counts: dict[Arm, ArmCounts] = {}
         self._events: set[str] = set()
 
     def route(
         self, holding: Holding, entities: Sequence[Entity], options: Options
-    ) -> tuple[Holding, Part | None]:
+    ) -> tuple[Holding, ArmShare | None]:
         """Holding that answers the whole request, and the arm and key by which it is counted; None for neither arm."""
         if (canary := self._canary()) is None:
             return holding, None
@@ -36,10 +36,10 @@ class Trial:
             return self._aside(holding, "not_held")
         self._begin(canary)
         if holding.canary.takes(key):
-            return holding.tried(holding.next), Part("canary", key)
-        return holding, Part("live", key)
+            return holding.tried(holding.next), ArmShare("canary", key)
+        return holding, ArmShare("live", key)
 
-    def count(self, part: Part | None, answers: Sequence[Answer]) -> None:
+    def count(self, part: ArmShare | None, answers: Sequence[Answer]) -> None:
         """Counts a request of one arm that has its answers."""
         if part is None or part.arm not in self._counts:
             return
@@ -93,7 +93,7 @@ class Trial:
         if (
             canary != self._counted
         ):  # another one, or another share: what was counted is not comparable
-            self._counted, self._counts = canary, {arm: Counts(canary.event) for arm in ARMS}
+            self._counted, self._counts = canary, {arm: ArmCounts(canary.event) for arm in ARMS}
 
     def _aside(self, holding: Holding, why: str) -> tuple[Holding, None]:
         self._metrics.canary_requests.labels(why).inc()

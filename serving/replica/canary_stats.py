@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
+from cache.outcomes import FALLBACKS, Source
+
 Arm = Literal["live", "canary"]
 ARMS: tuple[Arm, ...] = ("live", "canary")
 
@@ -27,7 +29,6 @@ OTHER = "other"
 KEYS_MAX = 8_192
 """Keys remembered per arm: some 2 MB; at least half as many once there are more."""
 
-_OWN = frozenset({"l1", "l2", "live"})
 _SEED = 0x6B657973
 """Hash seed, not the split's: within an arm the sample must not follow it."""
 
@@ -41,7 +42,7 @@ def bucket(score: float) -> int:
     return step if score > 0 else -step
 
 
-class Part(NamedTuple):
+class ArmShare(NamedTuple):
     """Part of a request in a canary: the arm that answers it, and the key that chose it."""
 
     arm: Arm
@@ -93,7 +94,7 @@ class Keys:
 
 
 @dataclass(slots=True, eq=False)
-class Counts:
+class ArmCounts:
     """Counts of one arm since its canary began; feedback called `event` is always told apart."""
 
     event: str = ""
@@ -133,14 +134,14 @@ class Counts:
 
 def _kind(answer: Mapping[str, Any]) -> str:
     """Way in which the answer came about. Whether memory or Redis held a record says nothing of its generation."""
-    source: str = answer["source"]
-    if source not in _OWN:
-        return source
-    return "live" if source == "live" or answer.get("producer") == "live" else "stored"
+    source = Source(answer["source"])
+    if source in FALLBACKS:
+        return source.value
+    return "live" if source is Source.LIVE or answer.get("producer") == "live" else "stored"
 
 
 def _top(answer: Mapping[str, Any]) -> float | None:
     scores = answer.get("scores")
-    if scores is None or not len(scores) or answer["source"] not in _OWN:
+    if scores is None or not len(scores) or answer["source"] in FALLBACKS:
         return None
     return float(scores[0])

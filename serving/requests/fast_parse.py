@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from cache.format.keys import ID_BYTES_MAX, are_ids
+from cache.format.ids import ID_BYTES_MAX, are_ids
 from serving.requests.errors import Problem
 from serving.requests.models import Limits, Options
 from serving.requests.options import query_options

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from cache.errors import InvalidId
-from cache.format.keys import FeatureValue, canonical_id
+from cache.format.ids import FeatureValue, canonical_id
 from serving.requests.errors import Problem, unprocessable
 from serving.requests.json_weight import has_more_values
 

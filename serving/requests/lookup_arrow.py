@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from cache.format.keys import are_ids
+from cache.format.ids import are_ids
 from cache.native import loader
 from serving.arrow_ipc.flatbuffers import Malformed
 from serving.arrow_ipc.messages import Unsupported
@@ -31,8 +31,7 @@ def read_stream(body: bytes, limits: Limits) -> Sent:
     """The ids, unchecked but for their number; raises Problem for what is no such stream."""
     try:
         # One more than allowed is enough to tell.
-        columns = loader.columns()
-        cutter = None if columns is None else columns.cut_texts
+        cutter = loader.kernels.cut_texts
         most = limits.max_batch + 1
         frame = read(body, most, as_bytes=True, cutter=cutter, check=_check_column)
     except Malformed as error:

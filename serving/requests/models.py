@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from cache.format.keys import FeatureValue
+from cache.format.ids import FeatureValue
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 import re
 
-_SOURCES = ("l1", "l2", "live", "previous", "default")
+from cache.outcomes import Source
+
 _GENERATION = re.compile(rb'"generation":"([^"\\]+)"')
 
 
 def sources_of(body: bytes) -> dict[str, int]:
     """Answers by source; empty for what is not JSON."""
-    counts = {each: body.count(b'"source":"%b"' % each.encode()) for each in _SOURCES}
+    counts = {each.value: body.count(b'"source":"%b"' % each.encode()) for each in Source}
     return {each: count for each, count in counts.items() if count}
 
 

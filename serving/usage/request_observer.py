@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from cache.outcomes import NOWHERE, MissReason
 from cache.tiers.eviction_history import Absences
-from serving.metrics.miss_reasons import NOWHERE, L1Misses
+from serving.metrics.miss_reasons import L1Misses
 from serving.usage.answer_sampling import Picks
 from serving.usage.hot_keys import Recent
 from serving.usage.read_counts import Reads
@@ -24,8 +25,8 @@ class Watch:
     def word(self, generation: str, table: str, key: int | bytes, reason: str | None) -> str:
         """The reason by which a miss is counted: an id that the night lacks may have had a live answer for its life."""
         if reason in NOWHERE and self._absences.is_over(generation, table, key):
-            return "expired"
-        return reason or "internal_error"
+            return MissReason.EXPIRED
+        return reason or MissReason.INTERNAL_ERROR
 
     def read(self, generation: str, table: str, key: int | bytes, is_known: bool = True) -> None:
         """Counts one entity that Redis answered, so L1 did not; `is_known` to the night."""

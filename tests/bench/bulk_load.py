@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import redis
 
-from cache.format.keys import Keyspace
 from cache.format.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
-from cache.format.records import Layout
+from cache.format.records.layout import Layout
+from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import Server
 from precompute.builds.tables import records_per_page
 from precompute.bulk.load import Part, load_part

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import redis
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import Server
 from cache.store.releases import Pointer
-from infra.demo.airflow import LocalAirflow, RunReport, TaskReport
 from infra.demo.place import NEVER
-from infra.demo.service import Service
+from infra.local.airflow import LocalAirflow
+from infra.local.airflow_client import RunReport, TaskReport
+from infra.local.service import Service
 from precompute.config.settings import NightConfig, night_config
 from precompute.control.control_keys import Control
 from tests.integration.nights import environment, top_lists

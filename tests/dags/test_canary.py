@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import Server
-from infra.demo.airflow import AirflowFailed
+from infra.local.airflow_client import AirflowFailed
 from precompute.control.states import State
 from tests.dags.place import CONFIG, RUN_S, Place, airflow_over, now, write_interactions
 from tests.integration.nights import build_verified

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import Server
-from infra.demo.airflow import ROOT
 from infra.demo.place import NEVER
+from infra.local.airflow import ROOT
 from precompute.config.settings import NightConfig, night_config
 from precompute.operations.train import train_reference
 from precompute.steps import retire

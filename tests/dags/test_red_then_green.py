@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import Server
-from infra.demo.airflow import AirflowFailed
+from infra.local.airflow_client import AirflowFailed
 from precompute.builds.night import Night
 from precompute.operations.night import run_night
 from tests.dags.place import RUN_S, USERS, airflow_over, now, states, write_interactions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import redis
 
-from infra.demo.service import Service
+from infra.local.service import Service
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, Replica
 from tests.integration.nights import environment

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.format.directory import Directory
+from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.keys import hash_ids
-from cache.format.records import NO_ITEM, decode
+from cache.format.records.codec import decode
+from cache.format.records.layout import NO_ITEM
 from cache.store.artefacts import open_generation
 from infra.demo.synthetic import Clicks, World, synthesize
 from precompute.builds.night import Night

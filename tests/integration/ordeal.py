@@ -13,11 +13,11 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
+from cache.outcomes import STORED, Source
 from infra.demo.http import Connection, get
 from infra.demo.scrape import Counts
-from infra.demo.service import Service
+from infra.local.service import Service
 from precompute.config.settings import NightConfig
-from serving.metrics.registry import SOURCES
 from tests.integration import troubled_service
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.nights import environment
@@ -102,9 +102,9 @@ class Seen:
     def _judge(self, entity: dict[str, Any], answer: dict[str, Any]) -> None:
         source, items = answer["source"], tuple(answer["items"])
         self.sources[source] += 1
-        if source not in SOURCES or answer["generation"] not in self.lists:
+        if source not in set(Source) or answer["generation"] not in self.lists:
             self.wrong.append(f"{entity['id']}: {source} of {answer['generation']}")
-        elif source not in ("l1", "l2") and not answer.get("reason"):
+        elif source not in STORED and not answer.get("reason"):
             self.wrong.append(f"{entity['id']}: {source} without a reason")
         elif set(entity.get("history", ())).intersection(items):
             self.wrong.append(f"{entity['id']}: history came back")

@@ -11,7 +11,7 @@ from typing import Any
 import redis
 
 from cache.errors import Conflict, LarderError
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Pointer
 from precompute.bulk.reload import reload

@@ -3,7 +3,7 @@
 import numpy as np
 import redis
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import open_generation
 from precompute.config.settings import NightConfig
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.format.item_table import ItemTable
-from cache.format.records import decode
+from cache.format.records.codec import decode
 from cache.store.artefacts import open_generation
 from tests.bench.read_path import TABLE, Case
 from tests.bench.tools import feast_store

@@ -7,7 +7,8 @@ from unittest.mock import patch
 
 import serving.components
 from cache.l2.lease_commands import Mark
-from cache.tiers.results import Missed, MissReason, Outcome, View, Want
+from cache.outcomes import MissReason
+from cache.tiers.results import Missed, Outcome, View, Want
 from cache.tiers.tiered import Found, Tiered
 from serving.__main__ import main
 

@@ -12,7 +12,8 @@ from onnx import TensorProto, helper
 from cache.model.tower import InputSpec, TowerSpec
 from precompute.builds.tables import layout_of
 from precompute.bundles import graphs
-from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.planning.sizes import Shape
 

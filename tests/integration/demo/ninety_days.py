@@ -18,8 +18,8 @@ import redis
 
 from cache.control.schedule import Schedule
 from cache.errors import Conflict, LarderError
-from cache.format.keys import Keyspace
 from cache.format.manifest import Manifest
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.releases import Pointer, all_releases
 from precompute.bulk.reload import reload

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.store.releases import all_releases
 from precompute.control.control_keys import connect
 from tests.integration.demo.ninety_days import KEEP, QuickStore, Simulation

@@ -46,7 +46,7 @@ def get(user: str, query: bytes = b"", table: str = "user_topk") -> Asked:
 def batches(ways: Ways) -> int:
     """Pipelines that went to Redis."""
     remote: Any = ways.service.tiers._remote
-    return int(remote.batches)
+    return int(remote.stats.batches)
 
 
 def test_a_turn_is_one_read_and_its_answers_are_those_of_the_routes(

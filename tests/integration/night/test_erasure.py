@@ -17,7 +17,8 @@ from rich.table import Table
 from cache.control.hot_keys import COLD, HOT, Window, hour_of
 from cache.errors import Conflict
 from cache.format.directory import Directory
-from cache.format.keys import hash_hex, hash_id
+from cache.format.ids import hash_id
+from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
 from precompute.builds.copies import record_copies

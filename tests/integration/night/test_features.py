@@ -13,11 +13,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import Refused, SourceError
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.records import NO_ITEM, decode
+from cache.format.records.codec import decode
+from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
 from cache.model.tower import InputSpec, TowerSpec
 from cache.store.artefacts import open_generation, sha256_of
-from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import TableConfig
 from precompute.gates.rules import skew
 from precompute.partitions import catalogue

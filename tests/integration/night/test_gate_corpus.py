@@ -300,6 +300,6 @@ def test_the_whole_generation_passes_once_the_mistake_is_gone(bench: Bench) -> N
 
 def test_every_gate_states_its_rule_under_its_own_name(bench: Bench) -> None:
     verdicts = bench.judge()
-    assert list(verdicts) == ["files", LIVE_FILES, *(gate.__name__ for gate in GATES)]
+    assert list(verdicts) == ["files", LIVE_FILES, *(gate.rule for gate in GATES)]
     compared = {rule for rule, each in verdicts.items() if each.get("baseline") == bench.live}
     assert {"coverage_of_live", "list_jaccard", "score_psi", "top_items_of_live"} <= compared

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import Server
-from infra.demo.service import Service
+from infra.local.service import Service
 from tests.integration.killed_steps import night
 from tests.integration.killing import run
 from tests.integration.killing_ground import LOSSES, Ground

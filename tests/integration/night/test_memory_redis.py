@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cache.errors import Conflict
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.store.releases import Canary, Pointer
 from precompute.control.control_keys import Control, Row, connect
 from precompute.control.states import State

@@ -40,7 +40,10 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.settings import GateThresholds, Sources, TableConfig
 from precompute.control.control_keys import Control, Row, connect
 from precompute.control.states import State
-from precompute.gates.judge import Candidate, Verdict, run_gates
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.gate import integrity
+from precompute.gates.evidence.verdict import Measured
+from precompute.gates.judge import run_gates
 from precompute.gates.rules import skew as skew_gate
 from precompute.gates.rules.models import int8_agreement
 from precompute.operations.restore import restore
@@ -176,15 +179,18 @@ def test_p3_a_gate_that_raises_hangs_or_lacks_its_input_lets_nothing_pass(config
     manifest, root = open_generation(config.store(), generation)
     release = threading.Event()
 
-    def raises(_candidate: Candidate) -> Verdict:
+    @integrity("raises")
+    def raises(_candidate: Candidate) -> Measured:
         raise ZeroDivisionError
 
-    def hangs(_candidate: Candidate) -> Verdict:
+    @integrity("hangs")
+    def hangs(_candidate: Candidate) -> Measured:
         release.wait(30)
-        return Verdict("hangs", True, 1, 1)
+        return Measured(True, 1, 1)
 
-    def lacks(candidate: Candidate) -> Verdict:
-        return Verdict("lacks", candidate.manifest.facts["nothing"] > 0, 1, 1)
+    @integrity("lacks")
+    def lacks(candidate: Candidate) -> Measured:
+        return Measured(candidate.manifest.facts["nothing"] > 0, 1, 1)
 
     with connect(config.redis_url, 5.0) as client:
         candidate = Candidate(
@@ -721,7 +727,8 @@ def test_a_shell_without_redis_restores_what_was_published_and_leaves_no_process
 
 def test_a_score_that_vanishes_refuses_the_night_with_its_remedy():
     from cache.errors import UnfitValue
-    from cache.format.records import Layout, encode_topk
+    from cache.format.records.codec import encode_topk
+    from cache.format.records.layout import Layout
 
     with pytest.raises(UnfitValue, match="store it as f4"):
         encode_topk(

@@ -12,10 +12,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import Refused, SourceError
-from cache.format.records import ABSENT
+from cache.format.records.layout import ABSENT
 from cache.model.tower import InputSpec, TowerSpec
 from cache.store.artefacts import open_generation
-from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import TableConfig
 from precompute.control.states import State
 from precompute.erasing.holders import holders

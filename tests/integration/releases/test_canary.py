@@ -14,7 +14,7 @@ import pytest
 from cache.control.canary_split import Split
 from cache.errors import ConfigError, Conflict, Refused
 from infra.demo.http import get, post
-from infra.demo.service import Service
+from infra.local.service import Service
 from precompute.builds.build import cut_of
 from precompute.canary import trial
 from precompute.config.sections import CanaryConfig

@@ -22,7 +22,7 @@ import redis
 from cache.errors import Conflict, LarderError
 from cache.process.redis_server import Server
 from infra.demo.http import Connection, get
-from infra.demo.service import ROOT, Service
+from infra.local.service import ROOT, Service
 from precompute.config.sections import FlipConfig
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import REPLICA_DEAD_S

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import MOVES, all_releases
 from precompute.control.control_keys import Control, connect

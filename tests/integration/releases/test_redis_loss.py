@@ -17,7 +17,7 @@ from cache.process.child_process import Guarded
 from cache.process.redis_server import SETTINGS, Server
 from cache.store.artefacts import read_manifest
 from infra.demo.scrape import Counts
-from infra.demo.service import ROOT, Service
+from infra.local.service import ROOT, Service
 from precompute.bulk.load import page_keys
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect

@@ -15,7 +15,7 @@ import pytest
 
 from infra.demo.http import Connection, get
 from infra.demo.scrape import scrape
-from infra.demo.service import Service
+from infra.local.service import Service
 from tests.integration.nights import (
     NEXT,
     UNTIL,

@@ -17,7 +17,7 @@ import pytest
 from cache.errors import Refused
 from cache.process.redis_server import Server
 from infra.demo.checks import Judge
-from infra.demo.service import Service
+from infra.local.service import Service
 from precompute.cli.override import override
 from precompute.config.settings import NightConfig
 from precompute.steps import publish as publish_step

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from infra.demo.checks import Judge
-from infra.demo.service import Service
+from infra.local.service import Service
 from precompute.canary import trial
 from precompute.config.settings import NightConfig
 from tests.integration.nights import UNTIL, build_night, build_verified, environment, publish

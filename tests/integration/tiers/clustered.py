@@ -3,7 +3,7 @@
 from typing import Any
 
 from cache.format.directory import Directory
-from cache.format.keys import hash_id
+from cache.format.ids import hash_id
 from cache.store.artefacts import open_generation
 from cache.store.releases import newest_release
 from precompute.config.settings import NightConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.redis_server import Server
 from cache.tiers.l1 import LocalTier, NegativeCache

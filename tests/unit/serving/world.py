@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
 from cache.format.directory import Directory
+from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.keys import fingerprints, hash_ids
 from cache.format.manifest import (
     Artefact,
     EntitySet,
@@ -22,7 +22,8 @@ from cache.format.manifest import (
     Table,
     TablePart,
 )
-from cache.format.records import Layout, encode_topk, encode_values, encode_vectors
+from cache.format.records.codec import encode_numbers, encode_topk
+from cache.format.records.layout import Layout
 from cache.model.predictor import LiveInput, Prepared
 from cache.store.blocklist import Blocklist
 from cache.tiers.l1 import LocalTier, NegativeCache
@@ -125,10 +126,10 @@ class FakePredictor:
         layout = self.tables[table]
         if layout.kind == "vector":
             vectors = np.full((len(batch), layout.width), 0.5, np.float32)
-            rows = encode_vectors(layout, wanted, vectors, scored_at, live=True)
+            rows = encode_numbers(layout, wanted, vectors, scored_at, live=True)
         elif layout.kind == "value":
             values = np.full((len(batch), layout.width), 0.5, np.float32)
-            rows = encode_values(layout, wanted, values, scored_at, live=True)
+            rows = encode_numbers(layout, wanted, values, scored_at, live=True)
         else:
             barred = set(blocked.tolist())
             lists = [self._after(each, barred) for each in batch]
@@ -244,10 +245,10 @@ class World:
         prints = fingerprints(raws)
         if layout.kind == "vector":
             vectors = np.ones((len(raws), layout.width), np.float32)
-            return encode_vectors(layout, prints, vectors, SCORED_AT).tobytes()
+            return encode_numbers(layout, prints, vectors, SCORED_AT).tobytes()
         if layout.kind == "value":
             values = np.ones((len(raws), layout.width), np.float32)
-            return encode_values(layout, prints, values, SCORED_AT).tobytes()
+            return encode_numbers(layout, prints, values, SCORED_AT).tobytes()
         lists = np.array([night_list(raw.decode()) for raw in raws], np.uint32)
         scores = np.tile(np.arange(WIDTH, 0, -1).astype(np.float32), (len(raws), 1))
         return encode_topk(layout, prints, lists, scores, SCORED_AT).tobytes()

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
 from cache.format.directory import Directory
-from cache.format.keys import Keyspace
-from cache.format.records import absent
+from cache.format.records.codec import absent
+from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Packer, PageReads
+from cache.native import loader, pure
+from cache.outcomes import MissReason, Source
 from cache.tiers.addressing import page_reads, reads_of
 from cache.tiers.batches import Rows, Wants
 from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
-from cache.tiers.results import Found, Missed, MissReason, Outcome, View, Want
+from cache.tiers.results import Found, Missed, Outcome, View, Want
 from cache.tiers.singleflight import SingleFlight
 from cache.tiers.tiered import Tiered
 from tests.fakes import DIGEST_A, GENERATION, FakeClock, FakeRemote, Night
@@ -58,7 +60,8 @@ def columns(wants: Sequence[Want]) -> Wants:
 
 def outcomes(rows: Rows) -> list[Outcome]:
     return [
-        rows.others.get(place) or Found(record.tobytes(), "l2" if is_l2 else "l1", False, None)
+        rows.others.get(place)
+        or Found(record.tobytes(), Source.L2 if is_l2 else Source.L1, False, None)
         for place, (record, is_l2) in enumerate(zip(rows.records, rows.is_l2, strict=True))
     ]
 
@@ -193,16 +196,15 @@ def test_reads_of_many_are_those_of_each() -> None:
         assert packer.pages(found) == packer.pack(list(found))[0]
 
 
-def test_what_a_packer_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache.l2.commands._PIECES_MAX", 4)
-    monkeypatch.setattr("cache.l2.commands._RUNS_MAX", 2)
+def test_what_is_remembered_of_commands_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "kernels", pure)
     packer = Packer(Keyspace("a"))
     for number in range(30):
         numbers = [number % 7, number]
         reads = PageReads(f"g{number % 5}", "t", numbers, numbers, 16)
         assert packer.pages(reads) == packer.pack(list(reads))[0]
-        assert len(packer._runs) <= 2
-        assert all(len(each) <= 4 for run in packer._runs.values() for each in run)
+    for cache in (pure._key, pure._range):
+        assert 0 < cache.cache_info().currsize <= (cache.cache_info().maxsize or 0) <= 1 << 14
 
 
 async def test_work_for_several_keys_fails_for_all_who_wait_for_it() -> None:
@@ -238,5 +240,5 @@ async def test_records_without_an_answer_are_of_entities_that_the_night_did_not_
     missed = {each.reason for each in rows if isinstance(each, Missed)}
     assert missed == {MissReason.NOT_IN_GENERATION}
     assert await bench.cache.get_many(VIEW, wants, bench.clock() + 60) == [
-        each if isinstance(each, Missed) else each._replace(tier="l1") for each in rows
+        each if isinstance(each, Missed) else each._replace(tier=Source.L1) for each in rows
     ]

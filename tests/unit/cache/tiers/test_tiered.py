@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
-from cache.format.keys import hash_hex
-from cache.format.records import absent, pack_overlay
+from cache.format.records.codec import absent, pack_overlay
+from cache.format.redis_keys import hash_hex
+from cache.outcomes import MissReason
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.tiered import Found, Missed, MissReason, Tiered, Want
+from cache.tiers.tiered import Found, Missed, Tiered, Want
 from tests.fakes import (
     DIGEST_A,
     DIGEST_B,

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from cache.errors import ConfigError, CorruptArtefact, SourceError
 from cache.format.directory import Directory
+from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.keys import hash_ids
-from cache.format.records import Layout, encode_vectors
+from cache.format.records.codec import encode_numbers
+from cache.format.records.layout import Layout
 from cache.model.tower import InputSpec, TowerSpec
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions import shard_files
@@ -385,7 +386,7 @@ def test_a_given_up_partition_and_its_retry_do_not_share_a_file(tmp_path):
 def test_a_given_up_page_file_and_its_retry_do_not_share_a_file(tmp_path):
     layout = Layout("vector", 16, "f4")
     marks, values = np.arange(2000, dtype=np.uint64), np.ones((2000, 16), np.float32)
-    records = encode_vectors(layout, marks, values, 0)
+    records = encode_numbers(layout, marks, values, 0)
     path = tmp_path / "0000.pages"
     with PageFile(path, layout, 4096) as zombie:
         zombie.append(records[:1000])

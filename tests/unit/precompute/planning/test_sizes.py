@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import Refused
-from cache.format.records import Layout
+from cache.format.records.layout import Layout
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.planning.capacity import Limits, Node, demand_room, verdicts

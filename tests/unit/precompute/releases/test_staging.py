@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.store.releases import Canary, Pointer
 from precompute.control.control_keys import Control
 from precompute.releases.staging import Stage

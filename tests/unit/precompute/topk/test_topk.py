@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache.errors import ConfigError
-from cache.format.records import NO_ITEM
+from cache.format.records.layout import NO_ITEM
 from cache.model.tower import Histories
 from precompute.topk import flat, topk
 from precompute.topk.topk import Scorer, exact_topk

@@ -5,6 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.outcomes import Source
 from serving.dashboard.counters import counted, difference, merged, pack, totals, unpack
 from serving.dashboard.time_bins import BIN_S, BINS_MAX, Bins, start_of
 from serving.metrics.registry import Metrics
@@ -39,10 +40,10 @@ def test_a_difference_is_what_has_to_be_added(before: dict[str, int], more: dict
 def test_counts_are_those_of_metrics_those_of_the_hot_route_included() -> None:
     metrics = Metrics()
     metrics.asked(["a", "b"])
-    metrics.answered("a", "l2", 0.002)
-    metrics.answered("b", "default", 0.5)
+    metrics.answered("a", Source.L2, 0.002)
+    metrics.answered("b", Source.DEFAULT, 0.5)
     metrics.missed("b", "evicted")
-    metrics.hot("a", "l1", 0.00002, times=3)
+    metrics.hot("a", Source.L1, 0.00002, times=3)
     metrics.tally.requests["GET /v1/lookup/{table}"] += 3
     metrics.requested("POST /v1/lookup", 422)
     metrics.stage("parse", 0.25)

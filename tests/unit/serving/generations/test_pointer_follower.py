@@ -540,7 +540,7 @@ async def test_a_draining_replica_is_not_ready_signs_off_and_beats_no_more(scene
 async def test_a_subscription_is_closed_with_its_replica(scene: Scene) -> None:
     closed = []
 
-    async def subscribe() -> AsyncGenerator[bytes, None]:
+    async def subscribe(channel: str | None = None) -> AsyncGenerator[bytes, None]:
         try:
             while True:
                 yield b"pointer"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.commands import OverlayRead
 from cache.l2.lease_commands import DONE, GIVEN_BACK, LeaseSwap, LeaseTake
 from cache.tiers.results import Outcome, View, Want

@@ -5,8 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from cache.format.keys import fingerprint
-from cache.format.records import Layout, decode, encode_vectors
+from cache.format.ids import fingerprint
+from cache.format.records.codec import decode, encode_numbers
+from cache.format.records.layout import Layout
 from serving.generations.served_set import Holding
 from serving.lookup.candidate_scoring import _tolerance, rank_candidates
 from serving.requests.models import Options, ScoreAsk
@@ -43,7 +44,7 @@ def test_no_score_is_further_off_than_the_tolerance_says(precision: str, metric:
     worst = 0.0
     for _ in range(50):
         exact = rng.normal(size=(1, 32)).astype(np.float32)
-        raw = encode_vectors(layout, prints, exact, 0)[0].tobytes()
+        raw = encode_numbers(layout, prints, exact, 0)[0].tobytes()
         stored = decode(layout, raw).numbers
 
         tolerance = _tolerance(layout, stored, items, metric)  # type: ignore[arg-type]

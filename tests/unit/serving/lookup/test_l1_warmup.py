@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cache.control.hot_keys import Name
-from cache.format.keys import fingerprint
+from cache.format.ids import fingerprint
 from cache.store.blocklist import Blocklist
 from cache.tiers.tiered import View, Want
 from serving.lookup.l1_warmup import Warming

@@ -11,7 +11,7 @@ from cache.control.canary_split import Split
 from cache.store.releases import Canary
 from serving.generations.served_set import Holding
 from serving.replica.canary_router import Trial
-from serving.replica.canary_stats import EVENTS_MAX, Part
+from serving.replica.canary_stats import EVENTS_MAX, ArmShare
 from serving.requests.errors import Problem
 from serving.requests.fields import read_id
 from serving.requests.lookup_json import feedback_of, lookup_ask
@@ -176,7 +176,7 @@ def test_another_canary_is_counted_from_nothing() -> None:
     world, holding, _ = scene()
     trial = Trial(lambda: running[0], world.metrics)
     trial.route(holding, (), options(b"k"))
-    trial.count(Part("canary", b"k"), [{"source": "l1"}])
+    trial.count(ArmShare("canary", b"k"), [{"source": "l1"}])
 
     running[0] = Canary(GENERATION, 100.0, 6.0)
 
