@@ -19,7 +19,7 @@ from precompute.releases.attempts import new_attempt
 from precompute.releases.registry import open_releases
 from precompute.releases.release import Releases
 from precompute.releases.staging import Stage, staged
-from precompute.steps.publish import publish as publish_generation
+from precompute.steps import publish as publish_step
 
 
 def start(
@@ -133,7 +133,7 @@ def publish(
     """The canary's generation made live for everybody, as any other; Conflict when another than the one named runs."""
     with open_releases(config) as releases:
         chosen = _running(releases.control, generation).generation
-    return publish_generation(config, {"generation": chosen}, attempt=attempt, progress=progress)
+    return publish_step.run(config, {"generation": chosen}, attempt=attempt, progress=progress)
 
 
 def abandon(
@@ -210,7 +210,7 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
                 rule="canary",
                 **asdict(found),
             )
-    publish_generation(config, {"generation": generation}, attempt=attempt)
+    publish_step.run(config, {"generation": generation}, attempt=attempt)
     return {"generation": generation, "published": True, **asdict(found)}
 
 

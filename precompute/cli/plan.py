@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cache.errors import ConfigError, SourceError
+from precompute.builds.night import size_text
 from precompute.cli.console import Found, out, show
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.progress import Progress
@@ -25,7 +26,6 @@ from precompute.planning.forecast import Asked, Forecast, forecast, judged
 from precompute.planning.memory import step_bytes
 from precompute.planning.spent import Spent
 from precompute.sources.readers import read_features
-from precompute.steps.night import size_text
 
 DESCRIPTION = (
     "what a night and its service would need, from a sample of the real inputs: bytes in Redis, on readers' hosts and "

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cache.model.input_sample import probe_bytes
 from cache.process.cores import usable_cores
 from cache.process.redis_server import server
+from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.progress import Progress, quiet
@@ -26,7 +27,6 @@ from precompute.planning.sampling import draw
 from precompute.planning.sizes import Shape
 from precompute.planning.spent import Spent
 from precompute.planning.trial import Timings, Trial, feature_columns, open_trial, time_scoring
-from precompute.scoring.shard import configured_tables, entity_of, layout_of, metric_of
 
 DAY_S = 86_400.0
 MIB = 1 << 20

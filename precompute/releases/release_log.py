@@ -117,6 +117,23 @@ class ReleaseLog:
                 return View(pointer, rows, history, without_retired(fold(history), rows))
         raise Conflict("the pointer moved each time it was looked at; try again")
 
+    def demand_agreement(self) -> None:
+        """Raises Conflict, naming both places and the way through, unless Redis follows what the store says is live."""
+        view = self.view()
+        try:
+            view.demand_agreement()
+        except Conflict as error:
+            way = ""
+            if view.epoch > view.ledger.live_epoch:
+                way = (
+                    ". If it is, and what it says is right, run "
+                    '`python -m precompute restore --adopt --reason "..."`'
+                )
+            raise Conflict(
+                f"{error.message} (key {self.control.keys.live}, artefact store {self.store.url}){way}",
+                **error.details,
+            ) from error
+
     def state(self, generation: str, ledger: Ledger | None = None) -> State | None:
         """State of a generation: proven by releases, else as the registry says."""
         return standing(generation, ledger or self.ledger(), self.control.rows().get(generation))

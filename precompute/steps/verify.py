@@ -12,6 +12,8 @@ from cache.format.manifest import Manifest
 from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build, erased_from, fetch_partition
 from precompute.builds.copies import on_this_host
+from precompute.builds.night import Night, StepRow
+from precompute.builds.seal import seal
 from precompute.bulk.load import total_bytes
 from precompute.bulk.reload import damaged
 from precompute.config.progress import Progress, Step, quiet
@@ -38,13 +40,11 @@ from precompute.releases.registry import open_releases
 from precompute.releases.release import Releases
 from precompute.releases.replication import run_ids
 from precompute.releases.sweep import take_back
-from precompute.steps.adopt import demand_agreement
-from precompute.steps.load import load
-from precompute.steps.seal import seal
+from precompute.steps import load
 
 
 @on_this_host
-def verify(
+def run(
     config: NightConfig,
     build: Mapping[str, Any],
     *,
@@ -62,9 +62,9 @@ def verify(
         state = releases.state(made.generation, ledger)
         if state in (State.LIVE, State.SUPERSEDED):
             return _published(made, releases, state)
-        demand_agreement(releases)
+        releases.demand_agreement()
         if state in (None, State.BEGUN):  # Redis lost what `load` did, and perhaps was restored
-            load(config, build)
+            load.run(config, build)
             state = releases.state(made.generation)
         demand("verify", made.generation, state)
         # Before any page is read back: a node that starts while the gates run counts as changed.
@@ -97,6 +97,12 @@ def verify(
         made.report("verified", {"run_ids": nodes, "baseline": ledger.live})
         releases.mark_verified(made.generation, attempt=attempt)
     return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
+
+
+def in_night(night: Night) -> StepRow:
+    """The step with its row in a night's table."""
+    found = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
+    return StepRow(found, f"{found['gates']} gates passed")
 
 
 def _demand_still(made: Build, releases: Releases) -> None:

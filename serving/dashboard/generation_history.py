@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from cache.control.night_steps import NIGHT, TIMED_APART
 from cache.errors import LarderError
 from cache.format.manifest import GENERATION, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
@@ -14,21 +15,6 @@ from cache.store.releases import MOVES, Release, newest_move
 
 GENERATIONS_MAX = 20
 NIGHTS_MAX = 7
-STEPS = (
-    "begin",
-    "embed_items",
-    "score",
-    "assemble",
-    "index",
-    "quantize",
-    "load",
-    "verify",
-    "publish",
-    "warm",
-)
-"""Steps in the order of a night."""
-_OWN_REPORT = ("assemble", "load", "publish", "warm")
-"""Steps that end after the manifest is sealed; each leaves its times in a small file of its own."""
 _OUTCOMES = {
     "live": "published", "superseded": "published", "retired": "published", "rolled_back": "rolled back",
     "refused": "refused", "abandoned": "abandoned", "verified": "verified",
@@ -93,7 +79,7 @@ class GenerationHistory:
         return kept
 
     def _reports(self, name: str) -> Iterable[tuple[str, float, float]]:
-        for step in _OWN_REPORT:
+        for step in TIMED_APART:
             with suppress(LarderError, OSError, ValueError, TypeError, KeyError):
                 raw = self._store.read(generation_path(name, f"times/{step}.json"))
                 if raw is not None:
@@ -114,7 +100,7 @@ def _kept(
         tuple(_gate(each) for each in manifest.gates),
         manifest.created_at - before_seal,
         tuple(
-            {"step": step, "seconds": round(seconds[step], 3)} for step in STEPS if step in seconds
+            {"step": step, "seconds": round(seconds[step], 3)} for step in NIGHT if step in seconds
         ),
     )
 

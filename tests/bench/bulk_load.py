@@ -19,9 +19,9 @@ from cache.format.manifest import Artefact, ItemFiles, Manifest, Producer, Table
 from cache.format.records.layout import Layout
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import Server
+from precompute.builds.tables import records_per_page
 from precompute.bulk.load import Part, load_part
 from precompute.config.settings import NightConfig
-from precompute.scoring.tables import records_per_page
 from tests.bench.tools.harness import Promise, Ratio, Report, alternate, parse
 from tests.bench.tools.place import own_server, pin, unpin
 

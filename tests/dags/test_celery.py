@@ -18,8 +18,8 @@ from cache.process.redis_server import Server
 from infra.demo.place import NEVER
 from infra.local.airflow import ROOT
 from precompute.config.settings import NightConfig, night_config
-from precompute.steps import pipeline
-from precompute.steps.train import train_reference
+from precompute.operations.train import train_reference
+from precompute.steps import retire
 from tests.dags.place import CONFIG, now, write_interactions
 from tests.integration.killed_steps import night
 from tests.integration.killing import run
@@ -182,7 +182,7 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
 
     # and: nothing distinguishes it from its twin
     for each in (config, twin):
-        pipeline.retire(each)
+        retire.run(each)
     assert assert_whole(config) == undisturbed.result["generation"]
     assert whole(config).differences(whole(twin)) == []
 

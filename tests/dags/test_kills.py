@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cache.process.redis_server import Server
-from precompute.steps import pipeline
+from precompute.steps import retire
 from tests.dags.place import (
     CONFIG,
     RUN_S,
@@ -79,7 +79,7 @@ def disturbed_run(
 def differences(place: Place) -> list[str]:
     """What is not as in the twin, once nothing is left to retire but what the service still holds."""
     for config in (place.config, place.twin):
-        pipeline.retire(config)
+        retire.run(config)
     return whole(place.config).differences(whole(place.twin))
 
 

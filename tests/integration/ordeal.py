@@ -12,7 +12,6 @@ from urllib.parse import quote
 
 import numpy as np
 import orjson
-from cache.outcomes import STORED
 
 from infra.demo.http import HttpConnection, get
 from infra.demo.scrape import ServiceCounts

@@ -23,7 +23,8 @@ ROOMS = (
     "precompute.erasures", "precompute.releases", "precompute.partitions", "precompute.topk", "precompute.device",
     "precompute.builds", "precompute.scoring", "precompute.erasing", "precompute.gates.evidence",
     "precompute.gates.rules",
-    "precompute.gates", "precompute.steps", "precompute.canary", "precompute.planning", "precompute.cli", "precompute",
+    "precompute.gates", "precompute.steps", "precompute.operations", "precompute.canary", "precompute.planning",
+    "precompute.cli", "precompute",
 )  # fmt: skip
 """Lowest first: a room imports itself and rooms before it."""
 FAST = {

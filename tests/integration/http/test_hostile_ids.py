@@ -11,7 +11,7 @@ import pytest
 
 from infra.demo.synthetic import World, synthesize
 from precompute.config.settings import NightConfig
-from precompute.steps.train import train_reference
+from precompute.operations.train import train_reference
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.client.arrow import write_arrow_ids
 from tests import hostile

@@ -25,7 +25,19 @@ from precompute.control.control_keys import connect
 from precompute.gates.judge import GATES
 from precompute.planning.capacity import Limits, limits_of
 from precompute.planning.forecast import Asked, forecast, judged
-from precompute.steps import pipeline
+from precompute.steps import (
+    assemble,
+    begin,
+    embed_items,
+    index,
+    load,
+    publish,
+    quantize,
+    retire,
+    score,
+    verify,
+    warm,
+)
 from tests.integration.nights import prepare
 
 T = TypeVar("T")
@@ -82,18 +94,19 @@ def night(
 ) -> None:
     """A scheduled night. Raises Refused."""
     name = f"scheduled-{due:%Y%m%d}"
-    build = take(lambda: pipeline.begin(config, data_until=None, run_after=due.isoformat()))
-    take(lambda: pipeline.embed_items(config, build))
-    scored = [take(partial(pipeline.score_shard, config, build, each)) for each in build["shards"]]
-    take(lambda: pipeline.assemble(config, build, scored))
-    take(lambda: pipeline.build_index(config, build))
-    take(lambda: pipeline.quantize(config, build))
-    take(lambda: pipeline.load(config, build))
+    build = take(lambda: begin.run(config, data_until=None, run_after=due.isoformat()))
+    take(lambda: embed_items.run(config, build))
+    for each in build["shards"]:
+        take(partial(score.run_shard, config, build, each))
+    take(lambda: assemble.run(config, build))
+    take(lambda: index.run(config, build))
+    take(lambda: quantize.run(config, build))
+    take(lambda: load.run(config, build))
     with verifying() as progress:
-        verified = take(lambda: pipeline.verify(config, build, attempt=name, progress=progress))
-    take(lambda: pipeline.publish(config, verified, attempt=name))
-    take(lambda: pipeline.warm(config, build))
-    take(lambda: pipeline.retire(config, attempt=name))
+        verified = take(lambda: verify.run(config, build, attempt=name, progress=progress))
+    take(lambda: publish.run(config, verified, attempt=name))
+    take(lambda: warm.run(config, build))
+    take(lambda: retire.run(config, attempt=name))
 
 
 def planned_bytes(config: NightConfig) -> tuple[int, int]:

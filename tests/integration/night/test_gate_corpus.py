@@ -19,7 +19,7 @@ from precompute.config.settings import ReferenceConfig
 from precompute.control.control_keys import Control, connect
 from precompute.control.states import State
 from precompute.gates.judge import GATES, LIVE_FILES, OVERRIDABLE
-from precompute.steps import pipeline
+from precompute.steps import verify
 from tests.conftest import redis_binary
 from tests.integration.bad_inputs import BAD_INPUTS
 from tests.integration.corpus import (
@@ -295,7 +295,7 @@ def test_a_refusal_says_how_it_is_overridden_or_that_it_cannot_be(bench: Bench) 
 def test_the_whole_generation_passes_once_the_mistake_is_gone(bench: Bench) -> None:
     bench.judge(FAULTS["off_by_one"][0])
     assert failed(bench.judge()) == set()
-    assert pipeline.verify(bench.config, {"generation": bench.generation})["verified"]
+    assert verify.run(bench.config, {"generation": bench.generation})["verified"]
 
 
 def test_every_gate_states_its_rule_under_its_own_name(bench: Bench) -> None:

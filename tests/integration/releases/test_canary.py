@@ -20,7 +20,7 @@ from precompute.builds.build import cut_of
 from precompute.canary import trial
 from precompute.config.settings import NightConfig
 from precompute.control.states import State
-from precompute.steps import pipeline
+from precompute.operations.roll_back import roll_back
 from tests.integration.fleet import beating, control_of, fleet
 from tests.integration.nights import build_night, build_verified, histories, publish
 from tests.polling import until
@@ -232,9 +232,7 @@ async def test_a_publish_ends_a_canary_and_a_rollback_does_too(
     assert (await ask(services[0], users))[0]["generation"] == tried
     newer = await asyncio.to_thread(verified, config)
     await asyncio.to_thread(start, config, newer, 100.0)
-    await asyncio.to_thread(
-        pipeline.roll_back, config, to=None, reason="a test", attempt="roll-back"
-    )
+    await asyncio.to_thread(roll_back, config, to=None, reason="a test", attempt="roll-back")
     await asyncio.to_thread(follow, config)
 
     assert set((await generations(services[2], users)).values()) == {first}

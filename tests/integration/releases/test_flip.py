@@ -27,7 +27,8 @@ from infra.local.service import ROOT, ServiceProcess
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import REPLICA_DEAD_S
 from precompute.releases.staging import Stage, staged
-from precompute.steps import pipeline
+from precompute.steps import publish as publish_step
+from precompute.steps import warm
 from tests.integration.fleet import beating, control_of, fleet
 from tests.integration.nights import (
     UNTIL,
@@ -108,13 +109,13 @@ def noted(config: NightConfig) -> bool:
 def test_the_pointer_moves_once_every_replica_holds_the_generation_ready(nights: Nights) -> None:
     generation, told = nights.verified(), []
 
-    pipeline.publish(
+    publish_step.run(
         nights.config,
         {"generation": generation},
         attempt="ready",
         progress=lambda what, done, total: told.append((what, done, total)),
     )
-    warmed = pipeline.warm(nights.config, {"generation": generation})
+    warmed = warm.run(nights.config, {"generation": generation})
 
     assert ("replicas ready", 0, 3) in told and not noted(nights.config)
     assert warmed["waiting"] == [] and warmed["replicas"] == 3
@@ -153,14 +154,14 @@ def test_a_replica_that_cannot_load_it_holds_the_publish_up_until_a_minimum_is_e
     build = {"generation": generation}
     with impostor(nights.config, failed={generation: "items.bin has 3 bytes"}) as name:
         with pytest.raises(Conflict) as refused:
-            pipeline.publish(strict, build, attempt="strict")
+            publish_step.run(strict, build, attempt="strict")
 
         # Fail closed: nothing moved, nobody holds anything for us, and the message says who and why.
         assert name in refused.value.message and "items.bin has 3 bytes" in refused.value.message
         assert nights.live == before and not noted(nights.config)
         with pytest.raises(Conflict, match="4 must be"):
-            pipeline.publish(demanding, build, attempt="demanding")
-        pipeline.publish(lenient, build, attempt="lenient")
+            publish_step.run(demanding, build, attempt="demanding")
+        publish_step.run(lenient, build, attempt="lenient")
 
     assert nights.live == generation
     assert until(lambda: nights.serving() == {generation})

@@ -20,7 +20,8 @@ from infra.demo.checks import Judge
 from infra.local.service import ServiceProcess
 from precompute.cli.override import override
 from precompute.config.settings import NightConfig
-from precompute.steps import pipeline
+from precompute.steps import publish as publish_step
+from precompute.steps import verify
 from tests.integration.bad_inputs import on_another_scale
 from tests.integration.clocked_service import AHEAD_FILE
 from tests.integration.corpus import build, cut_at
@@ -137,15 +138,15 @@ def test_a_drifted_generation_raises_its_gate_alone_until_something_is_published
 
         generation = build(scaled, cut_at(config, 0.9))
         with pytest.raises(Refused, match="score_psi"):
-            pipeline.verify(scaled, {"generation": generation})
+            verify.run(scaled, {"generation": generation})
         assert stays(server, {"LarderGateRefused"}), server.firing()
         (refused,) = server.ask('ALERTS{alertname="LarderGateRefused",alertstate="firing"}')
         assert refused["metric"]["rule"] == "score_psi"
         assert server.fired() - PACE == {"LarderGateRefused"}
 
         override(scaled, generation, rule="score_psi", reason="agreed", attempt="a")
-        pipeline.verify(scaled, {"generation": generation})
-        pipeline.publish(scaled, {"generation": generation}, attempt="b")
+        verify.run(scaled, {"generation": generation})
+        publish_step.run(scaled, {"generation": generation}, attempt="b")
         assert until(lambda: "LarderGateRefused" not in server.firing(), PATIENCE_S, every_s=LOOK_S)
 
 

@@ -12,7 +12,8 @@ from cache.process.redis_server import Server
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import change_blocklist
 from precompute.config.settings import NightConfig
-from precompute.steps import pipeline
+from precompute.operations.restore import restore
+from precompute.steps import verify
 from tests.integration.nights import (
     NEXT,
     build_night,
@@ -83,7 +84,7 @@ async def test_publishes_and_rollbacks_under_traffic_mix_nothing_and_lose_nothin
         assert {each["generation"] for each in late["answers"]} == {first}
         asked += len(users) + 1
         assert (await app.get("/v1/generations"))["previous"] is None
-        await asyncio.to_thread(pipeline.verify, night, {"generation": second})
+        await asyncio.to_thread(verify.run, night, {"generation": second})
     stop.set()
     await asyncio.gather(*running)
 
@@ -181,7 +182,7 @@ async def test_a_redis_that_loses_everything_is_survived_and_restored(
     assert {each["stale"] for each in lost} == {"pointer_vanished"}
     epoch = (await app.get("/readyz"))["epoch"]
 
-    await asyncio.to_thread(pipeline.restore, night)
+    await asyncio.to_thread(restore, night)
 
     async def followed() -> bool:
         body = await app.get("/readyz")

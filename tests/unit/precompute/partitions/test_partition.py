@@ -41,12 +41,12 @@ from precompute.partitions.shard_input import (
     read_shard,
     slice_shard,
 )
+from precompute.scoring import input_samples
 from precompute.scoring.inputs import usable_inputs
 from precompute.scoring.tables import PageFile
 from precompute.scoring.users import PARTITION
 from precompute.sources.features import read_values
 from precompute.sources.readers import read_interactions
-from precompute.steps import live_path
 
 USERS = ["007", "7", "ü/1", "u4", "u5"]
 
@@ -297,10 +297,10 @@ def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path,
     partition(config, item_table(ITEMS), folder, before=None)
     whole = [read_shard(folder, shard, history_limit=9) for shard in range(config.shards)]
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 3)
-    monkeypatch.setattr(live_path, "fetch_partition", lambda *_: None)
+    monkeypatch.setattr(input_samples, "fetch_partition", lambda *_: None)
 
     made: Any = SimpleNamespace(config=config, root=tmp_path)
-    found = list(live_path._slices(made))
+    found = list(input_samples._slices(made))
 
     assert [each for part in found for each in part.ids] == [
         each for part in whole for each in part.ids

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from precompute.steps.seal import scoring_seconds
+from precompute.builds.seal import scoring_seconds
 
 
 def report(began_at: float, ended_at: float) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from precompute.config.settings import NightConfig
 from precompute.config.validation import demand_reason
 from precompute.control.control_keys import Row
 from precompute.control.states import UNFINISHED, Ledger, State, fold
+from precompute.operations.restore import restore
 from precompute.releases.registry import open_releases
 from precompute.releases.release_log import ReleaseLog
-from precompute.steps.publish import restore
 
 log = logging.getLogger(__name__)
 
@@ -22,24 +22,6 @@ _REMOVE = """#!lua flags=allow-oom
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('DEL', KEYS[1])
 """
-
-
-def demand_agreement(releases: ReleaseLog) -> None:
-    """Raises Conflict, naming both places and the way through, unless Redis follows what the store says is live."""
-    view = releases.view()
-    try:
-        view.demand_agreement()
-    except Conflict as error:
-        way = ""
-        if view.epoch > view.ledger.live_epoch:
-            way = (
-                ". If it is, and what it says is right, run "
-                '`python -m precompute restore --adopt --reason "..."`'
-            )
-        raise Conflict(
-            f"{error.message} (key {releases.control.keys.live}, artefact store {releases.store.url}){way}",
-            **error.details,
-        ) from error
 
 
 def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress = quiet) -> Step:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from cache.control.night_steps import NIGHT, SEALED_BY, TIMED_APART
 from cache.format.manifest import (
     Artefact,
     DirectoryPart,
@@ -18,30 +19,40 @@ from cache.format.manifest import (
 )
 from cache.model.input_sample import FACT
 from cache.store.artefacts import generation_path
-from precompute.builds.build import Build, cut_of, fetch_items, open_bundle, read_sealed
+from precompute.builds.build import (
+    Build,
+    cut_of,
+    fetch_items,
+    open_bundle,
+    read_sealed,
+    shard_report,
+)
+from precompute.builds.tables import (
+    configured_tables,
+    entity_of,
+    layout_of,
+    producer_of,
+    records_per_page,
+)
 from precompute.bundles.bundle import Bundle
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
 from precompute.partitions.shard_files import first_hash
-from precompute.scoring.shard import (
-    configured_tables,
-    entity_of,
-    layout_of,
-    producer_of,
-)
-from precompute.scoring.tables import records_per_page
 from precompute.sources.unusable import merged
+
+REPORTED = tuple(name for name in NIGHT[: NIGHT.index(SEALED_BY)] if name != "score")
+"""Steps whose reports, under their names, the manifest is made from; `score` leaves one for each shard instead."""
 
 
 def seal(made: Build) -> Manifest:
     """Write the manifest from the steps' reports; once written it stays."""
     if (sealed := read_sealed(made)) is not None:
         return sealed
-    config, bundle, begun = made.config, open_bundle(made), made.need("begin")
-    made.need("assemble")
-    reports = [made.need(f"shard-{shard:04d}") for shard in range(config.shards)]
-    index, models, embedded = made.need("index"), made.need("quantize"), made.need("embed_items")
+    config, bundle = made.config, open_bundle(made)
+    steps = {name: made.need(name) for name in REPORTED}
+    begun, index, models = steps["begin"], steps["index"], steps["quantize"]
+    reports = [made.need(shard_report(shard)) for shard in range(config.shards)]
     fetch_items(made)
     made.fetch(catalogue.VECTORS)
     made.fetch("defaults.json")
@@ -78,8 +89,7 @@ def seal(made: Build) -> Manifest:
         },
         defaults=made.describe("defaults.json"),
         timings={
-            "begin": begun["seconds"], "embed_items": embedded["seconds"], "index": index["seconds"],
-            "quantize": models["seconds"],
+            **{name: report["seconds"] for name, report in steps.items() if name not in TIMED_APART},
             "score": scoring_seconds(reports),
         },
         facts={
