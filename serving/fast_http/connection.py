@@ -123,8 +123,7 @@ class Wire(Connection):
             "method": "GET", "raw_path": path, "query_string": query, "headers": allowed.headers
         }  # fmt: skip
         self._is_waited_for = True
-        if not self._is_joined(hot, scope, data):
-            self._begin(self._look_up(hot, scope, data))
+        self._begin(self._look_up(hot, scope, data))
         return True
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -136,13 +135,6 @@ class Wire(Connection):
         self.server_state.tasks.discard(task)
         if task.cancelled():
             self.transport.close()
-
-    def _is_joined(self, hot: Hot, scope: dict[str, Any], data: bytes) -> bool:
-        try:
-            return self._shared.front.joins(hot, scope, functools.partial(self._answered, data))
-        except Exception:  # as below
-            log.exception("a lookup failed")
-            return False
 
     async def _look_up(self, hot: Hot, scope: dict[str, Any], data: bytes) -> None:
         try:

@@ -6,7 +6,7 @@ What a batch costs once (a pipeline, a flight, numpy's calls) they share; each k
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import orjson
@@ -44,19 +44,9 @@ Told = bytes | Lower | None
 """The body; or from where it comes instead. None: whoever asked goes on alone."""
 
 
-class Telling(Protocol):
-    """The receiver of a result: a future, or whatever needs no task for it."""
-
-    def done(self) -> bool:
-        """True if the result was told, or nobody waits any more."""
-
-    def set_result(self, what: Told, /) -> None:
-        """Passes the result to the receiver."""
-
-
 class _Member(NamedTuple):
     get: Get
-    told: Telling
+    told: asyncio.Future[Told]
 
     def tell(self, what: Told) -> None:
         if not self.told.done():
@@ -89,26 +79,17 @@ class Together:
             asyncio.get_running_loop().call_soon(self._flush)
             self._is_open = True
         self._came += 1
-        return self.is_busy
-
-    @property
-    def is_busy(self) -> bool:
-        """True if as many requests as make a group came together of late; counts nothing."""
         return self._expected >= LEAST
 
     def ask(self, get: Get) -> asyncio.Future[Told]:
         """Returns the future result of a request that is counted and has the time that L2 may take."""
         told: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
-        self.join(get, told)
-        return told
-
-    def join(self, get: Get, told: Telling) -> None:
-        """Adds a request to the group of this turn; `told` hears of the result in a later turn."""
         key = get.holding.live.stamp, get.asked.table, get.k
         members = self._turn.setdefault(key, [])
         members.append(_Member(get, told))
         if len(members) == MOST:
             self._start(self._turn.pop(key))
+        return told
 
     def _flush(self) -> None:
         self._turns += 1

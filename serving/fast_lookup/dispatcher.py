@@ -4,7 +4,6 @@ What it does not recognise (other options, bad input, inputs to compute from, a 
 behind it, and ids without a stored answer to the ladder.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, MutableMapping
@@ -16,7 +15,6 @@ from starlette.types import Receive
 from serving.admission.deadline_check import Lateness
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.fast_lookup.batch_request import Posted, refuses
-from serving.fast_lookup.coalescer import Told
 from serving.fast_lookup.ready_counts import SentReady
 from serving.fast_lookup.single import Singles
 from serving.fast_lookup.single_request import Get
@@ -32,7 +30,6 @@ from serving.requests.negotiation import JSON_TYPE, forms
 
 Message = MutableMapping[str, Any]
 Messages = tuple[Message, Message]
-Tell = Callable[[Messages | None], None]
 
 _STARTS_MAX = 8_192
 _START = {"type": "http.response.start", "status": 200}
@@ -41,25 +38,6 @@ _ARROW_TYPE = b"content-type", MEDIA_TYPE.encode()
 POST_ROUTE = "POST /v1/lookup/{table}"
 
 log = logging.getLogger(__name__)
-
-
-class _Joined:
-    """Receiver of the result of one request that joined others."""
-
-    __slots__ = ("_get", "_hot", "_is_told", "_tell")
-
-    def __init__(self, hot: "Hot", get: Get, tell: Tell) -> None:
-        self._hot, self._get, self._tell = hot, get, tell
-        self._is_told = False
-
-    def done(self) -> bool:
-        """True if the result was told, which happens once."""
-        return self._is_told
-
-    def set_result(self, what: Told, /) -> None:
-        """Passes the result on to the hot route."""
-        self._is_told = True
-        self._hot.joined(self._get, what, self._tell)
 
 
 class Hot:
@@ -89,7 +67,6 @@ class Hot:
         self.admission = service.admission
         self.is_late = Lateness(service.admission, self._headers, service.limits).is_late
         self._starts: dict[int, Message] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def refused(self, status: int) -> None:
         """Counts a request that was refused before anybody looked for its route."""
@@ -154,25 +131,6 @@ class Hot:
         if (get := self._asked(scope)) is None:
             return None
         return await self._told(self._singles.answer(get))
-
-    def joins(self, scope: MutableMapping[str, Any], tell: Tell) -> bool:
-        """Returns whether a GET of one id joins others without a task: `tell` hears the answer in a later turn."""
-        get = self._asked(scope)
-        return get is not None and self._singles.joins(get, _Joined(self, get, tell))
-
-    def joined(self, get: Get, what: Told, tell: Tell) -> None:
-        """Passes on the result of a request that joined others; one that has to go on alone gets a task now."""
-        if isinstance(what, bytes):
-            self._requests[GET_ROUTE] += 1
-            tell(self._messages(what))
-            return
-
-        async def go_on() -> None:
-            tell(await self._told(self._singles.after(get, what)))
-
-        task = asyncio.get_running_loop().create_task(go_on())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _told(self, answer: Coroutine[Any, Any, bytes]) -> Messages | None:
         try:

@@ -5,10 +5,9 @@ from typing import Any
 
 import orjson
 
-from cache.tiers.l1 import LocalKey
 from cache.tiers.tiered import Found, Outcome
 from serving.fast_lookup.batch import Batches
-from serving.fast_lookup.coalescer import Lower, Telling, Together
+from serving.fast_lookup.coalescer import Lower, Together
 from serving.fast_lookup.single_request import Get
 from serving.lookup.service import LookupService
 from serving.rendering.json_single import JSON, Unfit, start_of
@@ -45,21 +44,6 @@ class Singles:
         outcome = await self._read(get) if told is None else told
         note("stored", self._service.timer() - began, 1)
         return await self._below(get, outcome)
-
-    def joins(self, get: Get, told: Telling) -> bool:
-        """Returns whether the answer comes with that of others, without a task: `told` hears of it in a later turn."""
-        together, live, want = self._together, get.holding.live, get.want
-        if not (together.is_busy and together.have_time(get)):
-            return False
-        if self._tiers.local.look(LocalKey(live.generation, get.asked.table, want.key)) is not None:
-            return False  # what is here waits for no read of others
-        together.pays()
-        together.join(get, told)
-        return True
-
-    async def after(self, get: Get, told: Lower | None) -> bytes:
-        """The body for who joined others and was told where it comes from instead."""
-        return await self._below(get, await self._read(get) if told is None else told)
 
     async def _below(self, get: Get, outcome: Outcome | Lower | bytes) -> bytes:
         if isinstance(outcome, bytes):

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from serving.admission.controller import Admission
-from serving.fast_lookup.dispatcher import Hot, Messages, Tell
+from serving.fast_lookup.dispatcher import Hot, Messages
 from serving.requests.bodies import refused
 from serving.requests.body_budget import BYTES_MAX, Bodies
 from serving.requests.errors import Problem
@@ -86,19 +86,6 @@ class Front(FastAPI):
             await self._below(hot, functools.partial(watch, behind), scope, receive, send)
         else:
             await watch(functools.partial(self._below, hot, behind), scope, receive, send)
-
-    def joins(self, hot: Hot, scope: Scope, tell: Tell) -> bool:
-        """Returns whether a GET of one id joins others: then `tell` hears the answer in a later turn, once."""
-        admission = hot.admission
-
-        def told(answer: Messages | None) -> None:
-            admission.leave()
-            tell(answer)
-
-        is_full = admission.under_way >= admission.requests_max
-        if is_full or admission.is_behind or not hot.joins(scope, told):
-            return False
-        return admission.enter()
 
     async def stored(self, hot: Hot, scope: Scope) -> Messages | None:
         """The answer to a GET of one id, which may be a refusal, for who needs no router; None if it takes one."""

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from precompute.config.settings import NightConfig
 from serving.app import create_app
 from serving.fast_lookup.coalescer import LEAST
-from serving.fast_lookup.dispatcher import Hot, Messages
+from serving.fast_lookup.dispatcher import Hot
 from serving.http.asgi_app import Front
 from serving.http.service import Service
 from tests.integration.serving_app import settings
@@ -44,10 +44,6 @@ class Ways:
     app: Front
     runner: asyncio.Runner
     hot: Hot = field(init=False)
-    joins: bool = False
-    """Whether requests of one turn come as from a connection that needs no task for them."""
-    joined: int = 0
-    """How many did."""
 
     def __post_init__(self) -> None:
         assert self.app.hot is not None
@@ -79,20 +75,9 @@ class Ways:
         self.hot._singles._together._expected = LEAST
 
         async def all_of_them() -> list[Sent]:
-            call = self._joined if self.joins else _call
-            return await asyncio.gather(*(call(self.app, each) for each in asked))
+            return await asyncio.gather(*(_call(self.app, each) for each in asked))
 
         return self.runner.run(all_of_them())
-
-    async def _joined(self, app: Front, asked: Asked) -> Sent:
-        answer: asyncio.Future[Messages | None] = asyncio.get_running_loop().create_future()
-        if app.joins(self.hot, _scope(asked), answer.set_result):
-            assert not answer.done()
-            self.joined += 1
-            if (messages := await answer) is not None:
-                start, end = messages
-                return Sent(start["status"], _plain(start["headers"]), end["body"])
-        return await _call(app, asked)
 
     def both(self, asked: Asked, times: int = 3) -> tuple[list[Sent], list[Sent]]:
         """The request several times each way, from an empty L1: what Redis, L1 and a ready answer give."""
