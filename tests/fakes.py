@@ -52,7 +52,6 @@ class FakeRemote:
     leases: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     asked: list[Lease] = field(default_factory=list)
     lease_s: Callable[[], float] = lambda: 0.0
-    leases_come_along: bool = False
 
     async def read(
         self, reads: Sequence[Read | Lease], timeout_s: float | None = None

@@ -16,7 +16,7 @@ from cache.format.records import (
     unpack_overlay,
 )
 from cache.l2.commands import Answer, Overlay, OverlayWrite, Read
-from cache.l2.lease_commands import Bid, LeaseTake, Mark
+from cache.l2.lease_commands import Mark
 from cache.tiers.access_sample import Trace
 from cache.tiers.addressing import reads_of
 from cache.tiers.batch_reader import RowReads
@@ -49,7 +49,7 @@ class Remote(Protocol):
     """L2 as far as the read path needs it."""
 
     def submit(
-        self, reads: Sequence[Read | LeaseTake], keep: Callable[[Sequence[Answer]], T]
+        self, reads: Sequence[Read], keep: Callable[[Sequence[Answer]], T]
     ) -> asyncio.Future[T]:
         """A future of what `keep` makes of the answers, one per command."""
 
@@ -229,7 +229,7 @@ class Tiered:
         key = LocalKey(view.generation, want[0].name, want[1])
         if (here := self.local.get(key)) is not None:
             return judge(here, want, "l1")
-        if want[6]:
+        if want.here_only:
             return MISSED[MissReason.UNREAD]
         if want[3] < 0 and key in self.negative:
             return MISSED[MissReason.NEGATIVE]
@@ -253,7 +253,7 @@ class Tiered:
             entry = get(key)
             if entry is not None:
                 outcomes.append(judge(entry, want, "l1"))
-            elif want[6]:
+            elif want.here_only:
                 outcomes.append(MISSED[MissReason.UNREAD])
             elif want[3] < 0 and key in self.negative:
                 outcomes.append(MISSED[MissReason.NEGATIVE])
@@ -286,8 +286,7 @@ class Tiered:
         if left_s <= 0:
             return [MISSED[MissReason.L2_TIMEOUT]] * len(wants)
         keys = [self._flight_keys.of(view.generation, want) for want in wants]
-        # Of equal ones the first is read: what it bids for is its own, and it is the first to compute.
-        by_key = dict(zip(reversed(keys), reversed(wants), strict=True))
+        by_key = dict(zip(keys, wants, strict=True))
 
         def work(new: Sequence[FlightKey]) -> Awaitable[Sequence[Entry | Missed]]:
             named = [by_key[key] for key in new]
@@ -309,25 +308,15 @@ class Tiered:
         self.counters.l2_reads += len(keys)
         # What is left of a life is left from then on: an answer that comes late must not make it longer.
         asked_at = self._timer()
-        bids = [want[5] for want in wants if want[5] is not None]
 
         def keep(answers: Sequence[Answer]) -> list[Entry | Missed]:
-            if bids:
-                self._land_bids(bids, answers[len(wants) :], asked_at)
             # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
             return [
                 self._keep(key, want, answer, asked_at)
-                for key, want, answer in zip(keys, wants, answers, strict=not bids)
+                for key, want, answer in zip(keys, wants, answers, strict=True)
             ]
 
-        reads: list[Read | LeaseTake] = [*reads_of(view, wants), *(bid.take for bid in bids)]
-        return self._remote.submit(reads, keep)
-
-    def _land_bids(self, bids: Sequence[Bid], answers: Sequence[Answer], asked_at: float) -> None:
-        landed_at = self._timer()
-        for bid, answer in zip(bids, answers, strict=True):
-            bid.stands = cast(bytes | TierUnavailable | None, answer)
-            bid.asked_at, bid.landed_at = asked_at, landed_at
+        return self._remote.submit(reads_of(view, wants), keep)
 
     def _keep(self, key: LocalKey, want: Want, answer: Answer, asked_at: float) -> Entry | Missed:
         if type(answer) is bytes:

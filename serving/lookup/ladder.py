@@ -264,5 +264,5 @@ def _is_worth(case: Case, snapshot: Snapshot) -> bool:
 
 
 def _commands(wants: Sequence[Want]) -> int:
-    # An overlay has a life, and perhaps a lease.
-    return sum(1 if want.position >= 0 else 2 + (want.bid is not None) for want in wants)
+    # An overlay has a life, too.
+    return sum(1 if want.position >= 0 else 2 for want in wants)

@@ -49,9 +49,6 @@ class ClusterTier:
     The control keys have one slot, so the node that serves it is asked as a single server would be.
     """
 
-    leases_come_along = False
-    """A lease lies on another node than its overlay: one that hangs must not hold up the other."""
-
     def __init__(
         self,
         config: RemoteConfig,
