@@ -101,15 +101,15 @@ class Hot:
         holding, sent = self._shelf.holding, self._sent
         if holding is None or self._shelf.canary is not None or self._concerns.text is not None:
             return None
-        if ready[0] != holding.live.stamp:
-            if ready[0] != -holding.live.stamp:
-                return None
+        if ready.stamp != holding.live.stamp:
+            return None
+        if ready.touch is not None:
             sent.touched(ready)
         sent.append(ready)
         if len(sent) >= sent.due:
             sent.turn()
-        age = orjson.dumps(round(self._clock() - ready[3], 3))
-        return b"".join((ready[1], age, ready[2]))
+        age = orjson.dumps(round(self._clock() - ready.data_until, 3))
+        return b"".join((ready.head, age, ready.tail))
 
     def _arm(self) -> None:
         self.answer = self._timed

@@ -58,7 +58,7 @@ class Singles:
         """Reads L2; under a deadline of its own if the request has less time than L2 may take."""
         live, want = get.holding.live, get.want
         if self._together.have_time(get):
-            return await self._tiers.read(live.view, want)
+            return await self._tiers.get(live.view, want)
         deadline = self._ladder.l2_deadline(get.options, get.started)  # a clock of its own
         return await self._tiers.get(live.view, want, deadline)
 

@@ -1,13 +1,13 @@
 """Walk of one request through the code: which of our modules call into which, drawn from the running program.
 
-`python -m tests.bench.tools.walk` serves a small night from a real Redis, on uvicorn over a socket, sends one request at a
-time and prints its walk as a Markdown table.
+`python -m tests.bench.tools.walk` serves a small night from a real Redis, on uvicorn over a socket, sends one request
+at a time and prints its walk as a Markdown table.
 
-A *hop* is a call from one of our modules into another one that goes on from there into a third, or out to Redis. A call
-that comes straight back (a hash, a counter, a field that is read) is a *leaf*: it stands beside the hop that makes it
-and is counted apart, since nobody has to follow it to understand where a request goes. What is called once more from
-the same place (for each of 100 entities, or of many turns) counts once. Calls inside a package that `as_one` names count
-as calls inside one module: `cache.l2` is the client of Redis, whose own walk belongs to all who ask in one turn.
+A *hop* is a call from one of our modules into another one that goes on from there into a third, or out to Redis. A
+call that comes straight back (a hash, a field that is read) is a *leaf*: it stands beside the hop that makes it, since
+nobody has to follow it to understand where a request goes. So does a call into what only observes: `OBSERVERS`. What
+is called once more from the same place (for each of 100 entities, or of many turns) counts once. `cache.l2`, the
+client of Redis, counts as one module: what happens in it is shared by all who ask in one turn.
 """
 
 import asyncio

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cache.format.item_bytes import Names
-from cache.tiers.flight_keys import FlightKeys
+from cache.tiers.addressing import FlightKeys
 from tests.fakes import GENERATION, Night
 
 
