@@ -84,6 +84,7 @@ class ServingConfig:
     drain_s: float = 10.0
     load_bound_s: float = 60.0
     observe: bool = True
+    fast_http: bool = True
     advisor_keys: int = 16_384
 
     log: Form = "text"

@@ -9,16 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from cache.tiers.batches import Rows, Wants
+from cache.tiers.results import Outcome
 from serving.fast_lookup.batch import Batches, outcome_at
 from serving.fast_lookup.single_request import Get
 from serving.lookup.service import LookupService
 from serving.rendering.batch_result import Lookup
 from serving.rendering.json_batch import texts_of
-from serving.rendering.json_single import JSON
 from serving.requests.models import Options
 from serving.usage.answer_sampling import Pick
 
@@ -34,14 +33,8 @@ TURNS_MAX = 4
 log = logging.getLogger(__name__)
 
 
-class Lower(NamedTuple):
-    """A lookup without a stored answer: `reason` is what the ladder goes on with."""
-
-    reason: str | None
-
-
-Told = bytes | Lower | None
-"""The body; or from where it comes instead. None: whoever asked goes on alone."""
+Told = bytes | Outcome | None
+"""The body; or how the read of the tiers ended, where that is no plain answer. None: whoever asked goes on alone."""
 
 
 class _Member(NamedTuple):
@@ -126,11 +119,7 @@ class Together:
         wants = _wants(lookup, members)
         found, is_plain = await self._batches.read(lookup, wants)
         for place in np.flatnonzero(~is_plain).tolist():
-            if members[place].told.done():  # its caller has left
-                continue
-            answer = self._batches.singly(lookup, place, wants.one(place), outcome_at(found, place))
-            told = orjson.dumps(answer, option=JSON) if isinstance(answer, dict) else Lower(answer)
-            members[place].tell(told)
+            members[place].tell(outcome_at(found, place))
         if np.count_nonzero(is_plain):
             self._tell_plain(lookup, members, found, is_plain)
 
@@ -159,7 +148,7 @@ class Together:
         now, watch = self._service.timer(), self._service.ladder.watch
         picks, read = watch.picks, list[int | bytes]()
         for at, (member, body, each) in enumerate(zip(own, bodies, is_l2, strict=True)):
-            if member.told.done():  # as above
+            if member.told.done():  # its caller has left
                 continue
             get, tier = member.get, _TIERS[each]
             name = get.asked.table, get.asked.raw

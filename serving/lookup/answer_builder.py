@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 from cache.format.records import Record
 from cache.tiers.tiered import MissReason
@@ -23,6 +24,11 @@ class Turn:
     started: float
     deadline: float
     _excluded: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: Options, started: float) -> Self:
+        """The state of a request that came at `started`."""
+        return cls(options, started, started + options.deadline_s)
 
     def excluded(self, snapshot: Snapshot) -> frozenset[int]:
         """Ordinals of `exclude`, looked up once per generation and not once per entity."""

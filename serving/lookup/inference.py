@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from cache.l2.lease_commands import Mark
@@ -88,6 +88,10 @@ class Inferences:
         self._admit = admit
         self._spares_reads = spares_reads
 
+    def found_again(self) -> None:
+        """Counts an input that was answered from an overlay."""
+        self.repeats.saw(True)
+
     async def run(
         self, snapshot: Snapshot, cases: Sequence[Case], limit_s: float
     ) -> list[Computed | LiveUnavailable]:
@@ -143,7 +147,7 @@ class Inferences:
 
         return self.flights.board(key, work)
 
-    def approach(self, snapshot: Snapshot, cases: Iterable[Case]) -> None:
+    def approach(self, snapshot: Snapshot, cases: Sequence[Case]) -> None:
         """Has the overlays that would be read next left unread where that pays, but for probes."""
         if snapshot.predictor is None or not (self._spares_reads and self.repeats.are_rare):
             return
@@ -176,7 +180,7 @@ class Inferences:
         answer = await lead.answer(job.snapshot.view, case.want, case.digest, limit_s, compute)
         if not isinstance(answer, Found):
             return answer
-        self.repeats.saw(True)
+        self.found_again()
         return Computed(answer.record)
 
     def _forget(self, key: Key, job: Job) -> None:

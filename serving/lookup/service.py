@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
+from serving.admission.deadline_check import Lateness
+from serving.admission.gate import Gate
 from serving.generations.pointer_follower import Follower
 from serving.generations.served_set import Holding
 from serving.lookup.ladder import Ladder
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
 from serving.requests.errors import Problem
+from serving.requests.fast_parse import Headers, credentials
 from serving.requests.models import Limits
 
 
@@ -49,3 +52,12 @@ class LookupService:
             for answer in answers:
                 answer["stale"] = stale
         return answers
+
+    def gate(self) -> Gate:
+        """The gate before all that lies below L1, with the service's token and bounds."""
+        headers = Headers(credentials(self.token) if self.token else (), self.limits)
+        lateness = Lateness(self.admission, headers, self.limits)
+        requested = self.metrics.requested
+        return Gate(
+            self.admission, headers, lateness, requested, self.body_bytes, self.body_timeout_s
+        )

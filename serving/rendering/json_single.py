@@ -3,24 +3,14 @@
 import orjson
 
 from cache.format.manifest import Table
-from cache.format.records import Record, decode
+from cache.format.records import decode
 from cache.tiers.l1 import Ready
 from cache.tiers.results import Found
 from serving.generations.snapshot import Snapshot
-from serving.metrics.miss_reasons import EXHAUSTED
-from serving.rendering.answer_fields import Prediction, from_record
+from serving.rendering.answer_fields import from_record
 
 JSON = orjson.OPT_SERIALIZE_NUMPY
 _AGE = b',"age_seconds":'
-
-
-class Unfit(Exception):
-    """A stored record that is no plain answer; `reason` is what the ladder goes on with, None: it reads it itself."""
-
-    def __init__(self, reason: str | None, *, is_damaged: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.is_damaged = is_damaged
 
 
 class Marks:
@@ -55,10 +45,15 @@ class Marks:
         return Ready(self.snapshot.stamp, head, self._tail, self._data_until, asked, request)
 
 
-def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes:
-    """The answer's JSON up to its source, for an entity that sent nothing to compute from; raises Unfit."""
+def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes | None:
+    """The answer's JSON up to its source, for an entity that sent nothing to compute from.
+
+    None for what is no plain answer: a live record, one that cannot be read, a list of which nothing is left.
+    """
     try:
-        record = _of_the_night(snapshot, table, found)
+        record = decode(table.layout, found.record, snapshot.items.count)
+        if record.live:
+            return None
         items, numbers = record.items, record.numbers
         if items is not None and len(items) >= k and not snapshot.blocked:
             listed = snapshot.items.texts.row(items[:k])
@@ -67,34 +62,12 @@ def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -
             return b'{"id":%b,"table":%b,"items":[%b],"scores":%b,"short":false' % (
                 name, of, listed, scores,
             )  # fmt: skip
-        prediction = _prediction(snapshot, table, record, k)
-        return orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)[:-1]
-    except Unfit:
-        raise
-    except Exception as error:  # whatever a record holds, it costs nobody an answer
-        raise Unfit("corrupt", is_damaged=True) from error
-
-
-def prediction_of(snapshot: Snapshot, table: Table, found: Found, k: int) -> Prediction:
-    """Prediction of a stored record as fields, for an entity that sent nothing to compute from; raises Unfit."""
-    try:
-        return _prediction(snapshot, table, _of_the_night(snapshot, table, found), k)
-    except Unfit:
-        raise
-    except Exception as error:  # as above
-        raise Unfit("corrupt", is_damaged=True) from error
-
-
-def _of_the_night(snapshot: Snapshot, table: Table, found: Found) -> Record:
-    record = decode(table.layout, found.record, snapshot.items.count)
-    if record.live:
-        raise Unfit(None)
-    return record
-
-
-def _prediction(snapshot: Snapshot, table: Table, record: Record, k: int) -> Prediction:
-    width = k if table.kind == "topk" else table.layout.width
-    prediction = from_record(snapshot, table, record, width, ())
-    if record.items is not None and not prediction["items"]:
-        raise Unfit(EXHAUSTED)
-    return prediction
+        width = k if table.kind == "topk" else table.layout.width
+        prediction = from_record(snapshot, table, record, width, ())
+    except (
+        Exception
+    ):  # whatever a record holds, it costs nobody an answer: the ladder says what is wrong
+        return None
+    if items is not None and not prediction["items"]:
+        return None
+    return orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)[:-1]

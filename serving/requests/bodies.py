@@ -13,6 +13,9 @@ from serving.requests.errors import Problem
 
 _JSON = "application/json"
 
+Messages = tuple[Message, Message]
+"""Both ASGI messages of a whole response: its start, its body."""
+
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """Reads the whole body; the length that a caller declares can only make it refuse earlier."""

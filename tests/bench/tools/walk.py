@@ -25,9 +25,8 @@ import orjson
 
 from cache.process.redis_server import server
 from precompute.config.settings import NightConfig
-from serving.app import create_app
+from serving.app import create_app, make_server
 from serving.http.service import Service
-from serving.process.server import make_server
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import settings
 

@@ -68,7 +68,7 @@ class Front:
         """As where the queue stands."""
         return messages(503, [(b"retry-after", b"1")], b"later") if self.is_overloaded else None
 
-    async def stored(self, _hot: Any, scope: Any) -> Any:
+    async def stored(self, scope: Any) -> Any:
         """As if Redis was asked, for what is stored."""
         target = target_of(scope)
         self.asked.append(target)
