@@ -65,8 +65,8 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     sketch = Sketch(remote, ladder.recent, lambda: shelf.live, clock)
     hottest = sketch.hottest if config.sketch_s else None
     warming = Warming(tiers, ladder.recent.names, hottest, metrics.warmed)
-    trial = Trial(lambda: shelf.canary, metrics)
     shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside, in_thread=reading)
+    trial = Trial(shelf, metrics)
     quality = Quality(
         config, answering.watch, metrics, answering.local, remote, shelf, ladder.recent,
         answering.batcher, answering.admission, clock, name,

@@ -6,7 +6,7 @@ from cache.format.keys import FORMAT
 from cache.format.records import FLAG_LIVE, peek_fingerprint, peek_format, unpack_overlay
 from cache.l2.commands import Overlay
 from cache.tiers.l1 import Entry, LocalKey
-from cache.tiers.results import MISSED, Found, Missed, MissReason, Outcome, Want, unsound
+from cache.tiers.results import MISSED, Found, Missed, MissReason, Outcome, Want
 
 FLAGS_AT = 14
 """Offset of the flags in a record's header."""
@@ -20,13 +20,6 @@ def judge(entry: Entry, want: Want, tier: Literal["l1", "l2"]) -> Outcome:
     if entry.digest is not None and want.digest is not None and entry.digest != want.digest:
         return MISSED[MissReason.INPUT_CHANGED]
     return Found(entry.record, tier, entry.digest is not None, entry.expires_at)
-
-
-def page_entry(want: Want, record: bytes) -> Entry | Missed:
-    """The entry in a page's bytes, or why they are no record of this entity."""
-    if peek_format(record) != FORMAT or peek_fingerprint(record) != want.fingerprint:
-        return MISSED[unsound(record, want.fingerprint)]
-    return Entry(record, want.fingerprint)
 
 
 def overlay_entry(want: Want, overlay: Overlay, asked_at: float) -> Entry | Missed:

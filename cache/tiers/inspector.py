@@ -6,18 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from cache.errors import TierUnavailable
+from cache.format.keys import FORMAT
+from cache.format.records import peek_fingerprint, peek_format
 from cache.l2.commands import Answer, Overlay, PageRead
 from cache.tiers.addressing import reads_of
-from cache.tiers.checks import judge, live_key, overlay_entry, page_entry
+from cache.tiers.checks import judge, live_key, overlay_entry
 from cache.tiers.l1 import LocalKey
 from cache.tiers.results import (
     MISSED,
+    Found,
     Missed,
     MissReason,
     Outcome,
     View,
     Want,
     unavailable,
+    unsound,
 )
 from cache.tiers.tiered import Remote, Tiered
 
@@ -74,8 +78,9 @@ class Looking:
             return entry if isinstance(entry, Missed) else judge(entry, want, "l2")
         if not isinstance(answer, bytes):
             return MISSED[MissReason.PAGE_MISSING]
-        entry = page_entry(want, answer)
-        return entry if isinstance(entry, Missed) else judge(entry, want, "l2")
+        if peek_format(answer) != FORMAT or peek_fingerprint(answer) != want.fingerprint:
+            return MISSED[unsound(answer, want.fingerprint)]
+        return Found(answer, "l2", False, None)
 
     async def page(self, read: PageRead) -> bytes | Missed:
         """A whole page, or why it cannot be had."""

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, cast
 
 from cache.errors import TierUnavailable
-from cache.format.keys import hash_hex
-from cache.format.records import pack_overlay
+from cache.format.keys import FORMAT, hash_hex
+from cache.format.records import pack_overlay, peek_fingerprint, peek_format
 from cache.l2.commands import Answer, Overlay, OverlayWrite, Read
 from cache.l2.lease_commands import Mark
 from cache.tiers.access_sample import Trace
 from cache.tiers.addressing import FlightKey, FlightKeys, reads_of
 from cache.tiers.batch_reader import RowReads
 from cache.tiers.batches import Rows, Wants
-from cache.tiers.checks import check_live, judge, live_key, overlay_entry, page_entry
+from cache.tiers.checks import check_live, judge, live_key, overlay_entry
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.tiers.results import (
     MISSED,
@@ -28,6 +28,7 @@ from cache.tiers.results import (
     View,
     Want,
     unavailable,
+    unsound,
 )
 from cache.tiers.singleflight import SingleFlight
 from cache.tiers.write_behind import WriteBehind
@@ -288,7 +289,9 @@ class Tiered:
 
     def _keep(self, key: LocalKey, want: Want, answer: Answer, asked_at: float) -> Entry | Missed:
         if type(answer) is bytes:
-            entry = page_entry(want, answer)
+            if peek_format(answer) != FORMAT or peek_fingerprint(answer) != want.fingerprint:
+                return MISSED[unsound(answer, want.fingerprint)]
+            entry: Entry | Missed = Entry(answer, want.fingerprint)
         elif isinstance(answer, TierUnavailable):
             return unavailable(answer)
         elif want.position >= 0:

@@ -44,9 +44,10 @@ class Gate:
         return self.lateness.is_late(scope, body)
 
     async def late(self, scope: Scope, receive: Receive) -> Receive | None:
-        """From where the request can be read; None for one that is too late. Raises Problem for a body too slow."""
-        if not self.admission.is_behind:
-            return receive
+        """From where a request can be read that came to a standing queue; None for one that is too late.
+
+        Raises Problem for a body too slow.
+        """
         body: bytes | None = b""
         if scope["method"] == "POST" and self.takes(
             scope["headers"]

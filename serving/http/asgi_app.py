@@ -119,9 +119,9 @@ class Front(FastAPI):
             place = _Place(gate.admission, send)
             try:
                 asked = None
-                if (judged := await gate.late(scope, receive)) is not None:
-                    receive = judged
-                    answer, asked, receive = await self._plain(gate, scope, receive)
+                judged = await gate.late(scope, receive) if gate.admission.is_behind else receive
+                if judged is not None:
+                    answer, asked, receive = await self._plain(gate, scope, judged)
                 if answer is None:
                     await self._behind(asked, scope, receive, place.send, watch)
                     return

@@ -74,7 +74,7 @@ class Reply:
         table = snapshot.manifest.tables[case.table.name]
         barred: Barred = (turn.excluded(snapshot),)
         # A live record was computed from this very history, and leaves it out.
-        if source != "live" and table.kind == "topk":
+        if source != "live" and table.kind == "topk" and case.entity.history:
             barred += (case.history_in(snapshot).seen,)
         prediction = from_record(snapshot, table, record, case.k, barred)
         if record.items is not None:

@@ -40,7 +40,7 @@ class LookupService:
 
     def holding(self) -> Holding:
         """The generations to answer one request from, captured once; raises Problem (503) before any is loaded."""
-        held = self.follower.holding
+        held = self.follower.shelf.holding
         if held is None:
             why = self.follower.failed or "no generation has been published yet"
             raise Problem(503, "not_ready", why)
@@ -48,7 +48,7 @@ class LookupService:
 
     def marked(self, answers: list[Answer]) -> list[Answer]:
         """The answers, each with why this replica may lag behind, if it may."""
-        if (stale := self.follower.stale) is not None:
+        if (stale := self.follower.concerns.text) is not None:
             for answer in answers:
                 answer["stale"] = stale
         return answers

@@ -5,9 +5,9 @@ at a time and prints its walk as a Markdown table.
 
 A *hop* is a call from one of our modules into another one that goes on from there into a third, or out to Redis. A
 call that comes straight back (a hash, a field that is read) is a *leaf*: it stands beside the hop that makes it, since
-nobody has to follow it to understand where a request goes. So does a call into what only observes: `OBSERVERS`. What
-is called once more from the same place (for each of 100 entities, or of many turns) counts once. `cache.l2`, the
-client of Redis, counts as one module: what happens in it is shared by all who ask in one turn.
+nobody has to follow it to understand where a request goes. Rooms that only observe (metrics, tracing, usage) are looked
+through. What is called once more from the same place (for each of 100 entities) counts once. `cache.l2`, the client of
+Redis, counts as one module: what happens in it is shared by all who ask in one turn.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ from tests.integration.serving_app import settings
 
 ROOT = Path(__file__).parents[3]
 OURS = ("cache", "serving", "precompute", "dags")
-PLACE = "cache.l2"
+AS_ONE = "cache.l2"
+OBSERVERS = ("serving.metrics", "serving.tracing", "serving.usage")
 
 
 @dataclass(eq=False)
@@ -44,9 +45,21 @@ class Call:
     calls: list["Call"] = field(default_factory=list)
 
     @property
+    def place(self) -> str:
+        """What it counts as a call of."""
+        return AS_ONE if self.module.startswith(f"{AS_ONE}.") else self.module
+
+    @property
+    def observes(self) -> bool:
+        """Whether it only counts, notes or hands on what it watches."""
+        return self.module.startswith(OBSERVERS)
+
+    @property
     def goes_on(self) -> bool:
         """Whether it calls into other modules of ours, at any depth."""
-        return any(each.module != self.module or each.goes_on for each in self.calls)
+        return any(
+            each.goes_on or not (each.observes or each.module == self.module) for each in self.calls
+        )
 
 
 @dataclass(frozen=True)
@@ -61,9 +74,8 @@ class Hop:
 class Recorder:
     """Calls of our code in one thread, while `recording`."""
 
-    def __init__(self, as_one: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         self.roots: list[Call] = []
-        self._as_one = as_one
         self._names: dict[CodeType, str | None] = {}
         self._frames: dict[FrameType, Call] = {}
 
@@ -96,8 +108,7 @@ class Recorder:
         path = Path(code.co_filename)
         if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in OURS:
             return None
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        return next((each for each in self._as_one if name.startswith(f"{each}.")), name)
+        return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def hops(roots: Sequence[Call], home: str = "") -> list[Hop]:
@@ -105,14 +116,17 @@ def hops(roots: Sequence[Call], home: str = "") -> list[Hop]:
     found: dict[tuple[str, str, str], list[str]] = {}
 
     def follow(call: Call, above: str, at: list[str]) -> None:
-        if call.module != above:
-            if not call.goes_on and call.module != PLACE:
-                if call.module not in at:
-                    at.append(call.module)
+        here = call.place
+        if call.observes:
+            here = above
+        elif here != above:
+            if not call.goes_on:
+                if here not in at:
+                    at.append(here)
                 return
-            at = found.setdefault((above, call.module, call.function), [])
+            at = found.setdefault((above, here, call.function), [])
         for each in call.calls:
-            follow(each, call.module, at)
+            follow(each, here, at)
 
     for root in roots:
         follow(root, home, [])
@@ -194,7 +208,7 @@ async def served(night: NightConfig, **changes: Any) -> AsyncIterator[tuple[Call
 
 async def walked(caller: Caller, request: bytes) -> list[Call]:
     """The calls that one request causes."""
-    recorder = Recorder((PLACE,))
+    recorder = Recorder()
     with recorder.recording():
         await caller.ask(request)
         await asyncio.sleep(0)  # what is done once the answer is on its way
