@@ -93,7 +93,7 @@ class Recorder:
         # A coroutine that goes on is an event of its own, with the same frame.
         if event != "call" or frame in self._frames or (name := self._name(frame.f_code)) is None:
             return
-        call = self._frames[frame] = Call(name, frame.f_code.co_qualname)
+        call = self._frames[frame] = Call(name, frame.f_code.co_qualname.replace(".<locals>", ""))
         above = frame.f_back
         while above is not None and above not in self._frames:
             above = above.f_back
@@ -143,12 +143,15 @@ def calls_of(roots: Sequence[Call], is_meant: Callable[[Call], bool]) -> int:
     return sum(is_meant(each) + calls_of(each.calls, is_meant) for each in roots)
 
 
-def table(walk: Sequence[Hop]) -> str:
-    """A walk as a Markdown table."""
-    lines = ["| hop | module | function | calls on the way |", "|---|---|---|---|"]
+def table(walk: Sequence[Hop], *, leaves: bool = False) -> str:
+    """A walk as a Markdown table; `leaves`: with the modules whose functions come straight back."""
+    lines = ["| hop | module | function |", "|---|---|---|"]
+    if leaves:
+        lines = ["| hop | module | function | calls on the way |", "|---|---|---|---|"]
     for number, hop in enumerate(walk, 1):
-        leaves = ", ".join(f"`{each}`" for each in hop.leaves)
-        lines.append(f"| {number} | `{hop.module}` | `{hop.function}` | {leaves} |")
+        on_the_way = ", ".join(f"`{each}`" for each in hop.leaves)
+        more = f" {on_the_way} |" if leaves else ""
+        lines.append(f"| {number} | `{hop.module}` | `{hop.function}` |{more}")
     return "\n".join(lines)
 
 
@@ -259,7 +262,7 @@ def main() -> None:
                 print(
                     f"\n## {name}: {len(walk)} hops in {len(modules(walk))} modules, {every} calls\n"
                 )
-                print(table(walk))
+                print(table(walk, leaves=True))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from serving.admission.controller import Admission
-from serving.admission.deadline_check import Lateness
-from serving.admission.gate import Gate
 from serving.http.asgi_app import Front
 from serving.requests.body_budget import Bodies
 from serving.requests.errors import Problem
-from serving.requests.fast_parse import Headers, Queries
+from serving.requests.fast_parse import Queries
 from serving.requests.models import Limits
+from tests.unit.serving.world import gate_of
 
 PATH = "/v1/lookup/x/y"
 
@@ -31,11 +30,7 @@ def front(*, is_known: bool = True, is_behind: bool = False) -> Front:
     found.fast = SimpleNamespace(  # type: ignore[assignment]
         ready=lambda _scope: None, asked=lambda _scope: None, post=post
     )
-    limits = Limits(1, 1, 1, 100_000.0, 100_000.0)
-    headers = Headers(() if is_known else (b"Bearer sesame",), limits)
-    found.gate = Gate(
-        admission, headers, Lateness(admission, headers, limits), lambda *_: None, 1 << 20, 10.0
-    )
+    found.gate = gate_of(admission, () if is_known else (b"Bearer sesame",), deadline_ms=100_000.0)
     return found
 
 
