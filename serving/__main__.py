@@ -194,8 +194,7 @@ def _announce(listener: socket.socket) -> None:
 
 def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:
     # Not above: a parent of workers needs neither the web framework nor the model's runtime.
-    from serving.app import create_app
-    from serving.process.server import make_server
+    from serving.app import create_app, make_server
 
     announce = functools.partial(_announce, listener)
     server = make_server(create_app(config), config, log_level, announce)

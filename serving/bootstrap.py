@@ -66,11 +66,11 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     sketch = Sketch(remote.control, ladder.recent, lambda: shelf.live, clock)
     hottest = sketch.hottest if config.sketch_s else None
     warming = Warming(tiers, ladder.recent.names, hottest, metrics.warmed)
-    trial = Trial(lambda: shelf.canary, metrics)
     shelf = Shelf(
         open_snapshot, metrics, warm=warming, flipped=answering.local.absences.flipped, aside=aside,
         in_thread=reading,
     )  # fmt: skip
+    trial = Trial(shelf, metrics)
     quality = QualityMonitor(
         config, answering.watch, metrics, answering.local, remote.control, shelf, ladder.recent,
         answering.batcher, answering.admission, clock, name,

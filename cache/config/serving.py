@@ -126,6 +126,9 @@ class ServingConfig(SharedConfig, Bounds):
     observe: bool = True
     """True if answers that lie ready in L1 are counted, and the advisor runs; `false` to measure what observing
     costs."""
+    fast_http: bool = True
+    """False: every request goes through uvicorn, the routes and the ladder, as if nothing were there for speed alone.
+    What one peer may cost is then bounded by uvicorn alone."""
     advisor_keys: Annotated[int, Field(ge=0, le=1 << 20)] = 16_384
     """Number of records that the L1 size advisor samples at most, of each worker; about 3 MiB. 0: no advisor."""
 

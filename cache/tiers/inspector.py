@@ -10,6 +10,7 @@ from cache.format.records.layout import is_answer_of
 from cache.l2.commands import Answer, Overlay, PageRead
 from cache.l2.data_plane import DataPlane
 from cache.tiers.addressing import reads_of
+from cache.tiers.checks import judge, live_key, overlay_entry
 from cache.tiers.l1 import LocalKey
 from cache.tiers.results import (
     MISSED,
@@ -22,7 +23,7 @@ from cache.tiers.results import (
     unavailable,
     unsound,
 )
-from cache.tiers.tiered import Tiered, judge, live_key, overlay_entry
+from cache.tiers.tiered import Tiered
 
 _PAGE_S = 3.0
 """Seconds that a whole page may take, which has megabytes where a record has hundreds of bytes."""

@@ -6,18 +6,17 @@ What a batch costs once (a pipeline, a flight, numpy's calls) they share; each k
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from cache.tiers.batches import Rows, Wants
+from cache.tiers.results import Outcome
 from serving.answers.sources import STORED, Source
 from serving.fast_lookup.batch import Batches, outcome_at
 from serving.fast_lookup.single_request import Get
 from serving.lookup.service import LookupService
-from serving.rendering.answer_fields import JSON
 from serving.rendering.batch_result import Lookup
 from serving.rendering.json_batch import texts_of
 from serving.requests.models import Options
@@ -35,29 +34,13 @@ TURNS_MAX = 4
 log = logging.getLogger(__name__)
 
 
-class Lower(NamedTuple):
-    """A lookup without a stored answer: `reason` is what the ladder goes on with."""
-
-    reason: str | None
-
-
-Told = bytes | Lower | None
-"""The body; or from where it comes instead. None: whoever asked goes on alone."""
-
-
-class Telling(Protocol):
-    """The receiver of a result: a future, or whatever needs no task for it."""
-
-    def done(self) -> bool:
-        """True if the result was told, or nobody waits any more."""
-
-    def set_result(self, what: Told, /) -> None:
-        """Passes the result to the receiver."""
+Told = bytes | Outcome | None
+"""The body; or how the read of the tiers ended, where that is no plain answer. None: whoever asked goes on alone."""
 
 
 class _Member(NamedTuple):
     get: Get
-    told: Telling
+    told: asyncio.Future[Told]
 
     def tell(self, what: Told) -> None:
         if not self.told.done():
@@ -90,26 +73,17 @@ class Together:
             asyncio.get_running_loop().call_soon(self._flush)
             self._is_open = True
         self._came += 1
-        return self.is_busy
-
-    @property
-    def is_busy(self) -> bool:
-        """True if as many requests as make a group came together of late; counts nothing."""
         return self._expected >= LEAST
 
     def ask(self, get: Get) -> asyncio.Future[Told]:
         """Returns the future result of a request that is counted and has the time that L2 may take."""
         told: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
-        self.join(get, told)
-        return told
-
-    def join(self, get: Get, told: Telling) -> None:
-        """Adds a request to the group of this turn; `told` hears of the result in a later turn."""
         key = get.holding.live.stamp, get.asked.table, get.k
         members = self._turn.setdefault(key, [])
         members.append(_Member(get, told))
         if len(members) == MOST:
             self._start(self._turn.pop(key))
+        return told
 
     def _flush(self) -> None:
         self._turns += 1
@@ -146,11 +120,7 @@ class Together:
         wants = _wants(lookup, members)
         found, is_plain = await self._batches.read(lookup, wants)
         for place in np.flatnonzero(~is_plain).tolist():
-            if members[place].told.done():  # its caller has left
-                continue
-            answer = self._batches.singly(lookup, place, wants.one(place), outcome_at(found, place))
-            told = orjson.dumps(answer, option=JSON) if isinstance(answer, dict) else Lower(answer)
-            members[place].tell(told)
+            members[place].tell(outcome_at(found, place))
         if np.count_nonzero(is_plain):
             self._tell_plain(lookup, members, found, is_plain)
 
@@ -179,7 +149,7 @@ class Together:
         now, watch = self._service.timer(), self._service.ladder.watch
         picks, read = watch.picks, list[int | bytes]()
         for at, (member, body, each) in enumerate(zip(own, bodies, is_l2, strict=True)):
-            if member.told.done():  # as above
+            if member.told.done():  # its caller has left
                 continue
             get, tier = member.get, STORED[each]
             name = get.asked.table, get.asked.raw

@@ -206,12 +206,14 @@ async def _answers(
 
 async def _asked(service: Service, request: Request, form: Form, table: str | None) -> Ask:
     body, limits = await _body(service, request), service.limits
-    return await beside(body, lambda: lookup_of(request.scope, body, form, table, limits))
+    return await beside(
+        body, functools.partial(lookup_of, request.scope, body, form, table, limits)
+    )
 
 
 async def _json(service: Service, request: Request) -> object:
     body, limits = await _body(service, request), service.limits
-    return await beside(body, lambda: take(request.scope, body, "json", limits))
+    return await beside(body, functools.partial(take, request.scope, body, "json", limits))
 
 
 async def _body(service: Service, request: Request) -> bytes:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 from cache.format.records.codec import Record
 from cache.tiers.results import MissReason
@@ -23,6 +24,11 @@ class Turn:
     started: float
     deadline: float
     _excluded: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: Options, started: float) -> Self:
+        """The state of a request that came at `started`."""
+        return cls(options, started, started + options.deadline_s)
 
     def excluded(self, snapshot: Snapshot) -> frozenset[int]:
         """Ordinals of `exclude`, looked up once per generation and not once per entity."""
@@ -68,7 +74,7 @@ class Reply:
         table = snapshot.manifest.tables[case.table.name]
         barred: Barred = (turn.excluded(snapshot),)
         # A live record was computed from this very history, and leaves it out.
-        if source is not Source.LIVE and table.kind == "topk":
+        if source is not Source.LIVE and table.kind == "topk" and case.entity.history:
             barred += (case.history_in(snapshot).seen,)
         prediction = from_record(snapshot, table, record, case.k, barred)
         if record.items is not None:

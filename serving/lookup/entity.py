@@ -9,8 +9,7 @@ from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
 from cache.format.records.codec import Record, decode
 from cache.model.predictor import LiveInput
-from cache.tiers.results import MissReason
-from cache.tiers.tiered import Found, Want
+from cache.tiers.results import Found, Missed, MissReason, Outcome, Want
 from serving.generations.snapshot import Snapshot
 from serving.rendering.answer_fields import Answer, History, history_in
 from serving.requests.errors import Problem, from_input
@@ -53,6 +52,13 @@ class Case:
     answer: Answer | None = None
     dropped: int | None = None
     _history: tuple[str, History] | None = None
+
+    def take(self, outcome: Outcome) -> None:
+        """Takes over how a read of the tiers ended."""
+        if isinstance(outcome, Missed):
+            self.reason = outcome.reason
+        else:
+            self.found = outcome
 
     @property
     def size_bytes(self) -> int:
@@ -123,6 +129,19 @@ async def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
         digest = _digest(snapshot, entity)
         cases.append(Case(entity, table, k, _want(snapshot, table, entity, digest), digest))
     return cases
+
+
+def plain_case(snapshot: Snapshot, table: Table, k: int, want: Want, entity: Entity) -> Case:
+    """The case of an entity that came with nothing but an id, which was looked up as `want`."""
+    digest = want.digest or snapshot.digest_of_nothing
+    return Case(entity, table, k, want, digest)
+
+
+def plain_want(snapshot: Snapshot, table: Table, raw: bytes) -> Want:
+    """Read request for an id that came without an input, with the digest of an item, which is its own input."""
+    want = want_in(snapshot, table, raw)
+    is_input = table.entity == "item" and want.position >= 0
+    return want._replace(digest=snapshot.digest_of_nothing) if is_input else want
 
 
 def want_in(snapshot: Snapshot, table: Table, raw: bytes) -> Want:

@@ -1,7 +1,7 @@
 """A canary at work: which requests it answers, and what is counted of both arms."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from cache.store.releases import Canary
 from serving.generations.served_set import Holding
@@ -11,11 +11,19 @@ from serving.replica.canary_stats import ARMS, EVENTS_MAX, OTHER, Arm, ArmCounts
 from serving.requests.models import Entity, Options
 
 
+class Running(Protocol):
+    """Protocol of what knows the canary that runs now."""
+
+    @property
+    def canary(self) -> Canary | None:
+        """The canary, None while there is none."""
+
+
 class Trial:
     """Routes by the caller's key alone, so that every replica sends the same requests to the same generation."""
 
-    def __init__(self, canary: Callable[[], Canary | None], metrics: Metrics) -> None:
-        self._canary = canary
+    def __init__(self, running: Running, metrics: Metrics) -> None:
+        self._running = running
         self._metrics = metrics
         self._counted: Canary | None = None
         self._counts: dict[Arm, ArmCounts] = {}
@@ -25,7 +33,7 @@ class Trial:
         self, holding: Holding, entities: Sequence[Entity], options: Options
     ) -> tuple[Holding, ArmShare | None]:
         """Holding that answers the whole request, and the arm and key by which it is counted; None for neither arm."""
-        if (canary := self._canary()) is None:
+        if (canary := self._running.canary) is None:
             return holding, None
         if options.generation is not None:
             return self._aside(holding, "pinned")
@@ -54,7 +62,7 @@ class Trial:
         self, holding: Holding, generation: str | None, key: bytes | None, event: str, count: int
     ) -> Arm | None:
         """Counts what a caller reports of answers of a generation, or to a key; the arm, None if it is neither."""
-        canary = self._canary()
+        canary = self._running.canary
         if canary is None or holding.canary is None:
             return None
         self._begin(canary)
@@ -79,7 +87,7 @@ class Trial:
 
     def report(self) -> dict[str, Any] | None:
         """Counts of both arms that the heartbeat carries while a canary runs; None while none does."""
-        if (canary := self._canary()) is None:
+        if (canary := self._running.canary) is None:
             return None
         self._begin(canary)
         return {

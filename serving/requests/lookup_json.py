@@ -5,8 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from cache.errors import InvalidId
+from cache.format.ids import canonical_id
 from serving.requests.errors import Problem, unprocessable
-from serving.requests.fields import check_length, read_features, read_id, read_ids, read_object
+from serving.requests.fields import (
+    check_length,
+    read_features,
+    read_id,
+    read_ids,
+    read_object,
+    refused_id,
+)
 from serving.requests.models import Ask, Entity, Limits, ScoreAsk
 from serving.requests.options import body_options, query_options
 
@@ -29,7 +38,10 @@ def lookup_url(raw_path: bytes, prefix: bytes, query: bytes, limits: Limits) -> 
         id_ = unquote_to_bytes(entity).decode()
     except UnicodeDecodeError as error:
         raise unprocessable("invalid_id", "the id in the path is not UTF-8", "id") from error
-    raw = read_id(id_, "id")
+    try:
+        raw = canonical_id(id_)
+    except InvalidId as error:
+        raise refused_id(error, "id") from error
     return Ask((Entity(_text(table), id_, raw, "id"),), query_options(query, limits))
 
 

@@ -22,9 +22,9 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
     return build_night(tmp_path_factory.mktemp("night"), redis_url)
 
 
-@pytest.fixture
-async def app(night: NightConfig) -> AsyncIterator[Running]:
-    async with serving(night) as running:
+@pytest.fixture(params=[True, False], ids=["fast", "plain"])
+async def app(night: NightConfig, request: pytest.FixtureRequest) -> AsyncIterator[Running]:
+    async with serving(night, fast_http=request.param) as running:
         yield running
 
 
