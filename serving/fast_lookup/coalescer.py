@@ -1,6 +1,7 @@
 """Lookups of one plain id that come in the same turn of the event loop, answered as one batch.
 
-What a batch costs once (a pipeline, a flight, numpy's calls) they share; each keeps its own answer, clock and count.
+What a batch costs once (a pipeline, a flight, numpy's calls) they share; each keeps its own answer, clock and count. With
+32 lookups in flight this takes 0.63 to 0.70 of the time that they take one by one; with 8 it gains nothing (`LEAST`).
 """
 
 import asyncio
@@ -57,14 +58,19 @@ class Together:
         self._batches = batches
         self._clock = clock
         self._turn: dict[tuple[int, str, int], list[_Member]] = {}
-        self._is_open = False
+        self._is_open, self._until = False, 0.0
         self._came = self._seen = self._turns = self._expected = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def have_time(self, *gets: Get) -> bool:
-        """Returns whether a read of L2 that begins now needs no clock but L2's own for any of the requests."""
+    def have_time(self, get: Get) -> bool:
+        """Returns whether a read of L2 that begins in this turn needs no clock but L2's own for the request."""
+        if not self._is_open:  # else told by the first request of the turn
+            self._until = self._service.timer() + self._service.l2_bound_s()
+        return get.started + get.options.deadline_s >= self._until
+
+    def _still_have_time(self, members: list[_Member]) -> bool:
         until = self._service.timer() + self._service.l2_bound_s()
-        return min([get.started + get.options.deadline_s for get in gets]) >= until
+        return min([get.started + get.options.deadline_s for get, _ in members]) >= until
 
     def pays(self) -> bool:
         """Counts one more request; returns whether it is likely to have company: as many came together of late."""
@@ -109,7 +115,7 @@ class Together:
     async def _answer(self, members: list[_Member]) -> None:
         try:
             # What was enough when each asked is not if much was sent since: no clock ends the reading of others.
-            if self.have_time(*[get for get, _ in members]):
+            if self._still_have_time(members):
                 await self._tell(_lookup(members), members)
         except Exception:  # each goes on alone, and fails alone
             log.exception("answering together failed")

@@ -51,10 +51,9 @@ class Hot:
         self._concerns = service.follower.concerns
         self._metrics = service.metrics
         self._requests = service.metrics.tally.requests
-        self._sent = SentReady(service, clock)
         self.answer = self._answer
+        self._sent = SentReady(service, clock, self._arm if service.observes else _nothing)
         if service.observes:
-            self._sent.at_turn = self._arm
             self._metrics.at_flips.append(self._arm)
             self._metrics.tally.flushes.append(self._sent.flush)
             self._arm()
@@ -188,6 +187,10 @@ class Hot:
                 "headers": [(b"content-length", b"%d" % length), _JSON_TYPE],
             }
         return start, {"type": "http.response.body", "body": body}
+
+
+def _nothing() -> None:
+    """Times no answer."""
 
 
 def _arrow(stream: bytes) -> Messages:

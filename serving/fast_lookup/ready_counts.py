@@ -28,10 +28,15 @@ class SentReady(list[Ready]):
     the next answer is to be timed.
     """
 
-    def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        service: LookupService,
+        clock: Callable[[], float],
+        at_turn: Callable[[], None],
+    ) -> None:
         super().__init__()
         self.times: list[float] = []
-        self.at_turn: Callable[[], None] = lambda: None
+        self.at_turn = at_turn
         self._clock = clock
         self._shelf = service.follower.shelf
         self._local = service.tiers.local

@@ -155,11 +155,9 @@ def table(walk: Sequence[Hop], *, leaves: bool = False) -> str:
     return "\n".join(lines)
 
 
-BACKGROUND = (
-    "serving.replica",
-    "serving.process",
-    "serving.admission.loop_lag",
-    "serving.dashboard",
+BACKGROUND = tuple(
+    f"serving.{each}"
+    for each in ("replica", "process", "admission.loop_lag", "dashboard", "quality", "usage")
 )
 """Packages whose calls from the event loop are no part of a request."""
 

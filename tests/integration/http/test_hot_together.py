@@ -193,7 +193,7 @@ def test_who_has_less_time_than_a_read_may_take_has_a_clock_of_its_own(
 
     ways.forget()
     together = ways.hot._singles._together
-    monkeypatch.setattr(together, "have_time", lambda *_: not together._tasks)
+    monkeypatch.setattr(together, "_still_have_time", lambda _members: False)
     assert {sent.status for sent in ways.ask_at_once(asked)} == {200}
     assert len(read_as_rows) == 1
 

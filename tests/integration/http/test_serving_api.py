@@ -17,14 +17,20 @@ from tests.integration.serving_app import BASE, Running, serving
 from tests.opened import open_generation
 
 
+@pytest.fixture(scope="module", params=["fast", "plain"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Which way the service answers."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
-    return build_night(tmp_path_factory.mktemp("night"), redis_url)
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str, way: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp(way), redis_url)
 
 
-@pytest.fixture(params=[True, False], ids=["fast", "plain"])
-async def app(night: NightConfig, request: pytest.FixtureRequest) -> AsyncIterator[Running]:
-    async with serving(night, fast_http=request.param) as running:
+@pytest.fixture
+async def app(night: NightConfig, way: str) -> AsyncIterator[Running]:
+    async with serving(night, fast_http=way == "fast") as running:
         yield running
 
 

@@ -1,4 +1,4 @@
-"""The walk of a lookup through the code, traced: how far it is, nothing done twice, and what the docs say of it."""
+"""The walk of a lookup through the code, traced: how far it is, that nothing is done twice, that the docs tell it."""
 
 import asyncio
 import subprocess
