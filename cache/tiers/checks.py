@@ -1,19 +1,13 @@
 """Checks of what a tier holds: whether it is a record of the wanted entity, of this input, and still alive. Pure."""
 
-from typing import Literal
-
 from cache.format.records.codec import unpack_overlay
-from cache.format.records.layout import FLAG_LIVE, peek_fingerprint, peek_format
+from cache.format.records.layout import RECORD_FORMAT, is_live, peek_fingerprint, peek_format
 from cache.l2.commands import Overlay
 from cache.tiers.l1 import Entry, LocalKey
-from cache.tiers.results import MISSED, Found, Missed, MissReason, Outcome, Want
-from precompute.bundles.bundle import FORMAT
-
-FLAGS_AT = 14
-"""Offset of the flags in a record's header."""
+from cache.tiers.results import MISSED, Found, Missed, MissReason, Outcome, Tier, Want
 
 
-def judge(entry: Entry, want: Want, tier: Literal["l1", "l2"]) -> Outcome:
+def judge(entry: Entry, want: Want, tier: Tier) -> Outcome:
     """The outcome of what a tier holds for this want: found, corrupt, or from another input."""
     if entry.fingerprint != want.fingerprint:
         return MISSED[MissReason.CORRUPT]
@@ -26,7 +20,7 @@ def judge(entry: Entry, want: Want, tier: Literal["l1", "l2"]) -> Outcome:
 def overlay_entry(want: Want, overlay: Overlay, asked_at: float) -> Entry | Missed:
     """The entry in an overlay asked for at `asked_at` (monotonic), or why it is a miss."""
     unpacked = unpack_overlay(want.table.layout, overlay.payload)
-    if unpacked is None or peek_format(unpacked[0]) != FORMAT:
+    if unpacked is None or peek_format(unpacked[0]) != RECORD_FORMAT:
         return MISSED[MissReason.CORRUPT]
     if overlay.ttl_s <= 0:
         return MISSED[MissReason.EXPIRED]
@@ -47,5 +41,5 @@ def check_live(want: Want, record: bytes) -> None:
     size_bytes = want.table.layout.size_bytes
     if len(record) != size_bytes:
         raise ValueError(f"a record of {want.table.name} has {size_bytes} bytes, not {len(record)}")
-    if peek_fingerprint(record) != want.fingerprint or not record[FLAGS_AT] & FLAG_LIVE:
+    if peek_fingerprint(record) != want.fingerprint or not is_live(record):
         raise ValueError(f"not a live record of the wanted entity in {want.table.name}")

@@ -167,7 +167,7 @@ class Explainer:
 def _answer(case: Case, said: Said) -> dict[str, Any]:
     """The source of the answer, why it is no plain hit, and why live gave none although it had an input."""
     source = "default" if case.answer is None else case.answer["source"]
-    is_stored = source in ("l1", "l2")
+    is_stored = source in STORED
     reason = None if case.reason is None else str(case.reason)
     live = said.reason if said.is_of_input and not is_stored else None
     return {"tier": source, "reason": reason, "live": live}

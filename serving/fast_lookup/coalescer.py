@@ -1,6 +1,6 @@
 """Lookups of one plain id that come in the same turn of the event loop, answered as one batch.
 
-What a batch costs once (a pipeline, a flight, numpy's calls) they share; each keeps its own answer, clock and count. With
+What a batch costs once (pipeline, flight, numpy's calls) they share; each keeps its own answer, clock and count. With
 32 lookups in flight this takes 0.63 to 0.70 of the time that they take one by one; with 8 it gains nothing (`LEAST`).
 """
 
