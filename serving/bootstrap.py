@@ -26,7 +26,7 @@ from serving.lookup.l1_warmup import Warming
 from serving.process.worker_metrics import Peers
 from serving.quality.monitor import QualityMonitor
 from serving.replica.background import Refresher
-from serving.replica.canary_router import Trial
+from serving.replica.canary_router import CanaryRouter
 from serving.replica.freshness import Nights
 from serving.replica.heartbeat import Heartbeat
 from serving.replica.host import LOOK_S, Host
@@ -70,7 +70,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         open_snapshot, metrics, warm=warming, flipped=answering.local.absences.flipped, aside=aside,
         in_thread=reading,
     )  # fmt: skip
-    trial = Trial(shelf, metrics)
+    trial = CanaryRouter(shelf, metrics)
     quality = QualityMonitor(
         config, answering.watch, metrics, answering.local, remote.control, shelf, ladder.recent,
         answering.batcher, answering.admission, clock, name,

@@ -22,7 +22,7 @@ from serving.lookup.leases import Lead
 from serving.lookup.micro_batcher import MicroBatcher, compute
 from serving.metrics.registry import Metrics
 from serving.usage.answer_sampling import Picks
-from serving.usage.request_observer import Watch
+from serving.usage.request_observer import UsageObserver
 
 _LOOKS = 10
 """Looks at the queues per interval of the admission."""
@@ -42,7 +42,7 @@ class Answering:
     pulse: Pulse
     lead: Lead
     inferences: Inferences
-    watch: Watch
+    watch: UsageObserver
     ladder: Ladder
     executor: ThreadPoolExecutor
 
@@ -100,7 +100,7 @@ class Answering:
             admit=admission.admit_live,
             spares_reads=config.overlay_reads == "auto",
         )
-        watch = Watch(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
+        watch = UsageObserver(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
         ladder = Ladder(
             tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch
         )

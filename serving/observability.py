@@ -10,7 +10,7 @@ from starlette.types import Scope
 from cache.errors import ConfigError
 from serving.config.settings import ServingConfig
 from serving.http.service import Service
-from serving.tracing.observer import Watch
+from serving.tracing.observer import RequestObserver
 from serving.tracing.request_log import RequestLog
 from serving.tracing.trace_context import parent_of
 
@@ -24,7 +24,7 @@ Traced = Callable[[Scope], bool]
 @contextlib.asynccontextmanager
 async def watched(
     config: ServingConfig, service: Service, instance: str
-) -> AsyncIterator[tuple[Watch, Traced | None]]:
+) -> AsyncIterator[tuple[RequestObserver, Traced | None]]:
     """The watch over requests, and what tells which are traced; without traces OpenTelemetry is not imported."""
     spans = _spans(config, instance) if config.traces else None
 
@@ -32,7 +32,7 @@ async def watched(
         held = service.follower.holding
         return () if held is None else held.live.manifest.tables
 
-    watch = Watch(
+    watch = RequestObserver(
         tables,
         times=config.server_timing,
         journal=RequestLog(share=config.log_share, slow_s=config.log_slow_ms / 1000),

@@ -8,9 +8,7 @@ from typing import TypeVar, cast
 
 from cache.errors import TierUnavailable
 from cache.format.records.codec import pack_overlay
-from cache.format.records.layout import (
-    is_answer_of,
-)
+from cache.format.records.layout import is_answer_of
 from cache.format.redis_keys import hash_hex
 from cache.l2.commands import Answer, Overlay, OverlayWrite
 from cache.l2.data_plane import DataPlane

@@ -24,7 +24,7 @@ OVERLOADED = refusal_of(Problem(503, "overloaded", "more is asked than can be an
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class AdmissionGate:
     """Gate of one service; `headers` knows its token."""
 
     admission: Admission

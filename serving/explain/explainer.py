@@ -24,8 +24,7 @@ from serving.generations.pointer_follower import Follower
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread
-from serving.lookup.entity import Case, cases_of
-from serving.lookup.ladder import want_of_previous
+from serving.lookup.entity import Case, cases_of, want_of_previous
 from serving.lookup.micro_batcher import MicroBatcher
 from serving.rendering.answer_fields import Prediction, from_defaults, from_record
 from serving.requests.errors import Problem, unprocessable

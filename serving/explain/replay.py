@@ -13,7 +13,7 @@ from serving.lookup.entity import Case
 from serving.lookup.ladder import Ladder
 from serving.lookup.micro_batcher import Computed, LiveUnavailable
 from serving.metrics.registry import Metrics
-from serving.requests.models import Options
+from serving.requests.models import RequestOptions
 
 _PLENTY_S = 3_600.0
 
@@ -46,7 +46,7 @@ class Replay:
         """The case as the ladder leaves it: its answer has the source, `reason` says why it is no plain hit."""
         self._seen[holding.live.generation] = self.stored
         ladder = Ladder(self, self, metrics, l2_deadline_s=_PLENTY_S)
-        options = Options(_PLENTY_S, case.k)
+        options = RequestOptions(_PLENTY_S, case.k)
         case = dataclasses.replace(case, reason=None)
         await ladder.resolve(holding, [case], Turn.of(options, ladder.now()))
         return case

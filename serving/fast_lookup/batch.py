@@ -21,7 +21,7 @@ from serving.rendering.arrow_rows import items_of, resolved_stream
 from serving.rendering.batch_result import Lookup, Resolved
 from serving.rendering.json_batch import plain, texts_of
 from serving.rendering.json_single import Marks
-from serving.requests.models import Entity
+from serving.requests.models import RequestedEntity
 from serving.tracing.request_context import note
 from serving.usage.answer_sampling import Pick
 
@@ -198,7 +198,7 @@ class Batches:
 
 def _case(lookup: Lookup, place: int, want: Want) -> Case:
     raw = lookup.raws[place]
-    entity = Entity(lookup.table.name, raw.decode(), raw, f"entities[{place}]")
+    entity = RequestedEntity(lookup.table.name, raw.decode(), raw, f"entities[{place}]")
     return plain_case(lookup.holding.live, lookup.table, lookup.k, want, entity)
 
 

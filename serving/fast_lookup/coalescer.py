@@ -20,7 +20,7 @@ from serving.fast_lookup.single_request import Get
 from serving.lookup.service import LookupService
 from serving.rendering.batch_result import Lookup
 from serving.rendering.json_batch import texts_of
-from serving.requests.models import Options
+from serving.requests.models import RequestOptions
 from serving.usage.answer_sampling import Pick
 
 LEAST = 8
@@ -180,7 +180,7 @@ class Together:
 
 def _lookup(members: Sequence[_Member]) -> Lookup:
     first = members[0].get
-    options = Options(min([get.options.deadline_s for get, _ in members]), first.k)
+    options = RequestOptions(min([get.options.deadline_s for get, _ in members]), first.k)
     raws = [get.asked.raw for get, _ in members]
     return Lookup(first.holding, first.table, raws, options, first.started)
 

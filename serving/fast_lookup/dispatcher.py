@@ -23,7 +23,7 @@ from serving.metrics.fast_counters import GET_ROUTE
 from serving.requests import fast_parse
 from serving.requests.bodies import Messages
 from serving.requests.errors import Problem
-from serving.requests.fast_parse import Queries
+from serving.requests.fast_parse import QueryParser
 from serving.requests.negotiation import JSON_TYPE, forms
 
 _STARTS_MAX = 8_192
@@ -58,7 +58,7 @@ class Hot:
             self._metrics.tally.flushes.append(self._sent.flush)
             self._arm()
         self._timer, self._clock = service.timer, clock
-        self._queries = Queries(service.limits)
+        self._queries = QueryParser(service.limits)
         self._is_traced = is_traced
         self._gate = service.gate()
         self._posted = Posted(service, clock)

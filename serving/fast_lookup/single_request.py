@@ -7,7 +7,7 @@ from cache.tiers.tiered import Want
 from serving.generations.served_set import Holding
 from serving.lookup.entity import Case, plain_case
 from serving.requests.fast_parse import Single
-from serving.requests.models import Entity, Options
+from serving.requests.models import RequestedEntity, RequestOptions
 
 
 class Get(NamedTuple):
@@ -17,7 +17,7 @@ class Get(NamedTuple):
     table: Table
     asked: Single
     want: Want
-    options: Options
+    options: RequestOptions
     started: float
     request: bytes
     """Path and query, by which a ready answer is kept."""
@@ -33,5 +33,5 @@ class Get(NamedTuple):
     def case(self) -> Case:
         """The request as the ladder has it."""
         asked = self.asked
-        entity = Entity(asked.table, asked.id, asked.raw, "id")
+        entity = RequestedEntity(asked.table, asked.id, asked.raw, "id")
         return plain_case(self.holding.live, self.table, self.k, self.want, entity)

@@ -9,11 +9,11 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from serving.admission.controller import Admission
-from serving.admission.gate import OVERLOADED, Gate, refusal_of
+from serving.admission.gate import OVERLOADED, AdmissionGate, refusal_of
 from serving.requests.bodies import Messages
 from serving.requests.body_budget import BYTES_MAX, Bodies
 from serving.requests.errors import Problem
-from serving.tracing.observer import Watch
+from serving.tracing.observer import RequestObserver
 
 ADMITTED = "larder.admitted"
 """Key in the scope of a request that `refusal` let go on."""
@@ -78,8 +78,8 @@ class Front(FastAPI):
     def __init__(self, *, bodies_bytes: int = BYTES_MAX, **settings: Any) -> None:
         super().__init__(**settings)
         self.bodies = Bodies(bodies_bytes)
-        self.gate: Gate | None = None
-        self.watch: Watch | None = None
+        self.gate: AdmissionGate | None = None
+        self.watch: RequestObserver | None = None
         self.fast: Fast | None = None
         self.wire: Fast | None = None  # the same, unless each request may be traced
 
@@ -96,7 +96,9 @@ class Front(FastAPI):
         else:
             await self._watched(gate, scope, receive, send)
 
-    async def _watched(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _watched(
+        self, gate: AdmissionGate, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Answers a request that has no ready answer, under the observer if one is set."""
         watch = self.watch
         if watch is None:
@@ -108,7 +110,12 @@ class Front(FastAPI):
             await watch(functools.partial(self._below, gate), scope, receive, send)
 
     async def _below(
-        self, gate: Gate, scope: Scope, receive: Receive, send: Send, watch: Watch | None = None
+        self,
+        gate: AdmissionGate,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        watch: RequestObserver | None = None,
     ) -> None:
         """Answers a request without a ready answer; lookups, scores and explanations need admission."""
         if not scope["path"].startswith(_LIMITED):  # decoded, as the router reads it
@@ -133,7 +140,7 @@ class Front(FastAPI):
         await _sent(answer, send)
 
     async def _plain(
-        self, gate: Gate, scope: Scope, receive: Receive
+        self, gate: AdmissionGate, scope: Scope, receive: Receive
     ) -> tuple[Messages | None, Asked | None, Receive]:
         """The answer of the fast way, or a refusal; else what it has read of the request, for who goes on."""
         fast, answer, asked = self.fast, None, None
@@ -152,7 +159,7 @@ class Front(FastAPI):
         scope: Scope,
         receive: Receive,
         send: Send,
-        watch: Watch | None,
+        watch: RequestObserver | None,
     ) -> None:
         """The complete way: what was read already goes to the ladder, all else through the router."""
         below = super().__call__

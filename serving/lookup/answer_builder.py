@@ -11,22 +11,22 @@ from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Barred, Prediction, complete, from_defaults, from_record
-from serving.requests.models import Options
+from serving.requests.models import RequestOptions
 from serving.usage.answer_sampling import Pick
-from serving.usage.request_observer import Watch
+from serving.usage.request_observer import UsageObserver
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """State that all entities of one request share; times are monotonic."""
 
-    options: Options
+    options: RequestOptions
     started: float
     deadline: float
     _excluded: dict[str, frozenset[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: Options, started: float) -> Self:
+    def of(cls, options: RequestOptions, started: float) -> Self:
         """The state of a request that came at `started`."""
         return cls(options, started, started + options.deadline_s)
 
@@ -51,7 +51,7 @@ class Reply:
     def __init__(
         self,
         metrics: Metrics,
-        watch: Watch,
+        watch: UsageObserver,
         timer: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:

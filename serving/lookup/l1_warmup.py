@@ -18,7 +18,7 @@ _LONGEST_S = 5.0
 _MANY = 256
 
 
-class Reads(Protocol):
+class WarmupReads(Protocol):
     """Protocol of the tiers, as far as reading ahead needs it."""
 
     async def get_many(
@@ -36,7 +36,7 @@ class Warming:
 
     def __init__(
         self,
-        tiers: Reads,
+        tiers: WarmupReads,
         recent: Callable[[], Sequence[Name]],
         hottest: Callable[[], Awaitable[Sequence[Name]]] | None = None,
         observe: Callable[[int, float], None] = lambda _records, _seconds: None,

@@ -12,20 +12,18 @@ from serving.answers.sources import Source
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Reply, Turn
-from serving.lookup.entity import Case, Pace, cases_of, still_open, want_in
+from serving.lookup.entity import Case, LoopShare, cases_of, still_open, want_of_previous
 from serving.lookup.micro_batcher import Computed, LiveUnavailable
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
-from serving.requests.models import Ask, Options
+from serving.requests.models import Ask, RequestOptions
 from serving.usage.hot_keys import Recent
-from serving.usage.request_observer import Watch
+from serving.usage.request_observer import UsageObserver
 
 log = logging.getLogger(__name__)
 
 _SETTLED_FOR = (None, MissReason.TOO_OLD, MissReason.EXHAUSTED)
 """Reasons for which a stored record is still an answer, once live has none."""
-_NO_OTHER_NIGHT = (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED)
-"""Reasons that hold for the previous generation as well."""
 
 
 class Stored(Protocol):
@@ -65,12 +63,12 @@ class Ladder:
         metrics: Metrics,
         *,
         l2_deadline_s: float,
-        watch: Watch | None = None,
+        watch: UsageObserver | None = None,
         timer: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.recent = Recent()
-        self.watch = watch or Watch(metrics.l1_misses)
+        self.watch = watch or UsageObserver(metrics.l1_misses)
         self._tiers = tiers
         self._inferences = inferences
         self._metrics = metrics
@@ -121,7 +119,7 @@ class Ladder:
         """Monotonic time by which requests begin and deadlines end."""
         return self._timer()
 
-    def l2_deadline(self, options: Options, started: float, commands: int = 1) -> float:
+    def l2_deadline(self, options: RequestOptions, started: float, commands: int = 1) -> float:
         """Monotonic time until which the stored records of a request may be waited for."""
         tier_s = deadline_for(self._l2_deadline_s, commands)
         return min(started + options.deadline_s, self._timer() + tier_s)
@@ -137,7 +135,7 @@ class Ladder:
         unread = [case for case in cases if case.reason is None and case.found is None]
         self._inferences.approach(snapshot, unread)
         await self._read(snapshot, unread, turn)
-        pace = Pace()
+        pace = LoopShare()
         for case in cases:
             if (found := case.found) is None:
                 continue
@@ -197,7 +195,7 @@ class Ladder:
         # What comes after live needs a little time too.
         limit_s = left_s - min(self._l2_deadline_s, left_s / 4)
         outcomes = await self._inferences.run(snapshot, cases, limit_s)
-        pace = Pace()
+        pace = LoopShare()
         for case, outcome in zip(cases, outcomes, strict=True):
             await pace.step(case.entity)
             if isinstance(outcome, Computed):
@@ -258,7 +256,7 @@ class Ladder:
         wants = [want for _, want in asked]
         deadline = self.l2_deadline(turn.options, turn.started, _commands(wants))
         outcomes = await self._tiers.get_many(previous.view, wants, deadline)
-        pace = Pace()
+        pace = LoopShare()
         for (case, want), outcome in zip(asked, outcomes, strict=True):
             if not isinstance(outcome, Found):
                 continue
@@ -276,23 +274,10 @@ class Ladder:
 
     async def _give_default(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
         """Defaults, which hold for everybody."""
-        pace = Pace()
+        pace = LoopShare()
         for case in cases:
             await pace.step(case.entity)
             self._reply.default(case, holding.live, turn)
-
-
-def want_of_previous(previous: Snapshot, case: Case) -> Want | str:
-    """The record that a case may be answered with from the previous generation, or why there is none."""
-    raw = case.entity.raw
-    if raw is None or case.reason in _NO_OTHER_NIGHT:
-        return case.reason or "no_id"
-    table = previous.manifest.tables.get(case.table.name)
-    if table is None or (table.entity, table.kind) != (case.table.entity, case.table.kind):
-        return "no_such_table"
-    want = want_in(previous, table, raw)
-    # Never an overlay: it was computed for another night.
-    return want if want.position >= 0 else "not_in_generation"
 
 
 def _is_worth(case: Case, snapshot: Snapshot) -> bool:

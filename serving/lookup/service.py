@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
 from serving.admission.deadline_check import Lateness
-from serving.admission.gate import Gate
+from serving.admission.gate import AdmissionGate
 from serving.generations.pointer_follower import Follower
 from serving.generations.served_set import Holding
 from serving.lookup.ladder import Ladder
@@ -53,11 +53,11 @@ class LookupService:
                 answer["stale"] = stale
         return answers
 
-    def gate(self) -> Gate:
+    def gate(self) -> AdmissionGate:
         """The gate before all that lies below L1, with the service's token and bounds."""
         headers = Headers(credentials(self.token) if self.token else (), self.limits)
         lateness = Lateness(self.admission, headers, self.limits)
         requested = self.metrics.requested
-        return Gate(
+        return AdmissionGate(
             self.admission, headers, lateness, requested, self.body_bytes, self.body_timeout_s
         )

@@ -8,7 +8,7 @@ from cache.format.item_bytes import Named
 from cache.native import loader
 from serving.answers.sources import STORED
 from serving.rendering.answer_fields import origin_of
-from serving.rendering.arrow_batch import NO_ITEMS, Stored, answers_stream, row_of
+from serving.rendering.arrow_batch import NO_ITEMS, StoredRows, answers_stream, row_of
 from serving.rendering.batch_result import Lookup, Resolved
 from serving.rendering.json_batch import numbers
 
@@ -30,7 +30,7 @@ def resolved_stream(
     live, table = lookup.holding.live, lookup.table
     l1, l2 = [row_of(origin_of(live, each, "batch", now, stale=stale)) for each in STORED]
     found = numbers(table, resolved.rows, lookup.k)
-    stored = Stored(resolved.places, (l1, l2), resolved.is_l2, found, _whole(items))
+    stored = StoredRows(resolved.places, (l1, l2), resolved.is_l2, found, _whole(items))
     return answers_stream(table, lookup.raws, resolved.answers, stored)
 
 

@@ -8,10 +8,10 @@ from serving.generations.served_set import Holding
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
 from serving.replica.canary_stats import ARMS, EVENTS_MAX, OTHER, Arm, ArmCounts, ArmShare
-from serving.requests.models import Entity, Options
+from serving.requests.models import RequestedEntity, RequestOptions
 
 
-class Running(Protocol):
+class CanarySource(Protocol):
     """Protocol of what knows the canary that runs now."""
 
     @property
@@ -19,10 +19,10 @@ class Running(Protocol):
         """The canary, None while there is none."""
 
 
-class Trial:
+class CanaryRouter:
     """Routes by the caller's key alone, so that every replica sends the same requests to the same generation."""
 
-    def __init__(self, running: Running, metrics: Metrics) -> None:
+    def __init__(self, running: CanarySource, metrics: Metrics) -> None:
         self._running = running
         self._metrics = metrics
         self._counted: Canary | None = None
@@ -30,7 +30,7 @@ class Trial:
         self._events: set[str] = set()
 
     def route(
-        self, holding: Holding, entities: Sequence[Entity], options: Options
+        self, holding: Holding, entities: Sequence[RequestedEntity], options: RequestOptions
     ) -> tuple[Holding, ArmShare | None]:
         """Holding that answers the whole request, and the arm and key by which it is counted; None for neither arm."""
         if (canary := self._running.canary) is None:
@@ -108,7 +108,7 @@ class Trial:
         return holding, None
 
 
-def _user(holding: Holding, entities: Sequence[Entity]) -> bytes | None:
+def _user(holding: Holding, entities: Sequence[RequestedEntity]) -> bytes | None:
     """The one user that a request is about."""
     if len(entities) != 1:
         return None

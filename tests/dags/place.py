@@ -10,7 +10,7 @@ import numpy as np
 import redis
 
 from cache.format.redis_keys import Keyspace
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from cache.store.releases import Pointer
 from infra.demo.place import NEVER
 from infra.local.airflow import LocalAirflow
@@ -132,7 +132,11 @@ class Place:
 
 @contextmanager
 def airflow_over(
-    folder: Path, server: Server, *, config: str = CONFIG, settings: Mapping[str, str] | None = None
+    folder: Path,
+    server: RedisServer,
+    *,
+    config: str = CONFIG,
+    settings: Mapping[str, str] | None = None,
 ) -> Iterator[Place]:
     """Airflow with nothing published yet."""
     path = folder / "larder.toml"

@@ -9,7 +9,8 @@ import redis
 
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, Replica
+from precompute.control.control_keys import Control
+from precompute.control.rows import Replica
 from tests.integration.nights import environment
 from tests.polling import until
 

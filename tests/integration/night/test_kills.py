@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from infra.local.service import ServiceProcess
 from tests.integration.killed_steps import night
 from tests.integration.killing import run
@@ -27,7 +27,7 @@ KILLS, AT_LEAST = 210, 4
 
 
 @pytest.fixture
-def ground(tmp_path: Path, own_redis: Server) -> Iterator[Ground]:
+def ground(tmp_path: Path, own_redis: RedisServer) -> Iterator[Ground]:
     """Two namesakes in two Redis databases, one generation live in each, and a service over the first."""
     seed = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"seed {seed} (LARDER_SEED repeats it)")

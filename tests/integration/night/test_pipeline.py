@@ -38,7 +38,8 @@ from precompute.bulk.headroom import REDIS_USED_MAX
 from precompute.bundles import bundle_store
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import GateThresholds, Sources, TableConfig
-from precompute.control.control_keys import Control, Row, connect
+from precompute.control.control_keys import Control, connect
+from precompute.control.rows import Row
 from precompute.control.states import State
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import Refused, SourceError
 from cache.format.records.layout import ABSENT
-from cache.model.tower import InputSpec, TowerSpec
+from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import TableConfig

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from cache.process.child_process import Guarded
-from cache.process.redis_server import SETTINGS, Server
+from cache.process.redis_server import SETTINGS, RedisServer
 from cache.store.artefacts import read_manifest
 from infra.demo.scrape import ServiceCounts
 from infra.local.service import ROOT, ServiceProcess
@@ -59,7 +59,7 @@ class Asked:
 
 
 @pytest.fixture
-def night(tmp_path: Path, own_redis: Server) -> NightConfig:
+def night(tmp_path: Path, own_redis: RedisServer) -> NightConfig:
     config = build_night(tmp_path / "night", own_redis.url)
     publish_night(config, NEXT)
     return config
@@ -95,7 +95,7 @@ def run_restore(environ: Mapping[str, str]) -> None:
 
 
 def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
-    night: NightConfig, own_redis: Server, tmp_path: Path
+    night: NightConfig, own_redis: RedisServer, tmp_path: Path
 ) -> None:
     environ = environment(night)
     known = sorted(histories(night, NEXT))

@@ -10,14 +10,14 @@ from cache.format.records.codec import decode, encode_numbers
 from cache.format.records.layout import Layout
 from serving.generations.served_set import Holding
 from serving.lookup.candidate_scoring import rank_candidates, score_tolerance
-from serving.requests.models import Options, ScoreAsk
+from serving.requests.models import RequestOptions, ScoreAsk
 from tests.unit.serving.world import World, entity, ids
 
 
 async def test_a_sent_history_is_computed_from_although_a_vector_is_stored() -> None:
     world = World()
     holding = Holding(world.snapshot())
-    candidates, options = ids("i1", "i2"), Options(5.0)
+    candidates, options = ids("i1", "i2"), RequestOptions(5.0)
 
     async def ranked(user):
         ask = ScoreAsk(user, candidates, options)

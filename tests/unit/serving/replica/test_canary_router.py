@@ -11,12 +11,12 @@ import pytest
 from cache.control.canary_split import Split
 from cache.store.releases import Canary
 from serving.generations.served_set import Holding
-from serving.replica.canary_router import Trial
+from serving.replica.canary_router import CanaryRouter
 from serving.replica.canary_stats import EVENTS_MAX, ArmShare
 from serving.requests.errors import Problem
 from serving.requests.fields import read_id
 from serving.requests.lookup_json import feedback_of, lookup_ask
-from serving.requests.models import Limits, Options
+from serving.requests.models import Limits, RequestOptions
 from serving.requests.options import query_options, with_canary_header, with_headers
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
 
@@ -31,15 +31,17 @@ class Runs:
     canary: Canary | None
 
 
-def scene(canary: Canary | None = CANARY, *, held: bool = True) -> tuple[World, Holding, Trial]:
+def scene(
+    canary: Canary | None = CANARY, *, held: bool = True
+) -> tuple[World, Holding, CanaryRouter]:
     world = World()
     live, coming = world.snapshot(OLDER), world.snapshot(GENERATION)
     split = None if canary is None or not held else Split.of(canary.generation, canary.percent)
-    return world, Holding(live, None, coming, split), Trial(Runs(canary), world.metrics)
+    return world, Holding(live, None, coming, split), CanaryRouter(Runs(canary), world.metrics)
 
 
-def options(key: bytes | None = None, **more: Any) -> Options:
-    return Options(5.0, canary_key=key, **more)
+def options(key: bytes | None = None, **more: Any) -> RequestOptions:
+    return RequestOptions(5.0, canary_key=key, **more)
 
 
 def taken(percent: float, generation: str = GENERATION) -> set[bytes]:
@@ -160,7 +162,7 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
 ):
     running = Runs(Canary(GENERATION, 100.0, 5.0, "purchase"))
     world, holding, _ = scene()
-    trial = Trial(running, world.metrics)
+    trial = CanaryRouter(running, world.metrics)
     for since in range(5):
         running.canary = Canary(GENERATION, 100.0, float(since), "purchase")
         for number in range(30):
@@ -182,7 +184,7 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
 def test_another_canary_is_counted_from_nothing() -> None:
     running = Runs(Canary(GENERATION, 100.0, 5.0))
     world, holding, _ = scene()
-    trial = Trial(running, world.metrics)
+    trial = CanaryRouter(running, world.metrics)
     trial.route(holding, (), options(b"k"))
     trial.count(ArmShare("canary", b"k"), [{"source": "l1"}])
 
