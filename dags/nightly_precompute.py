@@ -50,11 +50,12 @@ from airflow.sdk import (
     task,
 )
 
-from cache.control.schedule import Schedule
+from cache.config.tasks import DagConfig
+from cache.config.timetable import Timetable
+from cache.control.night_steps import STAGES
 from cache.errors import BundleError, ConfigError, Refused, SourceError
-from precompute.config.tasks import DagConfig
 
-NIGHTS = Schedule.configured(os.environ)
+NIGHTS = Timetable.configured(os.environ).nights()
 TRIES = DagConfig.configured(os.environ)
 SCORE_QUEUE = os.environ.get("LARDER_SCORE_QUEUE") or "gpu"
 
@@ -87,11 +88,11 @@ def nightly_precompute() -> None:
     def begin() -> Build:
         """Name the generation and partition the sources; falsy, so the rest is skipped, if live."""
         from precompute.config.settings import night_config
-        from precompute.steps import pipeline
+        from precompute.steps import begin
 
         context = get_current_context()
         # Asset-triggered runs have no logical date; `run_after` stands still across retries.
-        build = pipeline.begin(
+        build = begin.run(
             night_config(),
             data_until=context["params"]["data_until"],
             run_after=context["dag_run"].run_after.isoformat(),
@@ -107,98 +108,109 @@ def nightly_precompute() -> None:
     def embed_items(build: Build) -> dict[str, Any]:
         """Run the item tower over the catalogue, once for all shards."""
         from precompute.config.settings import night_config
-        from precompute.steps import pipeline
+        from precompute.steps import embed_items
 
-        return pipeline.embed_items(night_config(), build)
+        return embed_items.run(night_config(), build)
 
+    # Airflow keeps what ran under a task's id: two are called as they were before steps had one name everywhere.
     @task(
+        task_id="score_shard",
         multiple_outputs=False,
         pool="gpu",
         queue=SCORE_QUEUE,
         execution_timeout=timedelta(seconds=TRIES.score_timeout_s),
         map_index_template="shard {{ task.op_kwargs['shard'] }}",
     )
-    def score_shard(build: Build, shard: int) -> dict[str, Any]:
+    def score(build: Build, shard: int) -> dict[str, Any]:
         """Score one hash shard and write its pages."""
         from precompute.config.settings import night_config
-        from precompute.steps import pipeline
+        from precompute.steps import score
 
-        return pipeline.score_shard(night_config(), build, shard)
+        return score.run_shard(night_config(), build, shard)
 
     @task(multiple_outputs=False)
-    def assemble(build: Build, scored: list[dict[str, Any]]) -> dict[str, Any]:
-        """List the shards' parts in the manifest."""
+    def assemble(build: Build) -> dict[str, Any]:
+        """Check that every shard is there."""
         from precompute.config.settings import night_config
-        from precompute.steps import pipeline
+        from precompute.steps import assemble
 
-        return pipeline.assemble(night_config(), build, list(scored))
+        return assemble.run(night_config(), build)
 
-    @task(multiple_outputs=False)
-    def build_index(build: Build) -> dict[str, Any]:
+    @task(task_id="build_index", multiple_outputs=False)
+    def index(build: Build) -> dict[str, Any]:
         """Build the FAISS indexes and measure their recall."""
         from precompute.config.settings import night_config
-        from precompute.steps import pipeline
+        from precompute.steps import index
 
-        return pipeline.build_index(night_config(), build)
+        return index.run(night_config(), build)
 
     @task(multiple_outputs=False)
     def quantize(build: Build) -> dict[str, Any]:
         """Make the int8 towers and measure their agreement."""
         from precompute.config.settings import night_config
-        from precompute.steps import pipeline
+        from precompute.steps import quantize
 
-        return pipeline.quantize(night_config(), build)
+        return quantize.run(night_config(), build)
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.load_timeout_s))
     def load(build: Build) -> dict[str, Any]:
         """Stream the pages into Redis, beside the live generation."""
         from precompute.config.settings import night_config
-        from precompute.steps import pipeline
+        from precompute.steps import load
 
-        return pipeline.load(night_config(), build)
+        return load.run(night_config(), build)
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.verify_timeout_s))
     def verify(build: Build) -> dict[str, Any]:
         """Put the generation through every gate; red means not published."""
         from precompute.config.settings import night_config
-        from precompute.steps import pipeline
+        from precompute.steps import verify
 
         attempt = get_current_context()["run_id"]
-        return pipeline.verify(night_config(), build, attempt=attempt)
+        return verify.run(night_config(), build, attempt=attempt)
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.load_timeout_s))
     def publish(verified: dict[str, Any]) -> dict[str, Any]:
         """Move the pointer; a retry recognises its own publish by the run id."""
         from precompute.config.settings import night_config
-        from precompute.steps import pipeline
+        from precompute.steps import publish
 
         attempt = get_current_context()["run_id"]
-        return pipeline.publish(night_config(), verified, attempt=attempt)
+        return publish.run(night_config(), verified, attempt=attempt)
 
     @task(multiple_outputs=False)
     def warm(build: Build) -> dict[str, Any]:
         """Wait until the readers have the generation."""
         from precompute.config.settings import night_config
-        from precompute.steps import pipeline
+        from precompute.steps import warm
 
-        return pipeline.warm(night_config(), build)
+        return warm.run(night_config(), build)
 
     @task(multiple_outputs=False)
     def retire() -> dict[str, Any]:
         """Remove what nobody may need again."""
         from precompute.config.settings import night_config
-        from precompute.steps import pipeline
+        from precompute.steps import retire
 
-        return pipeline.retire(night_config(), attempt=get_current_context()["run_id"])
+        return retire.run(night_config(), attempt=get_current_context()["run_id"])
 
     build = begin()
-    embedded = embed_items(build)
-    scored = score_shard.partial(build=build).expand(shard=plan(build))
-    assembled = assemble(build, scored)
-    loaded, verified = load(build), verify(build)
-    chain(embedded, scored)
-    chain(assembled, [build_index(build), quantize(build)], loaded, verified)
-    chain(publish(verified), warm(build), retire())
+    verified = verify(build)
+    tasks = {
+        "begin": build,
+        "embed_items": embed_items(build),
+        "score": score.partial(build=build).expand(shard=plan(build)),
+        "assemble": assemble(build),
+        "index": index(build),
+        "quantize": quantize(build),
+        "load": load(build),
+        "verify": verified,
+        "publish": publish(verified),
+        "warm": warm(build),
+        "retire": retire(),
+    }
+    stages = [[tasks[name] for name in stage] for stage in STAGES]
+    chain(*(stage if len(stage) > 1 else stage[0] for stage in stages))
 
 
 nightly_precompute()

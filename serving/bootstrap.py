@@ -11,7 +11,8 @@ from cache.store.releases import Pointer
 from serving.collectors import Parts
 from serving.components import Answering
 from serving.config.cpu_affinity import step_back
-from serving.config.settings import ServingConfig
+from serving.config.settings import ServingConfig, limits_of
+from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import Dashboard
 from serving.explain.explainer import Explainer
 from serving.generations.holder import Shelf
@@ -23,15 +24,15 @@ from serving.http.exposition import Exposition
 from serving.http.service import Service
 from serving.lookup.l1_warmup import Warming
 from serving.process.worker_metrics import Peers
-from serving.quality.monitor import Quality
+from serving.quality.monitor import QualityMonitor
 from serving.replica.background import Refresher
-from serving.replica.canary_router import Trial
+from serving.replica.canary_router import CanaryRouter
 from serving.replica.freshness import Nights
 from serving.replica.heartbeat import Heartbeat
 from serving.replica.host import LOOK_S, Host
 from serving.replica.night_metrics import Figures
 from serving.replica.redis_memory import Room
-from serving.replica.release_watch import Chronicle
+from serving.replica.release_watch import ReleaseWatch
 from serving.usage.hot_keys import Sketch
 from serving.usage.l1_advisor import Advisor
 
@@ -62,27 +63,30 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     )
     reading = StoreThreads()
     clock = RedisClock()
-    sketch = Sketch(remote, ladder.recent, lambda: shelf.live, clock)
+    sketch = Sketch(remote.control, ladder.recent, lambda: shelf.live, clock)
     hottest = sketch.hottest if config.sketch_s else None
     warming = Warming(tiers, ladder.recent.names, hottest, metrics.warmed)
-    trial = Trial(lambda: shelf.canary, metrics)
-    shelf = Shelf(open_snapshot, metrics, warm=warming, aside=aside, in_thread=reading)
-    quality = Quality(
-        config, answering.watch, metrics, answering.local, remote, shelf, ladder.recent,
+    shelf = Shelf(
+        open_snapshot, metrics, warm=warming, flipped=answering.local.absences.flipped, aside=aside,
+        in_thread=reading,
+    )  # fmt: skip
+    trial = CanaryRouter(shelf, metrics)
+    quality = QualityMonitor(
+        config, answering.watch, metrics, answering.local, remote.control, shelf, ladder.recent,
         answering.batcher, answering.admission, clock, name,
     )  # fmt: skip
     follower = Follower(
-        store, remote, shelf, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
+        store, remote.control, shelf, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
         clock=clock, in_thread=reading,
     )  # fmt: skip
-    chronicle, room = Chronicle(store, reading), Room(remote)
+    releases, room = ReleaseWatch(store, reading), Room(remote.control)
     host = Host(store.local(""), reading)
     advisor = Advisor(tiers, lambda: shelf.live, config.sampled_keys)
     steps = (config.sketch_s, sketch.report), (advisor.step_s, advisor.step)
     refresher = Refresher(
         follower,
         store,
-        remote,
+        remote.control,
         Heartbeat(
             name,
             follower,
@@ -98,7 +102,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         heartbeat_s=config.heartbeat_s,
         also=[
             *(each for each in steps if each[0]),
-            (config.figures_s, chronicle.look),
+            (config.figures_s, releases.look),
             (config.figures_s, room.look),
             (LOOK_S, host.look),
             *quality.steps(),
@@ -107,7 +111,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     )
     nights = Nights(config.nights(), follower)
     metrics.registry.register(advisor)
-    metrics.registry.register(Figures(lambda: shelf.holding, nights, chronicle, room))
+    metrics.registry.register(Figures(lambda: shelf.holding, nights, releases, room))
     parts = Parts(
         metrics, tiers, remote, answering.batcher, answering.admission, answering.inferences,
         answering.lead, sketch, quality, refresher, nights,
@@ -115,7 +119,8 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     parts.register()
     replica = name if peers is None else peers.replica
     dashboard = Dashboard(
-        remote, store, remote.keyspace, name=name, is_on=config.observe and config.dashboard_s > 0,
+        remote.control, GenerationHistory(store, releases.records), name=name,
+        is_on=config.observe and config.dashboard_s > 0,
         counted=parts.counted, about=lambda: parts.about(replica),
         bounds=metrics.answer_seconds.bounds, nights=nights, clock=clock,
         advisor=advisor.told, quality=quality.told, in_thread=reading,
@@ -127,7 +132,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         follower, tiers, remote, answering.batcher, answering.admission, store, in_thread=reading
     )
     service = Service(
-        follower=follower, ladder=ladder, metrics=metrics, limits=config.limits(), token=config.token,
+        follower=follower, ladder=ladder, metrics=metrics, limits=limits_of(config), token=config.token,
         body_bytes=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
         l2_bound_s=remote.bound_s, admission=answering.admission, observes=config.observe,
         drain=refresher.drain, nights=nights, trial=trial, expose=Exposition(exposed),

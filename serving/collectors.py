@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cache.l2.circuit_breaker import Breaker
-from cache.l2.cluster.tier import Breakers, ClusterTier
-from cache.l2.tier import RemoteTier
+from cache.l2.data_plane import DataPlane
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
 from serving.dashboard.counters import Counts, counted
@@ -17,7 +15,7 @@ from serving.lookup.micro_batcher import MicroBatcher
 from serving.metrics.event_counters import Events
 from serving.metrics.fast_counters import Overload
 from serving.metrics.registry import Metrics
-from serving.quality.monitor import Quality
+from serving.quality.monitor import QualityMonitor
 from serving.replica.background import Refresher
 from serving.replica.freshness import Nights
 from serving.usage.hot_keys import Sketch
@@ -31,30 +29,30 @@ class Parts:
 
     metrics: Metrics
     tiers: Tiered
-    remote: RemoteTier | ClusterTier
+    remote: DataPlane
     batcher: MicroBatcher
     admission: Admission
     inferences: Inferences
     lead: Lead
     sketch: Sketch
-    quality: Quality
+    quality: QualityMonitor
     refresher: Refresher
     nights: Nights
 
     def register(self) -> None:
         """Registers gauges and collectors: all of it is in `/metrics` from now on."""
-        self._set_gauges(self.remote.breaker)
+        self._set_gauges()
         self.metrics.registry.register(Events(self.events))
         self.metrics.registry.register(Overload(self.admission))
 
     def events(self) -> dict[str, float]:
         """Counts by event: what the tiers and the parts around them did besides answering."""
-        tiers, remote, sketch = self.tiers, self.remote, self.sketch
+        tiers, l2, sketch = self.tiers, self.remote.stats, self.sketch
         return {
             "l2_reads": tiers.counters.l2_reads,
-            "l2_batches": remote.batches,
-            "l2_shed": remote.shed,
-            "breaker_opened": remote.breaker.opened,
+            "l2_batches": l2.batches,
+            "l2_shed": l2.shed,
+            "breaker_opened": l2.breaker_opened,
             "flights_shared": tiers.flights.shared,
             "inferences_shared": self.inferences.flights.shared,
             "inferences_hopeless": self.batcher.hopeless,
@@ -68,7 +66,7 @@ class Parts:
             **self.quality.events(),
         }
 
-    def _set_gauges(self, breaker: Breaker | Breakers) -> None:
+    def _set_gauges(self) -> None:
         metrics, refresher, local, nights = (
             self.metrics,
             self.refresher,
@@ -86,7 +84,7 @@ class Parts:
         metrics.generation_due.set_function(nights.due_at)
         metrics.stale.set_function(lambda: float(follower.stale is not None))
         metrics.ready.set_function(lambda: float(follower.health.ready))
-        metrics.breaker.set_function(lambda: _BREAKER_STATES[breaker.state])
+        metrics.breaker.set_function(lambda: _BREAKER_STATES[self.remote.stats.breaker])
         metrics.blocklist_age.set_function(lambda: time.monotonic() - refresher.blocklist_read_at)
         metrics.l1_bytes.set_function(lambda: local.size_bytes)
         metrics.l1_entries.set_function(lambda: len(local))
@@ -108,7 +106,7 @@ class Parts:
             "stale": health.stale,
             "degraded": health.degraded,
             "failed": health.failed,
-            "breaker": self.remote.breaker.state,
+            "breaker": self.remote.stats.breaker,
             "live_queued": self.batcher.queued,
             "under_way": admission.under_way,
             "requests_max": admission.requests_max,

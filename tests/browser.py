@@ -15,7 +15,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -84,12 +83,7 @@ class Browser:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def call(self, method: str, **parameters: Any) -> Any:

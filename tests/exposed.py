@@ -16,7 +16,7 @@ from serving.quality.results import Results
 from serving.replica.freshness import Nights
 from serving.replica.night_metrics import Figures
 from serving.replica.redis_memory import Room
-from serving.replica.release_watch import Chronicle
+from serving.replica.release_watch import ReleaseWatch
 from serving.usage.l1_advisor import Advisor
 from serving.usage.read_counts import Reads
 from serving.usage.table_usage import Usage
@@ -33,7 +33,7 @@ def labels() -> dict[str, set[str]]:
     admission = Admission(target_s=1.0, interval_s=1.0, requests_max=1)
     nights = Nights(Schedule(), cast(Any, _Nothing))
     nothing: Any = None
-    figures = Figures(lambda: None, nights, Chronicle(nothing), Room(nothing))
+    figures = Figures(lambda: None, nights, ReleaseWatch(nothing), Room(nothing))
     metrics = Metrics()
     told = [
         Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures, Results(),

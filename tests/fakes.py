@@ -1,18 +1,22 @@
 """Stand-ins that fit the protocols of the code under test by shape, and a small night to read from."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cache.errors import TierUnavailable
 from cache.format.directory import Directory
-from cache.format.keys import canonical_id, fingerprint, hash_id, hash_ids
+from cache.format.ids import canonical_id, fingerprint, hash_id, hash_ids
 from cache.format.manifest import Artefact, Producer, Table, TablePart
-from cache.format.records import Layout, encode_vectors
-from cache.l2.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead, Read
+from cache.format.records.codec import encode_numbers
+from cache.format.records.layout import Layout
+from cache.format.redis_keys import Keyspace
+from cache.l2.commands import Answer, Command, Overlay, OverlayRead, OverlayWrite, PageRead, Read
+from cache.l2.control_plane import ControlPlane, Words
+from cache.l2.data_plane import DataPlaneStats
 from cache.l2.lease_commands import DONE, DONE_MS, Lease, LeaseTake
 from cache.tiers.l1 import Entry, LocalKey, LocalTier
 from cache.tiers.results import View, Want
@@ -37,6 +41,26 @@ class FakeClock:
         self.now += seconds
 
 
+class FakeControl(ControlPlane):
+    """A control plane that nobody asks anything: a test replaces what it is about."""
+
+    keyspace = Keyspace("default")
+
+    async def ask(self, *command: Words) -> Any:
+        raise AssertionError(f"nobody was to ask {command[0]!r}")
+
+    async def ask_all(self, commands: Sequence[tuple[Words, ...]]) -> list[Any]:
+        return [await self.ask(*each) for each in commands]
+
+    async def ask_servers(self, *command: Words) -> list[Any]:
+        return [await self.ask(*command)]
+
+    async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
+        """No message ever comes."""
+        await asyncio.Event().wait()
+        yield b""
+
+
 @dataclass
 class FakeRemote:
     """L2 in a dictionary; `gate`, when set, holds every call until it opens."""
@@ -52,31 +76,31 @@ class FakeRemote:
     leases: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     asked: list[Lease] = field(default_factory=list)
     lease_s: Callable[[], float] = lambda: 0.0
-    leases_come_along: bool = False
+    control: ControlPlane = field(default_factory=FakeControl)
+    stats: DataPlaneStats = field(default_factory=DataPlaneStats)
 
-    async def read(
-        self, reads: Sequence[Read | Lease], timeout_s: float | None = None
-    ) -> list[Answer]:
+    async def _read(self, commands: Sequence[Command]) -> list[Answer]:
         """Answers as Redis would: a wrong length is no record, and what is held up was read before."""
-        self.calls.append(tuple(each for each in reads if not isinstance(each, Lease)))
-        answers = [self._answer(each) for each in reads]
+        self.calls.append(tuple(each for each in commands if isinstance(each, Read)))
+        answers = [self._answer(each) for each in commands]
         if self.gate is not None:
             await self.gate.wait()
         return [self.fails_with or each for each in answers]
 
     def submit(
-        self, reads: Sequence[Read | Lease], keep: Callable[[list[Answer]], T]
+        self, commands: Sequence[Command], keep: Callable[[Sequence[Answer]], T]
     ) -> asyncio.Future[T]:
-        """The same, as a future of what `keep` makes of it."""
+        """A future of what `keep` makes of what is there."""
 
         async def kept() -> T:
-            return keep(await self.read(reads))
+            return keep(await self._read(commands))
 
         return asyncio.ensure_future(kept())
 
-    def _answer(self, read: Read | Lease) -> Answer:
+    def _answer(self, read: Command) -> Answer:
         if isinstance(read, Lease):
             return self._asked(read)
+        assert isinstance(read, Read), read
         if isinstance(read, OverlayRead):
             payload, expires_at = self.overlays.get(
                 (read.generation, read.table, read.hash_hex), (b"", 0.0)
@@ -128,6 +152,23 @@ class FakeRemote:
         self.leases[command.key] = command.value, ends_at
         return command.value
 
+    async def page(self, read: PageRead) -> bytes | None:
+        """A page or a part of it."""
+        found = self._answer(read)
+        assert not isinstance(found, Overlay | TierUnavailable)
+        return found
+
+    def bound_s(self) -> float:
+        """No bound: `gate` may hold a read for ever."""
+        return float("inf")
+
+    def p99_ms(self, within_s: float = 5.0) -> float | None:
+        """Nothing is measured."""
+        return None
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
     @property
     def reads(self) -> list[PageRead | OverlayRead]:
         """Every read of every call."""
@@ -148,7 +189,7 @@ class Night:
         prints = np.array([fingerprint(raws[each]) for each in order], np.uint64)
         vectors = np.arange(count * dims, dtype=np.float32).reshape(count, dims)[order] + 1
         self.layout = Layout("vector", dims, "f4")
-        rows = encode_vectors(self.layout, prints, vectors, 1_700_000_000).tobytes()
+        rows = encode_numbers(self.layout, prints, vectors, 1_700_000_000).tobytes()
         page_bytes = records_per_page * self.layout.size_bytes
         self.pages = [rows[at : at + page_bytes] for at in range(0, len(rows), page_bytes)]
         part = TablePart(0, len(self.pages), count, NO_FILE, NO_FILE)
@@ -171,7 +212,7 @@ class Night:
         """What the live path would compute for `id_`."""
         prints = np.array([fingerprint(canonical_id(id_))], np.uint64)
         vectors = np.full((1, self.layout.width), value, np.float32)
-        return encode_vectors(self.layout, prints, vectors, 1_700_000_100, live=True).tobytes()
+        return encode_numbers(self.layout, prints, vectors, 1_700_000_100, live=True).tobytes()
 
     def load(self, remote: FakeRemote, generation: str = GENERATION) -> None:
         """Puts its pages where `remote` finds them."""

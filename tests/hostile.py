@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from cache.format.keys import ID_BYTES_MAX
+from cache.format.ids import ID_BYTES_MAX
 
 _PIECES = (
     '"', ",", '",', '","', "\\", "\\\\", '\\"', '\\",', "[", "]", "{", "}", ":", "\0", "\n", "\r\n", "\t",

@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.directory import Directory
+from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.keys import hash_ids
 from cache.format.manifest import Producer, Table
-from cache.format.records import Layout
+from cache.format.records.layout import Layout
 from cache.model.candidate_search import Searcher
 from cache.model.predictor import ModelPrecision, Predictor
 from cache.model.tower import Histories, Tower

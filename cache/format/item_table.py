@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.directory import Directory, map_file
-from cache.format.item_bytes import Names
+from cache.format.ids import hash_id, hash_ids
 from cache.format.item_json import Texts
-from cache.format.keys import hash_id, hash_ids
 from cache.format.manifest import Manifest
 
 Ordinals = NewType("Ordinals", NDArray[np.int64])
@@ -55,8 +54,6 @@ class ItemTable:
         longest = _longest(offsets)
         self.texts = Texts(self.count, ids_of, longest=longest)
         """Ids as JSON strings."""
-        self.names = Names(self.count, longest, ids_of)
-        """Ids as raw bytes."""
         self.lent = Lent(ids, offsets)
         """Raw id bytes and offsets, for the compiled code."""
 

@@ -3,13 +3,15 @@
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import orjson
 
 from cache.errors import CorruptArtefact
-from cache.format.keys import FORMAT
-from cache.format.records import Kind, Layout
+from cache.format.records.layout import Kind, Layout
+
+MANIFEST_FORMAT: Final = 1
+"""Version of the manifest's fields; that of the records in the pages is their own."""
 
 EntityKind = Literal["user", "item"]
 GENERATION = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
@@ -164,7 +166,7 @@ class Manifest:
     gates: tuple[Mapping[str, Any], ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
-    format: int = FORMAT
+    format: int = MANIFEST_FORMAT
 
     def to_bytes(self) -> bytes:
         """Readable JSON with sorted keys: equal manifests are equal bytes."""
@@ -178,9 +180,9 @@ class Manifest:
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
             data = orjson.loads(raw)
-            if data["format"] != FORMAT:
+            if data["format"] != MANIFEST_FORMAT:
                 raise CorruptArtefact(
-                    f"manifest of format {data['format']}, this program reads {FORMAT}"
+                    f"manifest of format {data['format']}, this program reads {MANIFEST_FORMAT}"
                 )
             return cls(
                 **{

@@ -12,7 +12,7 @@ KEPT_MAX = 1 << 18
 """Number of ids kept, at most 16 MB; when it is exceeded, the cache is emptied and starts again."""
 
 
-class Kept:
+class TextTable:
     """Texts of at most `width` bytes, filled up with `pad`, which no text holds; `ids_of` reads those that are new."""
 
     def __init__(
@@ -31,7 +31,6 @@ class Kept:
         self._slots = np.zeros(count, np.int32)
         """Slot of each ordinal in `_texts`; 0: not there."""
         self._texts = np.zeros(self._room + 1, f"V{width}")
-        self._sizes = np.zeros(self._room + 1, np.int32)
         self._kept = 0
 
     def slots(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32] | None:
@@ -47,10 +46,6 @@ class Kept:
         """Texts in these slots, one after another, each with its padding."""
         return self._texts.take(slots).tobytes()
 
-    def sizes(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Bytes of each text without its padding."""
-        return self._sizes.take(slots)
-
     def _read(self, ordinals: NDArray[np.uint32]) -> None:
         new = ordinals[self._slots[ordinals] == 0]
         if self._kept + len(new) > self._room:
@@ -61,5 +56,4 @@ class Kept:
             if len(text) <= self.width:
                 self._kept += 1
                 self._texts[self._kept] = np.void(text.ljust(self.width, self._pad))
-                self._sizes[self._kept] = len(text)
                 self._slots[ordinal] = self._kept

@@ -1,6 +1,6 @@
 """The Redis commands of the read path as bytes, and their replies as values. Pure."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -9,16 +9,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
+from cache.l2.errors import refused
 from cache.l2.lease_commands import Lease, LeaseSwap, LeaseTake, Mark, pack_lease, pack_mark
-from cache.l2.redirects import ASKING, refused
 from cache.l2.replies import Frames
 from cache.native import loader
 
+_ASKING = b"*1\r\n$6\r\nASKING\r\n"
+
 _HEADS_MAX = 1 << 16
 _TAILS_MAX = 1 << 14
-_PIECES_MAX = 1 << 14
-_RUNS_MAX = 16
+_WRITES_MAX = 16
 
 
 class PageRead(NamedTuple):
@@ -107,20 +108,6 @@ _LEASES = (LeaseTake, LeaseSwap)
 Answer = bytes | Overlay | TierUnavailable | None
 
 
-class _Pieces(dict[int, bytes]):
-    """A bounded cache of the bytes that repeat in the commands for one table, by page or by offset."""
-
-    def __init__(self, make: Callable[[int], bytes]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, number: int) -> bytes:
-        if len(self) >= _PIECES_MAX:
-            self.clear()
-        made = self[number] = self._make(number)
-        return made
-
-
 class Packer:
     """Formats commands as RESP; keeps the parts that repeat, which beats redis-py's packing by a factor of three."""
 
@@ -128,7 +115,6 @@ class Packer:
         self._keyspace = keyspace
         self._heads: dict[tuple[str, str, int], bytes] = {}
         self._tails: dict[tuple[int, int], bytes] = {}
-        self._runs: dict[tuple[str, str, int], tuple[_Pieces, _Pieces]] = {}
         self._writes: dict[tuple[str, str, int, int], tuple[bytes, bytes]] = {}
 
     def pack(self, commands: Sequence[Command]) -> tuple[bytes, int]:
@@ -162,30 +148,11 @@ class Packer:
 
     def pages(self, reads: PageReads) -> bytes:
         """The bytes to send for many records of one table."""
-        columns = loader.columns()
-        if columns is not None:
-            prefix = self._keyspace.pages(reads.generation, reads.table)
-            return columns.getranges(prefix, reads.pages, reads.offsets, reads.length)
-        named = reads.generation, reads.table, reads.length
-        run = self._runs.get(named)
-        if run is None:
-            if len(self._runs) >= _RUNS_MAX:
-                self._runs.clear()
-            run = self._runs[named] = self._run(*named)
-        heads, tails = run
-        pieces = [b""] * (2 * len(reads))
-        pieces[::2] = map(heads.__getitem__, reads.pages.tolist())
-        pieces[1::2] = map(tails.__getitem__, reads.offsets.tolist())
-        return b"".join(pieces)
-
-    def _run(self, generation: str, table: str, length: int) -> tuple["_Pieces", "_Pieces"]:
-        return (
-            _Pieces(lambda page: self._head(generation, table, page)),
-            _Pieces(lambda offset: self._tail(offset, length)),
-        )
+        prefix = self._keyspace.pages(reads.generation, reads.table)
+        return loader.kernels.getranges(prefix, reads.pages, reads.offsets, reads.length)
 
     def _overlay_read(self, read: OverlayRead) -> tuple[bytes, bytes]:
-        key = self._keyspace.overlay(*read).encode()
+        key = self._keyspace.overlay(read.generation, read.table, read.hash_hex).encode()
         key = b"$%d\r\n%b\r\n" % (len(key), key)
         # Life first: if the value is replaced in between, the life read is the shorter one.
         return b"*2\r\n$4\r\nPTTL\r\n" + key, b"*2\r\n$3\r\nGET\r\n" + key
@@ -198,7 +165,7 @@ class Packer:
             else (self.pack((command,))[0],)
         )
         for part in parts:
-            pieces += ASKING, part
+            pieces += _ASKING, part
         return 2 * len(parts)
 
     def _write(self, pieces: list[bytes], write: OverlayWrite) -> None:
@@ -215,7 +182,7 @@ class Packer:
         self, generation: str, table: str, digits: int, size_bytes: int
     ) -> tuple[bytes, bytes]:
         """Formats and keeps the bytes before the hash in each such write, and those between it and the payload."""
-        if len(self._writes) >= _RUNS_MAX:
+        if len(self._writes) >= _WRITES_MAX:
             self._writes.clear()
         prefix = self._keyspace.overlay(generation, table, "").encode()
         before = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b" % (len(prefix) + digits, prefix)

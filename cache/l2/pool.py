@@ -1,4 +1,4 @@
-"""A bounded connection pool: the wires to one Redis server."""
+"""A bounded connection pool: the connections to one Redis server."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from redis.asyncio import ConnectionPool
 from redis.asyncio.connection import AbstractConnection
 
 from cache.errors import TierUnavailable
-from cache.l2.connection import Batch, Wire
+from cache.l2.connection import Pipeline, PipelineConnection
 
 SECOND_LOOK_S = 0.001
 _COMMANDS_PER_DEADLINE = 500
@@ -15,63 +15,65 @@ _PAUSE_S = 1.0
 
 
 def deadline_for(base_s: float, commands: int) -> float:
-    """Deadline in s for `commands` when one may take `base_s`: sending, answering and reading a large batch is work."""
+    """Deadline in s for `commands` when one may take `base_s`: sending, answering and reading many is work."""
     return base_s * (1 + commands / _COMMANDS_PER_DEADLINE)
 
 
-class Lane:
-    """Sends each batch on an idle wire if there is one, else behind the fewest others; opens wires up to `max_wires`.
+class PipelinePool:
+    """Sends each pipeline on an idle connection if there is one, else behind the fewest others.
 
-    A batch lands within `deadline_s`, more if it is large or behind others, and about a millisecond.
-    In a Redis Cluster there is one lane per node.
+    It opens connections up to `max_connections`.
+
+    A pipeline lands within `deadline_s`, more if it is large or behind others, and about a millisecond.
+    In a Redis Cluster there is one pool per node.
     """
 
-    def __init__(self, pool: ConnectionPool, deadline_s: float, max_wires: int) -> None:
+    def __init__(self, pool: ConnectionPool, deadline_s: float, max_connections: int) -> None:
         self.opened = 0
         self.timed_out = 0
         self._pool = pool
         self._deadline_s = deadline_s
-        self._max_wires = max_wires
-        self._wires: list[Wire] = []
-        # Insertion order: batches that came before the first wire was open.
-        self._waiting: dict[Batch, None] = {}
+        self._max_connections = max_connections
+        self._connections: list[PipelineConnection] = []
+        # Insertion order: pipelines that came before the first connection was open.
+        self._waiting: dict[Pipeline, None] = {}
         self._opening: asyncio.Task[None] | None = None
         self._refused_until = 0.0
         self._closing: set[asyncio.Task[None]] = set()
 
-    def send(self, batch: Batch) -> None:
-        """Sends now, or as soon as a wire is open."""
+    def send(self, pipeline: Pipeline) -> None:
+        """Sends now, or as soon as a connection is open."""
         loop = asyncio.get_running_loop()
-        wire = min(
-            (wire for wire in self._wires if not wire.closing),
-            key=lambda wire: wire.in_flight,
+        connection = min(
+            (connection for connection in self._connections if not connection.closing),
+            key=lambda connection: connection.in_flight,
             default=None,
         )
-        commands = batch.count + (0 if wire is None else wire.commands)
+        commands = pipeline.count + (0 if connection is None else connection.commands)
         deadline_s = deadline_for(self._deadline_s, commands)
-        batch.timer = loop.call_later(deadline_s, self._expire, batch, deadline_s, False)
-        if wire is None:
-            self._waiting[batch] = None
+        pipeline.timer = loop.call_later(deadline_s, self._expire, pipeline, deadline_s, False)
+        if connection is None:
+            self._waiting[pipeline] = None
             self._open()
             return
         if (
-            wire.in_flight
-            and len(self._wires) < self._max_wires
+            connection.in_flight
+            and len(self._connections) < self._max_connections
             and loop.time() >= self._refused_until
         ):
             self._open()
-        wire.send(batch)
+        connection.send(pipeline)
 
     async def aclose(self) -> None:
-        """Closes every wire; what is under way lands as unavailable."""
+        """Closes every connection; what is under way lands as unavailable."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
         gone = TierUnavailable("this client was closed", reason="connection")
         self._fail_waiting(gone)
-        for wire in tuple(self._wires):
-            wire.abort(gone)
-            self._lost(wire)
+        for connection in tuple(self._connections):
+            connection.abort(gone)
+            self._lost(connection)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _open(self) -> None:
@@ -79,52 +81,54 @@ class Lane:
             self._opening = asyncio.get_running_loop().create_task(self._connect())
 
     async def _connect(self) -> None:
-        connection: AbstractConnection = self._pool.make_connection()  # type: ignore[no-untyped-call]
+        opened: AbstractConnection = self._pool.make_connection()  # type: ignore[no-untyped-call]
         try:
-            await connection.connect()  # type: ignore[no-untyped-call]
-            wire = Wire(connection, self._lost)
+            await opened.connect()  # type: ignore[no-untyped-call]
+            connection = PipelineConnection(opened, self._lost)
         except (
             Exception
         ) as error:  # RedisError, OSError, or whatever a strange greeting makes of redis-py
-            await connection.disconnect(nowait=True)
+            await opened.disconnect(nowait=True)
             self._refused_until = asyncio.get_running_loop().time() + _PAUSE_S
             self._fail_waiting(TierUnavailable(f"cannot connect: {error}", reason="connection"))
         except BaseException:
-            await connection.disconnect(nowait=True)
+            await opened.disconnect(nowait=True)
             raise
         else:
             self.opened += 1
-            self._wires.append(wire)
-            for batch in self._waiting:
-                wire.send(batch)
+            self._connections.append(connection)
+            for pipeline in self._waiting:
+                connection.send(pipeline)
             self._waiting.clear()
         finally:
             self._opening = None
 
     def _fail_waiting(self, why: TierUnavailable) -> None:
         waiting, self._waiting = self._waiting, {}
-        for batch in waiting:
-            batch.land(why)
+        for pipeline in waiting:
+            pipeline.land(why)
 
-    def _expire(self, batch: Batch, deadline_s: float, seen: bool) -> None:
+    def _expire(self, pipeline: Pipeline, deadline_s: float, seen: bool) -> None:
         loop = asyncio.get_running_loop()
         if not seen:
             # A loop that was blocked (garbage collection, a long callback) fires its timers before it has looked
             # at its sockets: the reply may have been lying there all along, and a large one takes several reads.
-            look_s = deadline_for(SECOND_LOOK_S, batch.count)
-            batch.timer = loop.call_later(look_s, self._expire, batch, deadline_s, True)
+            look_s = deadline_for(SECOND_LOOK_S, pipeline.count)
+            pipeline.timer = loop.call_later(look_s, self._expire, pipeline, deadline_s, True)
             return
         self.timed_out += 1
         late = TierUnavailable(f"no reply within {deadline_s} s", reason="timeout")
-        if batch.wire is not None:
-            batch.wire.abort(late)
-        elif batch in self._waiting:
-            del self._waiting[batch]
-            batch.land(late)
+        if pipeline.connection is not None:
+            pipeline.connection.abort(late)
+        elif pipeline in self._waiting:
+            del self._waiting[pipeline]
+            pipeline.land(late)
 
-    def _lost(self, wire: Wire) -> None:
-        if wire in self._wires:
-            self._wires.remove(wire)
-            task = asyncio.get_running_loop().create_task(wire.connection.disconnect(nowait=True))
+    def _lost(self, connection: PipelineConnection) -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+            task = asyncio.get_running_loop().create_task(
+                connection.redis_connection.disconnect(nowait=True)
+            )
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

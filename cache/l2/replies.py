@@ -60,16 +60,15 @@ class Frames(Sequence[bytes]):
         """All replies as records of `dtype`: one copy, aligned as numpy likes it; ValueError for another size."""
         if dtype.itemsize != self._length:
             raise ValueError(f"a reply has {self._length} bytes, a record {dtype.itemsize}")
-        return _every(self._data, self._at, self._count, self._length, self._stride).view(dtype)
+        return np.ndarray((self._count,), dtype, self._data, self._at, (self._stride,)).copy()
 
     def sound(
         self, dtype: np.dtype[Any], fingerprints: NDArray[np.uint64], record_format: int
     ) -> NDArray[Any] | None:
-        """All replies as records; None unless each has that format and its place's fingerprint, as told fast."""
-        columns = loader.columns()
-        if columns is None or dtype.itemsize != self._length:
+        """All replies as records; None unless each has that format and its place's fingerprint."""
+        if dtype.itemsize != self._length:
             return None
-        copy, count = columns.records_of(
+        copy, count = loader.kernels.records_of(
             self._data, self._at, self._stride, self._count, self._length, fingerprints,
             record_format,
         )  # fmt: skip
@@ -83,23 +82,7 @@ def stride(length: int) -> int:
 
 def could_be(data: bytes, count: int, length: int) -> bool:
     """True if `data` is the beginning of, or begins with, `count` bulk strings of `length` bytes."""
-    if (columns := loader.columns()) is not None:
-        return columns.could_be(data, count, length)
-    head, step = _head(length), stride(length)
-    whole = min(count, len(data) // step)
-    if whole and not (
-        _every(data, 0, whole, len(head), step).tobytes() == head * whole
-        and _every(data, step - len(_END), whole, len(_END), step).tobytes() == _END * whole
-    ):
-        return False
-    # A reply of another length shows in its first bytes: none is waited for in vain.
-    rest = data[whole * step : whole * step + len(head)] if whole < count else b""
-    return head.startswith(rest)
-
-
-def _every(data: bytes, at: int, count: int, size: int, step: int) -> NDArray[np.void]:
-    """A copy of `size` bytes at `at` and at each `step` from there."""
-    return np.ndarray((count,), f"V{size}", data, at, (step,)).copy()
+    return loader.kernels.could_be(data, count, length)
 
 
 def _head(length: int) -> bytes:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from cache.errors import ConfigError
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 
 SLOTS: Final = REDIS_CLUSTER_HASH_SLOTS
 SCHEMES: Final = ("redis+cluster://", "rediss+cluster://")

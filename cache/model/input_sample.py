@@ -15,8 +15,8 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact
+from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable
-from cache.format.keys import FeatureValue
 from cache.model.input_preparation import LiveInput
 from cache.store.artefacts import write_atomically
 

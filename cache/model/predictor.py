@@ -9,15 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
+from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable
-from cache.format.keys import FeatureValue
 from cache.format.manifest import Manifest, Model, Table
-from cache.format.records import encode_topk, encode_values, encode_vectors
+from cache.format.records.codec import encode_numbers, encode_topk
 from cache.model.candidate_search import Searcher
 from cache.model.feature_checks import stack_features
 from cache.model.input_preparation import LiveInput, Prepared, prepare_all
 from cache.model.ranking import Metric, rank, score
-from cache.model.tower import Histories, InputSpec, Tower, TowerSpec
+from cache.model.tower import Histories, Tower
+from cache.model.tower_spec import InputSpec, TowerSpec
 
 __all__ = ["LiveInput", "ModelPrecision", "Predictor", "Prepared"]
 
@@ -115,14 +116,11 @@ class Predictor:
         layout = self._tables[table].layout
         prints = np.array(fingerprints, np.uint64)
         outputs = self.vectors(batch)
-        match layout.kind:
-            case "topk":
-                found = self._best(table, batch, outputs, layout.width, blocked)
-                records = encode_topk(layout, prints, *found, scored_at, live=True)
-            case "vector":
-                records = encode_vectors(layout, prints, outputs, scored_at, live=True)
-            case _:
-                records = encode_values(layout, prints, outputs, scored_at, live=True)
+        if layout.kind == "topk":
+            found = self._best(table, batch, outputs, layout.width, blocked)
+            records = encode_topk(layout, prints, *found, scored_at, live=True)
+        else:
+            records = encode_numbers(layout, prints, outputs, scored_at, live=True)
         data, size = records.tobytes(), layout.size_bytes
         return [data[start : start + size] for start in range(0, len(data), size)]
 

@@ -1,6 +1,5 @@
-"""Loader of a batch's work per record, compiled (`native/columns.c`); where it was not built numpy does it, slower."""
+"""Loader of a batch's work per record: compiled (`native/columns.c`), or where it was not built `pure`, slower."""
 
-import functools
 import importlib
 import logging
 import os
@@ -8,38 +7,39 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from cache.errors import ConfigError
+from cache.format.records.layout import OFFSETS
+from cache.native import pure
+from cache.native.number_text import DROPPED_BITS, NUMERAL_BYTES
+from cache.native.pure import Buffer
 
-VERSION = 2
+VERSION = 3
 """Version of the functions and their arguments: what was built from other sources is left alone."""
-
-Lent = Any
-"""An object that lends its bytes as one contiguous buffer for the length of a call."""
 
 _log = logging.getLogger(__name__)
 
 
-class Parts(Protocol):
+class HashSearch(Protocol):
     """The sorted hashes of an entity set, uint64 part by part."""
 
-    def find(self, hashes: Lent, /) -> bytearray:
+    def find(self, hashes: Buffer, /) -> Buffer:
         """int64 positions of uint64 hashes, -1 where one is absent."""
 
     def places(
-        self, positions: Lent, first_pages: Lent, per_page: int, size_bytes: int, /
-    ) -> tuple[bytes, bytes]:
+        self, positions: Buffer, first_pages: Buffer, per_page: int, size_bytes: int, /
+    ) -> tuple[Buffer, Buffer]:
         """(int64 pages, int64 offsets) of int64 positions; raises ValueError for one that no part has."""
 
 
-class Columns(Protocol):
-    """The compiled module; records are `cache.format.records`', `is_half` those of float16, the others of float32."""
+class Kernels(Protocol):
+    """Functions that are compiled or `pure`; `is_half`: records of float16, otherwise of float32."""
 
-    def Parts(self, firsts: tuple[int, ...], parts: tuple[Lent, ...], /) -> Parts:  # noqa: N802
+    def HashParts(self, firsts: tuple[int, ...], parts: tuple[Buffer, ...], /) -> HashSearch:  # noqa: N802
         """The parts of an entity set from the first hash of each part, and its hashes, which stay lent."""
 
-    def hashes(self, ids: list[bytes], seed: int, /) -> bytearray | None:
-        """64-bit xxh3 of each; None if one is longer than 128 bytes."""
+    def hashes(self, ids: list[bytes], seed: int, /) -> Buffer | None:
+        """64-bit xxh3 of each; None if one is longer than 128 bytes, unless `pure`."""
 
-    def text_hashes(self, data: Lent, cuts: Lent, seed: int, /) -> bytearray | None:
+    def text_hashes(self, data: Buffer, cuts: Buffer, seed: int, /) -> Buffer | None:
         """64-bit xxh3 of each text between int32 cuts; None unless these rise within `data`, or if one is too long."""
 
     def could_be(self, data: bytes, count: int, length: int, /) -> bool:
@@ -52,10 +52,10 @@ class Columns(Protocol):
         step: int,
         count: int,
         size: int,
-        fingerprints: Lent,
+        fingerprints: Buffer,
         record_format: int,
         /,
-    ) -> tuple[bytearray, int]:
+    ) -> tuple[Buffer, int]:
         """A copy of `count` records that lie `step` apart, and how many have that format and their fingerprint."""
 
     def stream(
@@ -71,35 +71,32 @@ class Columns(Protocol):
         buffers: list[bytes],
         after: bytes,
         /,
-    ) -> bytes:
-        """An Arrow IPC stream: `before`, metadata with its numbers, each buffer on a multiple of 8 bytes, `after`."""
+    ) -> bytes | None:
+        """An Arrow IPC stream: `before`, metadata with its numbers, each buffer on a multiple of 8 bytes, `after`.
+
+        None only if `pure`.
+        """
 
     def joined(self, texts: Any, /) -> tuple[bytes, bytes] | None:
         """(int32 cuts, the bytes) of a list of bytes one behind the other; None if it holds anything else."""
 
-    def board(self, flights: dict[Any, Any], keys: list[Any], flight: object, /) -> list[int]:
-        """Puts `flight` under each key that is not there yet; returns the places of the others."""
-
-    def leave(self, flights: dict[Any, Any], keys: list[Any], /) -> None:
-        """Takes away each key that is there."""
-
     def spread(
-        self, count: int, size: int, rows: Lent, places: list[int], others: dict[int, bytes], /
-    ) -> bytearray:
+        self, count: int, size: int, rows: Buffer, places: list[int], others: dict[int, bytes], /
+    ) -> Buffer:
         """`count` records: those of `rows` at `places`, `others` by their places, else zeros."""
 
     def are_ids(self, ids: list[bytes], most: int, /) -> bool:
         """True if each has a length that an id may have: 1 to `most` bytes."""
 
-    def getranges(self, prefix: bytes, pages: Lent, offsets: Lent, length: int, /) -> bytes:
+    def getranges(self, prefix: bytes, pages: Buffer, offsets: Buffer, length: int, /) -> bytes:
         """RESP commands that read `length` bytes per int64 page and offset, on the key of `prefix` and page number."""
 
-    def cut_texts(self, data: Lent, cuts: Lent, /) -> list[bytes] | None:
+    def cut_texts(self, data: Buffer, cuts: Buffer, /) -> list[bytes] | None:
         """The texts between int32 cuts; None unless these rise within `data`, and each is UTF-8."""
 
     def plain(
         self,
-        rows: Lent,
+        rows: Buffer,
         width: int,
         is_list: bool,
         is_half: bool,
@@ -108,26 +105,26 @@ class Columns(Protocol):
         safe_exponent: int,
         items: int,
         /,
-    ) -> bytes:
+    ) -> Buffer:
         """A byte per record: 1 for whole ones of these flags, with `least` numbers at least, ordinals below `items`."""
 
-    def numbers(self, rows: Lent, width: int, is_list: bool, is_half: bool, k: int, /) -> bytes:
+    def numbers(self, rows: Buffer, width: int, is_list: bool, is_half: bool, k: int, /) -> Buffer:
         """float32: the first `k` numbers of each record."""
 
     def names(
-        self, rows: Lent, width: int, is_half: bool, k: int, ids: Lent, offsets: Lent, /
+        self, rows: Buffer, width: int, is_half: bool, k: int, ids: Buffer, offsets: Buffer, /
     ) -> tuple[bytes, bytes]:
         """(ids of the first `k` items of each record, one behind the other; int32 cuts, one more than ids)."""
 
     def answers(
         self,
-        rows: Lent,
+        rows: Buffer,
         width: int,
         is_half: bool,
         k: int,
-        ids: Lent,
-        offsets: Lent,
-        numerals: Lent,
+        ids: Buffer,
+        offsets: Buffer,
+        numerals: Buffer,
         head: bytes,
         names: list[bytes],
         middle: bytes,
@@ -142,26 +139,63 @@ class Columns(Protocol):
         """
 
 
-@functools.cache
-def columns() -> Columns | None:
-    """The compiled module that this process uses; None where it is missing or switched off."""
-    return load(os.environ)
+PURE: Kernels = pure
+kernels: Kernels
+"""The functions that this process uses, found when first asked for: what is wrong with LARDER_COLUMNS is told then."""
 
 
-def load(environ: Mapping[str, str]) -> Columns | None:
-    """The compiled module; None if missing, of other sources, or LARDER_COLUMNS=off; ConfigError unless auto or off."""
+def __getattr__(name: str) -> Kernels:
+    if name != "kernels":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = load(os.environ)
+    return found
+
+
+class Flights(Kernels, Protocol):
+    """The compiled functions, and those that have their other way in `cache.tiers.singleflight`."""
+
+    def board(self, flights: dict[Any, Any], keys: list[Any], flight: object, /) -> list[int]:
+        """Puts `flight` under each key that is not there yet; returns the places of the others."""
+
+    def leave(self, flights: dict[Any, Any], keys: list[Any], /) -> None:
+        """Takes away each key that is there."""
+
+
+def columns() -> Flights | None:
+    """The compiled functions if this process uses them."""
+    used: Any = globals().get("kernels") or __getattr__("kernels")
+    return None if used is PURE else used
+
+
+def load(environ: Mapping[str, str]) -> Kernels:
+    """The compiled functions; `pure` if they are missing, of other sources, or LARDER_COLUMNS is off.
+
+    Raises ConfigError unless that is auto or off, and for records laid out otherwise than in `cache.format.records`.
+    """
     wanted = environ.get("LARDER_COLUMNS", "auto")
     if wanted not in ("auto", "off"):
         raise ConfigError(f"LARDER_COLUMNS must be auto or off, not {wanted!r}")
     if wanted == "off":
-        return None
+        return PURE
     try:
         found: Any = importlib.import_module("cache.native._columns")
     except ImportError as error:
         _log.info("batches without what is compiled (%s)", error)
-        return None
+        return PURE
     if found.VERSION != VERSION:
         _log.warning("cache.native._columns was built from other sources: install again")
-        return None
-    columns: Columns = found
-    return columns
+        return PURE
+    _demand_layout(found.LAYOUT)
+    compiled: Kernels = found
+    return compiled
+
+
+def _demand_layout(compiled: Mapping[str, int]) -> None:
+    described = {**OFFSETS, "numeral": NUMERAL_BYTES, "dropped_bits": DROPPED_BITS}
+    for name, number in compiled.items():
+        if described.get(name) != number:
+            raise ConfigError(
+                f"cache.native._columns was compiled with {name} = {number}, cache.format.records.layout has "
+                f"{described.get(name)}: change cache/native/rows.h and install again",
+                name=name,
+            )

@@ -5,8 +5,6 @@
 #include "requests.h"
 #include "rows.h"
 
-#define FINGERPRINT_AT 0
-
 /* `$<length>\r\n`; how many bytes that are. */
 static Py_ssize_t head_of(uint64_t length, char *to) {
     *to = '$';
@@ -54,7 +52,7 @@ static PyObject *records_of(PyObject *module, PyObject *args) {
     for (Py_ssize_t i = 0; i < count; i++, to += size) {
         const char *from = data + first + i * step;
         memcpy(to, from, (size_t)size);
-        sound += *(const any_u64 *)(from + FINGERPRINT_AT) == wanted[i] && (unsigned char)from[FLAGS_AT] >> 4 == format;
+        sound += *(const any_u64 *)(from + FINGERPRINT_AT) == wanted[i] && (unsigned char)from[FLAGS_AT] >> FORMAT_SHIFT == format;
     }
     both = Py_BuildValue("(On)", copy, sound);
 end:

@@ -1,13 +1,16 @@
-/* Stored records as they lie in memory: which of them are plain, and their numbers. See cache/format/records.py. */
+/* Stored records as they lie in memory: which of them are plain, and their numbers. */
 #ifndef LARDER_ROWS_H
 #define LARDER_ROWS_H
 
 #include "taken.h"
 
+/* As cache/format/records/layout.py has them: the loader compares what `columns.c` tells of these. */
 #define HEADER 16
+#define FINGERPRINT_AT 0
 #define COUNT_AT 12
 #define FLAGS_AT 14
 #define EXPONENT_AT 15
+#define FORMAT_SHIFT 4
 
 /* Records of `width` numbers, of 2 or 4 bytes each, behind as many ordinals if they are lists. */
 typedef struct {

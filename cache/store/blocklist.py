@@ -8,7 +8,7 @@ from typing import Self
 import orjson
 
 from cache.errors import Conflict, CorruptArtefact
-from cache.format.keys import canonical_id
+from cache.format.ids import canonical_id
 from cache.store.artefacts import ArtefactStore
 
 WRITE_TRIES = 16

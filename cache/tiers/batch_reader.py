@@ -2,20 +2,19 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import TierUnavailable
-from cache.format.keys import FORMAT
-from cache.format.records import peek_fingerprint
-from cache.l2.commands import Answer, PageReads
+from cache.format.records.layout import RECORD_FORMAT, are_answers_of, peek_fingerprint
+from cache.l2.commands import Answer
+from cache.l2.data_plane import DataPlane
 from cache.l2.replies import Frames
 from cache.native import loader
-from cache.tiers.addressing import page_reads
+from cache.tiers.addressing import FlightKey, FlightKeys, page_reads
 from cache.tiers.batches import Rows, Wants
-from cache.tiers.flight_keys import FlightKey, FlightKeys
 from cache.tiers.l1 import Entry, LocalTier
 from cache.tiers.results import (
     MISSED,
@@ -30,13 +29,6 @@ from cache.tiers.results import (
 from cache.tiers.singleflight import SingleFlight
 
 T = TypeVar("T")
-
-
-class Remote(Protocol):
-    """L2 as far as batch reads need it."""
-
-    def submit(self, reads: PageReads, keep: Callable[[Sequence[Answer]], T]) -> asyncio.Future[T]:
-        """A future of what `keep` makes of the answers, one per read."""
 
 
 class Landed(Sequence[Entry | Missed]):
@@ -67,7 +59,7 @@ class RowReads:
         local: LocalTier,
         flights: SingleFlight[FlightKey, Entry | Missed],
         flight_keys: FlightKeys,
-        remote: Remote,
+        remote: DataPlane,
         counters: Counters,
     ) -> None:
         self._local = local
@@ -183,16 +175,9 @@ def _spread(
 ) -> NDArray[Any]:
     """Records of this flight at the places `new`, of others at theirs; else zeros."""
     dtype = wants.table.layout.dtype
-    columns = loader.columns()
-    if columns is not None and landed is not None and type(new) is list:
-        found = columns.spread(len(wants), dtype.itemsize, landed.rows, new, joined)
-        return np.frombuffer(found, dtype)
-    records = np.zeros(len(wants), dtype)
-    if landed is not None:
-        _put(records, new, landed.rows)
-    if joined:
-        _put(records, list(joined), _rows_of(wants, list(joined.values())))
-    return records
+    places, rows = ([], b"") if landed is None else (list(new), landed.rows)
+    found = loader.kernels.spread(len(wants), dtype.itemsize, rows, places, joined)
+    return np.frombuffer(found, dtype)
 
 
 def _checked(wants: Wants, records: NDArray[Any]) -> Rows:
@@ -209,7 +194,7 @@ def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
     layout = wants.table.layout
     missed: dict[int, Missed] = {}
     if type(answers) is Frames:
-        found = answers.sound(layout.dtype, wants.fingerprints, FORMAT)
+        found = answers.sound(layout.dtype, wants.fingerprints, RECORD_FORMAT)
         if found is not None:
             return Landed(found, missed)
         rows = answers.rows(layout.dtype)
@@ -221,7 +206,7 @@ def _landed(wants: Wants, answers: Sequence[Answer]) -> Landed:
                 missed[place] = unavailable(each)
             elif not isinstance(each, bytes):
                 missed[place] = MISSED[MissReason.PAGE_MISSING]
-    sound = (rows["fingerprint"] == wants.fingerprints) & (rows["flags"] >> 4 == FORMAT)
+    sound = are_answers_of(rows, wants.fingerprints)
     if np.count_nonzero(sound) < len(sound):
         for place in np.flatnonzero(~sound).tolist():
             record, mark = rows[place].tobytes(), wants.fingerprints.item(place)

@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 from cache.errors import TierUnavailable
-from cache.format.keys import FORMAT
-from cache.format.records import peek_fingerprint, peek_format
+from cache.format.records.layout import is_answer_of
 from cache.l2.commands import Answer, Overlay, PageRead
+from cache.l2.data_plane import DataPlane
 from cache.tiers.addressing import reads_of
+from cache.tiers.checks import judge, live_key, overlay_entry
 from cache.tiers.l1 import LocalKey
 from cache.tiers.results import (
     MISSED,
@@ -22,24 +23,17 @@ from cache.tiers.results import (
     unavailable,
     unsound,
 )
-from cache.tiers.tiered import Remote, Tiered, judge, live_key, overlay_entry
+from cache.tiers.tiered import Tiered
 
 _PAGE_S = 3.0
 """Seconds that a whole page may take, which has megabytes where a record has hundreds of bytes."""
-
-
-class PagedRemote(Remote, Protocol):
-    """L2, of which somebody may look at whole pages."""
-
-    async def page(self, read: PageRead) -> bytes | None:
-        """A page, apart from what readers wait for; raises TierUnavailable."""
 
 
 class Looking:
     """An inspector whose reads of records are real ones: they count for the breaker, and fail as any read does."""
 
     def __init__(
-        self, tiers: Tiered, remote: PagedRemote, timer: Callable[[], float] = time.monotonic
+        self, tiers: Tiered, remote: DataPlane, timer: Callable[[], float] = time.monotonic
     ) -> None:
         self._local = tiers.local
         self._negative = tiers.negative
@@ -77,7 +71,7 @@ class Looking:
             return entry if isinstance(entry, Missed) else judge(entry, want, "l2")
         if not isinstance(answer, bytes):
             return MISSED[MissReason.PAGE_MISSING]
-        if peek_format(answer) != FORMAT or peek_fingerprint(answer) != want.fingerprint:
+        if not is_answer_of(answer, want.fingerprint):
             return MISSED[unsound(answer, want.fingerprint)]
         return Found(answer, "l2", False, None)
 

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from cache.errors import TierUnavailable
 from cache.format.directory import Directory
 from cache.format.manifest import Table
-from cache.format.records import is_absent
-from cache.l2.lease_commands import Bid
+from cache.format.records.layout import is_absent
 
 Tier = Literal["l1", "l2"]
 """Tiers: this process and Redis."""
@@ -73,8 +72,8 @@ class Want(NamedTuple):
     """A request for one entity's record in one table.
 
     `key` is the hash of its id, or the 16-byte digest of an id-less input; `position` is -1 when the night did not
-    know it; `digest` is that of the input the caller sent, None if it sent none. `bid` is for the lease of what will
-    be computed unless an overlay is read; `here_only` leaves the overlay unread, wherever L1 lacks it.
+    know it; `digest` is that of the input the caller sent, None if it sent none; `here_only` leaves the overlay unread,
+    wherever L1 lacks it.
     """
 
     table: Table
@@ -82,7 +81,6 @@ class Want(NamedTuple):
     fingerprint: int
     position: int
     digest: bytes | None = None
-    bid: Bid | None = None
     here_only: bool = False
 
 

@@ -87,5 +87,5 @@ class WriteBehind:
             elif left_s >= write.ttl_s - _AT_ONCE_S:
                 writes.append(write)
             else:
-                writes.append(OverlayWrite(*write[:4], left_s, write[5]))
+                writes.append(write._replace(ttl_s=left_s))
         return writes

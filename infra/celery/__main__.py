@@ -14,7 +14,7 @@ from cache.errors import ConfigError, LarderError
 from cache.process.interrupts import never_swallowed
 from cache.process.redis_server import redis_url
 from infra.celery.airflow import QUEUES, CeleryAirflow, absolute, celery_airflow, check_installed
-from infra.demo.airflow import AirflowFailed
+from infra.local.airflow_client import AirflowFailed
 from precompute.config.settings import night_config
 
 RUN_S = 12 * 3600.0

@@ -2,16 +2,16 @@
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 from cache.process.child_process import Guarded
-from infra.demo.airflow import AirflowFailed, LocalAirflow
+from infra.local.airflow import LocalAirflow
+from infra.local.airflow_client import AirflowFailed
 
 START_S = 120.0
 
 
-class Workers:
+class CeleryWorkers:
     """A worker for each queue of a running Airflow, for as long as the `with` block lasts."""
 
     def __init__(self, airflow: LocalAirflow, queues: Mapping[str, int]) -> None:
@@ -29,12 +29,7 @@ class Workers:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def session(self, queue: str) -> int:

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from cache.errors import LarderError
 from cache.process.interrupts import never_swallowed
-from infra.demo.airflow import AirflowFailed
 from infra.demo.run import Broken, Demo, Plan
-from infra.demo.service import ServiceFailed
 from infra.demo.steps import Steps
+from infra.local.airflow_client import AirflowFailed
+from infra.local.service import ServiceFailed
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,5 @@
 """Place of all that the demo keeps: one folder under the state folder, emptied before each run."""
 
-import json
 import os
 import secrets
 import shutil
@@ -10,9 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cache.errors import ConfigError
+from cache.format.redis_keys import Keyspace
 from cache.process.cores import usable_cores
-from infra.demo.alone import alone
+from cache.store.artefacts import read_manifest
 from infra.demo.dataset import Dataset
+from infra.local.lock import alone
+from precompute.bulk.load import unlink_pages
+from precompute.config.settings import night_config
+from precompute.control.control_keys import connect
 
 SHARDS = 4
 SCORERS = 2
@@ -23,7 +27,7 @@ NEVER = "0 0 29 2 *"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DemoFolder:
     """Paths under `home`, and the namespace that keeps this run apart from others in the same Redis."""
 
     home: Path
@@ -82,9 +86,18 @@ class Place:
             "REDIS_URL": redis_url,
         }
 
+    def forget(self, redis_url: str) -> None:
+        """Leave nothing of this run in a Redis that is not ours."""
+        config = night_config(str(self.config), {"REDIS_URL": redis_url})
+        keys = Keyspace(self.namespace)
+        with connect(redis_url, config.redis_timeout_s) as client:
+            for generation in config.store().names("generations"):
+                unlink_pages(client, keys, read_manifest(config.store(), generation))
+            client.unlink(keys.live, keys.generations, keys.replicas)
+
 
 @contextmanager
-def place(state: Path) -> Iterator[Place]:
+def place(state: Path) -> Iterator[DemoFolder]:
     """An emptied place that no other run uses meanwhile; raises ConfigError when one does."""
     home = state.resolve() / "demo"
     home.mkdir(parents=True, exist_ok=True)
@@ -96,9 +109,4 @@ def place(state: Path) -> Iterator[Place]:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        yield Place(home, f"demo-{secrets.token_hex(4)}")
-
-
-def quoted(value: object) -> str:
-    """JSON of a value as it may stand within single quotes of a shell command."""
-    return json.dumps(value, ensure_ascii=False).replace("'", "'\\''")
+        yield DemoFolder(home, f"demo-{secrets.token_hex(4)}")

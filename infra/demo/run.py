@@ -6,31 +6,27 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from cache.format.keys import Keyspace
 from cache.process.redis_server import redis_url
-from cache.store.artefacts import ArtefactStore, read_manifest
+from cache.store.artefacts import ArtefactStore
 from cache.store.releases import all_releases
 from infra.demo import dataset as datasets
-from infra.demo.airflow import LocalAirflow, RunReport
 from infra.demo.checks import Judge, Question
 from infra.demo.dataset import Dataset
-from infra.demo.evaluate import TOP, Quality, offline_lists, quality, served_lists
-from infra.demo.place import SCORERS, Place, place, quoted
-from infra.demo.scrape import Counts, scrape
-from infra.demo.service import Service
+from infra.demo.evaluate import TOP, offline_lists, quality, served_lists
+from infra.demo.place import SCORERS, DemoFolder, place
+from infra.demo.scrape import ServiceCounts, scrape
 from infra.demo.steps import Step, Steps
+from infra.demo.summary import Findings, invite, summarize
 from infra.demo.synthetic import World
-from infra.demo.traffic import Background, Latencies, Stream, replay
-from precompute.bulk.load import unlink_pages
-from precompute.config.settings import night_config
-from precompute.control.control_keys import connect
-from serving.answers.sources import Source
+from infra.demo.traffic import Background, Stream, replay
+from infra.local.airflow import LocalAirflow
+from infra.local.airflow_client import RunReport
+from infra.local.service import ServiceProcess
 from serving.client import Client, Unanswered
 
 NIGHTLY = "nightly_precompute"
@@ -73,20 +69,6 @@ class Plan:
         return datasets.user_data(self.data, now=datetime.now(UTC))
 
 
-@dataclass(slots=True)
-class Found:
-    """Findings that the summary tells."""
-
-    first: str = ""
-    second: str = ""
-    served: Quality | None = None
-    offline: Quality | None = None
-    quiet: Latencies = field(default_factory=Latencies)
-    busy: Latencies = field(default_factory=Latencies)
-    swap_s: float = 0.0
-    back_s: float = 0.0
-
-
 class Demo:
     """Run of the demo; everything it starts is gone when `run` returns or raises."""
 
@@ -94,7 +76,7 @@ class Demo:
         self.plan = plan
         self.steps = steps
         self.judge = Judge()
-        self.found = Found()
+        self.found = Findings()
 
     def run(self) -> None:
         """Raises Broken, AirflowFailed, ServiceFailed or LarderError with a clear line."""
@@ -110,7 +92,9 @@ class Demo:
                 step.note(airflow.url)
             self._first_night(airflow)
             with self.steps.step("Lookup service") as step:
-                service = stack.enter_context(Service(here.home / "service.log", environment))
+                service = stack.enter_context(
+                    ServiceProcess(here.home / "service.log", environment)
+                )
                 self.found.first = self._live(service)
                 step.note(f"{service.url}, generation {self.found.first}")
             stream = Stream(data)
@@ -118,11 +102,11 @@ class Demo:
             self._evaluate(service, here, data)
             self._second_night(airflow, service, stream, here, data)
             counts = self._audit(service, here)
-            self._summary(data, counts)
+            summarize(self.steps, self.found, data.name, counts, self.judge.requests)
             if self.plan.serve:
                 self._serve(service, airflow, here, data)
 
-    def _data(self, here: Place) -> Dataset:
+    def _data(self, here: DemoFolder) -> Dataset:
         with self.steps.step("Data") as step:
             data = self.plan.dataset()
             data.write_first(here.data)
@@ -137,12 +121,12 @@ class Demo:
             )
         return data
 
-    def _redis(self, stack: ExitStack, here: Place) -> str:
+    def _redis(self, stack: ExitStack, here: DemoFolder) -> str:
         with self.steps.step("Redis") as step:
             configured = os.environ.get("REDIS_URL") or None
             url = stack.enter_context(redis_url(here.home, configured))
             if configured:
-                stack.callback(forget, url, here)
+                stack.callback(here.forget, url)
             step.note("the configured one" if configured else url)
         return url
 
@@ -167,7 +151,7 @@ class Demo:
         step.note(f"{len(report.tasks)} task{'s' * (len(report.tasks) > 1)}, longest {longest}")
         return report
 
-    def _live(self, service: Service) -> str:
+    def _live(self, service: ServiceProcess) -> str:
         try:
             with Client(service.url) as larder:
                 return larder.generations().live.generation
@@ -175,7 +159,7 @@ class Demo:
             raise Broken(f"the service does not say what is live: {error}") from error
 
     def _follow(
-        self, service: Service, wanted: str | None = None, *, unlike: str | None = None
+        self, service: ServiceProcess, wanted: str | None = None, *, unlike: str | None = None
     ) -> str:
         """Wait until the service answers from `wanted` (or from any but `unlike`)."""
         give_up = time.monotonic() + FOLLOW_S
@@ -189,7 +173,7 @@ class Demo:
             f"the service still answers from {live} {FOLLOW_S:.0f} s after the pointer moved"
         )
 
-    def _replay(self, service: Service, stream: Stream) -> None:
+    def _replay(self, service: ServiceProcess, stream: Stream) -> None:
         with self.steps.step(f"Replay {self.plan.requests:,} requests") as step:
             bar = step.bar("requests", self.plan.requests)
             began = time.perf_counter()
@@ -209,7 +193,7 @@ class Demo:
             )
             self._stop_if_broken()
 
-    def _evaluate(self, service: Service, here: Place, data: Dataset) -> None:
+    def _evaluate(self, service: ServiceProcess, here: DemoFolder, data: Dataset) -> None:
         users = [user for user, items in data.held_out.items() if items]
         if not users:
             return
@@ -237,7 +221,12 @@ class Demo:
             self._stop_if_broken()
 
     def _second_night(
-        self, airflow: LocalAirflow, service: Service, stream: Stream, here: Place, data: Dataset
+        self,
+        airflow: LocalAirflow,
+        service: ServiceProcess,
+        stream: Stream,
+        here: DemoFolder,
+        data: Dataset,
     ) -> None:
         found = self.found
         data.write_second(here.data)
@@ -262,7 +251,7 @@ class Demo:
         if not self.judge.generations[found.second]:
             raise Broken(f"{found.second} was live and never answered")
 
-    def _audit(self, service: Service, here: Place) -> Counts:
+    def _audit(self, service: ServiceProcess, here: DemoFolder) -> ServiceCounts:
         with self.steps.step("Audit: every answer against the service's own counters") as step:
             counts = asyncio.run(scrape(service.url))
             for line in counts.disagreements(self.judge.sources, self.judge.entities):
@@ -284,79 +273,13 @@ class Demo:
             few = "\n  ".join(self.judge.violations[:5])
             raise Broken(f"{self.judge.broken} violations, the first of them:\n  {few}")
 
-    def _summary(self, data: Dataset, counts: Counts) -> None:
-        found, steps = self.found, self.steps
-        total = sum(counts.sources.values())
-        rows = [
-            (name, f"{counts.sources.get(name, 0):,}", f"{counts.sources.get(name, 0) / total:.2%}")
-            for name in map(str, Source)
-        ]
-        steps.table("Where answers came from", ("source", "entities", "share"), rows)
-        for title, taken in (
-            ("Latency, quiet (ms)", found.quiet), ("Latency, under a night, a swap and a rollback (ms)", found.busy),
-        ):  # fmt: skip
-            shown = [
-                (name, f"{count:,}", *(f"{each:.2f}" for each in times))
-                for name, count, *times in taken.rows()
-            ]
-            steps.table(title, ("source", "requests", "p50", "p99", "p99.9", "max"), shown)
-        told: list[tuple[str, str]] = [
-            ("data", data.name),
-            ("generations", f"{found.first} (live), {found.second} (rolled back)"),
-            (
-                "requests checked",
-                f"{self.judge.requests:,}, of them 0 failed, 0 mixed, 0 after the rollback",
-            ),
-        ]
-        if found.served is not None and found.offline is not None:
-            for name, served, offline in (
-                (f"Recall@{TOP}", found.served.recall, found.offline.recall),
-                (f"NDCG@{TOP}", found.served.ndcg, found.offline.ndcg),
-            ):
-                told.append((name, f"{served:.4f} through HTTP, {offline:.4f} offline"))
-        told.append(("seconds", f"{time.monotonic() - steps.began:.0f}"))
-        steps.table("Summary", ("what", "result"), told)
-
-    def _serve(self, service: Service, airflow: LocalAirflow, here: Place, data: Dataset) -> None:
-        url, say = service.url, self.steps.console.print
-        user = next(iter(data.histories))
-        history = list(next(iter(data.newcomers.values()), data.histories[user]))[:3]
-        body = quoted({"entities": [{"id": "somebody-new", "history": history}], "k": 5})
-        both = quoted(
-            {
-                "entities": [
-                    {"table": "user_topk", "id": user},
-                    {"table": "user_affinity", "id": user},
-                ]
-            }
-        )
-        say(f"\n[bold]Serving[/bold] until Ctrl-C. Everything lies in {here.home}")
-        for name, address in (
-            ("service", url), ("dashboard", f"{url}/dashboard"), ("API documentation", f"{url}/docs"),
-            ("metrics", f"{url}/metrics"), ("Airflow", airflow.url),
-        ):  # fmt: skip
-            say(f"  {name:18} {address}", highlight=False)
-        say("\nTry:")
-        for line in (
-            f"curl -s '{url}/v1/lookup/user_topk/{quote(user, safe='')}?k=5'",
-            f"curl -s {url}/v1/lookup/user_topk -d '{body}'",
-            f"curl -s {url}/v1/lookup -d '{both}'",
-        ):
-            # Plain, so that a long line can be copied as a whole.
-            self.steps.console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    def _serve(
+        self, service: ServiceProcess, airflow: LocalAirflow, here: DemoFolder, data: Dataset
+    ) -> None:
+        invite(self.steps.console, service.url, airflow.url, here.home, data)
         try:
             while True:
                 time.sleep(1.0)
                 service.check()
         except KeyboardInterrupt:  # how it is meant to end
             self.steps.console.print("\nstopped serving")
-
-
-def forget(url: str, here: Place) -> None:
-    """Leave nothing of this run in a Redis that is not ours."""
-    config = night_config(str(here.config), {"REDIS_URL": url})
-    keys = Keyspace(here.namespace)
-    with connect(url, config.redis_timeout_s) as client:
-        for generation in config.store().names("generations"):
-            unlink_pages(client, keys, read_manifest(config.store(), generation))
-        client.unlink(keys.live, keys.generations, keys.replicas)

@@ -14,7 +14,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class ServiceCounts:
     """Totals since the service started."""
 
     entities: int
@@ -60,9 +60,9 @@ class Counts:
         return found
 
 
-async def scrape(url: str) -> Counts:
+async def scrape(url: str) -> ServiceCounts:
     """The counters now."""
     status, raw = await get(url, "/metrics")
     if status != 200:
         raise RuntimeError(f"GET /metrics: {status}")
-    return Counts.read(raw.decode())
+    return ServiceCounts.read(raw.decode())

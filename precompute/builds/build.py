@@ -42,6 +42,11 @@ def cut_of(generation: str) -> int:
     return int(datetime.strptime(generation[:16], CUT_FORMAT).replace(tzinfo=UTC).timestamp())
 
 
+def shard_report(shard: int) -> str:
+    """Name of the report of a scored shard."""
+    return f"shard-{shard:04d}"
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """A generation in the making; `root` is this host's folder of it."""

@@ -1,9 +1,8 @@
-"""Durations of the late steps of a night, left beside the generation for who shows it."""
+"""Durations of steps that the manifest does not have, left beside the generation for the dashboard."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal
 
 import orjson
 
@@ -11,13 +10,10 @@ from cache.errors import LarderError
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build
 
-LateStep = Literal["assemble", "load", "publish", "warm"]
-"""Steps that end after the manifest, which has the times of the others, is sealed."""
-
 
 @contextmanager
-def timed(made: Build, step: LateStep) -> Iterator[None]:
-    """Writes when the block began (Unix seconds) and the seconds it took, if it ends well.
+def timed(made: Build, step: str) -> Iterator[None]:
+    """Writes when the block began (Unix seconds) and the seconds it took, if it ends well; a step of `TIMED_APART`.
 
     A repeat that found the work done is shorter, and does not replace what the work took.
     """

@@ -9,18 +9,20 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import redis
 
 from cache.errors import Refused
+from cache.format.gate_rules import DISK_HEADROOM, REDIS_HEADROOM
 from cache.format.manifest import Manifest
 from cache.l2.sync_clients import masters, shares
 from cache.store.artefacts import ArtefactStore, disk_errors, generation_path
 from precompute.bulk.parts import total_bytes
-from precompute.config.settings import NightConfig
+from precompute.config.settings import GateThresholds, NightConfig
 from precompute.control.control_keys import Control
 from precompute.control.states import State
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-REDIS_USED_MAX = 0.95
+REDIS_USED_MAX = GateThresholds().redis_headroom
+"""Share of `maxmemory` that may be in use after a load, whatever the gate is set to."""
 OVERLAY_EXTRA_BYTES = 256
 """Bytes that an overlay's key, its expiry and Redis' own bookkeeping add to its record."""
 
@@ -74,7 +76,7 @@ def demand_redis(
                 f"loading {generation} needs {more:,} bytes{where} beside {used:,} in use, more than "
                 f"{REDIS_USED_MAX:.0%} of Redis' maxmemory {limit:,}, after what nobody needs was swept: raise it, or "
                 "unpin generations and end a canary (`python -m precompute status` lists them)",
-                rule="redis_headroom",
+                rule=REDIS_HEADROOM,
                 value=used + more,
                 threshold=int(REDIS_USED_MAX * limit),
             )
@@ -88,7 +90,7 @@ def demand_disk(folder: Path, size_bytes: int) -> None:
         raise Refused(
             f"{size_bytes:,} bytes are about to be written to {there}, which has {free:,} left; "
             "free space, retire generations or move `artifacts`, then run the step again",
-            rule="disk_headroom",
+            rule=DISK_HEADROOM,
             value=free,
             threshold=size_bytes,
         )

@@ -7,8 +7,8 @@ from pathlib import Path
 import redis
 
 from cache.errors import CorruptArtefact
-from cache.format.keys import Keyspace
 from cache.format.manifest import Manifest
+from cache.format.redis_keys import Keyspace
 from precompute.bulk.governor import Governor
 from precompute.bulk.page_stream import page_stream
 from precompute.bulk.parts import Part, page_keys, parts_of, total_bytes

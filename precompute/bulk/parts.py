@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact
-from cache.format.keys import Keyspace
 from cache.format.manifest import Manifest, Table, TablePart
+from cache.format.redis_keys import Keyspace
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ UNANSWERED = 8
 """Pieces that may wait for their replies: without, the rate ends at a piece per round trip (16 KiB at 2 ms: 8 MB/s)."""
 
 
-class PageRead(NamedTuple):
+class PageDigest(NamedTuple):
     """A page as it was read: its number, digest (None: it is not there) and length."""
 
     page: int
@@ -23,7 +23,7 @@ class PageRead(NamedTuple):
     size_bytes: int
 
 
-class _Asked(NamedTuple):
+class _PieceRequest(NamedTuple):
     connection: Any
     page: int
     name: bytes
@@ -38,10 +38,10 @@ class PieceReader:
     def __init__(self, client: "redis.Redis", governor: Governor) -> None:
         self._client, self._governor = client, governor
         self._connections: dict[Any, Any] = {}
-        self._waiting: deque[_Asked] = deque()
+        self._waiting: deque[_PieceRequest] = deque()
         self._digest, self._size_bytes = xxhash.xxh3_64(), 0
 
-    def ask(self, page: int, name: bytes, size_bytes: int, piece: int) -> Iterator[PageRead]:
+    def ask(self, page: int, name: bytes, size_bytes: int, piece: int) -> Iterator[PageDigest]:
         """Ask for a page of that many bytes; yields what came back meanwhile."""
         ((server, _),) = by_server(self._client, [name])
         connection = self._to(server)
@@ -52,11 +52,11 @@ class PieceReader:
             self._governor.pace(min(piece, size_bytes - start))
             self._governor.own_reads(1)
             connection.send_packed_command([_getrange(name, start, end)], check_health=False)
-            self._waiting.append(_Asked(connection, page, name, start, end, is_last))
+            self._waiting.append(_PieceRequest(connection, page, name, start, end, is_last))
             if len(self._waiting) > UNANSWERED:
                 yield from self._take()
 
-    def rest(self) -> Iterator[PageRead]:
+    def rest(self) -> Iterator[PageDigest]:
         """Yields the pages that have been asked for and are not back yet."""
         while self._waiting:
             yield from self._take()
@@ -74,7 +74,7 @@ class PieceReader:
             self._connections[pool] = pool.get_connection()
         return self._connections[pool]
 
-    def _take(self) -> Iterator[PageRead]:
+    def _take(self) -> Iterator[PageDigest]:
         asked = self._waiting.popleft()
         try:
             value: Any = asked.connection.read_response()
@@ -85,7 +85,7 @@ class PieceReader:
         if asked.ends_page:
             found, size_bytes = self._digest.intdigest(), self._size_bytes
             self._digest, self._size_bytes = xxhash.xxh3_64(), 0
-            yield PageRead(asked.page, found if size_bytes else None, size_bytes)
+            yield PageDigest(asked.page, found if size_bytes else None, size_bytes)
 
 
 def _getrange(name: bytes, start: int, end: int) -> bytes:

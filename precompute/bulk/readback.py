@@ -9,12 +9,12 @@ import redis
 import xxhash
 
 from cache.errors import CorruptArtefact
-from cache.format.keys import Keyspace
 from cache.format.manifest import Manifest
+from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import by_server
 from precompute.bulk.governor import Governor
 from precompute.bulk.parts import Part
-from precompute.bulk.piece_reader import PageRead, piece_reader
+from precompute.bulk.piece_reader import PageDigest, piece_reader
 
 Progress = Callable[[int], None]
 AT_ONCE_MAX = 500
@@ -83,7 +83,7 @@ def _read(
     *,
     chunk_bytes: int,
     governor: Governor | None,
-) -> Generator[PageRead]:
+) -> Generator[PageDigest]:
     """Every page of a part: in pieces while there are readers, some pages at once else."""
     names = [part.key(keys, manifest.generation, page).encode() for page in range(part.pages.pages)]
     at_once, page = max(1, chunk_bytes // part.table.page_bytes), 0
@@ -101,7 +101,7 @@ def _read(
                 governor.own_reads(len(chunk))
             for number, value in enumerate(_values(client, chunk), page):
                 digest = None if value is None else xxhash.xxh3_64_intdigest(value)
-                yield PageRead(number, digest, len(value or b""))
+                yield PageDigest(number, digest, len(value or b""))
             page += len(chunk)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import redis
 
 from cache.errors import Conflict, StoreError
-from cache.format.keys import Keyspace
 from cache.format.manifest import Artefact, Manifest
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, check, generation_path, read_manifest
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import Part, Progress, load_part, parts_of, total_bytes, verify_part

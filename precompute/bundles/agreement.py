@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.model.agreement import recalls, worst_errors
 from cache.model.ranking import Metric, unpack
 from cache.model.tower import Histories, Inputs, Tower, rows_of
 from precompute.bundles.index import best_with, tiles
@@ -36,7 +37,7 @@ def agreement(
     facts: dict[str, Any] = {"rows": rows_of(inputs)}
     if item_vectors is None:
         facts["overlap_at_1"] = float((exact.argmax(axis=1) == approximate.argmax(axis=1)).mean())
-        facts["score_error_p99"] = float(np.percentile(_errors(exact, approximate), 99))
+        facts["score_error_p99"] = float(np.percentile(worst_errors(approximate, exact), 99))
     else:
         top = min(TOP, len(item_vectors))
         overlap, errors = _compare(exact, approximate, item_vectors, top, metric, excluded)
@@ -86,9 +87,7 @@ def _compare(
         lists, errors[rows] = _tops(
             (exact[rows], approximate[rows]), item_vectors, top, metric, gone
         )
-        overlap[rows] = [
-            len(np.intersect1d(first, second)) / top for first, second in zip(*lists, strict=True)
-        ]
+        overlap[rows] = recalls(*lists)
     return overlap, errors
 
 
@@ -112,12 +111,6 @@ def _tops(
             scores[row_of[inside], gone.indices[inside] - start] = -np.inf
             keys[place] = best_with(keys[place], scores, start, top)
     return [unpack(each, top)[0] for each in keys], error / largest
-
-
-def _errors(exact: NDArray[np.float32], approximate: NDArray[np.float32]) -> NDArray[np.float64]:
-    largest = np.maximum(np.abs(exact).max(axis=1), 1e-30)
-    errors: NDArray[np.float64] = np.abs(exact - approximate).max(axis=1) / largest
-    return errors
 
 
 def _is_invariant(tower: Tower, inputs: Inputs, whole: NDArray[np.float32]) -> bool:

@@ -1,7 +1,7 @@
 """The model bundle: a folder with `bundle.json`, the item ids in the model's own order, and ONNX files."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cache.errors import BundleError
-from cache.format.keys import ID_BYTES_MAX
+from cache.format.ids import ID_BYTES_MAX
 from cache.format.manifest import EntityKind
 from cache.model.ranking import Metric
-from cache.model.tower import Tower, TowerSpec
-from cache.store.artefacts import sha256_of, write_atomically
+from cache.model.tower import Tower
+from cache.model.tower_spec import TowerSpec
 from precompute.bundles.digests import sha256_unchanged
 from precompute.sources.columns import raws_of
 from precompute.sources.vocabulary import Vocabulary, as_strings
@@ -163,72 +163,6 @@ class Bundle:
             raws = raws_of(chunk)
             whole.update(b"".join([len(raw).to_bytes(2, "little") + raw for raw in raws]))
         return whole.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFile:
-    """Model to be written into a bundle: serialised ONNX, its specification, and a torch.export archive if any."""
-
-    onnx: bytes
-    spec: TowerSpec
-    entity: EntityKind = "user"
-    labels: tuple[str, ...] = ()
-    program: bytes | None = None
-
-
-def write_bundle(
-    path: Path,
-    *,
-    name: str,
-    version: str,
-    dims: int,
-    item_ids: Sequence[str],
-    user_tower: ModelFile,
-    item_tower: ModelFile,
-    values: Mapping[str, ModelFile] | None = None,
-    metric: Metric = "inner_product",
-    training: Mapping[str, Any] | None = None,
-) -> Bundle:
-    """Write a bundle (`bundle.json` last, so that half a bundle never opens) and open it."""
-    path.mkdir(parents=True, exist_ok=True)
-    (path / FILE).unlink(missing_ok=True)
-    pq.write_table(pa.table({"id": pa.array(list(item_ids), pa.string())}), path / ITEMS_FILE)
-    data: dict[str, Any] = {
-        "format": FORMAT,
-        "name": name,
-        "version": version,
-        "dims": dims,
-        "metric": metric,
-        "items": {
-            "path": ITEMS_FILE,
-            "count": len(item_ids),
-            "sha256": sha256_of(path / ITEMS_FILE),
-        },
-        "user_tower": _write_model(path, "user_tower", user_tower),
-        "item_tower": _write_model(path, "item_tower", item_tower),
-        "values": {
-            key: {
-                "entity": each.entity,
-                "labels": list(each.labels),
-                **_write_model(path, key, each),
-            }
-            for key, each in (values or {}).items()
-        },
-        "training": dict(training or {}),
-    }
-    write_atomically(path / FILE, orjson.dumps(data, option=orjson.OPT_INDENT_2))
-    return Bundle.open(path)
-
-
-def _write_model(path: Path, name: str, model: ModelFile) -> dict[str, Any]:
-    file = path / f"{name}.onnx"
-    write_atomically(file, model.onnx)
-    written = {"path": file.name, "sha256": sha256_of(file), **model.spec.to_json()}
-    if model.program is not None:
-        beside = path / f"{name}.pt2"
-        write_atomically(beside, model.program)
-        written["program"] = {"path": beside.name, "sha256": sha256_of(beside)}
-    return written
 
 
 def demand_sha256(path: Path, wanted: str) -> None:

@@ -16,9 +16,10 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
-from cache.model.tower import InputSpec, TowerSpec
+from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles import graphs
-from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
 
 ITEM_EXPONENT = 0.4
 SPECTRUM_EXPONENT = 0.25

@@ -13,13 +13,14 @@ from precompute.canary.comparison import Comparison, Totals, decide
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.config.validation import demand_reason
-from precompute.control.control_keys import Control, Replica
+from precompute.control.control_keys import Control
+from precompute.control.rows import Replica
 from precompute.control.states import State, demand
 from precompute.releases.attempts import new_attempt
 from precompute.releases.registry import open_releases
 from precompute.releases.release import Releases
-from precompute.releases.staging import Stage, staged
-from precompute.steps.publish import publish as publish_generation
+from precompute.releases.staging import StagingNote, staged
+from precompute.steps import publish as publish_step
 
 
 def start(
@@ -64,7 +65,7 @@ def start(
                     governor=governor,
                 )  # fmt: skip
         else:
-            Stage(releases.control).clear(attempt, chosen)
+            StagingNote(releases.control).clear(attempt, chosen)
     restarted = f"the share was {changes:g} %, so counting starts anew" if changes else None
     return {"generation": chosen, "percent": share, **({"note": restarted} if restarted else {})}
 
@@ -133,7 +134,7 @@ def publish(
     """The canary's generation made live for everybody, as any other; Conflict when another than the one named runs."""
     with open_releases(config) as releases:
         chosen = _running(releases.control, generation).generation
-    return publish_generation(config, {"generation": chosen}, attempt=attempt, progress=progress)
+    return publish_step.run(config, {"generation": chosen}, attempt=attempt, progress=progress)
 
 
 def abandon(
@@ -210,7 +211,7 @@ def conclude(config: NightConfig, generation: str, *, attempt: str) -> Step:
                 rule="canary",
                 **asdict(found),
             )
-    publish_generation(config, {"generation": generation}, attempt=attempt)
+    publish_step.run(config, {"generation": generation}, attempt=attempt)
     return {"generation": generation, "published": True, **asdict(found)}
 
 

@@ -2,52 +2,40 @@
 
 import argparse
 import math
-from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 from rich.table import Table
 
 from cache.errors import ConfigError, Conflict, LarderError
-from cache.format.keys import canonical_id
+from cache.format.ids import canonical_id
 from cache.store.blocklist import change_blocklist
+from precompute.builds.night import Night
 from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_store import chosen_at, hand_over
+from precompute.bundles.bundle_store import hand_over
 from precompute.cli.console import NOT_WELL, Found, Told, err
 from precompute.cli.status_report import look, report
 from precompute.cli.status_table import shown
+from precompute.cli.step_commands import standing_name
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.config.validation import demand_reason
 from precompute.control.control_keys import Control, connect
 from precompute.erasures.erasure import demand_unerased
+from precompute.operations.adopt import adopt
+from precompute.operations.night import run_night
+from precompute.operations.restore import restore as restore_redis
+from precompute.operations.roll_back import roll_back as move_back
+from precompute.operations.train import train_reference
 from precompute.releases.attempts import new_attempt
 from precompute.releases.release import Releases
-from precompute.sources.files import all_files, changed_at
-from precompute.steps import pipeline
-from precompute.steps.adopt import adopt
-from precompute.steps.night import run_night
-from precompute.steps.train import train_reference
-
-Command = Callable[[NightConfig, argparse.Namespace, Progress], Found | Told]
-
-
-def _standing_name(config: NightConfig, data_until: str | None) -> str:
-    """Name of a night without a cut: when its inputs last changed, so that a repeat finds its own work."""
-    bundle_at = chosen_at(config)
-    if data_until or config.data_until or not config.sources.interactions or bundle_at is None:
-        return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
-    newest = max(bundle_at, *map(changed_at, all_files(config)))
-    return datetime.fromtimestamp(int(newest), UTC).isoformat()
 
 
 def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
     """The whole night; one row per step."""
-    lines = run_night(
-        config, data_until=arguments.data_until, named=_standing_name(config, arguments.data_until),
-        attempt=arguments.attempt or new_attempt(), progress=progress,
-    )  # fmt: skip
+    data_until, attempt = arguments.data_until, arguments.attempt or new_attempt()
+    named = standing_name(config, data_until)
+    lines = run_night(Night(config, attempt, data_until, named=named, progress=progress))
     table = Table("step", "what", "seconds", "rate", "size")
     for column in table.columns[2:]:
         column.justify, column.no_wrap = "right", True
@@ -74,97 +62,12 @@ def hand_over_bundle(
     return {"bundle": bundle.name, "version": bundle.version, "digest": bundle.digest}
 
 
-def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """A generation named, its inputs pinned."""
-    return pipeline.begin(
-        config, data_until=arguments.data_until, run_after=None,
-        named=_standing_name(config, arguments.data_until), progress=progress,
-    )  # fmt: skip
-
-
-def _build(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"generation": arguments.generation}
-
-
-def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """All shards, assembled; or one of them alone."""
-    build = _build(arguments)
-    pipeline.embed_items(config, build, progress=progress)
-    shards = range(config.shards) if arguments.shard is None else [arguments.shard]
-    scored = pipeline.score_shards(config, build, shards, progress=progress)
-    if arguments.shard is None:
-        pipeline.assemble(config, build, scored)
-    return {
-        "shards": len(scored),
-        "users": sum(each["users"] for each in scored),
-        "items": sum(each["items"] for each in scored),
-    }
-
-
-def index(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The FAISS indexes."""
-    return pipeline.build_index(config, _build(arguments), progress=progress)
-
-
-def quantize(
-    config: NightConfig, arguments: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
-    """The int8 models; their agreement with the others."""
-    found = pipeline.quantize(config, _build(arguments), progress=progress)
-    return {name: each["agreement"] for name, each in found["models"].items()}
-
-
-def load(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The pages into Redis."""
-    return pipeline.load(config, _build(arguments), progress=progress)
-
-
-def verify(
-    config: NightConfig, arguments: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
-    """The gates' verdicts."""
-    return pipeline.verify(config, _build(arguments), attempt=new_attempt(), progress=progress)
-
-
-def publish(
-    config: NightConfig, arguments: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
-    """A verified generation made live."""
-    attempt = arguments.attempt or new_attempt()
-    return pipeline.publish(config, _build(arguments), attempt=attempt, progress=progress)
-
-
-def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
-    """Waits for every replica; Conflict for what is not live, and when some still wait in the end."""
-    generation = arguments.generation
-    with connect(config.redis_url, config.redis_timeout_s) as client:
-        pointer = Control(client, config.keyspace()).pointer()
-    if pointer is None or pointer.generation != generation:
-        live = "nothing is live" if pointer is None else f"{pointer.generation} is"
-        raise Conflict(f"{generation} is not live, {live}: publish it before waiting for replicas")
-    found = pipeline.warm(config, _build(arguments))
-    if waiting := found["waiting"]:
-        raise Conflict(
-            f"after {config.warm_timeout_s:g} s {len(waiting)} of {found['replicas']} replicas do not answer from "
-            f"{generation}: {', '.join(waiting)}; look at their logs and /readyz, or raise warm_timeout_s",
-            waiting=waiting,
-        )
-    return found
-
-
 def roll_back(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
     """An earlier generation made live again."""
     attempt = arguments.attempt or new_attempt()
-    return pipeline.roll_back(config, to=arguments.to, reason=arguments.reason, attempt=attempt)
-
-
-def retire(
-    config: NightConfig, _arguments: argparse.Namespace, progress: Progress
-) -> dict[str, Any]:
-    """Removes what nobody needs."""
-    return pipeline.retire(config, attempt=new_attempt(), progress=progress)
+    return move_back(config, to=arguments.to, reason=arguments.reason, attempt=attempt)
 
 
 def restore(
@@ -173,7 +76,7 @@ def restore(
     """A lost Redis rebuilt from the store, or a strange one made to follow it."""
     if arguments.adopt:
         return adopt(config, reason=arguments.reason, attempt=new_attempt(), progress=progress)
-    return pipeline.restore(config, attempt=new_attempt(), progress=progress)
+    return restore_redis(config, attempt=new_attempt(), progress=progress)
 
 
 def pin(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Console of the shell: bars while it works, tables when it is done."""
 
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from precompute.builds.night import size_text
 from precompute.config.progress import Progress, quiet
-from precompute.steps.night import size_text
+from precompute.config.settings import NightConfig
 
 PLAIN_COLUMNS = 1_000
 BYTES = ("load pages", "restore pages")
@@ -88,6 +90,10 @@ class _Rate(ProgressColumn):
             return Text("")
         rate = size_text(task.speed) if task.description in BYTES else f"{task.speed:,.0f}"
         return Text(f"{rate}/s", style="progress.data.speed")
+
+
+Command = Callable[[NightConfig, argparse.Namespace, Progress], Found | Told]
+"""A command of the shell: what it does, and what it found to show."""
 
 
 def show(found: Found | str, out: Console) -> None:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from rich.table import Table
 
 from cache.errors import InvalidInput, LarderError
-from cache.format.keys import canonical_id
+from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
 from precompute.builds.copies import sweep_copies
 from precompute.cli.console import Found, err
@@ -26,7 +26,7 @@ from precompute.erasing.erasing import (
     look_without_redis,
     settle,
 )
-from precompute.erasing.holders import Held, holders
+from precompute.erasing.holders import EntityHolder, holders
 from precompute.erasures.erasure import Erasure
 from precompute.erasures.host_records import declare_gone
 from precompute.releases.release import Releases
@@ -116,7 +116,7 @@ def _shown(standings: Sequence[Standing], dropped: int | None) -> list[Table | s
     return [table, *lines] if standings else ["no such erasure"]
 
 
-def _holder(held: Held) -> str:
+def _holder(held: EntityHolder) -> str:
     return f"{held.generation} on {held.host}" if held.is_copy else held.generation
 
 

@@ -3,13 +3,15 @@
 import argparse
 from pathlib import Path
 
+from cache.control.night_steps import NIGHT
 from precompute.canary.trial import command as canary
 from precompute.cli import commands as run_by
 from precompute.cli import plan as planning
-from precompute.cli import worklist
-from precompute.cli.commands import Command
+from precompute.cli import step_commands, worklist
+from precompute.cli.console import Command
 from precompute.cli.erase import erase
 from precompute.cli.override import command as override
+from precompute.cli.step_commands import INSIDE_SCORE, step_command
 from precompute.cli.temporary_redis import load_again, nothing, verify_again
 
 
@@ -48,15 +50,20 @@ def parser_of_commands() -> argparse.ArgumentParser:
             )
         return command
 
-    for name, run, text in (
+    first: tuple[tuple[str, Command, str], ...] = (
         (
             "night",
             run_by.night,
             "the whole night: begin, score, index, load, verify, publish, warm, retire",
         ),
         ("train", run_by.train, "train the reference bundle on the configured sources"),
-        ("begin", run_by.begin, "name the generation, pin its inputs, partition the sources"),
-    ):
+        (
+            "begin",
+            step_commands.begin,
+            "name the generation, pin its inputs, partition the sources",
+        ),
+    )
+    for name, run, text in first:
         command = add(name, run, text)
         default = (
             "use all"
@@ -77,16 +84,18 @@ def parser_of_commands() -> argparse.ArgumentParser:
     )
     command.add_argument("folder", help="with bundle.json; relative to the configuration")
     command.set_defaults(redis="none")
-    command = add("score", run_by.score, "score all shards, or one", generation=True)
+    command = add("score", step_commands.score, "score all shards, or one", generation=True)
     command.add_argument("--shard", type=int)
     command.set_defaults(redis="none")
     for name, run, text in (
-        ("index", run_by.index, "build the FAISS indexes"),
-        ("quantize", run_by.quantize, "make and compare the int8 models"),
+        ("index", step_command("index"), "build the FAISS indexes"),
+        ("quantize", step_commands.quantize, "make and compare the int8 models"),
     ):
         add(name, run, text, generation=True).set_defaults(redis="none")
-    add("load", run_by.load, "stream the pages into Redis", generation=True)
-    add("verify", run_by.verify, "run the gates", generation=True).set_defaults(prepare=load_again)
+    add("load", step_command("load"), "stream the pages into Redis", generation=True)
+    add("verify", step_command("verify"), "run the gates", generation=True).set_defaults(
+        prepare=load_again
+    )
     command = add(
         "override",
         override,
@@ -97,10 +106,12 @@ def parser_of_commands() -> argparse.ArgumentParser:
     command.add_argument(
         "--reason", required=True, help="kept in the release record and the manifest"
     )
-    command = add("publish", run_by.publish, "make a verified generation live", generation=True)
+    command = add(
+        "publish", step_command("publish"), "make a verified generation live", generation=True
+    )
     command.add_argument("--attempt")
     command.set_defaults(prepare=verify_again)
-    add("warm", run_by.warm, "wait until every replica answers from it", generation=True)
+    add("warm", step_commands.warm, "wait until every replica answers from it", generation=True)
     command = add(
         "canary",
         canary,
@@ -125,7 +136,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
     command.add_argument("--to", metavar="GENERATION", help="default: the previous one")
     command.add_argument("--reason", required=True, help="kept in the release record")
     command.add_argument("--attempt")
-    add("retire", run_by.retire, "remove generations that nobody needs")
+    add("retire", step_command("retire"), "remove generations that nobody needs")
     command = add("restore", run_by.restore, "rebuild a lost Redis from the artefact store")
     command.add_argument(
         "--adopt",
@@ -190,6 +201,9 @@ def parser_of_commands() -> argparse.ArgumentParser:
     command = add("plan", planning.plan, planning.DESCRIPTION)
     planning.add_options(command)
     command.set_defaults(redis="if running")
+    for name in NIGHT:
+        if name not in commands.choices and name not in INSIDE_SCORE:
+            add(name, step_command(name), f"run the step {name}", generation=True)
     return parser
 
 

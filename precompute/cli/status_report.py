@@ -13,7 +13,8 @@ from cache.store.artefacts import read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, all_releases
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, Replica, Row, connect
+from precompute.control.control_keys import Control, connect
+from precompute.control.rows import Replica, Row
 from precompute.control.states import Ledger, State, fold
 from precompute.erasures.erasure import all_erasures
 from precompute.releases.release import Releases
@@ -23,7 +24,7 @@ AWAY, ABSENT, THERE = "away", "absent", "there"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class NamespaceState:
     """State as read; `now` is Redis' time where it could be asked. `why`: what keeps Redis from being asked."""
 
     ledger: Ledger
@@ -46,15 +47,15 @@ class Seen:
         return self.ledger.canary if self.pointer is None else self.pointer.canary
 
 
-def look(config: NightConfig) -> Seen:
+def look(config: NightConfig) -> NamespaceState:
     """Reads what there is, without Redis the store alone; raises LarderError for a store that cannot be read."""
     if not config.redis_url:
-        return Seen(fold(all_releases(config.store())), time.time(), ABSENT)
+        return NamespaceState(fold(all_releases(config.store())), time.time(), ABSENT)
     try:
         with connect(config.redis_url, config.redis_timeout_s) as client:
             releases = Releases(config.store(), Control(client, config.keyspace()))
             view = releases.view()
-            return Seen(
+            return NamespaceState(
                 view.ledger,
                 releases.clock(),
                 THERE,
@@ -65,7 +66,7 @@ def look(config: NightConfig) -> Seen:
             )
     except TierUnavailable as error:
         ledger = fold(all_releases(config.store()))
-        return Seen(ledger, time.time(), AWAY, error.message)
+        return NamespaceState(ledger, time.time(), AWAY, error.message)
 
 
 def _memory(client: Any) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def _memory(client: Any) -> dict[str, Any]:
         return {}
 
 
-def report(config: NightConfig, seen: Seen) -> dict[str, Any]:
+def report(config: NightConfig, seen: NamespaceState) -> dict[str, Any]:
     """Report of all of it as JSON-able values; `problems` is empty if all is well."""
     store = config.store()
     known = set(store.names("generations")) | set(seen.rows)
@@ -103,7 +104,7 @@ def report(config: NightConfig, seen: Seen) -> dict[str, Any]:
     return told | {"well": not problems, "problems": problems}
 
 
-def _problems(told: Mapping[str, Any], seen: Seen) -> list[str]:
+def _problems(told: Mapping[str, Any], seen: NamespaceState) -> list[str]:
     found = []
     ledger, pointer, schedule = seen.ledger, seen.pointer, told["schedule"]
     if seen.redis == AWAY:
@@ -136,7 +137,7 @@ def _problems(told: Mapping[str, Any], seen: Seen) -> list[str]:
     return found
 
 
-def _generation(config: NightConfig, seen: Seen, generation: str) -> dict[str, Any]:
+def _generation(config: NightConfig, seen: NamespaceState, generation: str) -> dict[str, Any]:
     row, ledger = seen.rows.get(generation), seen.ledger
     canary = seen.canary.generation if seen.canary else None
     roles = {"live": seen.live, "previous": ledger.previous, "canary": canary}
@@ -180,7 +181,7 @@ def _of_manifest(manifest: Manifest | None, overrides: Mapping[str, str]) -> dic
     }
 
 
-def _schedule(config: NightConfig, seen: Seen) -> dict[str, Any]:
+def _schedule(config: NightConfig, seen: NamespaceState) -> dict[str, Any]:
     schedule = Schedule(config.schedule, config.timezone, config.schedule_grace_s)
     next_at = schedule.tick_after(seen.now)
     created_at: float | None = None

@@ -6,8 +6,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from precompute.builds.night import size_text
 from precompute.cli.status_report import ABSENT, AWAY
-from precompute.steps.night import size_text
 
 _COLUMNS = ("generation", "state", "data until", "Redis", "store", "gates", "notes")
 

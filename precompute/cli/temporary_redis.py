@@ -11,9 +11,10 @@ from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
 from precompute.control.states import ALLOWED, State
+from precompute.operations.restore import restore
 from precompute.releases.attempts import new_attempt
 from precompute.releases.release import Releases
-from precompute.steps import pipeline
+from precompute.steps import load, verify
 
 _LOADABLE = (*ALLOWED["load"], State.SUPERSEDED, None)
 
@@ -48,7 +49,7 @@ def _fill(config: NightConfig, progress: Progress) -> None:
         # What is no pointer is left to the command, which may be the one that removes it.
         empty = not client.exists(releases.control.keys.live) and releases.ledger().live is not None
     if empty:
-        pipeline.restore(config, attempt=new_attempt(), progress=progress)
+        restore(config, attempt=new_attempt(), progress=progress)
 
 
 def nothing(_config: NightConfig, _arguments: argparse.Namespace, _progress: Progress) -> None:
@@ -59,7 +60,7 @@ def load_again(config: NightConfig, arguments: argparse.Namespace, progress: Pro
     """Loads the generation that a step is about again: the server that held its pages ended with its command."""
     name = "to" if arguments.run is roll_back else "generation"
     if (generation := getattr(arguments, name)) and _state(config, generation) in _LOADABLE:
-        pipeline.load(config, {"generation": generation}, progress=progress)
+        load.run(config, {"generation": generation}, progress=progress)
 
 
 def verify_again(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
@@ -67,7 +68,7 @@ def verify_again(config: NightConfig, arguments: argparse.Namespace, progress: P
     load_again(config, arguments, progress)
     # A refused or rolled-back one is lifted by `verify` alone, never on the way to a publish.
     if _state(config, arguments.generation) in (State.LOADED, State.VERIFIED):
-        pipeline.verify(
+        verify.run(
             config, {"generation": arguments.generation}, attempt=new_attempt(), progress=progress
         )
 

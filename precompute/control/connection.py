@@ -1,4 +1,4 @@
-"""The connection of a step to Redis, and what goes wrong there in words that say what to do."""
+"""The connection of a step to Redis, whose errors say what to do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,8 @@ from urllib.parse import urlsplit
 
 import redis
 
-from cache.errors import ConfigError, Refused, TierUnavailable
+from cache.errors import ConfigError
+from cache.l2.errors import translated
 from cache.l2.sync_clients import open_client
 
 
@@ -40,55 +41,3 @@ def _place(url: str) -> str:
     user = before.partition(":")[0]
     netloc = f"{user}@{after}" if at and user else after
     return urlsplit(url)._replace(netloc=netloc, query="").geturl()
-
-
-@contextmanager
-def translated(place: str = "") -> Iterator[None]:
-    """Redis errors in Larder's words, each with its remedy; `place` is the URL to name, without a password."""
-    where = f"REDIS_URL {place}" if place else "REDIS_URL"
-    try:
-        yield
-    except redis.exceptions.OutOfMemoryError as error:
-        raise Refused(
-            "Redis is at maxmemory and refused to store more: raise maxmemory or retire generations, then run the same "
-            "command again",
-            rule="redis_memory",
-        ) from error
-    except redis.exceptions.ReadOnlyError as error:
-        raise TierUnavailable(
-            "Redis is a read-only replica; point REDIS_URL at the primary", reason="connection"
-        ) from error
-    except (redis.exceptions.NoPermissionError, redis.exceptions.AuthenticationError) as error:
-        raise ConfigError(
-            f"Redis refused the user of REDIS_URL: {error}; it needs the loader's ACL"
-        ) from error
-    except redis.exceptions.BusyLoadingError as error:
-        raise TierUnavailable(
-            f"Redis is still loading its data: {error}; wait for it, then run the step again",
-            reason="connection",
-        ) from error
-    except redis.exceptions.TimeoutError as error:
-        raise TierUnavailable(
-            f"Redis did not answer in time ({where}): {error}; run the step again, or raise redis_timeout_s",
-            reason="timeout",
-        ) from error
-    except redis.exceptions.ConnectionError as error:
-        raise TierUnavailable(
-            f"Redis cannot be reached ({where}): {error}; start it or correct REDIS_URL, then run the step again",
-            reason="connection",
-        ) from error
-    except redis.exceptions.AskError as error:
-        raise ConfigError(
-            f"{where} is a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)"
-        ) from error
-    except redis.exceptions.RedisClusterException as error:
-        raise TierUnavailable(
-            f"the Redis Cluster cannot be used ({where}): {error}; start its nodes or correct REDIS_URL, then run the "
-            "step again",
-            reason="connection",
-        ) from error
-    except redis.exceptions.RedisError as error:
-        raise TierUnavailable(
-            f"Redis refused a command: {error}; run the step again once that is over",
-            reason="connection",
-        ) from error

@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 
 from cache.control.hot_keys import COLD, HOT, Window, hour_of, member
 from cache.errors import Conflict, LarderError
-from cache.format.keys import hash_hex, hash_id
+from cache.format.ids import hash_id
 from cache.format.manifest import EntityKind, Manifest
+from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
 from precompute.config.generations_at_peak import retained
@@ -17,7 +18,7 @@ from precompute.config.settings import NightConfig
 from precompute.config.validation import demand_reason
 from precompute.control.control_keys import Control
 from precompute.control.states import UNFINISHED, State
-from precompute.erasing.holders import Held, holders
+from precompute.erasing.holders import EntityHolder, holders
 from precompute.erasures.erasure import (
     Erasure,
     all_erasures,
@@ -26,7 +27,7 @@ from precompute.erasures.erasure import (
     mark_forgotten,
     request,
 )
-from precompute.releases.release_log import ReleaseLog, View, standing
+from precompute.releases.release_log import ReleaseLog, ReleaseView, standing
 
 UNLINK_BATCH = 256
 SEEDS = (0, 1)
@@ -42,7 +43,7 @@ class Standing:
     """Erasure and what still holds its entity, with when each of these may go."""
 
     erasure: Erasure
-    held: tuple[tuple[Held, str], ...] = ()
+    held: tuple[tuple[EntityHolder, str], ...] = ()
 
     @property
     def word(self) -> str:
@@ -217,7 +218,7 @@ def look_without_redis(store: ArtefactStore) -> list[Standing]:
     ]
 
 
-def _fate(config: NightConfig, view: View, held: Held, now: float) -> str:
+def _fate(config: NightConfig, view: ReleaseView, held: EntityHolder, now: float) -> str:
     """Words for when what holds an entity may be swept."""
     generation, ledger = held.generation, view.ledger
     if held.is_copy:
@@ -241,7 +242,7 @@ def _fate(config: NightConfig, view: View, held: Held, now: float) -> str:
     return f"{state}, swept by the next retire that finds no replica holding it"
 
 
-def _fate_of_copy(held: Held, now: float) -> str:
+def _fate_of_copy(held: EntityHolder, now: float) -> str:
     hours = max(0.0, now - held.at) / 3600
     age = (
         ""

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.errors import Conflict, CorruptArtefact, InvalidInput
-from cache.format.keys import canonical_id
+from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
 from cache.store.artefacts import ArtefactStore
 from cache.store.packs import pack, read_files

@@ -17,10 +17,11 @@ import redis
 from cache.errors import LarderError, NotJudged, Refused, StoreError, TierUnavailable
 from cache.l2.sync_clients import another
 from precompute.control.control_keys import Control
-from precompute.gates.evidence.candidate import Candidate, Gate
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.gate import Gate
 from precompute.gates.evidence.leash import Leash, OwnPool
 from precompute.gates.evidence.limits import TimeLimits
-from precompute.gates.evidence.verdict import Verdict
+from precompute.gates.evidence.verdict import Measured, Verdict
 from precompute.gates.rules.entities import (
     coverage_of_live,
     coverage_of_source,
@@ -64,9 +65,7 @@ from precompute.gates.rules.records import (
 from precompute.gates.rules.skew import skew, skew_cosine
 from precompute.gates.rules.unusable import unusable_rows
 
-__all__ = ["GATES", "INTEGRITY", "Candidate", "Verdict", "demand_overridable", "run_gates"]
-
-_INTEGRITY: Final[tuple[Gate, ...]] = (
+GATES: Final[tuple[Gate, ...]] = (
     maxmemory_policy,
     redis_headroom,
     disk_headroom,
@@ -88,9 +87,6 @@ _INTEGRITY: Final[tuple[Gate, ...]] = (
     exact_lists,
     exact_numbers,
     history_in_lists,
-)
-
-_JUDGEMENT: Final[tuple[Gate, ...]] = (
     unusable_rows,
     coverage_of_source,
     coverage_of_live,
@@ -114,12 +110,18 @@ _JUDGEMENT: Final[tuple[Gate, ...]] = (
     heldout_recall,
 )
 
-GATES: Final = _INTEGRITY + _JUDGEMENT
+"""All rules that need an opened generation, in the order in which they are run."""
+
+FILES: Final = "files"
+"""The rule that every file is as the manifest states: where it fails nothing can be opened."""
+
+OPENS: Final = "opens"
+"""The rule that the generation can be opened."""
 
 LIVE_FILES: Final = "live_files"
 """The rule that the live generation's own manifest is there to be compared with."""
 
-INTEGRITY: Final = frozenset(gate.__name__ for gate in _INTEGRITY) | {"files", "opens"}
+INTEGRITY: Final = frozenset(gate.rule for gate in GATES if gate.is_integrity) | {FILES, OPENS}
 """Rules on what is simply wrong: nobody may wave it through."""
 
 UNANSWERED: Final = (
@@ -132,7 +134,7 @@ UNANSWERED: Final = (
 )
 """Errors of Redis, the store, a disk or this host when they do not answer; they say nothing of the generation."""
 
-OVERRIDABLE: Final = frozenset(gate.__name__ for gate in _JUDGEMENT) | {LIVE_FILES}
+OVERRIDABLE: Final = frozenset(gate.rule for gate in GATES if not gate.is_integrity) | {LIVE_FILES}
 """Rules on what is unusual: a person may know why it is right."""
 
 
@@ -180,12 +182,12 @@ def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
     client = another(candidate.control.client, partial(OwnPool, leash))
     own = replace(candidate, control=Control(client, candidate.control.keys))
     try:
-        return run_within(gate.__name__, lambda: gate(own), timeout_s)
+        return run_within(gate.rule, lambda: gate(own), timeout_s)
     finally:
         leash.end()
 
 
-def run_within(rule: str, judge: Callable[[], Verdict], timeout_s: float) -> Verdict:
+def run_within(rule: str, judge: Callable[[], Measured], timeout_s: float) -> Verdict:
     """The verdict of `judge`, or one that failed under this rule when it raises.
 
     Raises NotJudged when its time is over, or when what it asked did not answer.
@@ -207,9 +209,9 @@ def run_within(rule: str, judge: Callable[[], Verdict], timeout_s: float) -> Ver
     return found
 
 
-def _judge(rule: str, judge: Callable[[], Verdict]) -> Verdict | NotJudged:
+def _judge(rule: str, judge: Callable[[], Measured]) -> Verdict | NotJudged:
     try:
-        return judge()
+        return judge().under(rule)
     except NotJudged as error:
         return error
     except Exception as error:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from cache.format.keys import fingerprints
+from cache.format.ids import fingerprints
 from cache.store.artefacts import write_atomically
 from precompute.sources.readers import Interactions
 

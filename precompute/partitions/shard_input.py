@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact
-from cache.format.keys import FINGERPRINT_SEED, hash_ids
+from cache.format.ids import FINGERPRINT_SEED, hash_ids
 from precompute.partitions.shard_files import (
     HASH,
     KINDS,

@@ -9,8 +9,8 @@ from precompute.bulk.headroom import held_bytes, unevictable_bytes
 from precompute.config.settings import GateThresholds, NightConfig
 from precompute.control.control_keys import Control, connect
 from precompute.gates.evidence.verdict import Verdict
-from precompute.gates.rules.host import disk_verdict, memory_verdict
-from precompute.gates.rules.in_redis import memory_limit, redis_verdict
+from precompute.gates.rules.host import disk_headroom, disk_room, memory_headroom, memory_room
+from precompute.gates.rules.in_redis import memory_limit, redis_headroom, redis_room
 
 GB = 10**9
 
@@ -27,7 +27,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CapacityLimits:
     """Limits to fit into; `memory_bytes` is a reader's host, `disk_bytes` the artefact store's place."""
 
     nodes: tuple[Node, ...]
@@ -36,7 +36,7 @@ class Limits:
 
 
 def verdicts(
-    limits: Limits,
+    limits: CapacityLimits,
     thresholds: GateThresholds,
     *,
     generations: int,
@@ -45,24 +45,22 @@ def verdicts(
     disk_bytes: int,
 ) -> list[Verdict]:
     """Verdicts on each node, then the host's memory and disk; sizes are of one generation, of which so many coexist."""
-    found = [
-        redis_verdict(
+    nodes = [
+        redis_room(
             node.name, node.other_bytes + round(generations * redis_bytes * node.share),
             node.limit_bytes, f"{node.limit_is}, for {generations} generations", thresholds.redis_headroom,
         )
         for node in limits.nodes
     ]  # fmt: skip
-    found.append(
-        memory_verdict(
-            limits.memory_bytes, mapped_bytes, thresholds.memory_headroom, generations=generations
-        )
+    memory = memory_room(
+        limits.memory_bytes, mapped_bytes, thresholds.memory_headroom, generations=generations
     )
-    found.append(
-        disk_verdict(
-            limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generations=generations
-        )
+    disk = disk_room(
+        limits.disk_bytes, disk_bytes, thresholds.disk_headroom, generations=generations
     )
-    return found
+    found = [(redis_headroom, each) for each in nodes]
+    found += [(memory_headroom, memory), (disk_headroom, disk)]
+    return [measured.under(gate.rule) for gate, measured in found]
 
 
 def demand_room(found: list[Verdict]) -> None:
@@ -89,7 +87,7 @@ def limits_of(
     nodes: int | None = None,
     host_gb: float | None = None,
     disk_gb: float | None = None,
-) -> Limits:
+) -> CapacityLimits:
     """Limits as given, else what the configured Redis, this host and its disk say of themselves.
 
     What this namespace's own generations take there by now counts as room: the planned ones would take their place.
@@ -110,7 +108,7 @@ def limits_of(
         )
     else:
         every = _nodes(config, record_bytes)
-    return Limits(
+    return CapacityLimits(
         every,
         memory_available_bytes() if host_gb is None else round(host_gb * GB),
         disk_free_bytes(folder) + own_disk if disk_gb is None else round(disk_gb * GB),

@@ -6,17 +6,17 @@ from typing import Any
 
 import redis
 
-from cache.format.keys import Keyspace
 from cache.format.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build
+from precompute.builds.tables import records_per_page
 from precompute.bulk.load import total_bytes
 from precompute.bulk.server_info import cpu_s
 from precompute.config.settings import NightConfig
 from precompute.planning.sizes import Shape
 from precompute.planning.spent import Run, Spent, grown, middle, timed
-from precompute.scoring.tables import records_per_page
-from precompute.steps.load import load
+from precompute.steps import load
 
 GENERATION = "20000101T000000Z-000000000000"
 LARGEST_BYTES = 256 << 20
@@ -54,7 +54,7 @@ def _load(config: NightConfig, shape: Shape, share: float, client: "redis.Redis"
     for _ in range(REPEATS):
         client.flushall(asynchronous=False)
         spent, _ = timed(
-            lambda: load(config, {"generation": GENERATION}), lambda: cpu_s(_cpu(client))
+            lambda: load.run(config, {"generation": GENERATION}), lambda: cpu_s(_cpu(client))
         )
         taken.append(spent)
     client.flushall(asynchronous=False)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cache.format.manifest import EntityKind
-from cache.format.records import Layout
+from cache.format.records.layout import Layout
+from precompute.builds.tables import records_per_page
 from precompute.bundles.index import FLAT_BELOW, IndexKind, list_count
-from precompute.scoring.tables import records_per_page
 
 HASH_BYTES = 8
 SUM_BYTES = 8

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from precompute.builds.build import Build, fetch_items, open_bundle
+from precompute.builds.tables import configured_tables, metric_of
 from precompute.bundles.bundle import Bundle
 from precompute.config.devices import OFF
 from precompute.config.progress import Progress, quiet
@@ -20,9 +21,9 @@ from precompute.partitions.shard_input import scratch_folder
 from precompute.planning.sampling import Sample
 from precompute.planning.sizes import Shape
 from precompute.planning.spent import Run, Spent, grown, timed
-from precompute.scoring.shard import Scorers, configured_tables, metric_of, score_items
+from precompute.scoring.shard import Scorers, score_items
 from precompute.scoring.users import PARTITION, ShardWork, score_users
-from precompute.steps import pipeline
+from precompute.steps import begin, embed_items
 from precompute.steps.score import SHARDS_AT_ONCE
 from precompute.topk.topk import Scorer
 
@@ -161,9 +162,9 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
         config, sources=sources, artifacts=str(folder / "artifacts"), state=str(folder / "state"),
         redis_url=redis_url, shards=1, data_until=None, device=OFF,
     )  # fmt: skip
-    found = pipeline.begin(trial, data_until=None, run_after=None, named=EVER)
+    found = begin.run(trial, data_until=None, run_after=None, named=EVER)
     build = Build.of(trial, found)
-    embedded, _ = timed(lambda: pipeline.embed_items(trial, found))
+    embedded, _ = timed(lambda: embed_items.run(trial, found))
     at_once = min(SHARDS_AT_ONCE, config.shards)
     return Trial(build, open_bundle(build), sample, folder, embedded, at_once)
 

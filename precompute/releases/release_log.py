@@ -23,7 +23,8 @@ from cache.store.releases import (
     manifest_digest,
     released_manifest,
 )
-from precompute.control.control_keys import Control, Row
+from precompute.control.control_keys import Control
+from precompute.control.rows import Row
 from precompute.control.states import TRANSITIONS, Ledger, State, fold
 
 EPOCH_TRIES = 100
@@ -41,7 +42,7 @@ _PROVEN = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ReleaseView:
     """Pointer, registry and history that belong together: the pointer did not move while they were read."""
 
     pointer: Pointer | None
@@ -107,22 +108,39 @@ class ReleaseLog:
                 return self.history()
         return releases
 
-    def view(self) -> View:
+    def view(self) -> ReleaseView:
         """Pointer and settled history of one moment; raises Conflict when the pointer never rests."""
         for _ in range(LOOK_TRIES):
             # The pointer first: its intent was written before it, so the history read after it knows it.
             pointer = self.control.pointer()
             history, rows = self.settle(), self.control.rows()
             if self.control.pointer() == pointer:
-                return View(pointer, rows, history, without_retired(fold(history), rows))
+                return ReleaseView(pointer, rows, history, without_retired(fold(history), rows))
         raise Conflict("the pointer moved each time it was looked at; try again")
+
+    def demand_agreement(self) -> None:
+        """Raises Conflict, naming both places and the way through, unless Redis follows what the store says is live."""
+        view = self.view()
+        try:
+            view.demand_agreement()
+        except Conflict as error:
+            way = ""
+            if view.epoch > view.ledger.live_epoch:
+                way = (
+                    ". If it is, and what it says is right, run "
+                    '`python -m precompute restore --adopt --reason "..."`'
+                )
+            raise Conflict(
+                f"{error.message} (key {self.control.keys.live}, artefact store {self.store.url}){way}",
+                **error.details,
+            ) from error
 
     def state(self, generation: str, ledger: Ledger | None = None) -> State | None:
         """State of a generation: proven by releases, else as the registry says."""
         return standing(generation, ledger or self.ledger(), self.control.rows().get(generation))
 
     def outcome(
-        self, action: Action, generation: str, view: View, *, attempt: str, reason: str = ""
+        self, action: Action, generation: str, view: ReleaseView, *, attempt: str, reason: str = ""
     ) -> tuple[Ledger, dict[str, Row]]:
         """The ledger that a move would lead to, and the rows that it changes."""
         now, epoch = self.clock(), max(view.epoch, view.ledger.epoch) + 1

@@ -6,7 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import UnfitValue
-from cache.format.records import Layout, absent, encode_topk, encode_values, encode_vectors, unfit
+from cache.format.records.codec import absent, encode_numbers, encode_topk
+from cache.format.records.layout import Layout
+from cache.format.records.quantization import unfit
 
 Answers = tuple[NDArray[np.uint32], NDArray[np.float32]] | NDArray[np.float32]
 """(ordinals, scores) of lists, or the numbers of vectors and values; a row for each entity."""
@@ -49,6 +51,4 @@ def finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
 def _encode(layout: Layout, marks: NDArray[np.uint64], answers: Answers, at: int) -> NDArray[Any]:
     if isinstance(answers, tuple):
         return encode_topk(layout, marks, *answers, at)
-    if layout.kind == "vector":
-        return encode_vectors(layout, marks, answers, at)
-    return encode_values(layout, marks, answers, at)
+    return encode_numbers(layout, marks, answers, at)

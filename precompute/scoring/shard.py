@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import ConfigError
+from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.keys import fingerprints
-from cache.format.manifest import Producer
-from cache.format.records import Layout
 from cache.model.ranking import Metric
-from cache.model.tower import Histories, TowerSpec
+from cache.model.tower import Histories
+from cache.model.tower_spec import TowerSpec
 from precompute.builds.build import Build, cut_of, open_bundle
+from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import OFF, device_of
 from precompute.config.progress import Progress
-from precompute.config.settings import NightConfig, TableConfig
 from precompute.partitions.catalogue import (
     ITEM_FEATURES,
     VECTORS,
@@ -36,66 +34,6 @@ from precompute.topk.topk import AnyScorer, Scorer
 
 CHUNK = 16_384
 """Entities scored at once: enough for the matrix product, bounded in memory."""
-
-
-def entity_of(bundle: Bundle, name: str, table: TableConfig) -> str:
-    """Entity set that a table belongs to; raises ConfigError for a model output that the bundle lacks."""
-    match table.kind:
-        case "user_topk" | "user_vector":
-            return "user"
-        case "item_vector" | "item_similar":
-            return "item"
-        case "value":
-            if table.value not in bundle.values:
-                raise ConfigError(
-                    f"table {name} wants the model output {table.value!r}; the bundle has "
-                    f"{', '.join(bundle.values) or 'none'}"
-                )
-            return bundle.values[str(table.value)].entity
-
-
-def layout_of(bundle: Bundle, table: TableConfig) -> Layout:
-    """The record layout of a table."""
-    match table.kind:
-        case "user_topk" | "item_similar":
-            return Layout("topk", table.k, table.precision)
-        case "user_vector" | "item_vector":
-            return Layout("vector", bundle.dims, table.precision)
-        case "value":
-            return Layout(
-                "value", bundle.values[str(table.value)].spec.output_dims, table.precision
-            )
-
-
-def metric_of(bundle: Bundle, table: TableConfig) -> Metric:
-    """Metric by which a top-K table compares vectors: its own, else cosine for similar items, else the bundle's."""
-    return table.metric or ("cosine" if table.kind == "item_similar" else bundle.metric)
-
-
-def producer_of(bundle: Bundle, table: TableConfig) -> Producer:
-    """Producer that answers for a table when there is no record."""
-    match table.kind:
-        case "user_topk":
-            return Producer("topk", "user_tower", metric_of(bundle, table))
-        case "item_similar":
-            return Producer("similar", "item_tower", metric_of(bundle, table))
-        case "user_vector":
-            return Producer("tower", "user_tower")
-        case "item_vector":
-            return Producer("tower", "item_tower")
-        case "value":
-            return Producer("value", table.value)
-
-
-def configured_tables(config: NightConfig, bundle: Bundle) -> dict[str, TableConfig]:
-    """The tables to build; of the default ones, those whose model the bundle has."""
-    if config.tables != NightConfig().tables:
-        return dict(config.tables)
-    return {
-        name: table
-        for name, table in config.tables.items()
-        if table.kind != "value" or table.value in bundle.values
-    }
 
 
 def embed_catalogue(

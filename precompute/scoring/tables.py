@@ -11,17 +11,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cache.format.records import Layout
+from cache.format.records.layout import Layout
 from cache.store.artefacts import disk_errors, sync_folder, write_atomically
-
-STRING_OVERHEAD_BYTES = 64
-"""Bytes above what Redis keeps beside a string's own. jemalloc's classes are powers of two and four steps between:
-a page of exactly 256 KiB with its header would take 320."""
-
-
-def records_per_page(layout: Layout, page_bytes: int) -> int:
-    """Number of whole records that fit `page_bytes` of Redis' memory; at least one."""
-    return max(1, (page_bytes - STRING_OVERHEAD_BYTES) // layout.size_bytes)
+from precompute.builds.tables import records_per_page
 
 
 class GrowingFile:

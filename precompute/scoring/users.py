@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable
-from cache.format.keys import fingerprints
-from cache.format.records import NO_ITEM, Layout
-from cache.model.tower import Histories, TowerSpec
+from cache.format.records.layout import NO_ITEM, Layout
+from cache.model.tower import Histories
+from cache.model.tower_spec import TowerSpec
 from precompute.builds.build import Build, cut_of, fetch_partition
+from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of
 from precompute.bulk.headroom import demand_disk
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.progress import Progress
@@ -24,15 +26,7 @@ from precompute.partitions.shard_input import ShardInput, read_shard, scratch_fo
 from precompute.partitions.stages import Stages
 from precompute.scoring.encoding import Answers, encode, finite_rows
 from precompute.scoring.inputs import bind, inputs_of
-from precompute.scoring.shard import (
-    Place,
-    Scorers,
-    configured_tables,
-    described,
-    entity_of,
-    layout_of,
-    metric_of,
-)
+from precompute.scoring.shard import Place, Scorers, described
 from precompute.scoring.tables import GrowingFile, PageFile
 from precompute.scoring.towers import AnyTower
 from precompute.sources.unusable import NOT_FINITE, UNFIT, Case, Unusable

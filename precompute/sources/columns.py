@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
-from cache.format.keys import FINGERPRINT_SEED, ID_BYTES_MAX, hash_ids
+from cache.format.ids import FINGERPRINT_SEED, ID_BYTES_MAX, hash_ids
 from cache.native import loader
 from precompute.sources import unusable
 from precompute.sources.files import SourceFile
@@ -60,7 +60,7 @@ class Ids:
         return raws_of(self.names)
 
     def hashes(self, seed: int) -> NDArray[np.uint64]:
-        """uint64[names], as `cache.format.keys.hash_ids` has them."""
+        """uint64[names], as `cache.format.ids.hash_ids` has them."""
         return text_hashes(self.names, seed)
 
     def only(self, rows: NDArray[np.bool_]) -> Self:
@@ -94,16 +94,16 @@ def _sorted(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
 
 def hashes_of_texts(texts: Any, seed: int) -> NDArray[np.uint64] | None:
     """uint64[n] of an Arrow string array; None without what is compiled, or if a text is too long."""
-    columns, (_, cuts, data) = loader.columns(), texts.buffers()
-    if columns is None or cuts is None or data is None:
+    _, cuts, data = texts.buffers()
+    if cuts is None or data is None:
         return None
     ends = np.frombuffer(cuts, np.int32)[texts.offset : texts.offset + len(texts) + 1]
-    found = columns.text_hashes(data, ends, seed)
+    found = loader.kernels.text_hashes(data, ends, seed)
     return None if found is None else np.frombuffer(found, np.uint64)
 
 
 def text_hashes(texts: Any, seed: int) -> NDArray[np.uint64]:
-    """uint64[n] of Arrow strings, in one piece or in chunks, as `cache.format.keys.hash_ids` has them."""
+    """uint64[n] of Arrow strings, in one piece or in chunks, as `cache.format.ids.hash_ids` has them."""
     chunks = texts.chunks if isinstance(texts, pa.ChunkedArray) else [texts]
     found = [np.empty(0, np.uint64)]
     for chunk in chunks:

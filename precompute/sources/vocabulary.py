@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from cache.format.keys import FINGERPRINT_SEED
+from cache.format.ids import FINGERPRINT_SEED
 from precompute.sources.columns import text_hashes
 
 AT_ONCE = 1 << 18

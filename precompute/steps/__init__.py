@@ -1,4 +1,5 @@
 """Steps of a night, a module for each; Airflow and the shell run the same functions.
 
-Imports every room but planning, canary and cli. Start at `pipeline`, then `begin`.
+Their order is `cache.control.night_steps`; each has `run`, and `in_night`, which also tells a row of the night's
+table. Imports every room but operations, canary, planning and cli. Start at `begin`.
 """

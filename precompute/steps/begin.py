@@ -18,7 +18,9 @@ from cache.errors import (
 from cache.store.artefacts import generation_path, take_file, write_atomically
 from precompute.builds.build import CUT_FORMAT, Build, generation_id
 from precompute.builds.copies import record_copies, sweep_copies
+from precompute.builds.night import Night, StepRow
 from precompute.builds.sweeping import sweep
+from precompute.builds.tables import configured_tables, layout_of
 from precompute.bulk.headroom import writes_files
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import chosen_bundle
@@ -34,13 +36,8 @@ from precompute.partitions.shard_files import KINDS
 from precompute.releases.registry import open_releases
 from precompute.releases.release_log import CUT_CHARS, ReleaseLog
 from precompute.scoring.inputs import demand_feature_types
-from precompute.scoring.shard import (
-    configured_tables,
-    layout_of,
-)
 from precompute.sources.files import all_files, pin
 from precompute.sources.unusable import Unusable, merged
-from precompute.steps.adopt import demand_agreement
 
 ERASURE_LOOKS = 10
 CLOCKS_DIFFER_S = 300.0
@@ -48,7 +45,7 @@ CLOCKS_DIFFER_S = 300.0
 
 
 @writes_files
-def begin(
+def run(
     config: NightConfig,
     *,
     data_until: str | None,
@@ -74,12 +71,22 @@ def begin(
     with open_releases(config) as releases:  # before hours of work that could not be published
         sweep_copies(releases.store)
         releases.store.demand_write_once()
-        demand_agreement(releases)
+        releases.demand_agreement()
         _demand_publishable(releases, cut, is_chosen=data_until is not None)
     until = data_until or run_after
     with chosen_bundle(config) as bundle:
         demand_feature_types(config, bundle)
         return _begin(config, bundle, cut, until=until, progress=progress)
+
+
+def in_night(night: Night) -> StepRow:
+    """The step with its row in a night's table."""
+    found = run(
+        night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
+        progress=night.progress,
+    )  # fmt: skip
+    what = found["generation"] + (" is live already" if found["already_live"] else "")
+    return StepRow(found, what)
 
 
 def _demand_publishable(releases: ReleaseLog, cut: datetime, *, is_chosen: bool) -> None:

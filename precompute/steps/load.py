@@ -4,11 +4,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from cache.format.manifest import (
-    Manifest,
-)
+from cache.format.manifest import Manifest
 from precompute.builds.build import Build
 from precompute.builds.copies import on_this_host
+from precompute.builds.night import Night, StepRow, size_text
+from precompute.builds.seal import seal
 from precompute.builds.step_times import timed
 from precompute.builds.sweeping import sweep
 from precompute.bulk.governor import open_governor
@@ -20,11 +20,10 @@ from precompute.control.control_keys import Control
 from precompute.control.states import State, demand
 from precompute.releases.registry import open_releases
 from precompute.releases.sweep import note_loaded
-from precompute.steps.seal import seal
 
 
 @on_this_host
-def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
+def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
     """Stream all pages into Redis; parts that are there stay. Refused before Redis would run full."""
     made, started = Build.of(config, build), time.perf_counter()
     manifest = seal(made)
@@ -68,6 +67,14 @@ def load(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = 
         "loaded_bytes": loaded,
         "seconds": round(seconds, 3),
     }
+
+
+def in_night(night: Night) -> StepRow:
+    """The step with its row in a night's table."""
+    found = run(night.config, night.build, progress=night.progress)
+    loaded, size_bytes = int(found["loaded_bytes"]), int(found["bytes"])
+    what = "all pages" if loaded == size_bytes else f"{size_text(loaded)} moved, the rest was there"
+    return StepRow(found, what, loaded, "B", size_bytes)
 
 
 def _demand_room(made: Build, manifest: Manifest, control: Control) -> None:

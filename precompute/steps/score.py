@@ -1,4 +1,4 @@
-"""The shards of a night: item vectors, the hash ranges compared with them, and whether all are there."""
+"""Scoring: users and items of hash ranges, the shards, compared with the catalogue and written as pages."""
 
 import threading
 import time
@@ -7,26 +7,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
-
-from cache.errors import (
-    Conflict,
-    Refused,
-)
-from precompute.builds.build import Build, fetch_items, open_bundle
+from precompute.builds.build import Build, fetch_items, shard_report
 from precompute.builds.copies import on_this_host
-from precompute.builds.step_times import timed
+from precompute.builds.night import Night, StepRow
 from precompute.bulk.headroom import writes_files
 from precompute.config.devices import devices, least_busy
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
-from precompute.partitions import catalogue
-from precompute.scoring.shard import (
-    Scorers,
-    embed_catalogue,
-    score_items,
-)
-from precompute.scoring.tables import GrowingFile
+from precompute.scoring.shard import Scorers, score_items
 from precompute.scoring.users import score_users
 
 SHARDS_AT_ONCE = 2
@@ -35,38 +23,7 @@ SHARDS_AT_ONCE = 2
 
 @writes_files
 @on_this_host
-def embed_items(
-    config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet
-) -> Step:
-    """The item tower over the whole catalogue; every shard compares with these vectors."""
-    made = Build.of(config, build)
-    if (done := made.read_report("embed_items")) is not None:
-        return done
-    begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
-    fetch_items(made)
-    items = catalogue.open_items(made.root, begun)
-    with GrowingFile(made.path(catalogue.VECTORS)) as file:
-        written = 0
-        for vectors in embed_catalogue(made, bundle, items):
-            if not (finite := np.isfinite(vectors).all(axis=1)).all():
-                item = items.id_of(written + int(finite.argmin()))
-                raise Refused(
-                    f"the item tower gave a non-finite vector for item {item!r}",
-                    rule="finite",
-                    value="non-finite",
-                )
-            file.write(np.ascontiguousarray(vectors, "<f4").data.cast("B"))
-            written += len(vectors)
-            progress("embed items", written, items.count)
-    made.finish(catalogue.VECTORS)
-    report = {"items": items.count, "dims": bundle.dims, "seconds": time.perf_counter() - started}
-    made.report("embed_items", report)
-    return report
-
-
-@writes_files
-@on_this_host
-def score_shard(
+def run_shard(
     config: NightConfig,
     build: Mapping[str, Any],
     shard: int,
@@ -79,8 +36,7 @@ def score_shard(
     Who scores several shards of one build in one process hands the same `scorers` to all.
     """
     made = Build.of(config, build)
-    name = f"shard-{shard:04d}"
-    report = made.read_report(name)
+    report = made.read_report(shard_report(shard))
     if report is None:
         began_at = time.time()
         fetch_items(made)
@@ -100,7 +56,7 @@ def score_shard(
             "shard": shard, "users": users, "items": items,
             "began_at": began_at, "ended_at": time.time(),
         }  # fmt: skip
-        made.report(name, report)
+        made.report(shard_report(shard), report)
     return {
         "shard": shard,
         "users": report["users"]["scored"],
@@ -114,14 +70,14 @@ class _GivenUp(Exception):
 
 
 @writes_files
-def score_shards(
+def run(
     config: NightConfig,
     build: Mapping[str, Any],
     shards: Sequence[int],
     *,
     progress: Progress = quiet,
 ) -> list[Step]:
-    """Runs `score_shard` for each shard in one process: while one is compared, the next reads, encodes and writes.
+    """Runs `run_shard` for each shard in one process: while one is compared, the next reads, encodes and writes.
 
     What one raises ends the others at their next sign of progress; what was finished is found again.
     """
@@ -140,7 +96,7 @@ def score_shards(
 
     def score(shard: int) -> Step:
         try:
-            return score_shard(config, build, shard, scorers=scorers, progress=told)
+            return run_shard(config, build, shard, scorers=scorers, progress=told)
         except _GivenUp:
             raise
         except BaseException as error:
@@ -163,18 +119,9 @@ def score_shards(
     return [each.result() for each in scored]
 
 
-@writes_files
-@on_this_host
-def assemble(
-    config: NightConfig, build: Mapping[str, Any], scored: Sequence[Mapping[str, Any]]
-) -> Step:
-    """Check that every shard is there and number the pages; nothing is sorted or moved."""
-    made = Build.of(config, build)
-    missing = sorted(set(range(config.shards)) - {int(each["shard"]) for each in scored})
-    if missing:
-        raise Conflict(f"shards {missing} of {config.shards} were not scored")
-    with timed(made, "assemble"):
-        reports = [made.need(f"shard-{shard:04d}") for shard in range(config.shards)]
-        users = sum(report["users"]["scored"] for report in reports)
-        made.report("assemble", {"users_scored": users})
-    return {"generation": made.generation, "users": users}
+def in_night(night: Night) -> StepRow:
+    """The step with its row in a night's table."""
+    scored = run(night.config, night.build, night.build["shards"], progress=night.progress)
+    users, items = (sum(each[name] for each in scored) for name in ("users", "items"))
+    what = f"{users:,} users, {items:,} items in {len(scored)} shards"
+    return StepRow({"users": users, "items": items}, what, int(users + items), "entities")

@@ -12,6 +12,8 @@ from cache.format.manifest import Manifest
 from cache.store.artefacts import fetch_checked, generation_path
 from precompute.builds.build import Build, erased_from, fetch_partition
 from precompute.builds.copies import on_this_host
+from precompute.builds.night import Night, StepRow
+from precompute.builds.seal import seal
 from precompute.bulk.load import total_bytes
 from precompute.bulk.reload import damaged
 from precompute.config.progress import Progress, Step, quiet
@@ -20,11 +22,13 @@ from precompute.control.states import State, demand
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.limits import TimeLimits
 from precompute.gates.evidence.user_sample import sampled_shards
-from precompute.gates.evidence.verdict import Verdict
+from precompute.gates.evidence.verdict import Measured, Verdict
 from precompute.gates.judge import (
+    FILES,
     GATES,
     INTEGRITY,
     LIVE_FILES,
+    OPENS,
     is_unanswered,
     overridden,
     run_gates,
@@ -36,13 +40,11 @@ from precompute.releases.registry import open_releases
 from precompute.releases.release import Releases
 from precompute.releases.replication import run_ids
 from precompute.releases.sweep import take_back
-from precompute.steps.adopt import demand_agreement
-from precompute.steps.load import load
-from precompute.steps.seal import seal
+from precompute.steps import load
 
 
 @on_this_host
-def verify(
+def run(
     config: NightConfig,
     build: Mapping[str, Any],
     *,
@@ -60,9 +62,9 @@ def verify(
         state = releases.state(made.generation, ledger)
         if state in (State.LIVE, State.SUPERSEDED):
             return _published(made, releases, state)
-        demand_agreement(releases)
+        releases.demand_agreement()
         if state in (None, State.BEGUN):  # Redis lost what `load` did, and perhaps was restored
-            load(config, build)
+            load.run(config, build)
             state = releases.state(made.generation)
         demand("verify", made.generation, state)
         # Before any page is read back: a node that starts while the gates run counts as changed.
@@ -95,6 +97,12 @@ def verify(
         made.report("verified", {"run_ids": nodes, "baseline": ledger.live})
         releases.mark_verified(made.generation, attempt=attempt)
     return {"generation": made.generation, "gates": len(manifest.gates), "verified": True}
+
+
+def in_night(night: Night) -> StepRow:
+    """The step with its row in a night's table."""
+    found = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
+    return StepRow(found, f"{found['gates']} gates passed")
 
 
 def _demand_still(made: Build, releases: Releases) -> None:
@@ -142,21 +150,22 @@ def _judged(
     size_bytes = sum(each.size_bytes for each in artefacts)
     limits = TimeLimits.of(made.config.gates, made.config.governor, size_bytes)
     limit_s = min(limits.gate_s, limits.total_s)
-    verdicts = [run_within("files", lambda: files(made.store, made.generation, artefacts), limit_s)]
+    verdicts = [run_within(FILES, lambda: files(made.store, made.generation, artefacts), limit_s)]
     if not verdicts[0].passed:
         return verdicts
     opened: list[Candidate] = []
     pages_bytes = _pages_bytes(made, releases)
 
-    def opens() -> Verdict:
+    def opens() -> Measured:
         candidate, missing = _candidate(made, manifest, releases, live, pages_bytes)
         opened.append(candidate)
         note = "the manifest of the live generation cannot be read" if missing else ""
-        return Verdict(LIVE_FILES, not missing, live, "readable", note)
+        return Measured(not missing, live, "readable", note)
 
-    verdicts.append(run_within("opens", opens, limit_s))
+    found = run_within(OPENS, opens, limit_s)
     if not opened:
-        return verdicts
+        return [*verdicts, found]
+    verdicts.append(replace(found, rule=LIVE_FILES))
     limits = replace(limits, total_s=limits.total_s - (time.monotonic() - started))
     try:
         for number, each in enumerate(run_gates(opened[0], limits=limits), 1):

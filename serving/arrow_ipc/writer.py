@@ -28,7 +28,9 @@ class Column(NamedTuple):
     buffers: tuple[bytes, ...]
 
 
-Assemble = Callable[[bytes, bytes, int, int, int, int, int, list[int], list[bytes], bytes], bytes]
+Assemble = Callable[
+    [bytes, bytes, int, int, int, int, int, list[int], list[bytes], bytes], bytes | None
+]
 
 
 class _Template(NamedTuple):
@@ -48,13 +50,14 @@ def stream(
 ) -> bytes:
     """The whole stream; `columns` are those of `fields`, in their order, `rows` long.
 
-    `assemble`: a faster function with the result of `assembled`.
+    `assemble`: a faster function with the result of `assembled`, or None for what it leaves to that.
     """
     nodes = [number for column in columns for node in column.nodes for number in node]
     buffers = [each for column in columns for each in column.buffers]
     template = _template(len(nodes) // 2, len(buffers))
-    assemble = assemble or assembled
-    return assemble(schema_message(fields, metadata), *template, rows, nodes, buffers, END)
+    given = schema_message(fields, metadata), *template, rows, nodes, buffers, END
+    found = None if assemble is None else assemble(*given)
+    return assembled(*given) if found is None else found
 
 
 def assembled(

@@ -4,16 +4,16 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 import xxhash
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.l2.control_plane import ControlPlane
 from serving.dashboard.counters import Counts, merged, unpack
-from serving.dashboard.publisher import Commands, Teller
-from serving.dashboard.series import Row, row
+from serving.dashboard.publisher import Teller
+from serving.dashboard.series import DrawnBin, row
 from serving.dashboard.time_bins import BIN_S, BINS_MAX, start_of
 from serving.dashboard.workers import can_be_shown
 
@@ -28,24 +28,14 @@ SILENT_S = 10.0
 """Seconds without a telling after which a worker is not shown."""
 
 
-class Redis(Protocol):
-    """The calls of L2 that reading needs; both raise TierUnavailable."""
-
-    async def ask_all(self, commands: Commands) -> list[Any]:
-        """The reply to each command."""
-
-    async def infos(self) -> list[dict[str, Any]]:
-        """The INFO of each server."""
-
-
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Reading:
     """All that is known now; `trouble`: why it is this worker alone. `lately` has the newest bins undrawn."""
 
     now: float
     trouble: str | None
     workers: Mapping[str, Mapping[str, Any]]
-    rows: Mapping[int, Row]
+    rows: Mapping[int, DrawnBin]
     lately: Mapping[int, Counts]
     registry: Mapping[str, Mapping[str, Any]] | None = None
     infos: Sequence[Mapping[str, Any]] = ()
@@ -57,7 +47,7 @@ class _Drawn:
 
     bounds: Sequence[float]
     tokens: dict[int, int] = field(default_factory=dict)
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, DrawnBin] = field(default_factory=dict)
     lately: dict[int, Counts] = field(default_factory=dict)
 
     def take(self, bins: Mapping[int, Sequence[bytes]], oldest: int, newest: int) -> None:
@@ -85,20 +75,19 @@ class Whole:
 
     def __init__(
         self,
-        redis: Redis,
-        keys: Keyspace,
+        control: ControlPlane,
         teller: Teller,
         bounds: Sequence[float],
         clock: Callable[[], float],
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._redis, self._keys, self._teller = redis, keys, teller
+        self._control, self._keys, self._teller = control, control.keyspace, teller
         self._clock, self._timer = clock, timer
         self._drawn = _Drawn(bounds)
         self._alone = _Drawn(bounds)
         self._all_at: float | None = None
 
-    async def look(self) -> Seen:
+    async def look(self) -> Reading:
         """All that Redis has, with this worker's own as it is now; without Redis this worker's own."""
         own = self._teller.note()
         now = own["at"]
@@ -107,14 +96,14 @@ class Whole:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 workers, registry, bins = await self._read(oldest, newest)
-                infos = await self._redis.infos()
+                infos = await self._control.infos()
         except (TierUnavailable, TimeoutError) as error:
             self._all_at = None
             mine = {start: [blob] for start, blob in self._teller.bins.packed.items()}
             await asyncio.to_thread(self._alone.take, mine, oldest, newest)
             why = str(error) or f"no reply within {TIMEOUT_S} s"
             shown = {self._teller.name: own}
-            return Seen(now, why, shown, dict(self._alone.rows), dict(self._alone.lately))
+            return Reading(now, why, shown, dict(self._alone.rows), dict(self._alone.lately))
         for start in bins:
             if (blob := self._teller.bins.packed.get(start)) is not None:
                 bins[start][self._teller.name.encode()] = blob
@@ -127,7 +116,7 @@ class Whole:
             for name, each in _rows(workers).items()
             if now - each["at"] < SILENT_S and can_be_shown(each)
         } | {self._teller.name: own}
-        return Seen(
+        return Reading(
             now, self._teller.trouble, shown, dict(self._drawn.rows), dict(self._drawn.lately),
             _rows(registry), infos,
         )  # fmt: skip
@@ -141,11 +130,11 @@ class Whole:
         first = oldest if is_all else newest - _FRESH_BINS * BIN_S
         starts = range(first, newest + 1, BIN_S)
         tables = [("HGETALL", self._keys.workers), ("HGETALL", self._keys.generations)]
-        workers, registry = await self._redis.ask_all(tables)
+        workers, registry = await self._control.ask_all(tables)
         bins: dict[int, dict[bytes, bytes]] = {}
         for piece in (starts[at : at + _PIECE] for at in range(0, len(starts), _PIECE)):
             commands = [("HGETALL", self._keys.bin(start)) for start in piece]
-            bins |= zip(piece, await self._redis.ask_all(commands), strict=True)
+            bins |= zip(piece, await self._control.ask_all(commands), strict=True)
         if is_all:
             self._all_at = at
         return workers, registry, bins

@@ -11,9 +11,8 @@ from itertools import pairwise
 from typing import cast
 
 import orjson
-from prometheus_client import Counter
 
-from serving.metrics.registry import Metrics
+from serving.metrics.registry import Metrics, counts_of
 
 Counts = dict[str, int]
 
@@ -40,19 +39,13 @@ def counted(metrics: Metrics, shed: int = 0) -> Counts:
         (metrics.answers, ANSWERS, "source"),
         (metrics.misses, MISSES, "reason"),
     ):
-        _add(found, counter, field, label)
+        for labels, count in counts_of(counter):
+            found[field + (labels[label] if label else "")] += int(count)
     for stage, spent in metrics.stage_seconds.spent.items():
         found[STAGES + stage] = round(spent.sum * 1e6)
     for source, spent in metrics.answer_seconds.spent.items():
         found.update({f"{TIMES}{source}:{at}": n for at, n in enumerate(spent.counts) if n})
     return dict(found)
-
-
-def _add(found: "Sum[str]", counter: Counter, field: str, label: str | None) -> None:
-    for family in counter.collect():
-        for sample in family.samples:
-            if sample.name.endswith("_total"):
-                found[field + (sample.labels[label] if label else "")] += int(sample.value)
 
 
 def difference(now: Mapping[str, int], before: Mapping[str, int]) -> Counts:

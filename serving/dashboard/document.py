@@ -6,9 +6,9 @@ from typing import Any
 
 from serving.answers.sources import Source
 from serving.dashboard import counters
-from serving.dashboard.aggregator import LATELY_BINS, Seen
+from serving.dashboard.aggregator import LATELY_BINS, Reading
 from serving.dashboard.counters import merged
-from serving.dashboard.series import Row, quantiles, series
+from serving.dashboard.series import DrawnBin, quantiles, series
 from serving.dashboard.time_bins import BIN_S
 from serving.dashboard.verdict import verdict
 from serving.replica.redis_memory import memory
@@ -20,7 +20,7 @@ SETTLED_S = 3.0
 
 
 def document(
-    seen: Seen,
+    seen: Reading,
     *,
     schedule: Mapping[str, Any],
     archive: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
@@ -35,7 +35,8 @@ def document(
     recent = merged(seen.lately.values())
     total = merged(each["counts"] or {} for each in workers)
     of = {generation: role for role, generation in roles.items()}
-    generations = [{**each, "role": of.get(each["generation"])} for each in archive[0]]
+    known, nights = archive
+    generations = [{**each, "role": of.get(each["generation"])} for each in known]
     body: dict[str, Any] = {
         "now": seen.now,
         "whole": seen.trouble is None,
@@ -58,7 +59,7 @@ def document(
         },
         "generations": generations,
         "schedule": dict(schedule),
-        "nights": list(archive[1]),
+        "nights": list(nights),
         "redis": redis(seen.infos),
         "breakers": {"closed": 0, "half_open": 0, "open": 0}
         | Counter(str(each["breaker"]) for each in workers),
@@ -85,7 +86,7 @@ def _answers(found: Mapping[str, int]) -> dict[str, int]:
     return {each.value: found.get(counters.ANSWERS + each, 0) for each in Source}
 
 
-def _earlier(rows: Mapping[int, Row], lately: Mapping[int, Any]) -> dict[str, int]:
+def _earlier(rows: Mapping[int, DrawnBin], lately: Mapping[int, Any]) -> dict[str, int]:
     """Answers by source in the bins before those of `lately`."""
     found = Counter[str]()
     for start, row in rows.items():

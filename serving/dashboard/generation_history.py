@@ -1,34 +1,20 @@
 """Generations and nights for the dashboard, from the artefact store: blocking, remembered while nothing changes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from cache.control.night_steps import NIGHT, TIMED_APART
 from cache.errors import LarderError
 from cache.format.manifest import GENERATION, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
-from cache.store.releases import MOVES, Release, all_releases, newest_move
+from cache.store.releases import MOVES, Release, newest_move
 
 GENERATIONS_MAX = 20
 NIGHTS_MAX = 7
-STEPS = (
-    "begin",
-    "embed_items",
-    "score",
-    "assemble",
-    "index",
-    "quantize",
-    "load",
-    "verify",
-    "publish",
-    "warm",
-)
-"""Steps in the order of a night."""
-_OWN_REPORT = ("assemble", "load", "publish", "warm")
-"""Steps that end after the manifest is sealed; each leaves its times in a small file of its own."""
 _OUTCOMES = {
     "live": "published", "superseded": "published", "retired": "published", "rolled_back": "rolled back",
     "refused": "refused", "abandoned": "abandoned", "verified": "verified",
@@ -38,9 +24,10 @@ _BUSY = ("begun", "loaded", "verified")
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Facts remembered of one generation: its size, gates, and the times of its steps."""
+class GenerationFacts:
+    """Facts remembered of one generation as of a state: its size, gates, and the times of its steps."""
 
+    state: str | None
     data_until: int
     bytes: int
     records: int
@@ -49,13 +36,13 @@ class Kept:
     steps: tuple[dict[str, Any], ...]
 
 
-class Archive:
-    """Archive of generations and nights; for one thread at a time."""
+class GenerationHistory:
+    """History of generations and nights; `records` gives the release records, or raises. For one thread at a time."""
 
-    def __init__(self, store: ArtefactStore) -> None:
+    def __init__(self, store: ArtefactStore, records: Callable[[], Sequence[Release]]) -> None:
         self._store = store
-        self._releases: dict[int, Release] = {}
-        self._kept: dict[str, tuple[object, Kept]] = {}
+        self._records = records
+        self._kept: dict[str, GenerationFacts] = {}
 
     def read(
         self, registry: Mapping[str, Mapping[str, Any]] | None
@@ -63,7 +50,7 @@ class Archive:
         """Generations and nights, newest first; without a registry states are what the release records say."""
         releases: Sequence[Release] = []
         with suppress(LarderError, OSError, ValueError):
-            releases = all_releases(self._store, self._releases)
+            releases = self._records()
         names = {each.generation for each in releases} | set(registry or ())
         with suppress(LarderError, OSError):
             names |= set(self._store.names("generations"))
@@ -79,21 +66,20 @@ class Archive:
                 nights.append(_night(name, state, kept))
         return generations, nights
 
-    def _look(self, name: str, state: str | None) -> Kept | None:
+    def _look(self, name: str, state: str | None) -> GenerationFacts | None:
         before = self._kept.get(name)
-        if before is not None and before[0] == state and state not in _BUSY and state != "live":
-            return before[1]
+        if before is not None and before.state == state and state not in _BUSY and state != "live":
+            return before
         try:
             manifest = read_manifest(self._store, name)
         except (LarderError, OSError):
-            return None if before is None else before[1]
+            return before
         # Verifying writes gates anew; what is live goes on being warmed for a while.
-        kept = _kept(manifest, list(self._reports(name)))
-        self._kept[name] = state, kept
+        kept = self._kept[name] = _kept(state, manifest, list(self._reports(name)))
         return kept
 
     def _reports(self, name: str) -> Iterable[tuple[str, float, float]]:
-        for step in _OWN_REPORT:
+        for step in TIMED_APART:
             with suppress(LarderError, OSError, ValueError, TypeError, KeyError):
                 raw = self._store.read(generation_path(name, f"times/{step}.json"))
                 if raw is not None:
@@ -101,17 +87,20 @@ class Archive:
                     yield step, float(told["began_at"]), float(told["seconds"])
 
 
-def _kept(manifest: Manifest, reports: Sequence[tuple[str, float, float]]) -> Kept:
+def _kept(
+    state: str | None, manifest: Manifest, reports: Sequence[tuple[str, float, float]]
+) -> GenerationFacts:
     seconds = dict(manifest.timings) | {step: took for step, _, took in reports}
     before_seal = sum(took for step, took in manifest.timings.items() if step != "verify")
-    return Kept(
+    return GenerationFacts(
+        state,
         manifest.data_until,
         sum(each.size_bytes for each in (*manifest.artefacts(), *manifest.pages())),
         sum(part.count for table in manifest.tables.values() for part in table.parts),
         tuple(_gate(each) for each in manifest.gates),
         manifest.created_at - before_seal,
         tuple(
-            {"step": step, "seconds": round(seconds[step], 3)} for step in STEPS if step in seconds
+            {"step": step, "seconds": round(seconds[step], 3)} for step in NIGHT if step in seconds
         ),
     )
 
@@ -146,7 +135,11 @@ def _is_move(release: Release) -> bool:
 
 
 def _generation(
-    name: str, state: str | None, reason: str | None, releases: Sequence[Release], kept: Kept | None
+    name: str,
+    state: str | None,
+    reason: str | None,
+    releases: Sequence[Release],
+    kept: GenerationFacts | None,
 ) -> dict[str, Any]:
     """A generation's row; its role is for the caller to say, who knows what is held."""
     moved = next(
@@ -166,7 +159,7 @@ def _generation(
     }
 
 
-def _night(name: str, state: str | None, kept: Kept) -> dict[str, Any]:
+def _night(name: str, state: str | None, kept: GenerationFacts) -> dict[str, Any]:
     return {
         "generation": name,
         "outcome": _OUTCOMES.get(state or "", "unfinished"),

@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import orjson
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.l2.control_plane import ControlPlane, Words
 from serving.dashboard.counters import Counts, difference, totals
 from serving.dashboard.time_bins import HISTORY_S, Bins
 
@@ -24,15 +24,6 @@ _SWEEP = 30
 """Tellings between two looks for workers that are gone."""
 TIMEOUT_S = 2.0
 
-Commands = Sequence[tuple[str | bytes | float, ...]]
-
-
-class Redis(Protocol):
-    """The call of L2 that telling needs."""
-
-    async def ask_all(self, commands: Commands) -> list[Any]:
-        """The reply to each command; raises TierUnavailable."""
-
 
 class Teller:
     """Publisher of one worker. It writes the state as it is, under the worker's name: told twice it stays the same.
@@ -42,8 +33,7 @@ class Teller:
 
     def __init__(
         self,
-        redis: Redis,
-        keys: Keyspace,
+        control: ControlPlane,
         name: str,
         clock: Callable[[], float],
         counted: Callable[[], Counts],
@@ -52,7 +42,7 @@ class Teller:
         self.name = name
         self.bins = Bins()
         self.trouble: str | None = None
-        self._redis, self._keys, self._clock = redis, keys, clock
+        self._control, self._keys, self._clock = control, control.keyspace, clock
         self._counted, self._about = counted, about
         self._noted_at = self._began = clock()
         self._noted: Counts = counted()
@@ -73,7 +63,7 @@ class Teller:
         starts = {
             start: bins.packed[start] for start in sorted(bins.untold, reverse=True)[:AT_ONCE]
         }
-        commands: list[tuple[str | bytes | float, ...]] = [
+        commands: list[tuple[Words, ...]] = [
             ("HSET", self._keys.workers, self.name, orjson.dumps(row)),
             ("EXPIRE", self._keys.workers, LIFE_S),
         ]
@@ -82,7 +72,7 @@ class Teller:
             commands += ("HSET", key, self.name, blob), ("EXPIRE", key, LIFE_S)
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                is_new = (await self._redis.ask_all(commands))[0]
+                is_new = (await self._control.ask_all(commands))[0]
                 await self._sweep(row["at"])
         except (TierUnavailable, TimeoutError) as error:
             self._failed(str(error) or f"no reply within {TIMEOUT_S} s")
@@ -101,16 +91,16 @@ class Teller:
         self._told += 1
         if self._told % _SWEEP:
             return
-        (rows,) = await self._redis.ask_all([("HGETALL", self._keys.workers)])
+        (rows,) = await self._control.ask_all([("HGETALL", self._keys.workers)])
         gone = [name for name, raw in rows.items() if told_at(raw) < now - GONE_S]
         if gone:
-            await self._redis.ask_all([("HDEL", self._keys.workers, *gone)])
+            await self._control.ask_all([("HDEL", self._keys.workers, *gone)])
 
     async def sign_off(self) -> None:
         """Takes this worker out of the table: its counts leave `/metrics` as well."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await self._redis.ask_all([("HDEL", self._keys.workers, self.name)])
+                await self._control.ask_all([("HDEL", self._keys.workers, self.name)])
         except (TierUnavailable, TimeoutError):
             log.debug("not signed off: readers leave out who tells nothing")
 

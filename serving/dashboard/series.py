@@ -16,7 +16,7 @@ REASONS_MAX = 20
 Quantiles = dict[str, float | None]
 
 
-class Row(NamedTuple):
+class DrawnBin(NamedTuple):
     """A bin as it is drawn: seconds by source and quantile, seconds spent by stage."""
 
     requests: int
@@ -26,12 +26,12 @@ class Row(NamedTuple):
     misses: dict[str, int]
 
 
-EMPTY = Row(0, {}, {}, {}, {})
+EMPTY = DrawnBin(0, {}, {}, {}, {})
 
 
-def row(counts: Mapping[str, int], bounds: Sequence[float]) -> Row:
+def row(counts: Mapping[str, int], bounds: Sequence[float]) -> DrawnBin:
     """Draws a bin: its counts as requests, answers, seconds, stages and misses."""
-    return Row(
+    return DrawnBin(
         counts.get(REQUESTS, 0),
         by(counts, ANSWERS),
         quantiles(counts, bounds),
@@ -53,7 +53,7 @@ def _short(seconds: float | None) -> float | None:
     return None if seconds is None else float(f"{seconds:.3g}")
 
 
-def series(rows: Mapping[int, Row], until: int) -> dict[str, Any]:
+def series(rows: Mapping[int, DrawnBin], until: int) -> dict[str, Any]:
     """Every bin from the oldest known to the one before `until`, both starts; one that nobody wrote has zeros."""
     starts = range(min(rows, default=until), until, BIN_S)
     found = [rows.get(start, EMPTY) for start in starts]
@@ -78,7 +78,7 @@ def series(rows: Mapping[int, Row], until: int) -> dict[str, Any]:
     }
 
 
-def _reasons(rows: Sequence[Row]) -> list[str]:
+def _reasons(rows: Sequence[DrawnBin]) -> list[str]:
     sums: dict[str, int] = {}
     for each in rows:
         for reason, n in each.misses.items():

@@ -4,17 +4,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
-from cache.format.keys import Keyspace
-from cache.store.artefacts import ArtefactStore
-from serving.dashboard.aggregator import Seen, Whole
+from cache.l2.control_plane import ControlPlane
+from serving.dashboard.aggregator import Reading, Whole
 from serving.dashboard.counters import Counts
 from serving.dashboard.document import document
-from serving.dashboard.generation_history import Archive
-from serving.dashboard.publisher import Commands, Teller
+from serving.dashboard.generation_history import GenerationHistory
+from serving.dashboard.publisher import Teller
 from serving.generations.store_threads import InThread
 from serving.replica.freshness import Nights
 from serving.requests.errors import Problem
@@ -34,16 +33,6 @@ Provider = Callable[[], Mapping[str, Any] | None]
 Archived = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
-class Redis(Protocol):
-    """The calls of L2 that the dashboard needs; both raise TierUnavailable."""
-
-    async def ask_all(self, commands: Commands) -> list[Any]:
-        """The reply to each command."""
-
-    async def infos(self) -> list[dict[str, Any]]:
-        """The INFO of each server."""
-
-
 def nothing() -> None:
     """A provider that has nothing to tell."""
 
@@ -57,9 +46,8 @@ class Dashboard:
 
     def __init__(
         self,
-        redis: Redis,
-        store: ArtefactStore,
-        keys: Keyspace,
+        control: ControlPlane,
+        history: GenerationHistory,
         *,
         name: str,
         is_on: bool = True,
@@ -78,10 +66,10 @@ class Dashboard:
         def advised() -> Mapping[str, Any]:
             return {**about(), "advisor": _told(advisor)}
 
-        self.teller = Teller(redis, keys, name, clock, counted, advised)
+        self.teller = Teller(control, name, clock, counted, advised)
         self.advisor, self.quality = advisor, quality
-        self._whole = Whole(redis, keys, self.teller, bounds, clock, timer)
-        self._archive, self._in_thread = Archive(store), in_thread
+        self._whole = Whole(control, self.teller, bounds, clock, timer)
+        self._history, self._in_thread = history, in_thread
         self._bounds, self._nights, self._timer = bounds, nights, timer
         self._archived: Archived = [], []
         self._archived_at: float | None = None
@@ -134,7 +122,7 @@ class Dashboard:
 
         return await asyncio.to_thread(composed)
 
-    async def _look_into_store(self, seen: Seen) -> None:
+    async def _look_into_store(self, seen: Reading) -> None:
         """Has generations and nights read when it is time; one reading at a time, however long the store takes."""
         at = self._timer()
         if self._archiving is None:
@@ -145,9 +133,9 @@ class Dashboard:
         wait_s = _ARCHIVE_WAIT_S if self._archived_at is None else 0.0
         await asyncio.wait({self._archiving}, timeout=wait_s)
 
-    async def _read_archive(self, seen: Seen) -> None:
+    async def _read_archive(self, seen: Reading) -> None:
         try:
-            self._archived = await self._in_thread(self._archive.read, seen.registry)
+            self._archived = await self._in_thread(self._history.read, seen.registry)
         except Exception:  # a defect here must not cost the rest of the page
             log.exception("generations and nights cannot be read")
         finally:

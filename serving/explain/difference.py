@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.model.agreement import absolute_errors, cosine, overlap
+
 Prediction = Mapping[str, Any]
 
 
@@ -30,35 +32,33 @@ def _of_lists(
     before = dict(zip(stored, map(float, stored_scores), strict=True))
     after = dict(zip(live, map(float, live_scores), strict=True))
     both = [item for item in stored if item in after]
-    deltas = np.array([after[item] - before[item] for item in both])
+    scores = (np.array([scored[item] for item in both]) for scored in (after, before))
     k = max(len(stored), len(live))
     place = {item: number for number, item in enumerate(live)}
     moved = [abs(number - place[item]) for number, item in enumerate(stored) if item in place]
     return {
         "exact": list(stored) == list(live),
         "k": k,
-        "overlap": 1.0 if not k else len(both) / k,
+        "overlap": overlap(stored, live, k),
         "only_stored": [item for item in stored if item not in after],
         "only_live": [item for item in live if item not in before],
         "places_moved_max": max(moved, default=0),
-        **_sizes(deltas),
+        **_deltas(*scores),
     }
 
 
 def _of_numbers(stored: NDArray[np.float32], live: NDArray[np.float32]) -> dict[str, Any]:
     if stored.shape != live.shape:
         return {"exact": False, "sizes": [len(stored), len(live)]}
-    lengths = float(np.linalg.norm(stored) * np.linalg.norm(live))
-    cosine = float(stored @ live) / lengths if lengths else None
     return {
         "exact": bool(np.array_equal(stored, live)),
-        "cosine": cosine,
-        **_sizes(live.astype(np.float64) - stored),
+        "cosine": cosine(stored, live),
+        **_deltas(live.astype(np.float64), stored),
     }
 
 
-def _sizes(deltas: NDArray[np.float64]) -> dict[str, float | None]:
-    if not len(deltas):
+def _deltas(live: NDArray[np.float64], stored: NDArray[np.floating]) -> dict[str, float | None]:
+    if not len(live):
         return {"delta_max": None, "delta_mean": None}
-    sizes = np.abs(deltas)
-    return {"delta_max": float(sizes.max()), "delta_mean": float(sizes.mean())}
+    errors = absolute_errors(live, stored)
+    return {"delta_max": errors.largest, "delta_mean": errors.mean}

@@ -8,8 +8,8 @@ import numpy as np
 import xxhash
 
 from cache.errors import CorruptArtefact, LarderError
-from cache.format.keys import Keyspace
 from cache.format.manifest import Table, TablePart
+from cache.format.redis_keys import Keyspace
 from cache.l2.commands import PageRead
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.tiers.inspector import Looking
@@ -25,7 +25,7 @@ _AT_ONCE = 2
 """Reads of checksums, those included that nobody waits for any more."""
 
 
-class Pages:
+class PageChecks:
     """Reads whole pages, so one at a time and only where somebody wants to know."""
 
     def __init__(

@@ -10,11 +10,11 @@ import socket
 import struct
 from typing import Any
 
+from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from serving.fast_http.connections import Connections
 from serving.fast_http.inbound import PIECE, Inbound, Stage
-from serving.fast_lookup.dispatcher import Message
 
 _AT_ONCE = struct.pack("ii", 1, 0)
 _REFUSALS = {
@@ -120,6 +120,9 @@ class Connection(HttpToolsProtocol):
         if self._inbound.is_refused:
             self.transport.close()
         super().on_response_complete()
+        if self._inbound.is_whole and not self._open:
+            # An idle connection keeps nothing of its last request: it was half of what the garbage collector saw of it.
+            self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
 
     def pause_writing(self) -> None:
         """Notes that the write buffer is full, then pauses as uvicorn does."""

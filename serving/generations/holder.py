@@ -42,6 +42,7 @@ class Shelf:
         metrics: Metrics,
         *,
         warm: Warm | None = None,
+        flipped: Callable[[str], None] = lambda _before: None,
         aside: Executor | None = None,
         in_thread: InThread = asyncio.to_thread,
         timer: Callable[[], float] = time.monotonic,
@@ -50,12 +51,12 @@ class Shelf:
         self.blocklist = Blocklist()
         self.is_blocklist_known = False
         self.changed: Callable[[], None] = lambda: None
-        self.flipped: Callable[[str], None] = lambda _before: None
         self.swap: Swap | None = None
         self.canary: Canary | None = None
         self._open = open_snapshot
         self._metrics = metrics
         self._warm = warm
+        self._flipped = flipped
         self._aside = aside
         self._in_thread = in_thread
         self._timer = timer
@@ -126,7 +127,7 @@ class Shelf:
                 live.generation, self._timer(), pointer.published_at, is_flip=held is not None
             )
         if held is not None and held.live.generation != live.generation:
-            self.flipped(held.live.generation)
+            self._flipped(held.live.generation)
         self.put(Holding(released, previous, next_))
         if held is not None and held.live.generation != live.generation:
             self._metrics.flipped()

@@ -5,9 +5,10 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from cache.errors import CorruptArtefact, LarderError, TierUnavailable, masked
+from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Pointer
 from serving.generations.degraded_reopen import Mending
@@ -31,20 +32,13 @@ _RETRY_S = 10.0
 T = TypeVar("T")
 
 
-class Redis(Protocol):
-    """Protocol of L2, as far as following needs it."""
-
-    async def watch(self) -> tuple[bytes | None, bytes | None]:
-        """The live pointer and the staging note; raises TierUnavailable."""
-
-
 class Follower:
     """Decides what the shelf holds; nothing but a greater epoch changes what is served."""
 
     def __init__(
         self,
         store: ArtefactStore,
-        redis: Redis,
+        control: ControlPlane,
         shelf: Shelf,
         metrics: Metrics,
         *,
@@ -59,7 +53,7 @@ class Follower:
         self.pursuit = Pursuit(load_bound_s, timer)
         self.staged = Staged(shelf, clock or RedisClock(timer), timer)
         self._store = store
-        self._redis = redis
+        self._control = control
         self._metrics = metrics
         self._poll_s, self._load_bound_s = poll_s, load_bound_s
         self._in_thread = in_thread
@@ -134,7 +128,7 @@ class Follower:
 
     async def _look(self) -> None:
         try:
-            raw, note = await self._redis.watch()
+            raw, note = await self._control.watch()
             pointer = None if raw is None else Pointer.from_bytes(raw)
         except (TierUnavailable, CorruptArtefact) as error:
             unreachable = isinstance(error, TierUnavailable)
@@ -266,7 +260,7 @@ class Follower:
 
     async def _overtaken(self, pointer: Pointer) -> Pointer | None:
         try:
-            raw, _ = await self._redis.watch()
+            raw, _ = await self._control.watch()
             now = None if raw is None else Pointer.from_bytes(raw)
         except (TierUnavailable, CorruptArtefact):
             return None

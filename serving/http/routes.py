@@ -22,7 +22,7 @@ from serving.rendering.arrow_batch import answers_stream
 from serving.requests.bodies import as_arrow, as_json, read_body
 from serving.requests.content import beside, lookup_of, take
 from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
-from serving.requests.models import Ask, Options
+from serving.requests.models import Ask, RequestOptions
 from serving.requests.negotiation import JSON_TYPE, Form, forms
 from serving.requests.options import with_headers
 
@@ -206,17 +206,19 @@ async def _answers(
 
 async def _asked(service: Service, request: Request, form: Form, table: str | None) -> Ask:
     body, limits = await _body(service, request), service.limits
-    return await beside(body, lambda: lookup_of(request.scope, body, form, table, limits))
+    return await beside(
+        body, functools.partial(lookup_of, request.scope, body, form, table, limits)
+    )
 
 
 async def _json(service: Service, request: Request) -> object:
     body, limits = await _body(service, request), service.limits
-    return await beside(body, lambda: take(request.scope, body, "json", limits))
+    return await beside(body, functools.partial(take, request.scope, body, "json", limits))
 
 
 async def _body(service: Service, request: Request) -> bytes:
     return await read_body(request, service.body_bytes, service.body_timeout_s)
 
 
-def _with_headers(service: Service, request: Request, options: Options) -> Options:
+def _with_headers(service: Service, request: Request, options: RequestOptions) -> RequestOptions:
     return with_headers(options, request.scope["headers"], service.limits)

@@ -4,7 +4,7 @@ What Redis answered sums to `larder_l1_misses`: each entity that L1 did not answ
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -253,3 +253,11 @@ class Metrics:
         """All metrics in the text format of Prometheus."""
         self.settle()
         return generate_latest(self.registry)
+
+
+def counts_of(counter: Counter) -> Iterator[tuple[Mapping[str, str], float]]:
+    """Labels and count of every child, without what the hot route has not handed over (`Metrics.settle`)."""
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                yield sample.labels, sample.value

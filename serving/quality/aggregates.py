@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.quality.comparison import Sample
+from serving.quality.comparison import AnswerSample
 
 Key = tuple[str, str, str, str]
 """Table, source, producer, band."""
@@ -29,7 +29,7 @@ class Cell:
     age: float = 0.0
     errors: list[int] = field(default_factory=lambda: [0] * (len(ERRORS) + 1))
 
-    def saw(self, sample: Sample) -> None:
+    def saw(self, sample: AnswerSample) -> None:
         """Adds a sample to the sums."""
         self.samples += 1
         self.exact += sample.is_exact

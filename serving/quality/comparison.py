@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.format.keys import fingerprint
+from cache.format.gate_rules import SKEW_DEPTH
+from cache.format.ids import fingerprint
 from cache.format.manifest import Table
-from cache.format.records import decode
+from cache.format.records.codec import decode
+from cache.model.agreement import cosine, overlap, relative_errors
 from cache.model.input_preparation import LiveInput
-from cache.model.tower import TowerSpec
+from cache.model.tower_spec import TowerSpec
 from serving.generations.snapshot import Snapshot
 from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable, compute
 from serving.quality.night_inputs import Inputs
@@ -21,18 +23,14 @@ from serving.usage.answer_sampling import Pick
 CLOSE = 2.0**-8
 """Numbers that differ by less than this part of the largest are the same: what float16 and int8 round away."""
 
-BANDS = ("none", "1-9", "10-99", "100+", "popular", "other")
-"""Bands of the entities answered for: how much the model had to go by (items in the history), since a generation keeps
+Band = Literal["none", "1-9", "10-99", "100+", "popular", "other"]
+"""Band of the entity answered for: how much the model had to go by (items in the history), since a generation keeps
 no count of how often anybody is asked for; of items, whether they are among the popular ones that a generation names as
 defaults.
 """
 
 
-DEPTH = 20
-"""Items of a list that the gate `skew` compares: shorter lists agree less, by nature."""
-
-
-class Sample(NamedTuple):
+class AnswerSample(NamedTuple):
     """Comparison of an answer: `overlap` and `score_error` are shares, `age_s` the data's when the answer was served.
 
     Of lists `overlap` is that of the first n of both, n being what was served; of vectors their cosine (0 if negative);
@@ -44,12 +42,20 @@ class Sample(NamedTuple):
     table: str
     source: str
     producer: str
-    band: str
+    band: Band
     is_exact: bool
     overlap: float
     score_error: float
     age_s: float
     whole: float | None = None
+
+
+class Agreement(NamedTuple):
+    """Agreement of what was served with what the model gives, in the terms of `AnswerSample`."""
+
+    is_exact: bool
+    overlap: float
+    score_error: float
 
 
 class Skipped(Exception):
@@ -60,7 +66,7 @@ class Skipped(Exception):
         self.reason = reason
 
 
-def compare(pick: Pick, snapshot: Snapshot, inputs: Inputs | None) -> Sample:
+def compare(pick: Pick, snapshot: Snapshot, inputs: Inputs | None) -> AnswerSample:
     """Compares an answer; raises Skipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
     table = snapshot.manifest.tables.get(pick.table)
     if table is None:
@@ -78,25 +84,23 @@ def compare(pick: Pick, snapshot: Snapshot, inputs: Inputs | None) -> Sample:
         raise Skipped("failed")
     try:
         served, numbers = _sent(pick, snapshot, table)
-        stored = _stored(pick.record, snapshot, table, DEPTH) if pick.record else None
+        stored = _stored(pick.record, snapshot, table, SKEW_DEPTH) if pick.record else None
         own = decode(table.layout, outcome.record, snapshot.items.count)
     except Exception as damage:  # what a damaged record holds is the read path's to count
         raise Skipped("failed") from damage
     if own.items is None or served is None:
-        is_exact, overlap, error = _numbers(table, numbers, own.numbers)
-        whole: float | None = overlap
+        found = _numbers(table, numbers, own.numbers)
+        whole: float | None = found.overlap
     else:
         keep = _allowed(own.items, (*pick.barred, snapshot.blocked))
         items, scores = own.items[keep], own.numbers[keep]
-        is_exact, overlap, error = _lists(served, numbers, items, scores)
+        found = _lists(served, numbers, items, scores)
         whole = None
         if stored is not None and stored[0] is not None:
-            whole = _lists(stored[0], stored[1], items, scores)[1]
+            whole = _lists(stored[0], stored[1], items, scores).overlap
     age_s = 0.0 if pick.producer == "live" else pick.at - snapshot.manifest.data_until
     band = _band(snapshot, source)
-    return Sample(
-        table.name, pick.source, pick.producer, band, is_exact, overlap, error, age_s, whole
-    )
+    return AnswerSample(table.name, pick.source, pick.producer, band, *found, age_s, whole)
 
 
 def _source(pick: Pick, snapshot: Snapshot, table: Table, inputs: Inputs | None) -> LiveInput:
@@ -150,34 +154,27 @@ def _lists(
     scores: NDArray[np.float32],
     own: NDArray[np.uint32],
     own_scores: NDArray[np.float32],
-) -> tuple[bool, float, float]:
+) -> Agreement:
     count = len(served)
     own, own_scores = own[:count], own_scores[:count]
     if not count or not len(own):
-        return count == len(own), float(count == len(own)), 0.0
+        return Agreement(count == len(own), float(count == len(own)), 0.0)
     is_exact = len(own) == count and bool((own == served).all())
-    overlap = len(np.intersect1d(served, own)) / count
-    return is_exact, overlap, _error(scores[: len(own)], own_scores)
+    error = relative_errors(scores[: len(own)], own_scores).mean
+    return Agreement(is_exact, overlap(served, own, count), error)
 
 
-def _numbers(
-    table: Table, served: NDArray[np.float32], own: NDArray[np.float32]
-) -> tuple[bool, float, float]:
-    largest = float(np.abs(own).max(initial=0)) or 1.0
-    apart = float(np.abs(served - own).max(initial=0)) / largest
+def _numbers(table: Table, served: NDArray[np.float32], own: NDArray[np.float32]) -> Agreement:
+    errors = relative_errors(served, own)
+    is_close = errors.largest <= CLOSE
     if table.kind != "vector":
-        return apart <= CLOSE, max(0.0, 1.0 - apart), _error(served, own)
-    lengths = float(np.linalg.norm(served) * np.linalg.norm(own))
-    cosine = float(served @ own) / lengths if lengths else float(not (served.any() or own.any()))
-    return apart <= CLOSE, min(1.0, max(0.0, cosine)), _error(served, own)
+        return Agreement(is_close, max(0.0, 1.0 - errors.largest), errors.mean)
+    if (found := cosine(served, own)) is None:
+        found = float(not (served.any() or own.any()))
+    return Agreement(is_close, min(1.0, max(0.0, found)), errors.mean)
 
 
-def _error(served: NDArray[np.float32], own: NDArray[np.float32]) -> float:
-    largest = float(np.abs(own).max(initial=0)) or 1.0
-    return float(np.abs(served - own).mean()) / largest
-
-
-def _band(snapshot: Snapshot, source: LiveInput) -> str:
+def _band(snapshot: Snapshot, source: LiveInput) -> Band:
     if source.item is not None:
         popular = any(source.item in each.ordinals.values() for each in snapshot.defaults.values())
         return "popular" if popular else "other"

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import NamedTuple
 
-from cache.format.keys import hash_id
+from cache.format.ids import hash_id
 from cache.tiers.l1 import LocalKey, LocalTier
 from serving.generations.snapshot import Snapshot
-from serving.quality.comparison import Sample, Skipped, compare
+from serving.quality.comparison import AnswerSample, Skipped, compare
 from serving.quality.night_inputs import Inputs
 from serving.quality.results import Results
 from serving.usage.answer_sampling import Pick, Picks
@@ -24,7 +24,7 @@ IDLE_S = 0.2
 class Judged(NamedTuple):
     """A sample, or why there is none, and the processor time that it took."""
 
-    outcome: Sample | Skipped
+    outcome: AnswerSample | Skipped
     cpu_s: float
 
 
@@ -113,7 +113,7 @@ class Sampler:
 
     def _judge(self, pick: Pick, snapshot: Snapshot) -> Judged:
         began = time.thread_time()
-        outcome: Sample | Skipped
+        outcome: AnswerSample | Skipped
         try:
             if snapshot.generation not in self._inputs:
                 self._inputs[snapshot.generation] = self._open_inputs(snapshot)

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from cache.control.hot_keys import COLD
-from cache.l2.cluster.tier import ClusterTier
-from cache.l2.tier import RemoteTier
+from cache.l2.control_plane import ControlPlane
 from cache.tiers.l1 import LocalTier
 from serving.admission.controller import Admission
 from serving.config.cpu_affinity import LAST, step_back
@@ -21,24 +20,24 @@ from serving.metrics.registry import Metrics
 from serving.quality.judge import Sampler
 from serving.quality.night_inputs import open_inputs
 from serving.quality.results import Results
-from serving.quality.shared_report import Told
+from serving.quality.shared_report import SharedReport
 from serving.usage.hot_keys import Recent, Sketch
-from serving.usage.request_observer import Watch
+from serving.usage.request_observer import UsageObserver
 from serving.usage.table_usage import Usage
 
 Step = Callable[[], Coroutine[Any, Any, None]]
 
 
-class Quality:
+class QualityMonitor:
     """Quality monitor; `told` is for the dashboard, `steps` are taken every so often by whoever keeps up with Redis."""
 
     def __init__(
         self,
         config: ServingConfig,
-        watch: Watch,
+        watch: UsageObserver,
         metrics: Metrics,
         local: LocalTier,
-        remote: RemoteTier | ClusterTier,
+        control: ControlPlane,
         shelf: Shelf,
         recent: Recent,
         batcher: MicroBatcher,
@@ -49,10 +48,12 @@ class Quality:
         def live() -> Any:
             return shelf.live
 
-        self.cold = Sketch(remote, watch.cold, live, clock, COLD)
+        self.cold = Sketch(control, watch.cold, live, clock, COLD)
         self._results = Results()
-        self._usage = Usage(remote, watch.reads, metrics, recent.names, live)
-        self._told = Told(remote, name, self._results, self._usage, live, clock, config.quality_s)
+        self._usage = Usage(control, watch.reads, metrics, recent.names, live)
+        self._told = SharedReport(
+            control, name, self._results, self._usage, live, clock, config.quality_s
+        )
         self._executor = ThreadPoolExecutor(
             1, "larder-quality", initializer=step_back, initargs=(LAST,)
         )
@@ -74,7 +75,6 @@ class Quality:
         self._every_s = config.quality_s
         for each in (self._results, self._usage):
             metrics.registry.register(each)
-        shelf.flipped = local.absences.flipped
         self.told = self._told.told
 
     def steps(self) -> list[tuple[float, Step]]:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from cache.format.keys import hash_id
+from cache.format.ids import hash_id
 from cache.format.manifest import Artefact
 from cache.model.input_preparation import LiveInput
 from cache.model.input_sample import FACT, Probe

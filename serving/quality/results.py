@@ -12,9 +12,10 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from cache.format.gate_rules import SKEW, SKEW_COSINE
 from serving.generations.snapshot import Snapshot
 from serving.quality.aggregates import Cell, Key, packed
-from serving.quality.comparison import Sample
+from serving.quality.comparison import AnswerSample
 from serving.quality.drift import ALPHA, Drift
 
 FLOOR = 0.5
@@ -50,7 +51,7 @@ class Results(Collector):
             for name, table in tables.items()
         }
 
-    def add(self, sample: Sample, generation: str) -> None:
+    def add(self, sample: AnswerSample, generation: str) -> None:
         """Adds the comparison of an answer from this generation."""
         key: Key = sample.table, sample.source, sample.producer, sample.band
         self._all[key].saw(sample)
@@ -128,7 +129,7 @@ class Results(Collector):
 
 
 def _floor(live: Snapshot, is_list: bool) -> float:
-    rule = "skew" if is_list else "skew_cosine"
+    rule = SKEW if is_list else SKEW_COSINE
     gates: Iterable[Mapping[str, Any]] = live.manifest.gates
     found = next((each.get("threshold") for each in gates if each.get("rule") == rule), None)
     return float(found) - LENIENCE if isinstance(found, int | float) else FLOOR

@@ -1,16 +1,17 @@
 """Quality of all replicas as one whole: each tells Redis its part, and hears the others'."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from cache.control.hot_keys import COLD, Name, hour_of
 from cache.errors import TierUnavailable
+from cache.l2.control_plane import ControlPlane
 from serving.generations.snapshot import Snapshot
 from serving.quality.aggregates import Cell, Key, merged
 from serving.quality.results import Results
-from serving.usage.table_usage import GIGABYTE, Redis, Usage
+from serving.usage.table_usage import GIGABYTE, Usage
 
 LIFE_S = 120
 """Life of the hash in Redis in seconds, from the last report of any replica on."""
@@ -19,19 +20,12 @@ FRESH_S = 30.0
 """Age in seconds (plus two report intervals) beyond which a replica's part counts no more."""
 
 
-class ColdRedis(Redis, Protocol):
-    """Protocol of L2, as far as the shared report needs it."""
-
-    async def cold(self, day: int) -> list[Name]:
-        """Names that were asked for though no generation knew them."""
-
-
-class Told:
+class SharedReport:
     """Shared report; `name` is this replica's, `clock` Redis' own, so that reports of several hosts can be compared."""
 
     def __init__(
         self,
-        redis: ColdRedis,
+        control: ControlPlane,
         name: str,
         results: Results,
         usage: Usage,
@@ -39,7 +33,7 @@ class Told:
         clock: Callable[[], float],
         every_s: float,
     ) -> None:
-        self._redis = redis
+        self._control = control
         self._name = name
         self._results = results
         self._usage = usage
@@ -52,7 +46,7 @@ class Told:
     async def report(self) -> None:
         """Writes this replica's part and reads the others'; without Redis it forgets theirs and tells only its own."""
         await self._usage.report()
-        now, ask, key = self._clock(), self._redis.ask, self._redis.keyspace.quality
+        now, ask, key = self._clock(), self._control.ask, self._control.keyspace.quality
         own = self._own(now)
         try:
             await ask("HSET", key, self._name, orjson.dumps(own))
@@ -71,7 +65,7 @@ class Told:
     async def sign_off(self) -> None:
         """Takes this replica's part back."""
         try:
-            await self._redis.ask("HDEL", self._redis.keyspace.quality, self._name)
+            await self._control.ask("HDEL", self._control.keyspace.quality, self._name)
         except TierUnavailable:
             return
 
@@ -96,7 +90,7 @@ class Told:
         live = self._live()
         if live is None:
             return None
-        return len(still_cold(live, await self._redis.cold(hour_of(now, COLD))))
+        return len(still_cold(live, await self._control.hot(hour_of(now, COLD), COLD)))
 
 
 def _part(raw: bytes) -> dict[str, Any] | None:

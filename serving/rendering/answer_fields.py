@@ -8,10 +8,10 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.format.manifest import Table
-from cache.format.records import Record
+from cache.format.records.codec import Record
 from serving.answers.sources import Source
 from serving.generations.snapshot import Snapshot
-from serving.requests.models import Entity
+from serving.requests.models import RequestedEntity
 
 Answer = dict[str, Any]
 Prediction = dict[str, Any]
@@ -42,7 +42,7 @@ def from_record(
 
 
 def from_defaults(
-    snapshot: Snapshot, table: Table, entity: Entity, k: int, barred: Barred
+    snapshot: Snapshot, table: Table, entity: RequestedEntity, k: int, barred: Barred
 ) -> Prediction:
     """A popular list for top-K without the sent history; null elsewhere: a made-up vector would be a wrong answer."""
     if table.kind == "vector":
@@ -113,7 +113,7 @@ def complete(
     prediction: Prediction,
     snapshot: Snapshot,
     table: str,
-    entity: Entity,
+    entity: RequestedEntity,
     source: Source,
     producer: str | None,
     now: float,

@@ -43,7 +43,7 @@ Row = tuple[Any, ...]
 """Values of the origin's columns in one row."""
 
 
-class Stored(NamedTuple):
+class StoredRows(NamedTuple):
     """Rows that stand as plain records: scores of whole lists, vectors or values float32[n, width]."""
 
     places: NDArray[np.int64]
@@ -56,7 +56,7 @@ class Stored(NamedTuple):
 
 
 NO_ITEMS = Named.of(b"", np.zeros((0, 0), np.int32))
-_NOTHING = Stored(
+_NOTHING = StoredRows(
     np.zeros(0, np.int64), ((), ()), np.zeros(0, bool), np.zeros((0, 0), np.float32), NO_ITEMS
 )
 
@@ -65,7 +65,7 @@ def answers_stream(
     table: Table,
     ids: Sequence[bytes | None],
     answers: Mapping[int, Answer],
-    stored: Stored = _NOTHING,
+    stored: StoredRows = _NOTHING,
 ) -> bytes:
     """The body of the response: row i is one of `stored`, or else `answers[i]`."""
     rows = len(ids)
@@ -85,18 +85,15 @@ def answers_stream(
 
 
 def _stream(table: Table, fields: tuple[Field, ...], columns: list[Column], rows: int) -> bytes:
-    found = loader.columns()
-    assemble = None if found is None else found.stream
-    return stream(fields, columns, rows, ((TABLE, table.name),), assemble)
+    return stream(fields, columns, rows, ((TABLE, table.name),), loader.kernels.stream)
 
 
 def _ids(ids: Sequence[bytes | None]) -> Column:
-    columns = loader.columns()
-    found = None if columns is None else columns.joined(ids)
+    found = loader.kernels.joined(ids)
     return texts(ids) if found is None else Column(((len(ids), 0),), (b"", *found))
 
 
-def _origins(rows: int, answers: Mapping[int, Answer], stored: Stored) -> list[Column]:
+def _origins(rows: int, answers: Mapping[int, Answer], stored: StoredRows) -> list[Column]:
     l1, l2 = stored.by_tier
     if not answers and (count := np.count_nonzero(stored.is_l2)) in (0, rows):
         one = l2 if count else l1
@@ -139,7 +136,7 @@ def column(field: Field, values: Sequence[Any]) -> Column:
 
 
 def _top_columns(
-    rows: int, answers: Mapping[int, Answer], stored: Stored
+    rows: int, answers: Mapping[int, Answer], stored: StoredRows
 ) -> tuple[Column, Column, Column]:
     if not answers:
         count, width = stored.numbers.shape
@@ -175,7 +172,7 @@ def _names(named: Named) -> Column:
 
 
 def _vectors(
-    field: Field, rows: int, answers: Mapping[int, Answer], stored: Stored, width: int
+    field: Field, rows: int, answers: Mapping[int, Answer], stored: StoredRows, width: int
 ) -> tuple[Field, Column]:
     """Field and column of the table's width; where another night's answers have another, of lists of any size."""
     values: list[NDArray[np.float32] | None] = [None] * rows

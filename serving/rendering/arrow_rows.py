@@ -8,7 +8,7 @@ from cache.format.item_bytes import Named
 from cache.native import loader
 from serving.answers.sources import STORED
 from serving.rendering.answer_fields import origin_of
-from serving.rendering.arrow_batch import NO_ITEMS, Stored, answers_stream, row_of
+from serving.rendering.arrow_batch import NO_ITEMS, StoredRows, answers_stream, row_of
 from serving.rendering.batch_result import Lookup, Resolved
 from serving.rendering.json_batch import numbers
 
@@ -17,11 +17,9 @@ def items_of(lookup: Lookup, resolved: Resolved, part: slice) -> Named:
     """The ids of each list in a part of the rows; none where the table has no lists."""
     if lookup.table.kind != "topk":
         return NO_ITEMS
-    rows, items, columns = resolved.rows[part], lookup.holding.live.items, loader.columns()
-    if columns is None:
-        return items.names.of(rows["items"][:, : lookup.k])
-    layout = lookup.table.layout
-    data, cuts = columns.names(rows, layout.width, layout.precision == "f2", lookup.k, *items.lent)
+    layout, rows, lent = lookup.table.layout, resolved.rows[part], lookup.holding.live.items.lent
+    is_half = layout.precision == "f2"
+    data, cuts = loader.kernels.names(rows, layout.width, is_half, lookup.k, *lent)
     return Named(data, cuts, lookup.k)
 
 
@@ -32,7 +30,7 @@ def resolved_stream(
     live, table = lookup.holding.live, lookup.table
     l1, l2 = [row_of(origin_of(live, each, "batch", now, stale=stale)) for each in STORED]
     found = numbers(table, resolved.rows, lookup.k)
-    stored = Stored(resolved.places, (l1, l2), resolved.is_l2, found, _whole(items))
+    stored = StoredRows(resolved.places, (l1, l2), resolved.is_l2, found, _whole(items))
     return answers_stream(table, lookup.raws, resolved.answers, stored)
 
 

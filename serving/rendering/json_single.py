@@ -4,25 +4,16 @@ import numpy as np
 import orjson
 
 from cache.format.manifest import Table
-from cache.format.records import decode
+from cache.format.records.codec import decode
 from cache.tiers.l1 import Ready
-from cache.tiers.results import Found, MissReason
+from cache.tiers.results import Found
 from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
-from serving.rendering.answer_fields import JSON, Answer, Prediction, age_s, from_record, origin_of
+from serving.rendering.answer_fields import JSON, Answer, age_s, from_record, origin_of
 from serving.rendering.json_batch import plain, texts_of
 
 AGE = "age_seconds"
 """The one field of a stored answer that differs each time it is sent."""
-
-
-class Unfit(Exception):
-    """A stored record that is no plain answer; `reason` is what the ladder goes on with, None: it reads it itself."""
-
-    def __init__(self, reason: str | None, *, is_damaged: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.is_damaged = is_damaged
 
 
 class Marks:
@@ -62,34 +53,26 @@ def _around_age(origin: Answer) -> tuple[bytes, bytes]:
     return head, b"," + orjson.dumps(after)[1:]
 
 
-def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes:
-    """The answer's JSON up to its source, for an entity that sent nothing to compute from; raises Unfit."""
+def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes | None:
+    """The answer's JSON up to its source, for an entity that sent nothing to compute from.
+
+    None for what is no plain answer: a live record, one that cannot be read, a list of which nothing is left.
+    """
     try:
         if table.kind == "topk" and len(found.record) == table.layout.size_bytes:
             row = np.frombuffer(found.record, table.layout.dtype)
             if plain(snapshot, table, row, k)[0]:
                 return texts_of(snapshot, table, [id_], row, k, [b""])[0]
         # For vectors and values a row alone costs as much as its fields do.
-        prediction = prediction_of(snapshot, table, found, k)
-        return orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)[:-1]
-    except Unfit:
-        raise
-    except Exception as error:  # whatever a record holds, it costs nobody an answer
-        raise Unfit(MissReason.CORRUPT, is_damaged=True) from error
-
-
-def prediction_of(snapshot: Snapshot, table: Table, found: Found, k: int) -> Prediction:
-    """Prediction of a stored record as fields, for an entity that sent nothing to compute from; raises Unfit."""
-    try:
         record = decode(table.layout, found.record, snapshot.items.count)
         if record.live:
-            raise Unfit(None)
+            return None
         width = k if table.kind == "topk" else table.layout.width
         prediction = from_record(snapshot, table, record, width, ())
-        if record.items is not None and not prediction["items"]:
-            raise Unfit(MissReason.EXHAUSTED)
-    except Unfit:
-        raise
-    except Exception as error:  # as above
-        raise Unfit(MissReason.CORRUPT, is_damaged=True) from error
-    return prediction
+    except (
+        Exception
+    ):  # whatever a record holds, it costs nobody an answer: the ladder says what is wrong
+        return None
+    if record.items is not None and not prediction["items"]:
+        return None
+    return orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)[:-1]

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import orjson
 from redis.exceptions import ResponseError
 
 from cache.errors import LarderError, TierUnavailable
+from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import COPY_IDLE_S, ArtefactStore
 from serving.generations.pointer_follower import Follower
 from serving.generations.store_threads import InThread
@@ -28,25 +29,6 @@ _SWEEP_S = 600.0
 Step = Callable[[], Coroutine[Any, Any, None]]
 
 
-class Redis(Protocol):
-    """Interface of L2 that the background needs; everything here raises TierUnavailable."""
-
-    def subscribe(self) -> AsyncGenerator[bytes, None]:
-        """Announcements: b"pointer", b"next" or b"blocklist"."""
-
-    async def time(self) -> float:
-        """Redis' own clock, Unix seconds."""
-
-    async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
-        """Sends a heartbeat that says what this replica holds."""
-
-    async def sign_off(self, replica_id: str) -> None:
-        """Takes the replica's heartbeat back."""
-
-    async def eviction_policy(self) -> str:
-        """`maxmemory-policy`, empty when the server does not say."""
-
-
 class Refresher:
     """Runs the background of a replica; announcements only shorten what polling finds anyway."""
 
@@ -54,7 +36,7 @@ class Refresher:
         self,
         follower: Follower,
         store: ArtefactStore,
-        redis: Redis,
+        control: ControlPlane,
         heartbeat: Heartbeat,
         *,
         poll_s: float,
@@ -67,8 +49,9 @@ class Refresher:
         self.follower = follower
         self.blocklist_read_at = timer()
         self._store = store
-        self._redis = redis
+        self._control = control
         self._heartbeat = heartbeat
+        self._beaten: bytes | None = None
         self._in_thread = in_thread
         self._timer = timer
         self._poll_s = poll_s
@@ -76,7 +59,7 @@ class Refresher:
             asyncio.Event(), asyncio.Event(), asyncio.Event(),
         )  # fmt: skip
         self._steps: list[tuple[Callable[[], float], Step, asyncio.Event]] = [
-            (self._look_s, follower.look, self._wake_pointer),
+            (self.look_s, follower.look, self._wake_pointer),
             (lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
             (lambda: heartbeat_s, self.beat, self._wake_beat),
             (lambda: _SWEEP_S, self.sweep_copies, asyncio.Event()),
@@ -117,7 +100,7 @@ class Refresher:
         self.follower.is_draining = True
         await self._sign_off()
 
-    def _look_s(self) -> float:
+    def look_s(self) -> float:
         """Seconds to the next look: a replica that a publisher waits for must not be the one that flips late."""
         return min(self._poll_s, _EXPECTING_S) if self.follower.is_expecting else self._poll_s
 
@@ -147,11 +130,10 @@ class Refresher:
                 return
             try:
                 asked_at = self._timer()
-                self._heartbeat.clock.set(await self._redis.time(), asked_at)
+                self._heartbeat.clock.set(await self._control.time(), asked_at)
                 payload = orjson.dumps(self._heartbeat.payload())
-                await self._redis.heartbeat(
-                    self._heartbeat.replica_id, payload, self._heartbeat.clock()
-                )
+                await self._control.heartbeat(payload, self._heartbeat.clock(), self._beaten)
+                self._beaten = payload
             except TierUnavailable:
                 self._is_policy_fine = False  # what comes back may be another Redis
                 return
@@ -160,7 +142,7 @@ class Refresher:
 
     async def _look_at_policy(self) -> None:
         try:
-            policy = await self._redis.eviction_policy()
+            policy = await self._control.eviction_policy()
         except TierUnavailable as error:
             if not isinstance(error.__cause__, ResponseError):
                 return  # gone again; a later beat asks
@@ -177,14 +159,16 @@ class Refresher:
 
     async def _sign_off(self) -> None:
         async with self._beating:
-            with contextlib.suppress(TierUnavailable):
-                await self._redis.sign_off(self._heartbeat.replica_id)
+            beaten, self._beaten = self._beaten, None
+            if beaten is not None:
+                with contextlib.suppress(TierUnavailable):
+                    await self._control.sign_off(beaten)
 
     async def _listen(self) -> None:
         while True:
             with contextlib.suppress(TierUnavailable):
                 # Closed here: a generator left to the loop's own hook would outlive this replica.
-                async with contextlib.aclosing(self._redis.subscribe()) as messages:
+                async with contextlib.aclosing(self._control.subscribe()) as messages:
                     async for message in messages:
                         blocked = message == b"blocklist"
                         (self._wake_blocklist if blocked else self._wake_pointer).set()

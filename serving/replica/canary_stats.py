@@ -42,7 +42,7 @@ def bucket(score: float) -> int:
     return step if score > 0 else -step
 
 
-class Part(NamedTuple):
+class ArmShare(NamedTuple):
     """Part of a request in a canary: the arm that answers it, and the key that chose it."""
 
     arm: Arm
@@ -94,7 +94,7 @@ class Keys:
 
 
 @dataclass(slots=True, eq=False)
-class Counts:
+class ArmCounts:
     """Counts of one arm since its canary began; feedback called `event` is always told apart."""
 
     event: str = ""

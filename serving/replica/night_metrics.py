@@ -10,7 +10,7 @@ from cache.format.manifest import Manifest
 from serving.generations.served_set import Holding
 from serving.replica.freshness import Nights
 from serving.replica.redis_memory import Room
-from serving.replica.release_watch import Chronicle
+from serving.replica.release_watch import ReleaseWatch
 
 Samples = Mapping[str, float]
 
@@ -25,17 +25,17 @@ class Figures(Collector):
         self,
         holding: Callable[[], Holding | None],
         nights: Nights,
-        chronicle: Chronicle,
+        releases: ReleaseWatch,
         room: Room,
     ) -> None:
         self._holding = holding
         self._nights = nights
-        self._chronicle = chronicle
+        self._releases = releases
         self._room = room
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """All gauge families, also those without a sample yet."""
-        held, chronicle, room = self._holding(), self._chronicle, self._room
+        held, releases, room = self._holding(), self._releases, self._room
         live = None if held is None else held.live.manifest
         yield _gauge(
             "larder_nights_missed",
@@ -52,13 +52,13 @@ class Figures(Collector):
             "larder_last_release_timestamp_seconds",
             "When each action of the release records was last taken",
             "action",
-            chronicle.last,
+            releases.last,
         )
         yield _by(
             "larder_gate_refused",
             "1 for each gate that refused the last night, while nothing was published since",
             "rule",
-            dict.fromkeys(sorted(chronicle.refused), 1.0),
+            dict.fromkeys(sorted(releases.refused), 1.0),
         )
         used_bytes = room.used_bytes
         yield _gauge("larder_redis_memory_used_bytes", "Of all nodes of Redis together", used_bytes)

@@ -1,30 +1,24 @@
 """Memory that Redis uses and may use."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from cache.errors import TierUnavailable
-
-
-class Redis(Protocol):
-    """Interface of L2 that tells its memory."""
-
-    async def infos(self) -> list[dict[str, Any]]:
-        """`INFO` of every server; raises TierUnavailable."""
+from cache.l2.control_plane import ControlPlane
 
 
 class Room:
     """Redis memory, asked now and then; `used_bytes`: None while that fails, `max_bytes`: 0 where one has no limit."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, control: ControlPlane) -> None:
         self.used_bytes: int | None = None
         self.max_bytes = 0
-        self._redis = redis
+        self._control = control
 
     async def look(self) -> None:
         """Looks at all servers together: pages spread evenly over the nodes of a cluster."""
         try:
-            infos = await self._redis.infos()
+            infos = await self._control.infos()
         except TierUnavailable:
             self.used_bytes = None
             return

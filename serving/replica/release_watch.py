@@ -1,7 +1,8 @@
-"""Release records of the nights: when each action was taken last, and what refused the last night."""
+"""Release records: read once for all of a replica; when each action was taken last, what refused the last night."""
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterable
 
 from cache.errors import LarderError
@@ -15,8 +16,8 @@ UNKNOWN = "unknown"
 """Stand-in for the gate's name where the verdicts of what was refused cannot be read (yet)."""
 
 
-class Chronicle:
-    """History of releases, read now and then, aside from the event loop; what cannot be read leaves what is known."""
+class ReleaseWatch:
+    """Watch on the release records, aside from the event loop; what cannot be read leaves what is known."""
 
     def __init__(self, store: ArtefactStore, in_thread: InThread = asyncio.to_thread) -> None:
         self.last: dict[str, float] = {}
@@ -24,8 +25,17 @@ class Chronicle:
         self._store = store
         self._in_thread = in_thread
         self._known: dict[int, Release] = {}
+        self._reading = threading.Lock()
         self._judged: tuple[int, frozenset[str]] = 0, frozenset()
         self._trouble: str | None = None
+
+    def records(self) -> list[Release]:
+        """Every record, oldest first, none read a second time; blocking, for any thread.
+
+        Raises LarderError, OSError or ValueError where they cannot be read.
+        """
+        with self._reading:
+            return all_releases(self._store, self._known)
 
     async def look(self) -> None:
         """Looks at the records once; new trouble is logged."""
@@ -39,8 +49,7 @@ class Chronicle:
         self._trouble = trouble
 
     def _read(self) -> tuple[dict[str, float], frozenset[str]]:
-        records = all_releases(self._store, self._known)
-        happened = [each for each in records if each.done or each.action not in POINTED]
+        happened = [each for each in self.records() if each.done or each.action not in POINTED]
         refusal = open_refusal(happened)
         return {each.action: each.at for each in happened}, self._rules(refusal)
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from cache.format.keys import are_ids
+from cache.format.ids import are_ids
 from cache.native import loader
 from serving.arrow_ipc.flatbuffers import Malformed
 from serving.arrow_ipc.messages import Unsupported
@@ -11,7 +11,7 @@ from serving.arrow_ipc.schema import Field
 from serving.requests.errors import unprocessable
 from serving.requests.fast_parse import Batch
 from serving.requests.fields import check_length, read_id
-from serving.requests.models import Ask, Entity, Limits
+from serving.requests.models import Ask, Limits, RequestedEntity
 from serving.requests.options import text_options
 
 ID = "id"
@@ -31,8 +31,7 @@ def read_stream(body: bytes, limits: Limits) -> Sent:
     """The ids, unchecked but for their number; raises Problem for what is no such stream."""
     try:
         # One more than allowed is enough to tell.
-        columns = loader.columns()
-        cutter = None if columns is None else columns.cut_texts
+        cutter = loader.kernels.cut_texts
         most = limits.max_batch + 1
         frame = read(body, most, as_bytes=True, cutter=cutter, check=_check_column)
     except Malformed as error:
@@ -67,7 +66,7 @@ def stream_ask(sent: Sent, table: str, limits: Limits) -> Ask:
     ids = [each.decode() for each in sent.ids]
     raws = [read_id(each, f"entities[{place}]") for place, each in enumerate(ids)]
     entities = tuple(
-        Entity(table, id_, raw, f"entities[{place}]")
+        RequestedEntity(table, id_, raw, f"entities[{place}]")
         for place, (id_, raw) in enumerate(zip(ids, raws, strict=True))
     )
     return Ask(entities, text_options(sent.options, limits))

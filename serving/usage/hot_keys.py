@@ -4,10 +4,10 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import islice, repeat
-from typing import Protocol
 
 from cache.control.hot_keys import HOT, Name, Report, Window, hour_of
 from cache.errors import TierUnavailable
+from cache.l2.control_plane import ControlPlane
 from serving.generations.snapshot import Snapshot
 
 RECENT = 4_096
@@ -18,16 +18,6 @@ _AT_ONCE = 128
 """Entities in one script: a third of a millisecond of Redis, which readers wait for."""
 _HEAR_S = 1.0
 _MARK: Name = ("", b"")
-
-
-class Redis(Protocol):
-    """Interface of L2 that the sketch needs; both methods raise TierUnavailable."""
-
-    async def report_hot(self, report: Report) -> None:
-        """Adds a report to the sketch."""
-
-    async def hot(self, hour: int) -> list[Name]:
-        """Entities that all replicas reported in this hour and the last, hottest first."""
 
 
 class Recent(deque[Name]):
@@ -72,7 +62,7 @@ class Sketch:
 
     def __init__(
         self,
-        redis: Redis,
+        control: ControlPlane,
         recent: Recent,
         live: Callable[[], Snapshot | None],
         clock: Callable[[], float],
@@ -80,7 +70,7 @@ class Sketch:
     ) -> None:
         self.reported = 0
         self.failed = 0
-        self._redis = redis
+        self._control = control
         self._recent = recent
         self._live = live
         self._clock = clock
@@ -106,7 +96,9 @@ class Sketch:
         try:
             for at in range(0, max(1, len(counts)), _AT_ONCE):
                 piece = counts[at : at + _AT_ONCE]
-                await self._redis.report_hot(Report(hour, piece, () if at else gone, self._window))
+                await self._control.report_hot(
+                    Report(hour, piece, () if at else gone, self._window)
+                )
                 self.reported += len(piece)
         except TierUnavailable:
             self.failed += 1
@@ -116,7 +108,7 @@ class Sketch:
         """Entities that all replicas were asked for of late, hottest first; empty when Redis does not say at once."""
         try:
             async with asyncio.timeout(_HEAR_S):
-                return await self._redis.hot(hour_of(self._clock()))
+                return await self._control.hot(hour_of(self._clock()))
         except (TierUnavailable, TimeoutError):
             return ()
 

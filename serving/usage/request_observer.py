@@ -10,7 +10,7 @@ from serving.usage.hot_keys import Recent
 from serving.usage.read_counts import Reads
 
 
-class Watch:
+class UsageObserver:
     """Observer for the event loop of one process only. `cold`: ids asked for that the night did not know."""
 
     def __init__(

@@ -3,29 +3,20 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from cache.control.hot_keys import Name
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace, hash_id
+from cache.format.ids import hash_id
+from cache.l2.control_plane import ControlPlane
 from serving.answers.sources import STORED
 from serving.generations.snapshot import Snapshot
-from serving.metrics.registry import Metrics
+from serving.metrics.registry import Metrics, counts_of
 from serving.usage.read_counts import LIFE_S, Reads, Taken, packed, pieces
 
 GIGABYTE = 1e9
-
-
-class Redis(Protocol):
-    """Interface of L2 that the usage needs."""
-
-    keyspace: Keyspace
-
-    async def ask(self, *command: str | bytes | float) -> Any:
-        """Sends one command; its reply. Raises TierUnavailable."""
 
 
 class Usage(Collector):
@@ -33,7 +24,7 @@ class Usage(Collector):
 
     def __init__(
         self,
-        redis: Redis,
+        control: ControlPlane,
         reads: Reads,
         metrics: Metrics,
         recent: Callable[[], Iterable[Name]],
@@ -41,7 +32,7 @@ class Usage(Collector):
     ) -> None:
         self.failed = 0
         self.read: dict[str, int] = {}
-        self._redis = redis
+        self._control = control
         self._reads = reads
         self._metrics = metrics
         self._recent = recent
@@ -62,7 +53,7 @@ class Usage(Collector):
         # Taken here: what is remembered of requests is the event loop's own, and changes with each of them.
         recent, reads = list(self._recent()), self._reads.take(live.generation)
         found = await asyncio.to_thread(self._packed, live, recent, reads)
-        ask, name = self._redis.ask, self._redis.keyspace.read
+        ask, name = self._control.ask, self._control.keyspace.read
         try:
             for table, keys in found.items():
                 for piece in pieces(keys):
@@ -130,10 +121,9 @@ def hits_of(metrics: Metrics) -> dict[str, float]:
     """Answers from stored records by table, since the start of this process."""
     metrics.settle()
     found: defaultdict[str, float] = defaultdict(float)
-    for family in metrics.answers.collect():
-        for sample in family.samples:
-            if sample.name.endswith("_total") and sample.labels["source"] in STORED:
-                found[sample.labels["table"]] += sample.value
+    for labels, count in counts_of(metrics.answers):
+        if labels["source"] in STORED:
+            found[labels["table"]] += count
     return dict(found)
 
 

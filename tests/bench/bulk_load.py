@@ -15,13 +15,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import redis
 
-from cache.format.keys import Keyspace
 from cache.format.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
-from cache.format.records import Layout
-from cache.process.redis_server import Server
+from cache.format.records.layout import Layout
+from cache.format.redis_keys import Keyspace
+from cache.process.redis_server import RedisServer
+from precompute.builds.tables import records_per_page
 from precompute.bulk.load import Part, load_part
 from precompute.config.settings import NightConfig
-from precompute.scoring.tables import records_per_page
 from tests.bench.tools.harness import Promise, Ratio, Report, alternate, parse
 from tests.bench.tools.place import own_server, pin, unpin
 
@@ -116,7 +116,9 @@ def writers(case: Case, config: NightConfig) -> dict[str, Write]:
     return {"SET pipeline": one_by_one, "MSET": mset, "load_part": load}
 
 
-def measure(report: Report, case: Case, server: Server, config: NightConfig, rounds: int) -> None:
+def measure(
+    report: Report, case: Case, server: RedisServer, config: NightConfig, rounds: int
+) -> None:
     """Rates are entities per second."""
     client = redis.Redis.from_url(server.url, protocol=3)
     count = len(case.records)

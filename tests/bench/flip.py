@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control
-from precompute.steps import pipeline
+from precompute.operations.roll_back import roll_back
+from precompute.steps import publish, verify
 from tests.bench.tools.flip_calls import Recording, calling
 from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
 from tests.bench.tools.place import own_server
@@ -97,7 +98,7 @@ def measure(folder: Path, redis_url: str, size: Size, _options: Options) -> Repo
             flips = []
             for cycle in range(size.cycles):
                 if cycle:
-                    pipeline.verify(config, {"generation": second})
+                    verify.run(config, {"generation": second})
                 flips += _cycle(config, control, second, cycle)
     return _report(flips, calls, size)
 
@@ -105,11 +106,11 @@ def measure(folder: Path, redis_url: str, size: Size, _options: Options) -> Repo
 def _cycle(config: NightConfig, control: Control, second: str, cycle: int) -> list[Flip]:
     time.sleep(SETTLE_S)
     asked_at = time.time()
-    pipeline.publish(config, {"generation": second}, attempt=f"publish-{cycle}")
+    publish.run(config, {"generation": second}, attempt=f"publish-{cycle}")
     published = _swapped(control, asked_at, is_rollback=False)
     time.sleep(SETTLE_S)
     asked_at = time.time()
-    pipeline.roll_back(config, to=None, reason="the bench says so", attempt=f"back-{cycle}")
+    roll_back(config, to=None, reason="the bench says so", attempt=f"back-{cycle}")
     rolled_back = _swapped(control, asked_at, is_rollback=True)
     return [published, rolled_back]
 

@@ -34,7 +34,7 @@ from precompute.config.progress import Step
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.scoring.shard import Scorers
 from precompute.scoring.users import ShardWork
-from precompute.steps import pipeline
+from precompute.steps import assemble, begin, embed_items, index, load, quantize, score
 from tests.bench.tools.harness import Promise, Ratio, Report, alternate, parse
 from tests.bench.tools.topk_cases import NO_DATA, Case, real_case, real_file
 
@@ -96,8 +96,8 @@ class Night:
         """A first time, with what a load wants besides the lists."""
         build = self._scored()
         self.generation = str(build["generation"])
-        pipeline.build_index(self.config, build)
-        pipeline.quantize(self.config, build)
+        index.run(self.config, build)
+        quantize.run(self.config, build)
 
     def run(self) -> float:
         """Users per second, from the sources to Redis."""
@@ -110,15 +110,15 @@ class Night:
             client.flushall(asynchronous=False)
         started, cpu = time.perf_counter(), time.process_time()
         build = self._scored()
-        pipeline.load(self.config, build)
+        load.run(self.config, build)
         self.spent.night.append(time.process_time() - cpu)
         return float(build["users"] / (time.perf_counter() - started))
 
     def _scored(self) -> Step:
-        build = pipeline.begin(self.config, data_until=UNTIL, run_after=None)
-        pipeline.embed_items(self.config, build)
-        scored = pipeline.score_shards(self.config, build, build["shards"])
-        return pipeline.assemble(self.config, build, scored)
+        build = begin.run(self.config, data_until=UNTIL, run_after=None)
+        embed_items.run(self.config, build)
+        score.run(self.config, build, build["shards"])
+        return assemble.run(self.config, build)
 
 
 def kernel_run(night: Night) -> tuple[int, Callable[[], float]]:

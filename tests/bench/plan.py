@@ -25,17 +25,19 @@ import redis
 from numpy.typing import NDArray
 
 from cache.format.manifest import Manifest
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from cache.store.artefacts import generation_path, read_manifest
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, Ready
 from infra.demo.synthetic import World, synthesize
 from precompute.bulk.load import page_keys
 from precompute.bulk.server_info import cpu_s
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
-from precompute.planning.forecast import DAY_S, MIB, Asked, Forecast, forecast
+from precompute.operations.train import train_reference
+from precompute.planning.forecast import DAY_S, MIB, Forecast, PlanParameters, forecast
 from precompute.planning.spent import Spent, timed
-from precompute.steps import pipeline
-from precompute.steps.train import train_reference
+from precompute.steps import assemble, begin, embed_items, index, quantize
+from precompute.steps import load as load_step
+from precompute.steps import score as score_step
 from tests.bench.tools.harness import Ratio, Report, parse
 from tests.bench.tools.place import own_server
 from tests.integration.nights import write_clicks
@@ -117,7 +119,7 @@ def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
 
 def foretell(config: NightConfig, case: Case, seconds: float) -> Forecast:
     """As the command does, for the requests that `drive` will send."""
-    asked = Asked(
+    asked = PlanParameters(
         qps=REQUESTS / DAY_S, l1_mib=case.l1_mib, zipf=case.zipf, answer_bytes=ANSWER_BYTES,
         seconds=seconds, data_until=UNTIL,
     )  # fmt: skip
@@ -128,13 +130,13 @@ def foretell(config: NightConfig, case: Case, seconds: float) -> Forecast:
 class Night:
     """A real night whose scoring and loading can be repeated."""
 
-    def __init__(self, config: NightConfig, running: Server) -> None:
+    def __init__(self, config: NightConfig, running: RedisServer) -> None:
         self.config = config
         self._client = redis.Redis.from_url(running.url)
-        self._build = pipeline.begin(config, data_until=UNTIL, run_after=None)
+        self._build = begin.run(config, data_until=UNTIL, run_after=None)
         self._score()
-        pipeline.build_index(config, self._build)
-        pipeline.quantize(config, self._build)
+        index.run(config, self._build)
+        quantize.run(config, self._build)
 
     @property
     def manifest(self) -> Manifest:
@@ -148,9 +150,9 @@ class Night:
             path.unlink(missing_ok=True)
         score, _ = timed(self._score)
         self._client.flushall(asynchronous=False)
-        pipeline.begin(self.config, data_until=UNTIL, run_after=None)  # the registry knows it again
+        begin.run(self.config, data_until=UNTIL, run_after=None)  # the registry knows it again
         self.before = self._used()
-        load, _ = timed(lambda: pipeline.load(self.config, self._build), self._cpu)
+        load, _ = timed(lambda: load_step.run(self.config, self._build), self._cpu)
         return Took(score, load)
 
     def redis_bytes(self) -> tuple[int, int]:
@@ -160,9 +162,9 @@ class Night:
         return grown, sum(int(self._client.memory_usage(name) or 0) for name in names)
 
     def _score(self) -> None:
-        pipeline.embed_items(self.config, self._build)
-        scored = pipeline.score_shards(self.config, self._build, self._build["shards"])
-        pipeline.assemble(self.config, self._build, scored)
+        embed_items.run(self.config, self._build)
+        score_step.run(self.config, self._build, self._build["shards"])
+        assemble.run(self.config, self._build)
 
     def _used(self) -> int:
         return int(self._client.info("memory")["used_memory"])

@@ -28,7 +28,7 @@ from urllib.parse import quote
 import redis.asyncio
 import uvloop
 
-from cache.format.keys import Keyspace, hash_hex
+from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.model.predictor import LiveInput
 from cache.tiers.l1 import LocalTier, NegativeCache

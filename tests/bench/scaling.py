@@ -30,7 +30,7 @@ from cache.errors import Refused
 from cache.process.redis_server import server
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.planning.memory import step_bytes
-from precompute.steps import pipeline
+from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
 from precompute.topk.topk import Scorer
 from tests.bench.night import UNTIL, drawn_case, write_interactions
 from tests.bench.tools import wide_night
@@ -59,7 +59,7 @@ COPIES = 2
 SHARD_USERS = 30_000
 MIB = 1 << 20
 LATER = {
-    "index": pipeline.build_index, "quantize": pipeline.quantize, "load": pipeline.load, "verify": pipeline.verify,
+    "index": index.run, "quantize": quantize.run, "load": load.run, "verify": verify.run,
 }  # fmt: skip
 
 
@@ -102,14 +102,14 @@ def run_step(folder: Path, step: str) -> None:
     build = json.loads((folder / "build.json").read_text()) if step != "begin" else {}
     before = time.process_time()
     if step == "begin":
-        build = dict(pipeline.begin(config, data_until=UNTIL, run_after=None))
+        build = dict(begin.run(config, data_until=UNTIL, run_after=None))
     elif step == "embed_items":
-        pipeline.embed_items(config, build)
+        embed_items.run(config, build)
     elif step == "score":
-        done = [pipeline.score_shard(config, build, shard) for shard in build["shards"]]
-        (folder / "scored.json").write_text(json.dumps(done))
+        for shard in build["shards"]:
+            score.run_shard(config, build, shard)
     elif step == "assemble":
-        pipeline.assemble(config, build, json.loads((folder / "scored.json").read_text()))
+        assemble.run(config, build)
     else:
         with suppress(
             Refused

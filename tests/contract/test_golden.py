@@ -2,16 +2,9 @@
 
 import numpy as np
 
-from cache.format.keys import (
-    FINGERPRINT_SEED,
-    FORMAT,
-    Keyspace,
-    fingerprint,
-    hash_hex,
-    hash_id,
-    input_digest,
-)
+from cache.format.ids import FINGERPRINT_SEED, fingerprint, hash_id, input_digest
 from cache.format.manifest import (
+    MANIFEST_FORMAT,
     Artefact,
     DirectoryPart,
     EntitySet,
@@ -23,15 +16,17 @@ from cache.format.manifest import (
     Table,
     TablePart,
 )
-from cache.format.records import Layout, encode_topk, encode_values, encode_vectors, pack_overlay
+from cache.format.records.codec import encode_numbers, encode_topk, pack_overlay
+from cache.format.records.layout import RECORD_FORMAT, Layout
+from cache.format.redis_keys import KEYSPACE_VERSION, Keyspace, hash_hex
 from cache.store.releases import Pointer, Release
 
 MARKS = np.array([0x1122334455667788], np.uint64)
 GENERATION = "20260131T000000Z-0123456789ab"
 
 
-def test_the_format_is_1():
-    assert FORMAT == 1
+def test_the_formats_are_1():
+    assert (RECORD_FORMAT, MANIFEST_FORMAT, KEYSPACE_VERSION) == (1, 1, 1)
 
 
 def test_ids_hash_to_these_numbers():
@@ -70,16 +65,16 @@ def test_a_top_k_record():
 
 
 def test_an_int8_vector_record_written_live():
-    record = encode_vectors(
+    record = encode_numbers(
         Layout("vector", 3, "i1"), MARKS, np.array([[127.0, -63.5, 0.0]], np.float32), 1, live=True
     )[0].tobytes()
     assert record.hex() == "887766554433221101000000030011000000803f7fc000"
 
 
 def test_a_value_record_and_its_overlay():
-    record = encode_values(Layout("value", 2, "f4"), MARKS, np.array([[1.0, 0.25]], np.float32), 1)[
-        0
-    ].tobytes()
+    record = encode_numbers(
+        Layout("value", 2, "f4"), MARKS, np.array([[1.0, 0.25]], np.float32), 1
+    )[0].tobytes()
     assert record.hex() == "887766554433221101000000020010000000803f0000803e"
     assert pack_overlay(record, b"\x01" * 16) == record + b"\x01" * 16
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from cache.process.redis_server import Server
-from infra.demo.airflow import ROOT
+from cache.process.redis_server import RedisServer
 from infra.demo.place import NEVER
+from infra.local.airflow import ROOT
 from precompute.config.settings import NightConfig, night_config
-from precompute.steps import pipeline
-from precompute.steps.train import train_reference
+from precompute.operations.train import train_reference
+from precompute.steps import retire
 from tests.dags.place import CONFIG, now, write_interactions
 from tests.integration.killed_steps import night
 from tests.integration.killing import run
@@ -140,7 +140,7 @@ def configured(folder: Path, redis_url: str) -> NightConfig:
 
 
 def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     # given: data and a bundle, and the same night undisturbed, in files and a Redis database of its own
     config = configured(tmp_path, own_redis.url)
@@ -182,7 +182,7 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
 
     # and: nothing distinguishes it from its twin
     for each in (config, twin):
-        pipeline.retire(each)
+        retire.run(each)
     assert assert_whole(config) == undisturbed.result["generation"]
     assert whole(config).differences(whole(twin)) == []
 
@@ -196,7 +196,7 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
     ],
 )
 def test_a_stop_leaves_nothing_running(
-    tmp_path: Path, own_redis: Server, how: signal.Signals, after: str
+    tmp_path: Path, own_redis: RedisServer, how: signal.Signals, after: str
 ) -> None:
     configured(tmp_path, own_redis.url)
     with celery(tmp_path, own_redis.url) as running:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.process.redis_server import Server
-from precompute.steps import pipeline
+from cache.process.redis_server import RedisServer
+from precompute.steps import retire
 from tests.dags.place import (
     CONFIG,
     RUN_S,
@@ -79,13 +79,13 @@ def disturbed_run(
 def differences(place: Place) -> list[str]:
     """What is not as in the twin, once nothing is left to retire but what the service still holds."""
     for config in (place.config, place.twin):
-        pipeline.retire(config)
+        retire.run(config)
     return whole(place.config).differences(whole(place.twin))
 
 
 @pytest.mark.storm
 def test_killed_tasks_are_tried_again_and_the_night_ends_as_if_undisturbed(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     seed = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"seed {seed} (LARDER_SEED repeats it)")

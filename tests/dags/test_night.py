@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.process.redis_server import Server
-from infra.demo.airflow import AirflowFailed, TaskReport
+from cache.process.redis_server import RedisServer
+from infra.local.airflow_client import AirflowFailed, TaskReport
 from tests.dags.place import (
     CONFIG,
     RUN_S,
@@ -21,7 +21,7 @@ from tests.dags.place import (
 
 
 @pytest.fixture
-def place(tmp_path: Path, own_redis: Server) -> Iterator[Place]:
+def place(tmp_path: Path, own_redis: RedisServer) -> Iterator[Place]:
     """Airflow with nothing published yet."""
     write_interactions(tmp_path / "interactions.csv", seed=7)
     with airflow_over(tmp_path, own_redis) as place:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from cache.process.redis_server import Server
-from infra.demo.airflow import AirflowFailed
-from precompute.steps.night import run_night
+from cache.process.redis_server import RedisServer
+from infra.local.airflow_client import AirflowFailed
+from precompute.builds.night import Night
+from precompute.operations.night import run_night
 from tests.dags.place import RUN_S, USERS, airflow_over, now, states, write_interactions
 from tests.integration.wholeness import assert_whole, moves
 from tests.polling import until
@@ -16,7 +17,7 @@ NIGHT = "nightly_precompute"
 
 @pytest.mark.slow
 def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_of_them(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     # given: a night that went well, and a service that callers ask
     source = tmp_path / "interactions.csv"
@@ -50,7 +51,7 @@ def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_o
 
             # when: the whole file is there and the same run is cleared
             write_interactions(source, seed=7, more=60)
-            twin = run_night(place.twin, data_until=cut, run_after=None, attempt="twin")
+            twin = run_night(Night(place.twin, "twin", cut))
             second = twin[0].what.split()[0]
             place.expect(watch, place.twin, second)
             place.airflow.clear(NIGHT, run_id)

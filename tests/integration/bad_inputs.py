@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from cache.model.tower import Histories, Inputs, Tower
 from cache.store.artefacts import sha256_of
 from precompute.bundles import graphs
-from precompute.bundles.bundle import Bundle, BundleModel, ModelFile, write_bundle
+from precompute.bundles.bundle import Bundle, BundleModel
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import NightConfig, ReferenceConfig
-from precompute.steps.train import train_reference
+from precompute.operations.train import train_reference
 from tests.integration.nights import UNTIL
 
 Change = Callable[[NightConfig, Path], NightConfig]

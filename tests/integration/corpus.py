@@ -20,10 +20,11 @@ from cache.store.artefacts import describe, read_manifest
 from infra.demo.synthetic import World, synthesize
 from precompute.bulk.load import unlink_pages
 from precompute.config.settings import NightConfig, parse_time
-from precompute.control.control_keys import Control, Row, connect
+from precompute.control.control_keys import Control, connect
+from precompute.control.rows import Row
 from precompute.control.states import State
-from precompute.steps import pipeline
-from precompute.steps.train import train_reference
+from precompute.operations.train import train_reference
+from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
 from tests.integration.nights import UNTIL, pin, prepare, publish_night, write_clicks
 
 
@@ -148,10 +149,10 @@ def judged(
         )
         unlink_pages(client, config.keyspace(), manifest)
         control.set_row(generation, Row(State.BEGUN, time.time()))
-        pipeline.load(config, {"generation": generation})
+        load.run(config, {"generation": generation})
         in_redis(client, manifest)
     with suppress(Refused):
-        pipeline.verify(config, {"generation": generation})
+        verify.run(config, {"generation": generation})
     found = read_manifest(config.store(), generation).gates
     return {str(each["rule"]): dict(each) for each in found}
 
@@ -163,13 +164,14 @@ def failed(verdicts: dict[str, dict[str, Any]]) -> set[str]:
 
 def build(config: NightConfig, cut: str) -> str:
     """Everything of a night up to its models, not loaded yet; the generation, sealed."""
-    made = pipeline.begin(config, data_until=cut, run_after=None)
-    pipeline.embed_items(config, made)
-    scored = [pipeline.score_shard(config, made, shard) for shard in made["shards"]]
-    pipeline.assemble(config, made, scored)
-    pipeline.build_index(config, made)
-    pipeline.quantize(config, made)
-    pipeline.load(config, made)
+    made = begin.run(config, data_until=cut, run_after=None)
+    embed_items.run(config, made)
+    for shard in made["shards"]:
+        score.run_shard(config, made, shard)
+    assemble.run(config, made)
+    index.run(config, made)
+    quantize.run(config, made)
+    load.run(config, made)
     return str(made["generation"])
 
 

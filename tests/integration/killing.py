@@ -18,7 +18,7 @@ from typing import Any
 
 import redis
 
-PRELOAD = ("precompute.steps.night", "onnxruntime", "faiss", "pyarrow.parquet", __name__)
+PRELOAD = ("precompute.operations.night", "onnxruntime", "faiss", "pyarrow.parquet", __name__)
 HANGS_S = 120.0
 
 _FILE_EVENTS = frozenset(

@@ -16,7 +16,10 @@ from precompute.bulk.load import page_keys
 from precompute.canary import trial
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
-from precompute.steps import pipeline
+from precompute.operations.restore import restore
+from precompute.operations.roll_back import roll_back
+from precompute.steps import load as load_step
+from precompute.steps import publish, retire, verify
 from tests.integration.killed_steps import build, night, refused
 from tests.integration.killing import run
 from tests.integration.nights import UNTIL, top_lists
@@ -126,7 +129,7 @@ class Ground:
         cut = self.next_cut()
         generation = str(self.step("build", lambda c, _: partial(build, c, cut), kills=1))
         made = {"generation": generation}
-        load: Work = lambda c, _: partial(pipeline.load, c, made)  # noqa: E731
+        load: Work = lambda c, _: partial(load_step.run, c, made)  # noqa: E731
         self.step("load", load, kills=kills)
         if damaged:
             self.step(
@@ -135,7 +138,7 @@ class Ground:
             self.compare()
             self.damage(generation)
         self.step(
-            "verify", lambda c, attempt: partial(pipeline.verify, c, made, attempt=attempt), kills=kills
+            "verify", lambda c, attempt: partial(verify.run, c, made, attempt=attempt), kills=kills
         )  # fmt: skip
         self.compare()
         return generation
@@ -144,7 +147,7 @@ class Ground:
         """Make it live, then remove what nobody needs any more."""
         made = {"generation": generation}
         self.step(
-            "publish", lambda c, attempt: partial(pipeline.publish, c, made, attempt=attempt), kills=kills
+            "publish", lambda c, attempt: partial(publish.run, c, made, attempt=attempt), kills=kills
         )  # fmt: skip
         self.compare()
         self.watch.canaries.discard(generation)
@@ -172,9 +175,7 @@ class Ground:
     def retire(self, *, kills: int) -> None:
         """Remove what nobody needs; what the service still holds would be left alone."""
         self.follow()
-        self.step(
-            "retire", lambda c, attempt: partial(pipeline.retire, c, attempt=attempt), kills=kills
-        )
+        self.step("retire", lambda c, attempt: partial(retire.run, c, attempt=attempt), kills=kills)
         self.compare()
 
     def whole_night(self, *, kills: int) -> None:
@@ -190,9 +191,7 @@ class Ground:
         reason = "a test says so"
         self.step(
             "roll_back",
-            lambda c, attempt: partial(
-                pipeline.roll_back, c, to=to, reason=reason, attempt=attempt
-            ),
+            lambda c, attempt: partial(roll_back, c, to=to, reason=reason, attempt=attempt),
             kills=kills,
         )
         self.compare()
@@ -206,7 +205,7 @@ class Ground:
                 self._lose(config, loss)
             self.step(
                 "restore",
-                lambda c, attempt: partial(pipeline.restore, c, attempt=attempt),
+                lambda c, attempt: partial(restore, c, attempt=attempt),
                 kills=kills,
                 lost=True,
             )

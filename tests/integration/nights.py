@@ -11,16 +11,29 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache.format.directory import Directory
+from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.keys import hash_ids
-from cache.format.records import NO_ITEM, decode
-from cache.store.artefacts import open_generation
+from cache.format.records.codec import decode
+from cache.format.records.layout import NO_ITEM
 from infra.demo.synthetic import Clicks, World, synthesize
+from precompute.builds.night import Night
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
+from precompute.operations.night import run_night
+from precompute.operations.roll_back import roll_back as move_back
+from precompute.operations.train import train_reference
 from precompute.releases.registry import open_releases
-from precompute.steps import pipeline
-from precompute.steps.night import run_night
-from precompute.steps.train import train_reference
+from precompute.steps import (
+    assemble,
+    begin,
+    embed_items,
+    index,
+    load,
+    quantize,
+    score,
+    verify,
+)
+from precompute.steps import publish as publish_step
+from tests.opened import open_generation
 
 UNTIL = "2026-01-29T00:00:00Z"
 NEXT = "2026-01-30T00:00:00Z"
@@ -90,20 +103,21 @@ def write_clicks(folder: Path, clicks: Clicks) -> None:
 def publish_night(config: NightConfig, data_until: str) -> str:
     """A whole night with this cut; the generation."""
     attempt = f"test-{uuid.uuid4().hex[:8]}"
-    lines = run_night(config, data_until=data_until, run_after=None, attempt=attempt)
+    lines = run_night(Night(config, attempt, data_until))
     return lines[0].what.split()[0]
 
 
 def build_verified(config: NightConfig, data_until: str, *, pinned: bool = False) -> str:
     """Everything but the publish; the generation, pinned if a later one must not replace it before it is published."""
-    build = pipeline.begin(config, data_until=data_until, run_after=None)
-    pipeline.embed_items(config, build)
-    scored = [pipeline.score_shard(config, build, shard) for shard in build["shards"]]
-    pipeline.assemble(config, build, scored)
-    pipeline.build_index(config, build)
-    pipeline.quantize(config, build)
-    pipeline.load(config, build)
-    pipeline.verify(config, build)
+    build = begin.run(config, data_until=data_until, run_after=None)
+    embed_items.run(config, build)
+    for shard in build["shards"]:
+        score.run_shard(config, build, shard)
+    assemble.run(config, build)
+    index.run(config, build)
+    quantize.run(config, build)
+    load.run(config, build)
+    verify.run(config, build)
     if pinned:
         pin(config, build["generation"])
     return str(build["generation"])
@@ -118,15 +132,15 @@ def pin(config: NightConfig, generation: str) -> None:
 def publish(config: NightConfig, generation: str, *, verify_again: bool = False) -> None:
     """Make a verified generation live; `verify_again`: something else is live than when it was verified."""
     if verify_again:
-        pipeline.verify(config, {"generation": generation})
+        verify.run(config, {"generation": generation})
     attempt = f"test-{uuid.uuid4().hex[:8]}"
-    pipeline.publish(config, {"generation": generation}, attempt=attempt)
+    publish_step.run(config, {"generation": generation}, attempt=attempt)
 
 
 def roll_back(config: NightConfig, to: str | None = None) -> str:
     """Back to an earlier generation; the one that is live now."""
     attempt = f"test-{uuid.uuid4().hex[:8]}"
-    moved = pipeline.roll_back(config, to=to, reason="a test says so", attempt=attempt)
+    moved = move_back(config, to=to, reason="a test says so", attempt=attempt)
     return str(moved["generation"])
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from cache.format.keys import Keyspace
 from cache.format.manifest import (
     Artefact,
     DirectoryPart,
@@ -18,11 +17,14 @@ from cache.format.manifest import (
     Table,
     TablePart,
 )
-from cache.format.records import Layout, encode_values
+from cache.format.records.codec import encode_numbers
+from cache.format.records.layout import Layout
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
 from cache.store.releases import Pointer
 from precompute.bulk.reload import reload
-from precompute.control.control_keys import Control, Row
+from precompute.control.control_keys import Control
+from precompute.control.rows import Row
 from precompute.control.states import State
 from precompute.releases.release import Releases
 
@@ -73,7 +75,7 @@ class World:
         for number in range(2):
             name = f"tables/score/{number:04d}"
             marks = rng.integers(0, 2**63, records, dtype=np.uint64)
-            data = encode_values(LAYOUT, marks, rng.random((records, 4), np.float32), 0).tobytes()
+            data = encode_numbers(LAYOUT, marks, rng.random((records, 4), np.float32), 0).tobytes()
             write_atomically(root / f"{name}.pages", data)
             size = 10 * LAYOUT.size_bytes
             sums = [

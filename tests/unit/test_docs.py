@@ -9,6 +9,8 @@ import pytest
 from tests.unit.test_rooms import ROOMS, ROOT
 
 README_LINES_MAX = 200
+DECISION_LINES_MAX = 25
+DECISIONS = ROOT / "docs/decisions"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "infra").glob("*.md")]
 
 
@@ -29,6 +31,26 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX
+
+
+def test_the_index_of_decisions_lists_exactly_the_files() -> None:
+    listed = re.findall(r"^- \[.+\]\((.+)\)$", (DECISIONS / "README.md").read_text(), re.MULTILINE)
+
+    assert sorted(listed) == sorted(
+        str(each.relative_to(DECISIONS)) for each in DECISIONS.glob("*/*.md")
+    )
+
+
+@pytest.mark.parametrize("page", sorted(DECISIONS.glob("*/*.md")), ids=lambda page: page.stem)
+def test_a_decision_is_short_and_has_its_four_parts(page: Path) -> None:
+    text = page.read_text()
+
+    assert len(text.splitlines()) <= DECISION_LINES_MAX
+    assert re.match(r"# \S.*\n\n20\d\d-\d\d-\d\d\n\n", text)
+    assert f"- [{text.partition(chr(10))[0][2:]}](" in (DECISIONS / "README.md").read_text()
+    assert re.findall(r"^\*\*(\w+)\.\*\* \S", text, re.MULTILINE) == [
+        "Context", "Choice", "Cost", "Figure",
+    ]  # fmt: skip
 
 
 def test_every_module_that_is_named_exists() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from redis.crc import key_slot
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.cluster.nodes import Nodes
 from cache.l2.commands import (
     Answer,
@@ -20,11 +20,10 @@ from cache.l2.commands import (
     PageRead,
     PageReads,
 )
-from cache.l2.pipeline import Keep, Part
-from cache.l2.redirects import Redirected
+from cache.l2.errors import Redirected
 from cache.l2.replies import Frames
 from cache.l2.slots import PageSlots
-from cache.l2.tier import RemoteTier
+from cache.l2.tier import Keep, PipelinePart, RemoteTier
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,8 @@ class Slots:
         if isinstance(command, PageRead):
             return self._table(command.generation, command.table)[command.page]
         if isinstance(command, OverlayRead | OverlayWrite):
-            return key_slot(self._keys.overlay(*command[:3]).encode())
+            name = self._keys.overlay(command.generation, command.table, command.hash_hex)
+            return key_slot(name.encode())
         if isinstance(command, Asking):
             return self.of_one(command.command)
         return key_slot(command.key.encode())
@@ -78,7 +78,7 @@ class Scatter:
     ) -> None:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._commands, self._nodes, self._slots, self._window_s = commands, nodes, slots, window_s
-        self._part = Part(commands, b"", 0, self.result, keep)
+        self._part = PipelinePart(commands, b"", 0, self.result, keep)
         self._answers: list[Answer] = []
         self._columns: list[tuple[Sequence[int], Frames]] = []
         self._parts = 0

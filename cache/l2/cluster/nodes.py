@@ -2,24 +2,28 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
+
+from redis.exceptions import MovedError
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
+from cache.l2.data_plane import DataPlaneStats
 from cache.l2.slots import SLOTS, Owners, address_of, node_url, owners_of, seed_urls
 from cache.l2.tier import RemoteConfig, RemoteTier
 
 REFRESH_PAUSE_S: Final = 1.0
 """Seconds between two looks at the slot map that somebody's trouble asks for: a dead node costs one look per second."""
 
+T = TypeVar("T")
 _NO_MAP: Final = "no node of the Redis Cluster has told yet who serves which slot"
 
 
 class Nodes:
-    """A registry of one tier per master, with wires and a breaker of its own, so that a dead one holds up no other.
+    """A registry of one tier per master, each with its own connections and breaker: a dead one holds up no other.
 
     The map is looked up again whenever a node redirects or fails; a redirection counts at once.
     """
@@ -37,13 +41,17 @@ class Nodes:
         self._refreshed_at = float("-inf")
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        # Of nodes that left: counters never fall.
-        self.gone_batches = self.gone_commands = self.gone_shed = self.gone_opened = 0
+        self._gone = DataPlaneStats()
 
     @property
     def tiers(self) -> list[RemoteTier]:
         """Tiers of all nodes that are known."""
         return list(self._tiers.values())
+
+    @property
+    def stats(self) -> DataPlaneStats:
+        """Stats of all nodes together, counts of those that left included: counters never fall."""
+        return sum((tier.stats for tier in self._tiers.values()), self._gone)
 
     def of_slot(self, slot: int) -> RemoteTier | None:
         """The tier of the node that serves a slot, None where that is not known."""
@@ -72,6 +80,21 @@ class Nodes:
         if not self._tiers:
             await self.refresh()
 
+    async def ask(self, slot: int, call: Callable[[RemoteTier], Awaitable[T]]) -> T:
+        """The result of a call on the node that serves a slot, at leisure; raises TierUnavailable.
+
+        Once more after a look at the map if its keys are elsewhere by now.
+        """
+        await self.ready()
+        try:
+            return await call(self._serving(slot))
+        except TierUnavailable as error:
+            if not isinstance(error.__cause__, MovedError):
+                self.refresh_soon()
+                raise
+        await self.refresh()
+        return await call(self._serving(slot))
+
     async def refresh(self) -> None:
         """Look at the map now, together with whoever is looking already; TierUnavailable when no node tells it."""
         if self._is_closed:
@@ -85,6 +108,15 @@ class Nodes:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
         await asyncio.gather(*(tier.aclose() for tier in self._tiers.values()), *self._closing)
+
+    def _serving(self, slot: int) -> RemoteTier:
+        tier = self._owners[slot]
+        if tier is None:
+            self.refresh_soon()
+            raise TierUnavailable(
+                f"no node of the Redis Cluster serves slot {slot}", reason="connection"
+            )
+        return tier
 
     def _refresh(self) -> "asyncio.Task[None]":
         if self._refreshing is None:
@@ -126,7 +158,7 @@ class Nodes:
     async def _asked(self, tier: RemoteTier, address: str) -> Owners:
         try:
             async with asyncio.timeout(self._config.control_timeout_s):
-                return owners_of(await tier.slots(), address)
+                return owners_of(await tier.control.ask("CLUSTER", "SLOTS"), address)
         except (TierUnavailable, TimeoutError, ValueError, TypeError):
             return {}
 
@@ -142,10 +174,7 @@ class Nodes:
         self._unlisted = absent & set(self._tiers)
 
     def _retire(self, tier: RemoteTier) -> None:
-        self.gone_batches += tier.batches
-        self.gone_commands += tier.commands
-        self.gone_shed += tier.shed
-        self.gone_opened += tier.breaker.opened
+        self._gone += replace(tier.stats, breaker="closed")
         task = asyncio.get_running_loop().create_task(tier.aclose())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -1,6 +1,5 @@
 """A candidate: a loaded generation with all that its gates may look at."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -11,7 +10,7 @@ from precompute.config.settings import GateThresholds, GovernorConfig
 from precompute.control.control_keys import Control
 from precompute.erasures.erasure import NOBODY, Erased
 from precompute.gates.evidence.evidence import Evidence
-from precompute.gates.evidence.verdict import FIRST, UNREADABLE, Verdict
+from precompute.gates.evidence.verdict import FIRST, UNREADABLE, Measured
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,16 +55,13 @@ class Candidate:
         """The live generation's id."""
         return None if self.live is None else self.live.generation
 
-    def uncompared(self, rule: str, threshold: float | str | None) -> Verdict:
-        """Verdict of a gate that has no live manifest to compare with: passed only where nothing was ever live."""
+    def uncompared(self, threshold: float | str | None) -> Measured:
+        """Result of a gate that has no live manifest to compare with: passed only where nothing was ever live."""
         if self.unreadable is None:
-            return Verdict(rule, True, None, threshold, FIRST)
-        return Verdict(rule, False, None, threshold, UNREADABLE, self.unreadable)
+            return Measured(True, None, threshold, FIRST)
+        return Measured(False, None, threshold, UNREADABLE, self.unreadable)
 
     @property
     def is_retrained(self) -> bool:
         """True if another bundle made it than made the live generation."""
         return self.live is not None and self.live.bundle_digest != self.manifest.bundle_digest
-
-
-Gate = Callable[[Candidate], Verdict]

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
+from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.keys import hash_ids
 from cache.format.manifest import Manifest, Table
 from cache.model.tower import Histories, Inputs, Tower
 from cache.store.artefacts import generation_path

@@ -11,15 +11,20 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cache.format.keys import FORMAT
 from cache.format.manifest import Manifest, Table, TablePart
-from cache.format.records import ABSENT, FLAG_LIVE, NO_ITEM, Layout
+from cache.format.records.layout import (
+    ABSENT,
+    FLAG_LIVE,
+    FORMAT_SHIFT,
+    NO_ITEM,
+    RECORD_FORMAT,
+)
 
 CHUNK_BYTES: Final = 16 << 20
 MARKS_AT_ONCE: Final = 1 << 22
 
 
-class Marks:
+class FingerprintFile:
     """The fingerprints of a table's records in their order, in a file without a name: 8 bytes each on disk."""
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -73,7 +78,7 @@ class Scan:
     empty: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     seen: dict[str, str] = field(default_factory=dict)
-    fingerprints: Marks = field(default_factory=Marks)
+    fingerprints: FingerprintFile = field(default_factory=FingerprintFile)
 
     def note(self, kind: str, bad: Any, where: str) -> None:
         """Count what is bad: bool[n] of a chunk's records, or a number of cases."""
@@ -100,21 +105,11 @@ def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
         table,
         np.zeros(items, np.int64),
         np.zeros(table.layout.width + 1, np.int64),
-        fingerprints=Marks(root),
+        fingerprints=FingerprintFile(root),
     )
     for part in table.parts:
         _part(root, manifest, part, scan)
     return scan
-
-
-def numbers_of(layout: Layout, records: NDArray[Any]) -> NDArray[np.float64]:
-    """float64 [n, width]: the numbers of records as `cache.format.records.decode` reads them, unused slots included."""
-    numbers: NDArray[np.float64] = records["numbers"].astype(np.float64)
-    if layout.precision == "f2":
-        numbers = np.ldexp(numbers, records["exponent"].astype(np.int64)[:, None])
-    elif layout.precision == "i1":
-        numbers = numbers * records["scale"].astype(np.float64)[:, None]
-    return numbers
 
 
 def read_records(
@@ -166,7 +161,11 @@ def _records(records: NDArray[Any], manifest: Manifest, where: str, scan: Scan) 
         scan.absent += int(is_absent.sum())
         records = records[~is_absent]
     flags, counts = records["flags"], records["count"].astype(np.int64)
-    scan.note("headers", (flags >> 4 != FORMAT) | (flags & FLAG_LIVE != 0), f"{where}: flags")
+    scan.note(
+        "headers",
+        (flags >> FORMAT_SHIFT != RECORD_FORMAT) | (flags & FLAG_LIVE != 0),
+        f"{where}: flags",
+    )
     scan.note(
         "headers", records["scored_at"] != manifest.data_until, f"{where}: scored at another cut"
     )

@@ -1,7 +1,7 @@
 """A verdict: what one gate found out about a candidate. Pure."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,23 @@ UNREADABLE = "live manifest cannot be read, so nothing can be compared with it"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Verdict of one gate; `threshold` is what `value` was held against.
+class Measured:
+    """A value held against a threshold; `baseline` is the live generation that it was compared with."""
 
-    `baseline` is the live generation it was compared with, `overridden` the reason for which a failure was let pass.
-    """
+    passed: bool
+    value: float | str | None
+    threshold: float | str | None
+    note: str = ""
+    baseline: str | None = None
+
+    def under(self, rule: str) -> "Verdict":
+        """The verdict of the rule that measured this."""
+        return Verdict(rule, self.passed, self.value, self.threshold, self.note, self.baseline)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Verdict of one gate: what it measured; `overridden` is the reason for which a failure was let pass."""
 
     rule: str
     passed: bool
@@ -41,33 +53,29 @@ class Verdict:
 
 
 def at_least(
-    rule: str, value: float, threshold: float, note: str = "", baseline: str | None = None
-) -> Verdict:
-    """A verdict on a floor; NaN fails."""
-    return Verdict(
-        rule, bool(value >= threshold), round(float(value), 6), threshold, note, baseline
-    )
+    value: float, threshold: float, note: str = "", baseline: str | None = None
+) -> Measured:
+    """A value and its floor; NaN fails."""
+    return Measured(bool(value >= threshold), round(float(value), 6), threshold, note, baseline)
 
 
 def at_most(
-    rule: str, value: float, threshold: float, note: str = "", baseline: str | None = None
-) -> Verdict:
-    """A verdict on a ceiling; NaN fails."""
-    return Verdict(
-        rule, bool(value <= threshold), round(float(value), 6), threshold, note, baseline
-    )
+    value: float, threshold: float, note: str = "", baseline: str | None = None
+) -> Measured:
+    """A value and its ceiling; NaN fails."""
+    return Measured(bool(value <= threshold), round(float(value), 6), threshold, note, baseline)
 
 
-def none_of(rule: str, count: int, note: str) -> Verdict:
-    """A verdict on what must not occur even once; `note` says where it was seen."""
-    return Verdict(rule, not count, count, 0, note if count else "")
+def none_of(count: int, note: str, baseline: str | None = None) -> Measured:
+    """A count of what must not occur even once; `note` says where it was seen."""
+    return Measured(not count, count, 0, note if count else "", baseline)
 
 
-def not_measured(rule: str, threshold: float | None, why: str) -> Verdict:
+def not_measured(threshold: float | None, why: str) -> Measured:
     """A case in which a gate has nothing to measure, by definition and not by failure."""
-    return Verdict(rule, True, None, threshold, why)
+    return Measured(True, None, threshold, why)
 
 
-def worst_of(values: Iterable[float]) -> float:
-    """The smallest, or NaN if there is one (`min` would depend on the order)."""
-    return min(values, key=lambda value: -math.inf if math.isnan(value) else value)
+def worst_of(figures: Mapping[str, float]) -> tuple[str, float]:
+    """The smallest with its name, or NaN if there is one (`min` alone would depend on the order)."""
+    return min(figures.items(), key=lambda each: -math.inf if math.isnan(each[1]) else each[1])

@@ -8,17 +8,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cache.format.directory import Directory
-from cache.format.keys import FINGERPRINT_SEED, hash_ids
+from cache.format.ids import FINGERPRINT_SEED, hash_ids
 from cache.format.manifest import Table
 from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.gate import integrity, judgement
 from precompute.gates.evidence.user_sample import names_of, sampled_shards
-from precompute.gates.evidence.verdict import Verdict, at_least, none_of
+from precompute.gates.evidence.verdict import Measured, at_least, none_of
 from precompute.partitions.catalogue import item_texts
 from precompute.sources.columns import text_hashes
 from precompute.sources.vocabulary import AT_ONCE
 
 
-def coverage_of_source(candidate: Candidate) -> Verdict:
+@judgement("coverage_of_source")
+def coverage_of_source(candidate: Candidate) -> Measured:
     """Users with an answer in the worst table, of all that the sources name.
 
     As counted by the night, and as the partition's own files name users with a record.
@@ -35,32 +37,30 @@ def coverage_of_source(candidate: Candidate) -> Verdict:
     counted = answers.get(worst, count) / named
     measured = users.with_record / max(1, users.in_source)
     return at_least(
-        "coverage_of_source",
         min(counted, measured),
         candidate.thresholds.coverage_of_source,
         f"{answers.get(worst, count):,} of {named:,} users{f' in {worst}' if worst else ''}",
     )
 
 
-def coverage_of_live(candidate: Candidate) -> Verdict:
+@judgement("coverage_of_live")
+def coverage_of_live(candidate: Candidate) -> Measured:
     """Users of this generation against the live one's."""
-    return _against_live(
-        "coverage_of_live", candidate, "user", candidate.thresholds.coverage_of_live
-    )
+    return _against_live(candidate, "user", candidate.thresholds.coverage_of_live)
 
 
-def items_of_live(candidate: Candidate) -> Verdict:
+@judgement("items_of_live")
+def items_of_live(candidate: Candidate) -> Measured:
     """Items of this generation against the live one's."""
-    return _against_live("items_of_live", candidate, "item", candidate.thresholds.items_of_live)
+    return _against_live(candidate, "item", candidate.thresholds.items_of_live)
 
 
-def _against_live(rule: str, candidate: Candidate, entity: str, threshold: float) -> Verdict:
+def _against_live(candidate: Candidate, entity: str, threshold: float) -> Measured:
     if candidate.live is None:
-        return candidate.uncompared(rule, threshold)
+        return candidate.uncompared(threshold)
     before, now = (each.entity_sets[entity].count for each in (candidate.live, candidate.manifest))
     before -= _erased_of_live(candidate, entity)
     return at_least(
-        rule,
         now / max(1, before),
         threshold,
         f"{now:,} {entity}s, {before:,} before",
@@ -79,13 +79,14 @@ def _erased_of_live(candidate: Candidate, entity: str) -> int:
     return 0
 
 
-def directories_sorted(candidate: Candidate) -> Verdict:
+@integrity("directories_sorted")
+def directories_sorted(candidate: Candidate) -> Measured:
     """Hashes strictly ascending within their shard's range: no entity twice, none in a wrong place."""
-    rule, wanted = "directories_sorted", "strictly ascending"
+    wanted = "strictly ascending"
     for entities in candidate.manifest.entity_sets.values():
         directory = Directory.open(candidate.root, entities)
         if directory.count != entities.count:
-            return Verdict(rule, False, directory.count, entities.count, f"{entities.name}: count")
+            return Measured(False, directory.count, entities.count, f"{entities.name}: count")
         filled = [part for part in directory.parts if len(part)]
         pairs = zip(filled[1:], filled, strict=False)
         ascending = all(_ascends(part) for part in filled) and all(
@@ -96,8 +97,8 @@ def directories_sorted(candidate: Candidate) -> Verdict:
             for part, entry in zip(directory.parts, entities.parts, strict=True)
         )
         if not (ascending and starts_well):
-            return Verdict(rule, False, "out of order", wanted, entities.name)
-    return Verdict(rule, True, wanted, wanted)
+            return Measured(False, "out of order", wanted, entities.name)
+    return Measured(True, wanted, wanted)
 
 
 def _ascends(hashes: NDArray[np.uint64]) -> bool:
@@ -106,24 +107,25 @@ def _ascends(hashes: NDArray[np.uint64]) -> bool:
     return all(bool((chunk[1:] > chunk[:-1]).all()) for chunk in chunks)
 
 
-def known_ids(candidate: Candidate) -> Verdict:
+@integrity("known_ids")
+def known_ids(candidate: Candidate) -> Measured:
     """Every hash of a directory is that of an id which the sources or the item table name."""
     directories = candidate.evidence.directories
     hashes = text_hashes(item_texts(candidate.items), directories["item"].seed)
     wrong = int((hashes != directories["item"].hashes()).sum())
     if wrong or not _ascends(hashes):
-        return none_of("known_ids", max(1, wrong), "items whose id and place differ, or twice")
+        return none_of(max(1, wrong), "items whose id and place differ, or twice")
     entities, unknown = candidate.manifest.entity_sets["user"], 0
     for shard in sampled_shards(entities):
         part = directories["user"].parts[shard]
         named = np.zeros(len(part), np.bool_)
-        for _, places in _named(candidate, shard):
+        for _, places in named_entities(candidate, shard):
             named[places] = True
         unknown += int((~named).sum())
-    return none_of("known_ids", unknown, "users with a record whom the sources do not name")
+    return none_of(unknown, "users with a record whom the sources do not name")
 
 
-def _named(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+def named_entities(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
     """(Arrow strings, their places) of the users of a shard that the sources name and that have a record."""
     entities = candidate.manifest.entity_sets["user"]
     part = candidate.evidence.directories["user"].parts[shard]
@@ -134,7 +136,8 @@ def _named(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDArray[np.i
         yield texts.filter(pa.array(known)), places[known]
 
 
-def record_ids(candidate: Candidate) -> Verdict:
+@integrity("record_ids")
+def record_ids(candidate: Candidate) -> Measured:
     """Each record carries the fingerprint of the id in whose place it lies, in every table, and none comes twice.
 
     All items, and all users whose partition gates read.
@@ -156,7 +159,7 @@ def record_ids(candidate: Candidate) -> Verdict:
             f"records of {name} that belong to another entity, or twice" if found else ""
         )
         wrong += found
-    return none_of("record_ids", wrong, noted)
+    return none_of(wrong, noted)
 
 
 def _out_of_place(candidate: Candidate, table: Table) -> int:
@@ -178,6 +181,6 @@ def _expected(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint6
     starts = np.cumsum([0, *map(len, parts)]).tolist()
     for shard in sampled_shards(candidate.manifest.entity_sets["user"]):
         expected = np.zeros(len(parts[shard]), np.uint64)
-        for texts, places in _named(candidate, shard):
+        for texts, places in named_entities(candidate, shard):
             expected[places] = text_hashes(texts, FINGERPRINT_SEED)
         yield "user", starts[shard], expected

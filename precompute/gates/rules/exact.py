@@ -1,4 +1,8 @@
-"""Gates on what the records say: computed again in float64, apart from how the night computed it."""
+"""Gates on what the records say: computed again in float64, apart from how the night computed it.
+
+Nothing here is shared with the code that is judged, nor with `cache.model.agreement`: an error in it would agree with
+itself.
+"""
 
 from typing import Final
 
@@ -6,12 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.manifest import Table
-from cache.format.records import ABSENT, Layout
+from cache.format.records.layout import ABSENT, Layout
+from cache.format.records.quantization import STEP, dequantize
 from cache.model.tower import Histories
 from precompute.bundles.bundle import BundleModel
 from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.scan import numbers_of
-from precompute.gates.evidence.verdict import Verdict, at_least, none_of, not_measured, worst_of
+from precompute.gates.evidence.gate import integrity
+from precompute.gates.evidence.verdict import (
+    Measured,
+    at_least,
+    none_of,
+    not_measured,
+    worst_of,
+)
 
 ROUNDING: Final = 2e-5
 """Rounding tolerance of a float32 product, relative to the lengths of both vectors."""
@@ -19,36 +30,34 @@ ROUNDING: Final = 2e-5
 OUTPUT_ROUNDING: Final = 1e-4
 """Rounding tolerance of a model's outputs between batches, relative to the row's largest."""
 
-STEP: Final = {"f2": 2.0**-10, "f4": 2.0**-22, "i1": 1 / 127}
-"""Rounding tolerance of a stored number by precision, relative to the record's largest."""
-
 ITEMS_AT_ONCE: Final = 8_192
 ROWS_AT_ONCE: Final = 512
 
 Floats = NDArray[np.float64]
 
 
-def item_vectors(candidate: Candidate) -> Verdict:
+@integrity("item_vectors")
+def item_vectors(candidate: Candidate) -> Measured:
     """Vectors of sampled items are what the bundle's item tower gives for them."""
     evidence = candidate.evidence
     model, rows = evidence.bundle.item_tower, evidence.item_rows
     exact = evidence.run(model, evidence.item_inputs(model, rows))
     right = _rows_equal(exact, candidate.items.vectors[rows], OUTPUT_ROUNDING)
-    return at_least(
-        "item_vectors", _share(right), candidate.thresholds.exact, f"of {len(rows)} sampled items"
-    )
+    return at_least(_share(right), candidate.thresholds.exact, f"of {len(rows)} sampled items")
 
 
-def exact_lists(candidate: Candidate) -> Verdict:
+@integrity("exact_lists")
+def exact_lists(candidate: Candidate) -> Measured:
     """Stored lists and scores of sampled entities are the best that there are, recomputed over all items."""
     shares: dict[str, float] = {}
     for table in candidate.manifest.tables.values():
         if table.kind == "topk" and table.producer.kind in ("topk", "similar"):
             shares[table.name] = _share(_right_lists(candidate, table))
-    return _worst("exact_lists", candidate, shares)
+    return _worst(candidate, shares)
 
 
-def exact_numbers(candidate: Candidate) -> Verdict:
+@integrity("exact_numbers")
+def exact_numbers(candidate: Candidate) -> Measured:
     """Stored vectors and values of sampled entities are what the bundle's models give for them."""
     shares: dict[str, float] = {}
     evidence, models = (
@@ -62,13 +71,14 @@ def exact_numbers(candidate: Candidate) -> Verdict:
         expected, positions = _outputs(candidate, model)
         records = evidence.records_of(table, positions)
         there = records["flags"] != ABSENT  # how many are not, coverage judges
-        expected, stored = expected[there], numbers_of(table.layout, records[there])
+        expected, stored = expected[there], dequantize(table.layout, records[there], np.float64)
         tolerance = OUTPUT_ROUNDING + STEP[table.layout.precision]
         shares[table.name] = _share(_rows_equal(expected, stored, tolerance))
-    return _worst("exact_numbers", candidate, shares)
+    return _worst(candidate, shares)
 
 
-def history_in_lists(candidate: Candidate) -> Verdict:
+@integrity("history_in_lists")
+def history_in_lists(candidate: Candidate) -> Measured:
     """Lists of sampled users hold no item of their own history, lists of items never the item itself."""
     evidence, leaks, noted = candidate.evidence, 0, ""
     for table in candidate.manifest.tables.values():
@@ -85,16 +95,15 @@ def history_in_lists(candidate: Candidate) -> Verdict:
             if np.isin(record["items"][: record["count"]], gone).any():
                 leaks += 1
                 noted = noted or f"lists of {table.name} with an item that must not be in them"
-    return none_of("history_in_lists", leaks, noted)
+    return none_of(leaks, noted)
 
 
-def _worst(rule: str, candidate: Candidate, shares: dict[str, float]) -> Verdict:
+def _worst(candidate: Candidate, shares: dict[str, float]) -> Measured:
     threshold = candidate.thresholds.exact
     if not shares:
-        return not_measured(rule, threshold, "no table to recompute")
-    worst = worst_of(shares.values())
-    named = next(name for name, value in shares.items() if value is worst)
-    return at_least(rule, worst, threshold, f"sampled records of {named}")
+        return not_measured(threshold, "no table to recompute")
+    named, worst = worst_of(shares)
+    return at_least(worst, threshold, f"sampled records of {named}")
 
 
 def _share(right: NDArray[np.bool_]) -> float:
@@ -144,7 +153,7 @@ def _right_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
         right[some] = _compare(
             vectors[some].astype(np.float64), candidate.items.vectors, excluded.take(some),
             records["items"][some], records["count"][some].astype(np.int64),
-            numbers_of(table.layout, records[some]), table.layout, str(table.producer.index),
+            dequantize(table.layout, records[some], np.float64), table.layout, str(table.producer.index),
         )  # fmt: skip
     return right
 

@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from cache.format.manifest import Artefact
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path
-from precompute.gates.evidence.verdict import Verdict
+from precompute.gates.evidence.verdict import Measured
 
 T = TypeVar("T")
 
@@ -15,7 +15,7 @@ AT_ONCE: Final = 8
 NOTES: Final = "work/files.checked"
 
 
-def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) -> Verdict:
+def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) -> Measured:
     """Every file of the generation against its checksum; raises CorruptArtefact naming one that differs."""
     checked = Checked(store.local(generation_path(generation, NOTES)))
 
@@ -30,7 +30,7 @@ def files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) 
 
     in_threads(check, artefacts, AT_ONCE)
     checked.forget()
-    return Verdict("files", True, len(artefacts), len(artefacts), "files whose checksum matched")
+    return Measured(True, len(artefacts), len(artefacts), "files whose checksum matched")
 
 
 def stamp(path: Path, artefact: Artefact) -> str | None:

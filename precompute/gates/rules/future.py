@@ -5,12 +5,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.keys import hash_ids
+from cache.format.ids import hash_ids
 from cache.format.manifest import Table
 from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.gate import judgement
 from precompute.gates.evidence.live_lists import matching_table, read_live
 from precompute.gates.evidence.user_sample import sampled_shards, seen_by
-from precompute.gates.evidence.verdict import Verdict, at_least, not_measured
+from precompute.gates.evidence.verdict import Measured, at_least, not_measured
 from precompute.partitions.holdout import read_holdout
 from precompute.partitions.shard_files import shard_of
 
@@ -18,7 +19,8 @@ PAIRS_MIN: Final = 200
 """Least number of held-out choices to judge by: below it, one user more or less would move the figure by percents."""
 
 
-def heldout_recall(candidate: Candidate) -> Verdict:
+@judgement("heldout_recall")
+def heldout_recall(candidate: Candidate) -> Measured:
     """Share of sampled users' newer choices that their lists hold, against the live generation's lists.
 
     Choices that are new to the user: the same question to both generations. Without interactions newer
@@ -32,27 +34,23 @@ def heldout_recall(candidate: Candidate) -> Verdict:
         if table.kind == "topk" and table.entity == "user"
     ]
     if not held or not tables:
-        return not_measured(
-            "heldout_recall", thresholds.heldout_recall, "no interaction is newer than the cut"
-        )
+        return not_measured(thresholds.heldout_recall, "no interaction is newer than the cut")
     found = [_one(candidate, table, held) for table in tables]
     return next((each for each in found if not each.passed), found[0])
 
 
-def _one(candidate: Candidate, table: Table, held: Any) -> Verdict:
-    thresholds, rule = candidate.thresholds, "heldout_recall"
+def _one(candidate: Candidate, table: Table, held: Any) -> Measured:
+    thresholds = candidate.thresholds
     users, positions, choices = _choices(candidate, held)
     pairs = sum(len(each) for each in choices)
     if pairs < PAIRS_MIN:
-        return not_measured(
-            rule, thresholds.heldout_recall, f"only {pairs} newer choices of known users"
-        )
+        return not_measured(thresholds.heldout_recall, f"only {pairs} newer choices of known users")
     records = candidate.evidence.records_of(table, positions)
     lists = [record["items"][: record["count"]].astype(np.int64) for record in records]
     before, directory = matching_table(candidate, table), candidate.evidence.live_users
     if before is None or directory is None:
         note = f"{table.name}, {pairs} newer choices; no live generation to be compared with"
-        return at_least(rule, _recall(lists, choices), thresholds.heldout_recall, note)
+        return at_least(_recall(lists, choices), thresholds.heldout_recall, note)
     then = directory.find_many(hash_ids(users, directory.seed))
     both = np.flatnonzero(then >= 0)
     live = read_live(candidate, before, then[both])
@@ -62,14 +60,14 @@ def _one(candidate: Candidate, table: Table, held: Any) -> Verdict:
     asked = [choices[row] for row in both.tolist()]
     if sum(len(each) for each in asked) < PAIRS_MIN:
         return not_measured(
-            rule, thresholds.heldout_recall, f"only {pairs} newer choices of users of both"
+            thresholds.heldout_recall, f"only {pairs} newer choices of users of both"
         )
     width = min(table.layout.width, before.layout.width)
     ours = _recall([lists[row][:width] for row in both.tolist()], asked)
     other = _recall([each[:width] for each in theirs], asked)
     floor = max(thresholds.heldout_recall, thresholds.heldout_of_live * other)
     note = f"{table.name}, {pairs} newer choices, of which the live generation's lists hold {other:.4f}"
-    return at_least(rule, ours, round(floor, 6), note, candidate.baseline)
+    return at_least(ours, round(floor, 6), note, candidate.baseline)
 
 
 def _choices(

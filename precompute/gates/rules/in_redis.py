@@ -7,37 +7,39 @@ from typing import Any, Final, cast
 import redis
 
 from cache.errors import NotJudged
+from cache.format.gate_rules import REDIS_HEADROOM
 from cache.format.manifest import Manifest
 from cache.l2.sync_clients import masters, shares
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.headroom import unevictable_bytes
 from precompute.bulk.load import BadPage, Part, load_part, parts_of, verify_part
 from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.verdict import Verdict, at_most
+from precompute.gates.evidence.gate import integrity
+from precompute.gates.evidence.verdict import Measured, at_most
 
 CHUNK_BYTES: Final = 1 << 20
 
 
-def maxmemory_policy(candidate: Candidate) -> Verdict:
+@integrity("maxmemory_policy")
+def maxmemory_policy(candidate: Candidate) -> Measured:
     """Redis may evict overlays only."""
-    return Verdict(
-        "maxmemory_policy", True, candidate.control.check_policy(), "volatile-* or noeviction"
-    )
+    return Measured(True, candidate.control.check_policy(), "volatile-* or noeviction")
 
 
-def redis_headroom(candidate: Candidate) -> Verdict:
+@integrity(REDIS_HEADROOM)
+def redis_headroom(candidate: Candidate) -> Measured:
     """Room that what cannot be evicted leaves Redis to work, with this generation loaded beside all others."""
     servers = masters(candidate.control.client)
-    verdicts = [_headroom(candidate, name, server) for name, server in servers.items()]
-    failed = [each for each in verdicts if not each.passed]
-    return (failed or sorted(verdicts, key=_share_used))[-1]
+    found = [_headroom(candidate, name, server) for name, server in servers.items()]
+    failed = [each for each in found if not each.passed]
+    return (failed or sorted(found, key=_share_used))[-1]
 
 
-def _share_used(verdict: Verdict) -> float:
-    return verdict.value if isinstance(verdict.value, float) else 0.0
+def _share_used(found: Measured) -> float:
+    return found.value if isinstance(found.value, float) else 0.0
 
 
-def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Verdict:
+def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Measured:
     used = int(cast(Any, server.info("memory"))["used_memory"])
     if candidate.pages_bytes is not None:
         used = unevictable_bytes(
@@ -46,7 +48,7 @@ def _headroom(candidate: Candidate, name: str, server: "redis.Redis") -> Verdict
             pages_bytes=candidate.pages_bytes * shares(candidate.control.client)[name],
             record_bytes=max(each.layout.size_bytes for each in candidate.manifest.tables.values()),
         )
-    return redis_verdict(name, used, *memory_limit(server), candidate.thresholds.redis_headroom)
+    return redis_room(name, used, *memory_limit(server), candidate.thresholds.redis_headroom)
 
 
 def memory_limit(server: "redis.Redis") -> tuple[int, str]:
@@ -57,11 +59,10 @@ def memory_limit(server: "redis.Redis") -> tuple[int, str]:
     return int(info.get("total_system_memory", 0)), "its host's memory (maxmemory is not set)"
 
 
-def redis_verdict(name: str, used_bytes: int, limit: int, what: str, threshold: float) -> Verdict:
-    """Verdict on the room left to a server, named as `cache.l2.sync_clients.masters` does; `what` sets the limit."""
+def redis_room(name: str, used_bytes: int, limit: int, what: str, threshold: float) -> Measured:
+    """Measured on the room left to a server, named as `cache.l2.sync_clients.masters` does; `what` sets the limit."""
     if not limit:
-        return Verdict(
-            "redis_headroom",
+        return Measured(
             False,
             None,
             threshold,
@@ -69,14 +70,14 @@ def redis_verdict(name: str, used_bytes: int, limit: int, what: str, threshold: 
         )
     where = "" if name == "primary" else f" of {name}"
     return at_most(
-        "redis_headroom",
         used_bytes / limit,
         threshold,
         f"{used_bytes:,} bytes of {limit:,}, {what}{where}",
     )
 
 
-def pages_in_redis(candidate: Candidate) -> Verdict:
+@integrity("pages_in_redis")
+def pages_in_redis(candidate: Candidate) -> Measured:
     """Every page, read back from Redis, has its checksum; what Redis lost is loaded once more.
 
     What is done is noted in Redis itself, part by part, so that another try goes on from there: notes of a server that
@@ -99,7 +100,7 @@ def pages_in_redis(candidate: Candidate) -> Verdict:
     pages = manifest_pages(manifest)
     control.client.hdel(noted, *(part.read for part in parts))
     told = f"pages whose checksum matched, {again} parts of them loaded once more" if again else ""
-    return Verdict("pages_in_redis", True, pages, pages, told or "pages whose checksum matched")
+    return Measured(True, pages, pages, told or "pages whose checksum matched")
 
 
 def _read_back(candidate: Candidate, part: Part, governor: Governor | None) -> bool:

@@ -7,12 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.manifest import Index
+from cache.model.agreement import recalls
 from cache.model.candidate_search import Searcher
 from cache.model.ranking import Metric
 from precompute.bundles.index import tiles, unit
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.evidence import few
-from precompute.gates.evidence.verdict import Verdict, at_least, not_measured, worst_of
+from precompute.gates.evidence.gate import integrity, judgement
+from precompute.gates.evidence.verdict import Measured, at_least, not_measured, worst_of
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
 
@@ -24,14 +26,15 @@ DISTANCE_ERROR: Final = 1e-3
 """Relative tolerance: vectors are stored in full, so only the order of a float32 sum may differ."""
 
 
-def index_recall(candidate: Candidate) -> Verdict:
+@judgement("index_recall")
+def index_recall(candidate: Candidate) -> Measured:
     """The worst recall of the indexes against the exact pass: as the night measured it, and now in every stratum.
 
     Strata of users (head, tail, new, ...) for an index that serves users, of items for one that serves items.
     """
     manifest, threshold = candidate.manifest, candidate.thresholds.index_recall
     if not manifest.indexes:
-        return not_measured("index_recall", threshold, "no table uses an index")
+        return not_measured(threshold, "no table uses an index")
     recalls: dict[str, float] = {}
     for name, index in manifest.indexes.items():
         recalls[f"{name} as the night measured it"] = (
@@ -53,22 +56,21 @@ def index_recall(candidate: Candidate) -> Verdict:
                 recalls[f"{name}, {stratum} {entity}s"] = _recall(
                     candidate, searcher, queries, width
                 )
-    worst = worst_of(recalls.values())
-    named = next(name for name, value in recalls.items() if value is worst)
-    return at_least("index_recall", worst, threshold, named)
+    named, worst = worst_of(recalls)
+    return at_least(worst, threshold, named)
 
 
-def index_vectors(candidate: Candidate) -> Verdict:
+@integrity("index_vectors")
+def index_vectors(candidate: Candidate) -> Measured:
     """The indexes hold tonight's item vectors: what they answer as distance is the product of query and vector."""
     errors: dict[str, float] = {}
     for name, index in candidate.manifest.indexes.items():
         errors[name] = _distance_error(candidate, index)
     if not errors:
-        return not_measured("index_vectors", DISTANCE_ERROR, "no table uses an index")
+        return not_measured(DISTANCE_ERROR, "no table uses an index")
     worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
     passed = bool(errors[worst] <= DISTANCE_ERROR)
-    return Verdict(
-        "index_vectors",
+    return Measured(
         passed,
         round(errors[worst], 9),
         DISTANCE_ERROR,
@@ -101,13 +103,10 @@ def _recall(
     wanted = min(width, len(stored))
     count = int(searcher.fetch(wanted, np.zeros(1, np.int64))[0])
     exact = _nearest(stored, queries, wanted, searcher.metric)
-    shares = []
+    shares: list[float] = []
     for start in range(0, len(queries), QUERIES_AT_ONCE):
         rows = slice(start, start + QUERIES_AT_ONCE)
-        found = searcher.search(queries[rows], count)
-        shares += [
-            np.isin(ours, theirs).mean() for ours, theirs in zip(exact[rows], found, strict=True)
-        ]
+        shares += recalls(exact[rows], searcher.search(queries[rows], count)).tolist()
     return float(np.mean(shares))
 
 

@@ -6,10 +6,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.format.manifest import Manifest, Table
+from cache.format.records.quantization import dequantize
+from cache.model.agreement import jaccard
 from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.gate import judgement
 from precompute.gates.evidence.live_lists import LiveLists, matching_table, read_live
-from precompute.gates.evidence.scan import depth_of, numbers_of
-from precompute.gates.evidence.verdict import Verdict, at_least, at_most, none_of, not_measured
+from precompute.gates.evidence.scan import depth_of
+from precompute.gates.evidence.verdict import (
+    Measured,
+    at_least,
+    at_most,
+    none_of,
+    not_measured,
+)
 
 BINS: Final = 10
 TOP_SHARE: Final = 0.01
@@ -25,26 +34,29 @@ def lists_of(manifest: Manifest) -> list[Table]:
     ]
 
 
-def top_items(candidate: Candidate) -> Verdict:
+@judgement("top_items")
+def top_items(candidate: Candidate) -> Measured:
     """Share of list slots that the top 1 % of items hold, in the worst table."""
     shares = {table.name: _top_share(candidate, table) for table in lists_of(candidate.manifest)}
-    return _highest("top_items", shares, candidate.thresholds.top_items)
+    return _highest(shares, candidate.thresholds.top_items)
 
 
-def single_item(candidate: Candidate) -> Verdict:
+@judgement("single_item")
+def single_item(candidate: Candidate) -> Measured:
     """Share of list slots that any one item holds, in the worst table."""
     shares = {}
     for table in lists_of(candidate.manifest):
         scan = candidate.evidence.scans[table.name]
         shares[table.name] = float(scan.slots.max(initial=0) / max(1, scan.slots.sum()))
-    return _highest("single_item", shares, candidate.thresholds.single_item)
+    return _highest(shares, candidate.thresholds.single_item)
 
 
-def distinct_lists(candidate: Candidate) -> Verdict:
+@judgement("distinct_lists")
+def distinct_lists(candidate: Candidate) -> Measured:
     """Share of different lists among sampled users; and not far fewer than the live generation has."""
     thresholds, worst = candidate.thresholds, None
     if candidate.unreadable is not None:
-        return candidate.uncompared("distinct_lists", thresholds.distinct_lists)
+        return candidate.uncompared(thresholds.distinct_lists)
     for table in lists_of(candidate.manifest):
         positions = _spread(candidate)
         ours = _distinct(candidate.evidence.records_of(table, positions))
@@ -58,15 +70,15 @@ def distinct_lists(candidate: Candidate) -> Verdict:
             )
             floor = max(floor, thresholds.distinct_lists_of_live * theirs)
             note = f"{table.name}; {theirs:.3f} of the live generation's"
-        found = at_least("distinct_lists", ours, round(floor, 6), note, candidate.baseline)
+        found = at_least(ours, round(floor, 6), note, candidate.baseline)
         if worst is None or (worst.passed and not found.passed):
             worst = found
-    return worst or not_measured("distinct_lists", thresholds.distinct_lists, "no table of lists")
+    return worst or not_measured(thresholds.distinct_lists, "no table of lists")
 
 
-def top_items_of_live(candidate: Candidate) -> Verdict:
+@judgement("top_items_of_live")
+def top_items_of_live(candidate: Candidate) -> Measured:
     """Ratio of the share of slots that the top 1 % of items hold to that share in the live generation."""
-    rule, threshold = "top_items_of_live", candidate.thresholds.top_items_of_live
     ratios = {}
     for table, before in _pairs(candidate):
         depth = depth_of(min(table.layout.width, before.layout.width), candidate.items.count)
@@ -76,10 +88,11 @@ def top_items_of_live(candidate: Candidate) -> Verdict:
         ratios[table.name] = _share_of_top(_slots(ours, depth), candidate.items.count) / max(
             theirs, 1e-9
         )
-    return _against(rule, candidate, ratios, threshold)
+    return _against(candidate, ratios, candidate.thresholds.top_items_of_live)
 
 
-def score_psi(candidate: Candidate) -> Verdict:
+@judgement("score_psi")
+def score_psi(candidate: Candidate) -> Measured:
     """Population stability index of the scores against the live generation's, in tenths of the latter.
 
     PSI as in credit scoring (Siddiqi, 2006): under 0.1 no shift to speak of, over 0.25 a large one. A retrained
@@ -91,13 +104,14 @@ def score_psi(candidate: Candidate) -> Verdict:
         live = read_live(candidate, before, candidate.evidence.users_in_live[1])
         shifts[table.name] = psi(_scores(table, ours), _scores(before, live.records))
     if candidate.is_retrained:
-        return _against("score_psi", candidate, shifts, candidate.thresholds.score_psi_retrained)
-    return _against("score_psi", candidate, shifts, candidate.thresholds.score_psi)
+        return _against(candidate, shifts, candidate.thresholds.score_psi_retrained)
+    return _against(candidate, shifts, candidate.thresholds.score_psi)
 
 
-def list_jaccard(candidate: Candidate) -> Verdict:
+@judgement("list_jaccard")
+def list_jaccard(candidate: Candidate) -> Measured:
     """Mean Jaccard of the same users' lists in both generations, compared by item id: below it, too much churn."""
-    rule, thresholds = "list_jaccard", candidate.thresholds
+    thresholds = candidate.thresholds
     threshold = (
         thresholds.list_jaccard_retrained if candidate.is_retrained else thresholds.list_jaccard
     )
@@ -106,21 +120,22 @@ def list_jaccard(candidate: Candidate) -> Verdict:
         for table, before in _pairs(candidate)
     }
     if candidate.live is None:
-        return candidate.uncompared(rule, threshold)
+        return candidate.uncompared(threshold)
     if not len(candidate.evidence.users_in_live[0]):
         note = "the live generation knows none of the sampled users: have ids changed their form?"
-        return Verdict(rule, False, 0.0, threshold, note, candidate.baseline)
+        return Measured(False, 0.0, threshold, note, candidate.baseline)
     if not found:
-        return not_measured(rule, threshold, "the live generation has no such table of lists")
+        return not_measured(threshold, "the live generation has no such table of lists")
     worst = min(found, key=lambda name: found[name])
-    return at_least(rule, found[worst], threshold, _noted(candidate, worst), candidate.baseline)
+    return at_least(found[worst], threshold, _noted(candidate, worst), candidate.baseline)
 
 
-def stale_lists(candidate: Candidate) -> Verdict:
+@judgement("stale_lists")
+def stale_lists(candidate: Candidate) -> Measured:
     """Share of users with interactions since the live generation's cut whose lists are the live ones all the same."""
-    rule, threshold = "stale_lists", candidate.thresholds.stale_lists
+    threshold = candidate.thresholds.stale_lists
     if candidate.live is None:
-        return candidate.uncompared(rule, threshold)
+        return candidate.uncompared(threshold)
     users = candidate.evidence.users
     since = users.last >= candidate.live.data_until * 1_000_000
     shares = {}
@@ -133,10 +148,10 @@ def stale_lists(candidate: Candidate) -> Verdict:
         shares[table.name] = float(same.mean())
     if not shares:
         return not_measured(
-            rule, threshold, "too few users have interactions since the live generation's cut"
+            threshold, "too few users have interactions since the live generation's cut"
         )
     worst = max(shares, key=lambda name: shares[name])
-    return at_most(rule, shares[worst], threshold, worst, candidate.baseline)
+    return at_most(shares[worst], threshold, worst, candidate.baseline)
 
 
 def psi(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> float:
@@ -161,28 +176,24 @@ def _pairs(candidate: Candidate) -> list[tuple[Table, Table]]:
     return found
 
 
-def _against(
-    rule: str, candidate: Candidate, values: dict[str, float], threshold: float
-) -> Verdict:
+def _against(candidate: Candidate, values: dict[str, float], threshold: float) -> Measured:
     if candidate.live is None:
-        return candidate.uncompared(rule, threshold)
+        return candidate.uncompared(threshold)
     if not values:
-        return not_measured(
-            rule, threshold, "the live generation has no such list of the same users"
-        )
+        return not_measured(threshold, "the live generation has no such list of the same users")
     worst = max(values, key=lambda name: np.inf if np.isnan(values[name]) else values[name])
-    return at_most(rule, values[worst], threshold, _noted(candidate, worst), candidate.baseline)
+    return at_most(values[worst], threshold, _noted(candidate, worst), candidate.baseline)
 
 
 def _noted(candidate: Candidate, table: str) -> str:
     return f"{table}, a retrained bundle's threshold" if candidate.is_retrained else table
 
 
-def _highest(rule: str, shares: dict[str, float], threshold: float) -> Verdict:
+def _highest(shares: dict[str, float], threshold: float) -> Measured:
     if not shares:
-        return not_measured(rule, threshold, "no table of lists")
+        return not_measured(threshold, "no table of lists")
     worst = max(shares, key=lambda name: shares[name])
-    return at_most(rule, shares[worst], threshold, worst)
+    return at_most(shares[worst], threshold, worst)
 
 
 def _top_share(candidate: Candidate, table: Table) -> float:
@@ -210,7 +221,7 @@ def _distinct(records: NDArray[Any]) -> float:
 
 def _scores(table: Table, records: NDArray[Any]) -> NDArray[np.float64]:
     used = np.arange(table.layout.width) < records["count"][:, None]
-    return numbers_of(table.layout, records)[used]
+    return dequantize(table.layout, records, np.float64)[used]
 
 
 def _jaccards(
@@ -225,20 +236,18 @@ def _jaccards(
     for row, (record, other) in enumerate(zip(ours, live.records, strict=True)):
         mine = record["items"][: min(depth, record["count"])]
         theirs = live.ids[other["items"][: min(depth, other["count"])].astype(np.int64)]
-        both = len(np.intersect1d(mine, theirs))
-        union = len(mine) + len(theirs) - both
-        found[row] = both / union if union else 1.0
+        found[row] = jaccard(mine, theirs)
     return found
 
 
-def tables_of_live(candidate: Candidate) -> Verdict:
+@judgement("tables_of_live")
+def tables_of_live(candidate: Candidate) -> Measured:
     """Live tables that are gone or became another kind, and tables of lists that nothing live can be compared with.
 
     A renamed table passes every comparison, for it has none; the lists of the first night with lists are not counted.
     """
-    rule = "tables_of_live"
     if candidate.live is None:
-        return candidate.uncompared(rule, 0)
+        return candidate.uncompared(0)
     before, now = candidate.live.tables, candidate.manifest.tables
     notes = [
         f"{name} is {'gone' if name not in now else 'of another kind or entity'}"
@@ -251,8 +260,7 @@ def tables_of_live(candidate: Candidate) -> Verdict:
             for name, table in now.items()
             if table.kind == "topk" and name not in before
         ]
-    found = none_of(rule, len(notes), "; ".join(notes))
-    return Verdict(rule, found.passed, found.value, 0, found.note, candidate.baseline)
+    return none_of(len(notes), "; ".join(notes), candidate.baseline)
 
 
 def _sort_of(table: Table) -> tuple[str, str]:

@@ -8,39 +8,40 @@ from numpy.typing import NDArray
 
 from cache.format.item_table import Ordinals
 from cache.format.manifest import Model
-from cache.model.tower import Histories, Tower, TowerSpec
+from cache.model.agreement import row_cosines
+from cache.model.tower import Histories, Tower
+from cache.model.tower_spec import TowerSpec
 from precompute.bundles.agreement import list_overlaps
 from precompute.bundles.bundle import BundleModel
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.evidence import few
-from precompute.gates.evidence.verdict import Verdict, at_least, none_of, not_measured, worst_of
+from precompute.gates.evidence.gate import integrity, judgement
+from precompute.gates.evidence.verdict import Measured, at_least, none_of, not_measured, worst_of
 from precompute.partitions.catalogue import item_texts, needs_index
 
 LISTS: Final = 200
 """Sampled users whose lists are compared."""
 
 
-def bundle(candidate: Candidate) -> Verdict:
+@integrity("bundle")
+def bundle(candidate: Candidate) -> Measured:
     """The models are those of the pinned bundle, and the pinned bundle is the one that the manifest names."""
     manifest, found = candidate.manifest, candidate.evidence.bundle
     if found.digest != manifest.bundle_digest:
-        return Verdict("bundle", False, found.digest, manifest.bundle_digest, "the bundle's digest")
+        return Measured(False, found.digest, manifest.bundle_digest, "the bundle's digest")
     for model in found.models:
         entry = manifest.models.get(model.name)
         if entry is None:
-            return Verdict("bundle", False, "missing", model.name, "a model of the bundle")
+            return Measured(False, "missing", model.name, "a model of the bundle")
         if entry.fp32.sha256 != model.sha256 or entry.digest != model.sha256:
-            return Verdict(
-                "bundle", False, entry.fp32.sha256, model.sha256, f"the file of {model.name}"
-            )
+            return Measured(False, entry.fp32.sha256, model.sha256, f"the file of {model.name}")
         if TowerSpec.from_json(entry.spec) != model.spec:
-            return Verdict(
-                "bundle", False, "another", "the bundle's", f"the specification of {model.name}"
-            )
-    return Verdict("bundle", True, found.digest, manifest.bundle_digest)
+            return Measured(False, "another", "the bundle's", f"the specification of {model.name}")
+    return Measured(True, found.digest, manifest.bundle_digest)
 
 
-def vocabulary(candidate: Candidate) -> Verdict:
+@integrity("vocabulary")
+def vocabulary(candidate: Candidate) -> Measured:
     """Every item's model index is its place in the bundle's vocabulary; and the same model has the same vocabulary.
 
     A vocabulary in another order fits itself: only the live generation, made by the same tower, gives it away.
@@ -48,30 +49,26 @@ def vocabulary(candidate: Candidate) -> Verdict:
     found, items = candidate.evidence.bundle, candidate.items
     expected = found.vocabulary.places(item_texts(items))
     if needs_index(found) and (expected < 0).any():
-        return none_of(
-            "vocabulary", int((expected < 0).sum()), "items that the model does not know"
-        )
+        return none_of(int((expected < 0).sum()), "items that the model does not know")
     mapped = np.asarray(items.to_model(Ordinals(np.arange(items.count, dtype=np.int64))))
     if wrong := int((mapped != expected).sum()):
-        return none_of(
-            "vocabulary", wrong, "items with another model index than the bundle gives them"
-        )
+        return none_of(wrong, "items with another model index than the bundle gives them")
     digest, live = found.vocabulary_digest, candidate.live
     if candidate.manifest.facts.get("vocabulary_digest", digest) != digest:
-        return Verdict("vocabulary", False, digest, "the digest in the manifest", "the vocabulary")
+        return Measured(False, digest, "the digest in the manifest", "the vocabulary")
     if live is not None and (before := live.facts.get("vocabulary_digest")) is not None:
         same = {name: each.digest for name, each in live.models.items()} == {
             name: each.digest for name, each in candidate.manifest.models.items()
         }
         if same and before != digest:
-            return Verdict(
-                "vocabulary", False, digest, str(before),
+            return Measured(False, digest, str(before),
                 "the models are those of the live generation, their vocabulary is not", live.generation,
             )  # fmt: skip
-    return Verdict("vocabulary", True, digest, digest, baseline=candidate.baseline)
+    return Measured(True, digest, digest, baseline=candidate.baseline)
 
 
-def dimension(candidate: Candidate) -> Verdict:
+@integrity("dimension")
+def dimension(candidate: Candidate) -> Measured:
     """Bundle, item vectors, vector tables and value tables agree on how many numbers there are."""
     manifest, found = candidate.manifest, candidate.evidence.bundle
     files = manifest.items
@@ -89,14 +86,15 @@ def dimension(candidate: Candidate) -> Verdict:
         if table.kind == "value":
             model = found.values[str(table.producer.model)]
             if table.layout.width != model.spec.output_dims or table.labels != model.labels:
-                return Verdict("dimension", False, table.layout.width, model.spec.output_dims, name)
+                return Measured(False, table.layout.width, model.spec.output_dims, name)
     wrong = next((name for name, dims in sizes.items() if dims != found.dims), None)
     if wrong is not None:
-        return Verdict("dimension", False, sizes[wrong], found.dims, wrong)
-    return Verdict("dimension", True, found.dims, found.dims)
+        return Measured(False, sizes[wrong], found.dims, wrong)
+    return Measured(True, found.dims, found.dims)
 
 
-def defaults(candidate: Candidate) -> Verdict:
+@integrity("defaults")
+def defaults(candidate: Candidate) -> Measured:
     """Every list has its defaults: items of the item table, each once, best first, as many as there can be."""
     data = orjson.loads((candidate.root / "defaults.json").read_bytes())
     for name, table in candidate.manifest.tables.items():
@@ -114,11 +112,12 @@ def defaults(candidate: Candidate) -> Verdict:
             else ""
         )  # fmt: skip
         if problem:
-            return Verdict("defaults", False, problem, "as the item table has them", name)
-    return Verdict("defaults", True, len(data), len(data))
+            return Measured(False, problem, "as the item table has them", name)
+    return Measured(True, len(data), len(data))
 
 
-def int8_agreement(candidate: Candidate) -> Verdict:
+@judgement("int8_agreement")
+def int8_agreement(candidate: Candidate) -> Measured:
     """The worst overlap of a quantized model's answers with the full-precision ones, as `quantize` measured it.
 
     Of the user tower's top 20; of the best label of every model that a value table shows.
@@ -136,14 +135,14 @@ def int8_agreement(candidate: Candidate) -> Verdict:
     }
     if not overlaps:
         why = manifest.models["user_tower"].agreement.get("why", "")
-        return not_measured("int8_agreement", threshold, f"no model is quantized: {why}")
-    worst = worst_of(overlaps.values())
-    named = next(name for name, value in overlaps.items() if value is worst)
+        return not_measured(threshold, f"no model is quantized: {why}")
+    named, worst = worst_of(overlaps)
     note = f"{figures[named]} of {named} with fp32, the worst of {', '.join(overlaps)}"
-    return at_least("int8_agreement", worst, threshold, note)
+    return at_least(worst, threshold, note)
 
 
-def int8_overlap(candidate: Candidate) -> Verdict:
+@judgement("int8_overlap")
+def int8_overlap(candidate: Candidate) -> Measured:
     """The int8 files against the full-precision ones on sampled entities: lists of the user tower, labels of values."""
     overlaps = {}
     for model, entry in _quantized(candidate):
@@ -155,13 +154,13 @@ def int8_overlap(candidate: Candidate) -> Verdict:
             overlaps[model.name] = float(same.mean()) if len(same) else float("nan")
     threshold = candidate.thresholds.int8_overlap
     if not overlaps:
-        return not_measured("int8_overlap", threshold, "no model of lists or labels is quantized")
-    worst = worst_of(overlaps.values())
-    named = next(name for name, value in overlaps.items() if value is worst)
-    return at_least("int8_overlap", worst, threshold, f"{named}, measured again")
+        return not_measured(threshold, "no model of lists or labels is quantized")
+    named, worst = worst_of(overlaps)
+    return at_least(worst, threshold, f"{named}, measured again")
 
 
-def int8_cosine(candidate: Candidate) -> Verdict:
+@judgement("int8_cosine")
+def int8_cosine(candidate: Candidate) -> Measured:
     """The outputs of every int8 file point where the full-precision ones do: mean cosine over sampled entities."""
     cosines = {}
     for model, entry in _quantized(candidate):
@@ -171,22 +170,9 @@ def int8_cosine(candidate: Candidate) -> Verdict:
         )
     threshold = candidate.thresholds.int8_cosine
     if not cosines:
-        return not_measured("int8_cosine", threshold, "no model is quantized")
-    worst = worst_of(cosines.values())
-    named = next(name for name, value in cosines.items() if value is worst)
-    return at_least("int8_cosine", worst, threshold, f"{named}, measured again")
-
-
-def row_cosines(ours: NDArray[np.floating], theirs: NDArray[np.floating]) -> NDArray[np.float64]:
-    """float64 [n] cosines of rows; two zero rows agree, one with another does not."""
-    a, b = ours.astype(np.float64), theirs.astype(np.float64)
-    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    both_zero = ~a.any(axis=1) & ~b.any(axis=1)
-    products = np.einsum("nd,nd->n", a, b)
-    found: NDArray[np.float64] = np.divide(
-        products, lengths, out=np.asarray(both_zero, np.float64), where=lengths > 0
-    )
-    return found
+        return not_measured(threshold, "no model is quantized")
+    named, worst = worst_of(cosines)
+    return at_least(worst, threshold, f"{named}, measured again")
 
 
 def _quantized(candidate: Candidate) -> list[tuple[BundleModel, Model]]:

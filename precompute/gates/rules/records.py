@@ -4,9 +4,10 @@ from typing import Final
 
 import numpy as np
 
-from cache.format.records import ABSENT
+from cache.format.records.layout import ABSENT
 from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.verdict import Verdict, at_most, none_of
+from precompute.gates.evidence.gate import integrity, judgement
+from precompute.gates.evidence.verdict import Measured, at_most, none_of
 
 VECTORS_AT_ONCE: Final = 16_384
 
@@ -18,32 +19,37 @@ _LIST_FAULTS = {
 }
 
 
-def page_sums(candidate: Candidate) -> Verdict:
+@integrity("page_sums")
+def page_sums(candidate: Candidate) -> Measured:
     """Page files are whole, and their pages have the checksums that Redis is compared with."""
-    return _counted(candidate, "page_sums", {"pages": "page file", "sums": "page checksum"})
+    return _counted(candidate, {"pages": "page file", "sums": "page checksum"})
 
 
-def record_headers(candidate: Candidate) -> Verdict:
+@integrity("record_headers")
+def record_headers(candidate: Candidate) -> Measured:
     """Format, count and moment of every record are this generation's own."""
-    return _counted(candidate, "record_headers", {"headers": "record header"})
+    return _counted(candidate, {"headers": "record header"})
 
 
-def finite(candidate: Candidate) -> Verdict:
+@integrity("finite")
+def finite(candidate: Candidate) -> Measured:
     """Numbers of every record, and every item vector, are neither NaN nor infinite."""
     vectors = candidate.items.vectors
     for start in range(0, len(vectors), VECTORS_AT_ONCE):
         bad = int((~np.isfinite(vectors[start : start + VECTORS_AT_ONCE]).all(axis=1)).sum())
         if bad:
-            return none_of("finite", bad, "item vectors with a number that is not finite")
-    return _counted(candidate, "finite", {"finite": "records with a number that is not finite"})
+            return none_of(bad, "item vectors with a number that is not finite")
+    return _counted(candidate, {"finite": "records with a number that is not finite"})
 
 
-def lists_whole(candidate: Candidate) -> Verdict:
+@integrity("lists_whole")
+def lists_whole(candidate: Candidate) -> Measured:
     """Lists name items of the item table, each once, best first, without a hole."""
-    return _counted(candidate, "lists_whole", _LIST_FAULTS)
+    return _counted(candidate, _LIST_FAULTS)
 
 
-def empty_lists(candidate: Candidate) -> Verdict:
+@judgement("empty_lists")
+def empty_lists(candidate: Candidate) -> Measured:
     """Share of users with no item at all, in the worst table."""
     shares = {
         name: scan.empty / max(1, scan.records - scan.absent)
@@ -51,12 +57,11 @@ def empty_lists(candidate: Candidate) -> Verdict:
         if scan.table.kind == "topk"
     }
     worst = max(shares, key=lambda name: shares[name], default="")
-    return at_most(
-        "empty_lists", shares.get(worst, 0.0), candidate.thresholds.empty_lists, f"in {worst}"
-    )
+    return at_most(shares.get(worst, 0.0), candidate.thresholds.empty_lists, f"in {worst}")
 
 
-def short_lists(candidate: Candidate) -> Verdict:
+@judgement("short_lists")
+def short_lists(candidate: Candidate) -> Measured:
     """Share of lists shorter than K although the catalogue, less what is excluded, has enough.
 
     As the night counted them over all users, and as a sample of users and all items have them.
@@ -77,14 +82,14 @@ def short_lists(candidate: Candidate) -> Verdict:
             short = int(scan.counts[: min(width, count - 1)].sum())
             shares[name] = short / max(1, scan.records)
     worst = max(shares, key=lambda name: shares[name])
-    return at_most("short_lists", shares[worst], candidate.thresholds.short_lists, f"in {worst}")
+    return at_most(shares[worst], candidate.thresholds.short_lists, f"in {worst}")
 
 
-def _counted(candidate: Candidate, rule: str, kinds: dict[str, str]) -> Verdict:
+def _counted(candidate: Candidate, kinds: dict[str, str]) -> Measured:
     count, noted = 0, ""
     for name, scan in candidate.evidence.scans.items():
         for kind, what in kinds.items():
             count += scan.faults[kind]
             if scan.faults[kind] and not noted:
                 noted = f"{what} in {name}: {scan.seen[kind]}"
-    return none_of(rule, count, noted)
+    return none_of(count, noted)

@@ -5,57 +5,60 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.format.keys import FeatureValue, fingerprint
+from cache.format.gate_rules import SKEW, SKEW_COSINE, SKEW_DEPTH
+from cache.format.ids import FeatureValue, fingerprint
 from cache.format.manifest import Table
-from cache.format.records import decode, is_absent
+from cache.format.records.codec import decode
+from cache.format.records.layout import is_absent
+from cache.model.agreement import overlap, row_cosines
 from cache.model.predictor import LiveInput, Predictor, Prepared
-from cache.model.tower import TowerSpec
+from cache.model.tower_spec import TowerSpec
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.evidence import few
-from precompute.gates.evidence.verdict import Verdict, at_least, not_measured, worst_of
-from precompute.gates.rules.models import row_cosines
+from precompute.gates.evidence.gate import judgement
+from precompute.gates.evidence.verdict import Measured, at_least, not_measured, worst_of
 from precompute.partitions.catalogue import ITEM_FEATURES, item_features
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.inputs import usable_inputs
 
 SKEW_SAMPLE: Final = 200
-SKEW_TOP: Final = 20
 
 Pairs = list[tuple[bytes, bytes]]
 """(stored record, live record) of one entity each."""
 
 
-def skew(candidate: Candidate) -> Verdict:
+@judgement(SKEW)
+def skew(candidate: Candidate) -> Measured:
     """Mean overlap of the best 20 of stored and live lists, in the worst table of lists."""
-    return _compared("skew", candidate, ("topk", "similar"), candidate.thresholds.skew_overlap)
+    what, threshold = f"top-{SKEW_DEPTH} overlap", candidate.thresholds.skew_overlap
+    return _compared(candidate, ("topk", "similar"), what, threshold)
 
 
-def skew_cosine(candidate: Candidate) -> Verdict:
+@judgement(SKEW_COSINE)
+def skew_cosine(candidate: Candidate) -> Measured:
     """Mean cosine of stored and live vectors and values, in the worst of their tables."""
-    return _compared("skew_cosine", candidate, ("tower", "value"), candidate.thresholds.skew_cosine)
+    return _compared(candidate, ("tower", "value"), "cosine", candidate.thresholds.skew_cosine)
 
 
-def _compared(rule: str, candidate: Candidate, kinds: tuple[str, ...], threshold: float) -> Verdict:
+def _compared(
+    candidate: Candidate, kinds: tuple[str, ...], what: str, threshold: float
+) -> Measured:
     tables = [each for each in candidate.manifest.tables.values() if each.producer.kind in kinds]
     if not tables:
-        return not_measured(rule, threshold, "no table to compare")
+        return not_measured(threshold, "no table to compare")
     predictor = Predictor.open(candidate.manifest, candidate.root, candidate.items)
     figures, counts = {}, {}
     for table in tables:
         pairs, strange = _pairs(candidate, predictor, table)
         if strange:
             note = f"a record of {table.name} belongs to another entity"
-            return Verdict(rule, False, strange, "its own record", note)
+            return Measured(False, strange, "its own record", note)
         if not pairs:
-            return Verdict(
-                rule, False, None, threshold, f"no entity of {table.name} could be compared"
-            )
+            return Measured(False, None, threshold, f"no entity of {table.name} could be compared")
         figures[table.name] = (_overlap if table.kind == "topk" else _cosine)(table, pairs)
         counts[table.name] = len(pairs)
-    worst = worst_of(figures.values())
-    named = next(name for name, value in figures.items() if value is worst)
-    what = f"top-{SKEW_TOP} overlap" if rule == "skew" else "cosine"
-    return at_least(rule, worst, threshold, f"{what} of {counts[named]} entities in {named}")
+    named, worst = worst_of(figures)
+    return at_least(worst, threshold, f"{what} of {counts[named]} entities in {named}")
 
 
 def _pairs(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pairs, str]:
@@ -136,8 +139,8 @@ def _overlap(table: Table, pairs: Pairs) -> float:
         if ours is None or theirs is None:
             return float("nan")
         # Of a user for whom nothing is left, both have nothing.
-        top = min(SKEW_TOP, max(len(ours), len(theirs)))
-        shares.append(len(np.intersect1d(ours[:top], theirs[:top])) / top if top else 1.0)
+        top = min(SKEW_DEPTH, max(len(ours), len(theirs)))
+        shares.append(overlap(ours[:top], theirs[:top], top))
     return float(np.mean(shares))
 
 

@@ -3,27 +3,27 @@
 from typing import Any
 
 from precompute.gates.evidence.candidate import Candidate
-from precompute.gates.evidence.verdict import Verdict, not_measured
+from precompute.gates.evidence.gate import judgement
+from precompute.gates.evidence.verdict import Measured, not_measured
 
 
-def unusable_rows(candidate: Candidate) -> Verdict:
+@judgement("unusable_rows")
+def unusable_rows(candidate: Candidate) -> Measured:
     """Share of rows, values and answers that could not be used, in the worst source; a single one is always let pass.
 
     Unless the threshold is 0.
     """
-    rule, threshold = "unusable_rows", candidate.thresholds.unusable_rows
+    threshold = candidate.thresholds.unusable_rows
     sources: dict[str, Any] = candidate.manifest.facts.get("unusable", {})
     if not sources:  # an older Larder began the night
-        return not_measured(rule, threshold, "nothing was counted")
+        return not_measured(threshold, "nothing was counted")
     shares = {name: _share(each, threshold) for name, each in sources.items()}
     worst = max(shares, key=lambda name: shares[name])
     found = sources[worst]
     note = f"{found['left_out']:,} of {found['rows']:,} of {worst}"
     why = "; ".join(f"{reason}: {each['rows']:,}" for reason, each in found["reasons"].items())
     passed = shares[worst] <= threshold
-    return Verdict(
-        rule, passed, round(shares[worst], 6), threshold, f"{note}: {why}" if why else note
-    )
+    return Measured(passed, round(shares[worst], 6), threshold, f"{note}: {why}" if why else note)
 
 
 def _share(source: dict[str, Any], threshold: float) -> float:

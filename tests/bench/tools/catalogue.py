@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cache.model.tower import Histories, InputSpec, TowerSpec
+from cache.model.tower import Histories
+from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles import graphs
-from precompute.bundles.bundle import ModelFile, write_bundle
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from tests.bench.night import write_interactions
 from tests.bench.read_path import TABLE, UNTIL, Case

@@ -9,12 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from onnx import TensorProto, helper
 
-from cache.model.tower import InputSpec, TowerSpec
+from cache.model.tower_spec import InputSpec, TowerSpec
+from precompute.builds.tables import layout_of
 from precompute.bundles import graphs
-from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import NightConfig, Sources, TableConfig
 from precompute.planning.sizes import Shape
-from precompute.scoring.shard import layout_of
 
 DIMS, HISTORY, K = 64, 20, 20
 CASE = "case.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.demo.service import ROOT
+from infra.local.service import ROOT
 from tests.marked import marked
 from tests.polling import until
 

@@ -10,9 +10,9 @@ from cache.errors import ConfigError
 from cache.store.artefacts import generation_path
 from precompute.config.devices import devices
 from precompute.config.settings import NightConfig
+from precompute.operations.train import train_reference
 from precompute.scoring import towers
-from precompute.steps import pipeline
-from precompute.steps.train import train_reference
+from precompute.steps import begin, embed_items, score
 from tests.integration.night.test_streaming import elsewhere, files_of
 from tests.integration.nights import UNTIL, prepare, publish_night
 
@@ -25,9 +25,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightC
 
 
 def scored(config: NightConfig, shards: list[int]) -> dict[str, Any]:
-    build = pipeline.begin(config, data_until=UNTIL, run_after=None)
-    pipeline.embed_items(config, build)
-    pipeline.score_shards(config, build, shards)
+    build = begin.run(config, data_until=UNTIL, run_after=None)
+    embed_items.run(config, build)
+    score.run(config, build, shards)
     return build
 
 
@@ -58,7 +58,7 @@ def test_a_shard_begun_on_a_device_is_finished_on_the_processor(
     # Given a worker without a GPU that takes over from one with a GPU
     config = elsewhere(replace(prepared, device="cpu"), tmp_path / "both")
     build = scored(config, [0])
-    pipeline.score_shards(replace(config, device="off"), build, [0, 1])
+    score.run(replace(config, device="off"), build, [0, 1])
     alone = elsewhere(replace(prepared, device="off"), tmp_path / "alone")
     assert files_of(config, build) == files_of(alone, scored(alone, [0, 1]))
 

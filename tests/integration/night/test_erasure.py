@@ -17,7 +17,8 @@ from rich.table import Table
 from cache.control.hot_keys import COLD, HOT, Window, hour_of
 from cache.errors import Conflict
 from cache.format.directory import Directory
-from cache.format.keys import hash_hex, hash_id
+from cache.format.ids import hash_id
+from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
 from precompute.builds.copies import record_copies
@@ -35,9 +36,10 @@ from precompute.erasing.erasing import (
     settle,
 )
 from precompute.erasures.erasure import all_erasures, demand_unerased, request
+from precompute.operations.restore import restore
 from precompute.partitions import catalogue
 from precompute.releases.registry import open_releases
-from precompute.steps import begin, pipeline
+from precompute.steps import begin, embed_items, retire
 from tests.integration.nights import (
     NEXT,
     UNTIL,
@@ -72,7 +74,7 @@ def night(published: NightConfig, tmp_path: Path) -> NightConfig:
     name = f"erasure-{tmp_path.name}"
     (folder / "artifacts" / config.namespace).rename(folder / "artifacts" / name)
     config = dataclasses.replace(config, namespace=name)
-    pipeline.restore(config)
+    restore(config)
     return config
 
 
@@ -143,7 +145,7 @@ async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_
         assert await eventually(is_blocked, 3.0)
 
     third = publish_night(night, LATER)
-    pipeline.retire(night)  # the replica that held the first one is gone
+    retire.run(night)  # the replica that held the first one is gone
 
     assert night.store().names("generations") == [second, third]
     (standing,) = stands(night)
@@ -182,13 +184,13 @@ def test_entities_that_had_to_go_are_not_missed_by_the_gates(night: NightConfig)
 
 
 def test_erasing_before_a_retry_names_another_generation(night: NightConfig) -> None:
-    begun = pipeline.begin(night, data_until=NEXT, run_after=None)
+    begun = begin.run(night, data_until=NEXT, run_after=None)
     begin_erasing(night.store(), b"u1", "user", at=1.0)
 
-    again = pipeline.begin(night, data_until=NEXT, run_after=None)
+    again = begin.run(night, data_until=NEXT, run_after=None)
 
     assert again["generation"] != begun["generation"]
-    assert pipeline.begin(night, data_until=NEXT, run_after=None) == again
+    assert begin.run(night, data_until=NEXT, run_after=None) == again
 
 
 def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
@@ -225,7 +227,7 @@ def test_an_erasure_between_naming_and_noting_gives_the_night_another_name(
         return found
 
     monkeypatch.setattr(begin, "all_erasures", slip_in)
-    begun = pipeline.begin(night, data_until=NEXT, run_after=None)
+    begun = begin.run(night, data_until=NEXT, run_after=None)
 
     report = json.loads(
         (store.local(f"generations/{begun['generation']}") / "work/begin.json").read_text()
@@ -357,7 +359,7 @@ def test_without_redis_the_entity_is_blocked_all_the_same(night: NightConfig) ->
 
 
 def test_a_refused_generation_that_holds_the_entity_keeps_it_pending(night: NightConfig) -> None:
-    begun = pipeline.begin(night, data_until=NEXT, run_after=None)
+    begun = begin.run(night, data_until=NEXT, run_after=None)
     with open_releases(night) as releases:
         releases.refuse(begun["generation"], reason="a test says so", attempt="test")
         assert releases.state(begun["generation"]) is State.REFUSED
@@ -382,12 +384,12 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
         )
         for name in ("worker", "other")
     )
-    begun = pipeline.begin(worker, data_until=UNTIL, run_after=None)
+    begun = begin.run(worker, data_until=UNTIL, run_after=None)
     begin_erasing(worker.store(), min(histories(night)).encode(), "user", at=1.0)
     with open_releases(other) as releases:
         releases.refuse(begun["generation"], reason="a test says so", attempt="test")
 
-    assert pipeline.retire(other)["retired"] == [begun["generation"]]
+    assert retire.run(other)["retired"] == [begun["generation"]]
 
     (standing,) = settled(other)
     copies = worker.store().copies
@@ -397,10 +399,10 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
     ]
     assert "swept by the next step or service on that host" in standing.held[0][1]
 
-    again = pipeline.begin(worker, data_until=NEXT, run_after=None)
+    again = begin.run(worker, data_until=NEXT, run_after=None)
     assert settled(other) == [standing]
     monkeypatch.setattr("precompute.builds.copies.COPY_IDLE_S", -60.0)
-    pipeline.embed_items(worker, again)
+    embed_items.run(worker, again)
     (standing,) = settled(other)
 
     assert copies.generations() == [again["generation"]]

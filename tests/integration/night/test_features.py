@@ -13,20 +13,23 @@ from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import Refused, SourceError
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.records import NO_ITEM, decode
+from cache.format.records.codec import decode
+from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
-from cache.model.tower import InputSpec, TowerSpec
-from cache.store.artefacts import open_generation, sha256_of
-from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from cache.model.tower_spec import InputSpec, TowerSpec
+from cache.store.artefacts import sha256_of
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import TableConfig
 from precompute.gates.rules import skew
 from precompute.partitions import catalogue
 from precompute.partitions.partition import partition
 from precompute.partitions.shard_input import read_shard
-from precompute.planning.forecast import Asked, forecast
+from precompute.planning.forecast import PlanParameters, forecast
 from precompute.sources.unusable import Unusable, ids_in
-from precompute.steps import pipeline
+from precompute.steps import begin, embed_items, index, quantize, score
 from tests.integration import nights
+from tests.opened import open_generation
 
 Kind = Literal["user_topk", "user_vector", "item_vector", "item_similar"]
 DIMS, COUNTRIES = 16, 5
@@ -220,13 +223,13 @@ def test_item_features_are_read_once_and_stay_as_the_night_began_with_them(confi
     expected = nights.publish_night(config, nights.UNTIL)
     vectors = open_generation(config.store(), expected)[0].items.vectors.sha256
 
-    build = pipeline.begin(config, data_until=nights.NEXT, run_after=None)
+    build = begin.run(config, data_until=nights.NEXT, run_after=None)
     table = pq.read_table(config.path("items.parquet"))
     pq.write_table(
         pa.table({"item": table["item"], "looks": vectors_column(len(table), 9)}),
         config.path("items.parquet"),
     )
-    pipeline.embed_items(config, build)
+    embed_items.run(config, build)
 
     root = config.store().local(f"generations/{build['generation']}")
     assert sha256_of(root / catalogue.VECTORS) == vectors
@@ -264,7 +267,7 @@ def test_an_item_without_a_feature_is_left_out_by_name(config):
 def test_user_features_that_are_not_there_are_named(config, spoil, said):
     with_towers(config, from_history_and_country)
     with pytest.raises(SourceError, match=said):
-        pipeline.begin(spoil(config), data_until=nights.UNTIL, run_after=None)
+        begin.run(spoil(config), data_until=nights.UNTIL, run_after=None)
 
 
 def test_calibration_takes_the_first_shard_with_usable_input(config):
@@ -279,12 +282,12 @@ def test_calibration_takes_the_first_shard_with_usable_input(config):
     keep = pa.array([each.encode() in last.ids for each in users["user"].to_pylist()])
     pq.write_table(users.filter(keep), config.path("users.parquet"))
 
-    build = pipeline.begin(config, data_until=nights.UNTIL, run_after=None)
-    pipeline.embed_items(config, build)
+    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    embed_items.run(config, build)
     for shard in build["shards"]:
-        pipeline.score_shard(config, build, shard)
-    assert set(pipeline.build_index(config, build)["indexes"]) == {"inner_product", "cosine"}
-    assert set(pipeline.quantize(config, build)["models"]) == {"user_tower", "item_tower"}
+        score.run_shard(config, build, shard)
+    assert set(index.run(config, build)["indexes"]) == {"inner_product", "cosine"}
+    assert set(quantize.run(config, build)["models"]) == {"user_tower", "item_tower"}
 
 
 def test_a_live_path_that_answers_otherwise_refuses_the_night(config, monkeypatch):
@@ -298,12 +301,12 @@ def test_a_live_path_that_answers_otherwise_refuses_the_night(config, monkeypatc
 
 
 def test_a_plan_samples_the_features_that_the_models_want(config):
-    asked = Asked(seconds=0.1, data_until=nights.UNTIL)
+    asked = PlanParameters(seconds=0.1, data_until=nights.UNTIL)
 
     found = forecast(config, asked)
 
-    build = pipeline.begin(config, data_until=nights.UNTIL, run_after=None)
-    pipeline.embed_items(config, build)
-    scored = [pipeline.score_shard(config, build, shard) for shard in build["shards"]]
+    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    embed_items.run(config, build)
+    scored = [score.run_shard(config, build, shard) for shard in build["shards"]]
     assert found.shape.users == sum(each["users"] for each in scored)
     assert found.shape.items == sum(each["items"] for each in scored)

@@ -19,7 +19,7 @@ from precompute.config.settings import ReferenceConfig
 from precompute.control.control_keys import Control, connect
 from precompute.control.states import State
 from precompute.gates.judge import GATES, LIVE_FILES, OVERRIDABLE
-from precompute.steps import pipeline
+from precompute.steps import verify
 from tests.conftest import redis_binary
 from tests.integration.bad_inputs import BAD_INPUTS
 from tests.integration.corpus import (
@@ -295,11 +295,11 @@ def test_a_refusal_says_how_it_is_overridden_or_that_it_cannot_be(bench: Bench) 
 def test_the_whole_generation_passes_once_the_mistake_is_gone(bench: Bench) -> None:
     bench.judge(FAULTS["off_by_one"][0])
     assert failed(bench.judge()) == set()
-    assert pipeline.verify(bench.config, {"generation": bench.generation})["verified"]
+    assert verify.run(bench.config, {"generation": bench.generation})["verified"]
 
 
 def test_every_gate_states_its_rule_under_its_own_name(bench: Bench) -> None:
     verdicts = bench.judge()
-    assert list(verdicts) == ["files", LIVE_FILES, *(gate.__name__ for gate in GATES)]
+    assert list(verdicts) == ["files", LIVE_FILES, *(gate.rule for gate in GATES)]
     compared = {rule for rule, each in verdicts.items() if each.get("baseline") == bench.live}
     assert {"coverage_of_live", "list_jaccard", "score_psi", "top_items_of_live"} <= compared

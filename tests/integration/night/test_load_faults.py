@@ -15,18 +15,20 @@ import redis
 
 from cache.errors import ConfigError, Conflict, NotJudged, Refused, StoreError, TierUnavailable
 from cache.process.child_process import Guarded
-from cache.process.redis_server import SETTINGS, Server, server
+from cache.process.redis_server import SETTINGS, RedisServer, server
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import all_releases
 from precompute.builds.build import Build
+from precompute.builds.seal import seal
 from precompute.bulk.load import Part, loaded_pages, page_keys, parts_of, unlink_pages, verify_part
 from precompute.bulk.page_stream import PageStream
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, Row, connect
+from precompute.control.control_keys import Control, connect
+from precompute.control.rows import Row
 from precompute.control.states import State
+from precompute.operations.restore import restore
 from precompute.releases.registry import open_releases
-from precompute.steps import pipeline
-from precompute.steps.seal import seal
+from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
 from tests.conftest import redis_binary
 from tests.integration.nights import NEXT, prepare, publish, publish_night
 from tests.polling import until
@@ -37,7 +39,7 @@ class Night:
     """One generation live in a Redis of the test's own, the next one scored and ready to be loaded."""
 
     config: NightConfig
-    server: Server
+    server: RedisServer
     live: str
     build: dict[str, str]
 
@@ -46,7 +48,7 @@ class Night:
         return redis.Redis.from_url(self.server.url, protocol=3)
 
     def load(self, **settings: object) -> dict[str, object]:
-        return pipeline.load(replace(self.config, **settings), self.build)  # type: ignore[arg-type]
+        return load.run(replace(self.config, **settings), self.build)  # type: ignore[arg-type]
 
     def pages_whole(self, generation: str) -> bool:
         manifest = read_manifest(self.config.store(), generation)
@@ -61,17 +63,18 @@ class Night:
         """The retry, and everything after it."""
         assert self.pages_whole(self.live)
         self.load()
-        pipeline.verify(self.config, self.build)
+        verify.run(self.config, self.build)
         publish(self.config, self.build["generation"])
 
 
 def scored(config: NightConfig) -> dict[str, str]:
-    build = pipeline.begin(config, data_until=NEXT, run_after=None)
-    pipeline.embed_items(config, build)
-    found = [pipeline.score_shard(config, build, shard) for shard in build["shards"]]
-    pipeline.assemble(config, build, found)
-    pipeline.build_index(config, build)
-    pipeline.quantize(config, build)
+    build = begin.run(config, data_until=NEXT, run_after=None)
+    embed_items.run(config, build)
+    for shard in build["shards"]:
+        score.run_shard(config, build, shard)
+    assemble.run(config, build)
+    index.run(config, build)
+    quantize.run(config, build)
     return {"generation": str(build["generation"])}
 
 
@@ -87,13 +90,13 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[NightConfig, str, d
 
 @pytest.fixture
 def night(
-    tmp_path: Path, own_redis: Server, first: tuple[NightConfig, str, dict[str, str]]
+    tmp_path: Path, own_redis: RedisServer, first: tuple[NightConfig, str, dict[str, str]]
 ) -> Night:
     """The same in a folder and a Redis of the test's own."""
     config, live, build = first
     shutil.copytree(config.base, tmp_path / "night")
     config = replace(config, base=str(tmp_path / "night"), redis_url=own_redis.url)
-    pipeline.restore(config)
+    restore(config)
     return Night(config, own_redis, live, build)
 
 
@@ -167,11 +170,11 @@ def test_a_redis_that_was_killed_and_came_back_empty_is_restored_and_then_loaded
         with pytest.raises(TierUnavailable, match="cannot be reached"):
             night.load()
     with restarted(night.server, tmp_path / "log"):
-        pipeline.restore(night.config)
+        restore(night.config)
         night.finishes()
 
 
-def restarted(running: Server, log: Path) -> Guarded:
+def restarted(running: RedisServer, log: Path) -> Guarded:
     command = [str(redis_binary()), "--port", running.url.split(":")[2].split("/")[0]]
     for name, value in SETTINGS.items():
         command += [f"--{name}", value]
@@ -249,8 +252,8 @@ def test_a_full_disk_while_scoring_names_the_remedy_and_leaves_what_was_finished
     night, monkeypatch
 ):
     config = replace(night.config, history_limit=99)
-    build = pipeline.begin(config, data_until=NEXT, run_after=None)
-    pipeline.embed_items(config, build)
+    build = begin.run(config, data_until=NEXT, run_after=None)
+    embed_items.run(config, build)
     fsync = os.fsync
 
     def full(descriptor: int) -> None:
@@ -261,18 +264,18 @@ def test_a_full_disk_while_scoring_names_the_remedy_and_leaves_what_was_finished
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         with pytest.raises(StoreError, match="free space"):
-            pipeline.score_shard(config, build, 0)
+            score.run_shard(config, build, 0)
     root = config.store().local(generation_path(str(build["generation"])))
     assert not list((root / "tables").rglob("*.pages*"))
 
     assert night.pages_whole(night.live)
-    assert pipeline.score_shard(config, build, 0)
+    assert score.run_shard(config, build, 0)
 
 
 def test_a_full_disk_that_only_the_text_of_a_library_s_error_tells_is_one_too(night, monkeypatch):
     config = replace(night.config, history_limit=97)
-    build = pipeline.begin(config, data_until=NEXT, run_after=None)
-    pipeline.embed_items(config, build)
+    build = begin.run(config, data_until=NEXT, run_after=None)
+    embed_items.run(config, build)
 
     def full(_index: object, path: str) -> None:
         raise RuntimeError(f"Error: write error in {path}: 10 != 20 (No space left on device)")
@@ -280,21 +283,21 @@ def test_a_full_disk_that_only_the_text_of_a_library_s_error_tells_is_one_too(ni
     with monkeypatch.context() as patched:
         patched.setattr("faiss.write_index", full)
         with pytest.raises(StoreError, match="No space left on device; free space") as caught:
-            pipeline.build_index(config, build)
+            index.run(config, build)
     assert caught.value.details["reason"] == "disk_full"
 
-    assert pipeline.build_index(config, build)
+    assert index.run(config, build)
 
 
 def test_no_room_on_the_disk_is_seen_before_scoring_writes(night, monkeypatch):
     config = replace(night.config, history_limit=98)
-    build = pipeline.begin(config, data_until=NEXT, run_after=None)
-    pipeline.embed_items(config, build)
+    build = begin.run(config, data_until=NEXT, run_after=None)
+    embed_items.run(config, build)
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("precompute.bulk.headroom.shutil.disk_usage", lambda _path: usage)
 
     with pytest.raises(Refused, match="free space") as caught:
-        pipeline.score_shard(config, build, 0)
+        score.run_shard(config, build, 0)
 
     assert caught.value.details["rule"] == "disk_headroom"
 
@@ -378,7 +381,7 @@ def stalled(night, monkeypatch) -> list[Part]:
         with monkeypatch.context() as patched:
             patched.setattr("precompute.gates.rules.in_redis.verify_part", stall)
             with pytest.raises(NotJudged, match="pages_in_redis"):
-                pipeline.verify(replace(night.config, redis_timeout_s=0.3), night.build)
+                verify.run(replace(night.config, redis_timeout_s=0.3), night.build)
     finally:
         os.kill(night.server.pid, signal.SIGCONT)
     return parts
@@ -402,11 +405,11 @@ def test_another_try_reads_back_only_the_parts_that_were_not(night, stalled, mon
     manifest = read_manifest(night.config.store(), night.build["generation"])
     every, read = [part.name for part in parts_of(manifest)], reads(monkeypatch)
 
-    pipeline.verify(night.config, night.build)
+    verify.run(night.config, night.build)
 
     assert [part.name for part in read] == every[3:]
     read.clear()
-    pipeline.verify(night.config, night.build)
+    verify.run(night.config, night.build)
     assert [part.name for part in read] == every, "what was verified whole is verified anew"
 
 
@@ -416,11 +419,11 @@ def test_what_was_read_back_from_a_redis_that_started_since_is_read_again(
     os.kill(night.server.pid, signal.SIGKILL)
     with restarted(night.server, tmp_path / "log"):
         with pytest.raises(Conflict, match="restore"):
-            pipeline.verify(night.config, night.build)
-        pipeline.restore(night.config)
+            verify.run(night.config, night.build)
+        restore(night.config)
         read = reads(monkeypatch)
 
-        pipeline.verify(night.config, night.build)
+        verify.run(night.config, night.build)
 
         manifest = read_manifest(night.config.store(), night.build["generation"])
         assert [part.name for part in read] == [part.name for part in parts_of(manifest)]
@@ -436,7 +439,7 @@ def test_notes_of_another_server_are_worth_nothing(night, stalled, monkeypatch):
                 client.hset(noted, name, note[:-1] + b"?")
     read = reads(monkeypatch)
 
-    pipeline.verify(night.config, night.build)
+    verify.run(night.config, night.build)
 
     assert len(read) == len(parts_of(manifest))
 
@@ -449,7 +452,7 @@ def test_a_part_that_is_loaded_again_is_read_again(night, stalled, monkeypatch):
     night.load()
     read = reads(monkeypatch)
 
-    pipeline.verify(night.config, night.build)
+    verify.run(night.config, night.build)
 
     assert first.name in [part.name for part in read]
 
@@ -466,7 +469,7 @@ def test_a_redis_that_does_not_hold_what_it_is_sent_refuses_nothing(night, monke
     with monkeypatch.context() as patched:
         patched.setattr("precompute.gates.rules.in_redis.verify_part", spoil)
         with pytest.raises(NotJudged, match=r"does not hold what it is sent: .*user_topk:0"):
-            pipeline.verify(night.config, night.build)
+            verify.run(night.config, night.build)
 
     nothing_is_refused(night)
     night.finishes()
@@ -488,7 +491,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
     with monkeypatch.context() as patched:
         patched.setattr("precompute.gates.rules.in_redis.verify_part", within_part(2, retire, []))
         with pytest.raises(Conflict, match="retired"):
-            pipeline.verify(night.config, night.build)
+            verify.run(night.config, night.build)
 
     with night.client as client:
         assert not client.exists(*page_keys(keys, manifest), keys.loaded(generation))
@@ -513,7 +516,7 @@ def test_a_store_that_does_not_answer_while_files_are_verified_refuses_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(step, away)
         with pytest.raises(NotJudged, match="503 Slow Down"):
-            pipeline.verify(night.config, night.build)
+            verify.run(night.config, night.build)
 
     nothing_is_refused(night)
     night.finishes()

@@ -10,7 +10,7 @@ from cache.store.releases import all_releases
 from precompute.__main__ import main
 from precompute.cli.override import override
 from precompute.config.settings import NightConfig
-from precompute.steps import pipeline
+from precompute.steps import publish, verify
 from tests.integration.bad_inputs import on_another_scale
 from tests.integration.corpus import build, cut_at, failed, judged
 from tests.integration.nights import prepare, publish_night
@@ -35,13 +35,13 @@ def test_an_overridden_rule_passes_once_more_verified_and_the_reason_is_kept(
 ) -> None:
     config, generation = refused
     with pytest.raises(Conflict, match="refused"):
-        pipeline.publish(config, {"generation": generation}, attempt="too-early")
+        publish.run(config, {"generation": generation}, attempt="too-early")
 
     override(config, generation, rule="score_psi", reason="the new scale is agreed", attempt="a")
     with pytest.raises(Conflict, match="refused"):
-        pipeline.publish(config, {"generation": generation}, attempt="not-verified-again")
-    pipeline.verify(config, {"generation": generation})
-    pipeline.publish(config, {"generation": generation}, attempt="b")
+        publish.run(config, {"generation": generation}, attempt="not-verified-again")
+    verify.run(config, {"generation": generation})
+    publish.run(config, {"generation": generation}, attempt="b")
 
     verdicts = {gate["rule"]: gate for gate in read_manifest(config.store(), generation).gates}
     assert verdicts["score_psi"]["passed"] and verdicts["score_psi"]["value"] > 1
@@ -58,7 +58,7 @@ def test_only_what_a_rule_has_refused_can_be_overridden(refused: Refusal) -> Non
     ):
         override(config, generation, rule="list_jaccard", reason="wrong one", attempt="a")
     with pytest.raises(Refused, match="score_psi"):
-        pipeline.verify(config, {"generation": generation})
+        verify.run(config, {"generation": generation})
     passed = build(config, cut_at(config, 0.95))  # last: the next night replaces what was refused
     with pytest.raises(Conflict, match="no rule of it failed"):
         override(config, passed, rule="score_psi", reason="beforehand", attempt="a")
@@ -92,6 +92,6 @@ def test_the_command_that_a_refusal_names_is_the_one_that_works(
     code = main([*common, "override", generation, "--rule", "score_psi", "--reason", "a new scale"])
 
     assert code == 0 and "score_psi" in capsys.readouterr().out
-    assert pipeline.verify(config, {"generation": generation})["verified"]
+    assert verify.run(config, {"generation": generation})["verified"]
     assert main([*common, "override", generation, "--rule", "finite", "--reason", "x"]) == 1
     assert "integrity" in capsys.readouterr().err.replace("\n", " ")

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import redis
 
+from cache.config.sections import GovernorConfig
 from cache.errors import Conflict, CorruptArtefact
-from cache.format.keys import Keyspace
 from cache.format.manifest import Manifest
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Pointer
 from precompute.bulk.governor import Governor, open_governor
 from precompute.bulk.load import Part, load_part, page_keys, parts_of, unlink_pages, verify_part
-from precompute.bulk.piece_reader import UNANSWERED, PageRead, PieceReader
+from precompute.bulk.piece_reader import UNANSWERED, PageDigest, PieceReader
 from precompute.bulk.priority import GiveWay
 from precompute.bulk.readback import lengths
 from precompute.bulk.reload import load_missing, repair
 from precompute.bulk.watch import FOREIGN_READS_S, Watcher
-from precompute.config.sections import GovernorConfig
 from precompute.control.control_keys import Control, connect
 from tests.integration.release_world import A, World
 from tests.polling import until
@@ -117,7 +117,7 @@ def test_pieces_are_asked_for_ahead_of_their_replies(world, small, monkeypatch):
     manifest, root = loaded(world, small)
     ahead, take = [], PieceReader._take
 
-    def noted(reader: PieceReader) -> Iterator[PageRead]:
+    def noted(reader: PieceReader) -> Iterator[PageDigest]:
         ahead.append(len(reader._waiting))
         return take(reader)
 

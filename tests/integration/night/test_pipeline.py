@@ -31,24 +31,31 @@ from cache.errors import (
 )
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Producer
-from cache.store.artefacts import ArtefactStore, open_generation, read_manifest, sha256_of
+from cache.store.artefacts import ArtefactStore, read_manifest, sha256_of
 from cache.store.releases import all_releases
 from precompute.builds.build import Build
 from precompute.bulk.headroom import REDIS_USED_MAX
 from precompute.bundles import bundle_store
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import GateThresholds, Sources, TableConfig
-from precompute.control.control_keys import Control, Row, connect
+from precompute.control.control_keys import Control, connect
+from precompute.control.rows import Row
 from precompute.control.states import State
-from precompute.gates.judge import Candidate, Verdict, run_gates
+from precompute.gates.evidence.candidate import Candidate
+from precompute.gates.evidence.gate import integrity
+from precompute.gates.evidence.verdict import Measured
+from precompute.gates.judge import run_gates
 from precompute.gates.rules import skew as skew_gate
 from precompute.gates.rules.models import int8_agreement
+from precompute.operations.restore import restore
+from precompute.operations.train import train_reference
 from precompute.partitions.holdout import read_holdout
 from precompute.releases.release import Releases
 from precompute.sources import files
-from precompute.steps import begin, pipeline
-from precompute.steps.train import train_reference
+from precompute.steps import assemble, begin, embed_items, load, publish, quantize, score, verify
+from precompute.steps import index as index_step
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night, roll_back
+from tests.opened import open_generation
 
 
 @pytest.fixture
@@ -85,7 +92,7 @@ def test_a_night_works_on_a_remote_store_and_another_host_opens_it(config, tmp_p
     assert root.is_relative_to(tmp_path / "another-host")
     with connect(config.redis_url, 5.0) as client:
         client.delete(config.keyspace().live)
-    assert pipeline.restore(config)["generation"] == generation
+    assert restore(config)["generation"] == generation
 
 
 def test_every_step_can_be_repeated_and_finds_its_own_work(config):
@@ -100,7 +107,7 @@ def test_every_step_can_be_repeated_and_finds_its_own_work(config):
         before.entity_sets,
         before.items,
     )
-    assert pipeline.load(config, {"generation": generation})["loaded_bytes"] == 0
+    assert load.run(config, {"generation": generation})["loaded_bytes"] == 0
 
 
 def test_a_changed_input_is_another_generation(config):
@@ -115,7 +122,7 @@ def test_a_changed_input_is_another_generation(config):
 
 def test_a_generation_that_is_live_is_not_built_again(config):
     publish_night(config, UNTIL)
-    assert pipeline.begin(config, data_until=UNTIL, run_after=None)["already_live"]
+    assert begin.run(config, data_until=UNTIL, run_after=None)["already_live"]
 
 
 def test_a_gate_that_fails_refuses_and_the_live_generation_stays(config):
@@ -133,25 +140,26 @@ def test_a_gate_that_fails_refuses_and_the_live_generation_stays(config):
     gates = read_manifest(config.store(), refused.generation).gates
     assert [gate["rule"] for gate in gates if not gate["passed"]] == ["coverage_of_source"]
     with pytest.raises(Conflict, match="refused"):
-        pipeline.publish(config, {"generation": refused.generation}, attempt="x")
+        publish.run(config, {"generation": refused.generation}, attempt="x")
     assert publish_night(config, NEXT) == refused.generation == live(config)
 
 
 def test_a_page_that_changed_in_redis_is_loaded_again_before_publishing(config):
     first = publish_night(config, UNTIL)
-    build = pipeline.begin(config, data_until=NEXT, run_after=None)
-    pipeline.embed_items(config, build)
-    scored = [pipeline.score_shard(config, build, shard) for shard in build["shards"]]
-    pipeline.assemble(config, build, scored)
-    pipeline.build_index(config, build)
-    pipeline.quantize(config, build)
-    pipeline.load(config, build)
+    build = begin.run(config, data_until=NEXT, run_after=None)
+    embed_items.run(config, build)
+    for shard in build["shards"]:
+        score.run_shard(config, build, shard)
+    assemble.run(config, build)
+    index_step.run(config, build)
+    quantize.run(config, build)
+    load.run(config, build)
     name = config.keyspace().page(build["generation"], "user_topk", 0)
     with connect(config.redis_url, 5.0) as client:
         page = client.get(name)
         client.setrange(name, 40, b"\x00\x01")
 
-        pipeline.verify(config, build)
+        verify.run(config, build)
 
         assert client.get(name) == page
     assert live(config) == first
@@ -163,7 +171,7 @@ def test_a_file_that_changed_on_disk_is_noticed_before_publishing(config):
     with (root / "items/vectors.f32").open("r+b") as file:
         file.write(b"\x01")
     with pytest.raises(Refused, match="SHA-256"):
-        pipeline.verify(config, build)
+        verify.run(config, build)
     assert live(config) is None
 
 
@@ -173,15 +181,18 @@ def test_p3_a_gate_that_raises_hangs_or_lacks_its_input_lets_nothing_pass(config
     manifest, root = open_generation(config.store(), generation)
     release = threading.Event()
 
-    def raises(_candidate: Candidate) -> Verdict:
+    @integrity("raises")
+    def raises(_candidate: Candidate) -> Measured:
         raise ZeroDivisionError
 
-    def hangs(_candidate: Candidate) -> Verdict:
+    @integrity("hangs")
+    def hangs(_candidate: Candidate) -> Measured:
         release.wait(30)
-        return Verdict("hangs", True, 1, 1)
+        return Measured(True, 1, 1)
 
-    def lacks(candidate: Candidate) -> Verdict:
-        return Verdict("lacks", candidate.manifest.facts["nothing"] > 0, 1, 1)
+    @integrity("lacks")
+    def lacks(candidate: Candidate) -> Measured:
+        return Measured(candidate.manifest.facts["nothing"] > 0, 1, 1)
 
     with connect(config.redis_url, 5.0) as client:
         candidate = Candidate(
@@ -210,7 +221,7 @@ def test_p11_loading_costs_one_command_per_page_not_per_entity(config, own_redis
     with connect(own_redis.url, 5.0) as client:
         client.flushall()
         client.config_resetstat()
-        pipeline.load(config, {"generation": generation})
+        load.run(config, {"generation": generation})
         calls = {name: stats["calls"] for name, stats in client.info("commandstats").items()}
         keys = client.dbsize()
     assert calls["cmdstat_set"] == pages < manifest.entity_sets["user"].count
@@ -266,41 +277,39 @@ def test_p17_records_of_a_shard_do_not_depend_on_how_many_threads_made_them(conf
 
 def test_a_night_without_a_cut_or_sources_says_what_to_set(config):
     with pytest.raises(ConfigError, match="data_until"):
-        pipeline.begin(config, data_until=None, run_after=None)
+        begin.run(config, data_until=None, run_after=None)
     empty = replace(config, sources=replace(config.sources, interactions=()))
     with pytest.raises(ConfigError, match=r"sources\.interactions is empty"):
-        pipeline.begin(empty, data_until=UNTIL, run_after=None)
+        begin.run(empty, data_until=UNTIL, run_after=None)
 
 
 def test_a_cut_that_has_not_come_yet_is_refused_before_anything_is_read(config):
     """Once live, it would keep every scheduled night from being published until then."""
     later = datetime.now(UTC) + timedelta(hours=1)
     with pytest.raises(ConfigError, match=f"{later.year}.*ahead of Redis' clock"):
-        pipeline.begin(config, data_until=later.isoformat(), run_after=None)
+        begin.run(config, data_until=later.isoformat(), run_after=None)
     assert not config.store().names("generations")
     with pytest.raises(ConfigError, match="ahead of Redis' clock"):
-        pipeline.begin(
-            replace(config, data_until=later.isoformat()), data_until=None, run_after=UNTIL
-        )
+        begin.run(replace(config, data_until=later.isoformat()), data_until=None, run_after=UNTIL)
 
 
 def test_a_cut_older_than_the_live_generation_is_refused_before_anything_is_read(config):
     first = publish_night(config, NEXT)
 
     with pytest.raises(ConfigError, match=f"older than {first}, which is live.*roll-back"):
-        pipeline.begin(config, data_until=UNTIL, run_after=None)
+        begin.run(config, data_until=UNTIL, run_after=None)
 
     assert config.store().names("generations") == [first]
-    assert pipeline.begin(config, data_until=NEXT, run_after=None)["already_live"]
+    assert begin.run(config, data_until=NEXT, run_after=None)["already_live"]
 
 
 def test_a_scheduled_night_leaves_out_what_came_after_it_was_due(config):
     """A run that waited for a pool, or was cleared, is as old as it says, and has choices to be judged by."""
-    asked = Build.of(config, pipeline.begin(config, data_until=UNTIL, run_after=None))
+    asked = Build.of(config, begin.run(config, data_until=UNTIL, run_after=None))
     due = replace(config, namespace=f"{config.namespace}-due")
-    scheduled = Build.of(due, pipeline.begin(due, data_until=None, run_after=UNTIL))
+    scheduled = Build.of(due, begin.run(due, data_until=None, run_after=UNTIL))
     named = replace(config, namespace=f"{config.namespace}-named")
-    whole = Build.of(named, pipeline.begin(named, data_until=None, run_after=None, named=UNTIL))
+    whole = Build.of(named, begin.run(named, data_until=None, run_after=None, named=UNTIL))
 
     assert scheduled.need("begin")["interactions"] == asked.need("begin")["interactions"]
     assert scheduled.need("begin")["interactions"] < whole.need("begin")["interactions"]
@@ -323,7 +332,7 @@ def test_steps_that_need_room_sweep_what_earlier_nights_left(config):
     broken = "20260130T120000Z-aaaaaaaaaaaa"
     with connect(config.redis_url, 5.0) as client:
         Control(client, config.keyspace()).set_row(broken, Row(State.LOADED, client.time()[0]))
-    pipeline.load(config, build)
+    load.run(config, build)
     assert state(config, broken) is State.RETIRED
 
 
@@ -347,15 +356,16 @@ def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis(conf
     hosts = (replace(config, base=str(tmp_path / f"{number}")) for number in itertools.count())
 
     trained = train_reference(next(hosts), data_until=UNTIL)
-    build = pipeline.begin(next(hosts), data_until=UNTIL, run_after=None)
-    pipeline.embed_items(next(hosts), build)
-    scored = [pipeline.score_shard(next(hosts), build, shard) for shard in build["shards"]]
-    pipeline.assemble(next(hosts), build, scored)
-    pipeline.build_index(next(hosts), build)
-    pipeline.quantize(next(hosts), build)
-    pipeline.load(next(hosts), build)
-    verified = pipeline.verify(next(hosts), build)
-    pipeline.publish(next(hosts), verified, attempt="test")
+    build = begin.run(next(hosts), data_until=UNTIL, run_after=None)
+    embed_items.run(next(hosts), build)
+    for shard in build["shards"]:
+        score.run_shard(next(hosts), build, shard)
+    assemble.run(next(hosts), build)
+    index_step.run(next(hosts), build)
+    quantize.run(next(hosts), build)
+    load.run(next(hosts), build)
+    verified = verify.run(next(hosts), build)
+    publish.run(next(hosts), verified, attempt="test")
 
     assert live(config) == build["generation"]
     manifest, root = open_generation(next(hosts).store(), build["generation"])
@@ -381,7 +391,7 @@ def test_p6_publish_reads_records_back_before_the_pointer_moves(config, monkeypa
 
     monkeypatch.setattr("precompute.releases.release.load_missing", cut_off)
     with pytest.raises(CorruptArtefact, match="read back"):
-        pipeline.publish(config, build, attempt="test")
+        publish.run(config, build, attempt="test")
     assert live(config) == first
 
 
@@ -391,7 +401,7 @@ def test_pages_lost_since_they_were_verified_are_streamed_again_before_the_point
     with connect(config.redis_url, 5.0) as client:
         lost = pages_of(client, config, build["generation"], "user_topk")
         client.delete(*lost)
-        pipeline.publish(config, build, attempt="test")
+        publish.run(config, build, attempt="test")
         assert pages_of(client, config, build["generation"], "user_topk") == lost
     assert live(config) == build["generation"]
 
@@ -410,7 +420,7 @@ def test_a_bundle_replaced_while_the_night_begins_leaves_the_night_whole(config,
         retrain(config, 8)
 
     monkeypatch.setattr(shutil, "copytree", replaced_after)
-    build = pipeline.begin(config, data_until=UNTIL, run_after=None)
+    build = begin.run(config, data_until=UNTIL, run_after=None)
     monkeypatch.setattr(shutil, "copytree", copy)
 
     root = config.store().local(f"generations/{build['generation']}")
@@ -419,7 +429,7 @@ def test_a_bundle_replaced_while_the_night_begins_leaves_the_night_whole(config,
     for model in pinned.models:
         assert sha256_of(root / f"models/{model.name}.fp32.onnx") == model.sha256
     assert not list(config.store().local("").glob(".bundle*"))
-    pipeline.embed_items(config, build)
+    embed_items.run(config, build)
 
 
 def test_a_bundle_torn_while_it_is_copied_is_copied_again(config, monkeypatch):
@@ -432,7 +442,7 @@ def test_a_bundle_torn_while_it_is_copied_is_copied_again(config, monkeypatch):
             (target / "user_tower.onnx").write_bytes(b"half")
 
     monkeypatch.setattr(shutil, "copytree", torn_once)
-    pipeline.begin(config, data_until=UNTIL, run_after=None)
+    begin.run(config, data_until=UNTIL, run_after=None)
     assert len(copies) == 2
 
 
@@ -449,18 +459,18 @@ def test_a_model_that_does_not_open_ends_the_night_while_it_still_reads(config, 
 
     monkeypatch.setattr(begin, "partition", endless)
     with pytest.raises(BundleError, match=r"user_tower\.onnx is not a model"):
-        pipeline.begin(config, data_until=UNTIL, run_after=None)
+        begin.run(config, data_until=UNTIL, run_after=None)
 
 
 @pytest.mark.parametrize("file", ["models/user_tower.fp32.onnx", "bundle/bundle.json"])
 def test_a_model_that_changed_since_the_night_began_is_refused(config, file):
-    build = pipeline.begin(config, data_until=UNTIL, run_after=None)
-    pipeline.embed_items(config, build)
+    build = begin.run(config, data_until=UNTIL, run_after=None)
+    embed_items.run(config, build)
     path = config.store().local(f"generations/{build['generation']}/{file}")
     path.write_bytes(path.read_bytes() + b" ")
 
     with pytest.raises(BundleError, match=r"SHA-256|begin. pinned"):
-        pipeline.score_shard(config, build, 0)
+        score.run_shard(config, build, 0)
 
 
 def test_training_that_fails_at_the_swap_leaves_the_old_bundle(config, monkeypatch):
@@ -491,9 +501,9 @@ def test_a_source_rewritten_while_the_night_reads_it_is_refused(config, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(begin, "pin", rewritten_after)
         with pytest.raises(StoreError, match="changed while"):
-            pipeline.begin(config, data_until=UNTIL, run_after=None)
+            begin.run(config, data_until=UNTIL, run_after=None)
 
-    assert pipeline.begin(config, data_until=UNTIL, run_after=None)
+    assert begin.run(config, data_until=UNTIL, run_after=None)
 
 
 @pytest.mark.parametrize("content", [b"PAR1 half of what is being written", None])
@@ -511,10 +521,10 @@ def test_a_source_that_is_being_replaced_while_it_is_read_is_read_again(
     with monkeypatch.context() as patched:
         patched.setattr(begin, "pin", torn_after)
         with pytest.raises(StoreError, match="changed while"):
-            pipeline.begin(config, data_until=UNTIL, run_after=None)
+            begin.run(config, data_until=UNTIL, run_after=None)
 
     path.write_bytes(whole)
-    assert pipeline.begin(config, data_until=UNTIL, run_after=None)
+    assert begin.run(config, data_until=UNTIL, run_after=None)
 
 
 def test_a_bundle_that_is_replaced_all_the_time_is_worth_another_try(config, monkeypatch):
@@ -529,7 +539,7 @@ def test_a_bundle_that_is_replaced_all_the_time_is_worth_another_try(config, mon
     monkeypatch.setattr(shutil, "copytree", torn)
     monkeypatch.setattr("precompute.bundles.bundle_store.time.sleep", pauses.append)
     with pytest.raises(StoreError, match="cannot copy the bundle"):
-        pipeline.begin(config, data_until=UNTIL, run_after=None)
+        begin.run(config, data_until=UNTIL, run_after=None)
     assert pauses == [bundle_store.COPY_PAUSE_S] * (bundle_store.COPIES - 1)
 
 
@@ -538,7 +548,7 @@ def test_a_bundle_that_is_torn_and_stays_so_is_refused(config, monkeypatch):
     monkeypatch.setattr("precompute.bundles.bundle_store.time.sleep", lambda _seconds: None)
 
     with pytest.raises(BundleError, match="SHA-256"):
-        pipeline.begin(config, data_until=UNTIL, run_after=None)
+        begin.run(config, data_until=UNTIL, run_after=None)
 
 
 def test_a_damaged_copy_on_this_host_is_downloaded_once_more(config, tmp_path):
@@ -559,7 +569,7 @@ def test_a_damaged_copy_on_this_host_is_downloaded_once_more(config, tmp_path):
 
 def test_a_store_that_does_not_answer_is_not_an_unfinished_step(config, monkeypatch):
     config = replace(config, artifacts=f"memory://silent-{uuid.uuid4().hex}")
-    build = pipeline.begin(config, data_until=UNTIL, run_after=None)
+    build = begin.run(config, data_until=UNTIL, run_after=None)
 
     def silent(*_arguments, **_options):
         raise OSError("503 slow down")
@@ -579,9 +589,9 @@ def test_pages_lost_after_they_were_marked_loaded_are_loaded_again(config):
         client.delete(keys.page(build["generation"], "user_topk", 0))
         client.setrange(keys.page(build["generation"], "item_vector", 0), 40, b"\x00\x01")
 
-    assert pipeline.verify(config, build)["verified"]
+    assert verify.run(config, build)["verified"]
 
-    assert pipeline.verify(config, build)["verified"]
+    assert verify.run(config, build)["verified"]
     gates = read_manifest(config.store(), build["generation"]).gates
     pages = next(each for each in gates if each["rule"] == "pages_in_redis")
     assert "loaded once more" not in pages["note"]  # the first had mended them
@@ -719,7 +729,8 @@ def test_a_shell_without_redis_restores_what_was_published_and_leaves_no_process
 
 def test_a_score_that_vanishes_refuses_the_night_with_its_remedy():
     from cache.errors import UnfitValue
-    from cache.format.records import Layout, encode_topk
+    from cache.format.records.codec import encode_topk
+    from cache.format.records.layout import Layout
 
     with pytest.raises(UnfitValue, match="store it as f4"):
         encode_topk(

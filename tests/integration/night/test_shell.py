@@ -16,7 +16,7 @@ import pytest
 
 from cache.process.redis_server import running_server
 from precompute import __main__ as shell
-from precompute.steps import pipeline
+from precompute.steps import embed_items
 from tests.integration.nights import prepare
 from tests.polling import until
 
@@ -219,7 +219,7 @@ def test_an_unknown_exception_is_one_line_unless_debug_is_asked(
     def breaks(*_arguments, **_settings):
         raise ZeroDivisionError("[bold] division")
 
-    monkeypatch.setattr(pipeline, "embed_items", breaks)
+    monkeypatch.setattr(embed_items, "run", breaks)
     arguments = ["--config", str(folder / "larder.toml"), "score", "x"]
 
     assert shell.main(arguments) == 1

@@ -10,10 +10,10 @@ import orjson
 import pytest
 
 from cache.errors import ConfigError, Conflict, CorruptArtefact
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from cache.store.releases import all_releases
 from precompute.canary import trial
-from precompute.cli import commands
+from precompute.cli import step_commands
 from precompute.cli.parser import parser_of_commands
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
@@ -21,7 +21,7 @@ from precompute.control.control_keys import Control, connect
 from precompute.control.states import State, demand
 from precompute.erasing import erasing
 from precompute.releases.registry import open_releases
-from precompute.steps import pipeline
+from precompute.steps import verify, warm
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish
 
 BLANK = ("", "  ", None)
@@ -116,9 +116,9 @@ def test_what_is_not_pinned_is_not_unpinned(nights_of: tuple[NightConfig, str, s
 
 def test_verify_says_what_it_did_not_run(nights_of: tuple[NightConfig, str, str]) -> None:
     config, old, live = nights_of
-    found = pipeline.verify(config, {"generation": live})
+    found = verify.run(config, {"generation": live})
     assert found["verified"] and found["gates"] == 0 and "every page was read" in found["not_run"]
-    found = pipeline.verify(config, {"generation": old})
+    found = verify.run(config, {"generation": old})
     assert not found["verified"] and found["gates"] == 0 and "superseded" in found["not_run"]
 
     page = config.keyspace().page(live, "user_topk", 0)
@@ -127,7 +127,7 @@ def test_verify_says_what_it_did_not_run(nights_of: tuple[NightConfig, str, str]
         client.setrange(page, 7, b"zzzz")
         try:
             with pytest.raises(CorruptArtefact, match="restore"):
-                pipeline.verify(config, {"generation": live})
+                verify.run(config, {"generation": live})
         finally:
             client.set(page, sound)
 
@@ -164,17 +164,17 @@ def test_warm_fails_for_what_is_not_live_and_while_replicas_wait(
     with pytest.raises(Conflict, match=r"1 of 1 replicas.*: slow;"):
         run(config, "warm", live)
     # In a night a replica that is slow turns nothing red.
-    assert pipeline.warm(config, {"generation": live})["waiting"] == ["slow"]
+    assert warm.run(config, {"generation": live})["waiting"] == ["slow"]
     with open_releases(config) as releases:
         releases.control.client.delete(config.keyspace().replicas)
 
 
 def test_the_commands_are_those_of_the_parser() -> None:
-    assert parser_of_commands().parse_args(["warm", "x"]).run is commands.warm
+    assert parser_of_commands().parse_args(["warm", "x"]).run is step_commands.warm
 
 
 def test_a_roll_back_that_cannot_mend_says_that_readers_have_moved(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     config = prepare(tmp_path / "n", own_redis.url, users=150, items=60)
     first = build_verified(config, UNTIL)

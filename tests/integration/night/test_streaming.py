@@ -13,7 +13,7 @@ from cache.store.artefacts import generation_path
 from precompute.config.settings import NightConfig
 from precompute.scoring import users
 from precompute.scoring.shard import Scorers
-from precompute.steps import pipeline
+from precompute.steps import begin, embed_items, score
 from tests.integration.nights import UNTIL, prepare
 
 SHARDS = 2
@@ -26,8 +26,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightC
 
 
 def begun(config: NightConfig) -> dict[str, Any]:
-    build = pipeline.begin(config, data_until=UNTIL, run_after=None)
-    pipeline.embed_items(config, build)
+    build = begin.run(config, data_until=UNTIL, run_after=None)
+    embed_items.run(config, build)
     return build
 
 
@@ -54,7 +54,7 @@ def whole(prepared: NightConfig, tmp_path: Path) -> dict[str, bytes]:
     config = elsewhere(prepared, tmp_path / "whole")
     build = begun(config)
     for shard in range(SHARDS):
-        pipeline.score_shard(config, build, shard)
+        score.run_shard(config, build, shard)
     return files_of(config, build)
 
 
@@ -74,7 +74,7 @@ def test_chunks_and_slices_do_not_show_in_the_files(
     told: list[tuple[str, int, int]] = []
     scorers = Scorers()
     scored = [
-        pipeline.score_shard(
+        score.run_shard(
             config, build, shard, scorers=scorers, progress=lambda *each: told.append(each)
         )
         for shard in range(SHARDS)
@@ -117,13 +117,13 @@ def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
         broken.setattr("precompute.scoring.users.CHUNK_USERS", 9)
         broken.setattr(users.ShardWork, stage, reading_fails if stage == "read" else second_fails)
         with pytest.raises(ConnectionError, match=f"{stage} failed"):
-            pipeline.score_shard(config, build, 0)
+            score.run_shard(config, build, 0)
     assert threading.active_count() == threads
     assert not files_of(config, build)
     assert not list(Path(config.artifacts).rglob(".*.part"))
 
     for shard in range(SHARDS):
-        pipeline.score_shard(config, build, shard)
+        score.run_shard(config, build, shard)
     assert files_of(config, build) == whole
 
 
@@ -141,7 +141,7 @@ def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
         told.append((what, done, total))
         telling.release()
 
-    scored = pipeline.score_shards(config, build, build["shards"], progress=progress)
+    scored = score.run(config, build, build["shards"], progress=progress)
     assert files_of(config, build) == whole
     assert [each["shard"] for each in scored] == build["shards"]
     whats = [what for what, _, _ in told if what.startswith("score")]
@@ -149,7 +149,7 @@ def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
     assert whats.index(second) < len(whats) - whats[::-1].index(
         first
     )  # neither waited for the other
-    again = pipeline.score_shards(config, build, build["shards"])
+    again = score.run(config, build, build["shards"])
     assert again == scored
 
 
@@ -163,7 +163,7 @@ def test_a_shard_that_fails_ends_those_beside_it_and_what_was_done_is_found_agai
 ) -> None:
     config = elsewhere(prepared, tmp_path)
     build = begun(config)
-    pipeline.score_shard(config, build, 0)
+    score.run_shard(config, build, 0)
     done, threads, told = files_of(config, build), threading.active_count(), 0
 
     def progress(what: str, _done: int, _total: int) -> None:
@@ -175,10 +175,10 @@ def test_a_shard_that_fails_ends_those_beside_it_and_what_was_done_is_found_agai
     with monkeypatch.context() as small:
         small.setattr("precompute.scoring.users.CHUNK_USERS", 9)
         with pytest.raises(error):
-            pipeline.score_shards(config, build, [0, 1, 1], progress=progress)
+            score.run(config, build, [0, 1, 1], progress=progress)
     assert threading.active_count() == threads and told == 3
     assert files_of(config, build) == done
     assert not list(Path(config.artifacts).rglob(".*.part"))
 
-    pipeline.score_shards(config, build, build["shards"])
+    score.run(config, build, build["shards"])
     assert files_of(config, build) == whole

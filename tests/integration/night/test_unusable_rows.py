@@ -12,17 +12,17 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import Refused, SourceError
-from cache.format.records import ABSENT
-from cache.model.tower import InputSpec, TowerSpec
-from cache.store.artefacts import open_generation
-from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from cache.format.records.layout import ABSENT
+from cache.model.tower_spec import InputSpec, TowerSpec
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import TableConfig
 from precompute.control.states import State
 from precompute.erasing.holders import holders
 from precompute.erasures.erasure import Erasure, request
 from precompute.releases.registry import open_releases
 from precompute.sources.unusable import ids_in
-from precompute.steps import pipeline
+from precompute.steps import begin, embed_items, score
 from tests.integration import nights
 from tests.integration.night.test_features import (
     DIMS,
@@ -30,6 +30,7 @@ from tests.integration.night.test_features import (
     from_looks,
     vectors_column,
 )
+from tests.opened import open_generation
 
 MOODS = ("glad", "sad")
 MOOD = InputSpec("mood", "feature", "float32", column="mood", width=len(MOODS))
@@ -81,10 +82,10 @@ def config(tmp_path, redis_url):
 
 
 def scored(config):
-    build = pipeline.begin(config, data_until=nights.UNTIL, run_after=None)
-    pipeline.embed_items(config, build)
+    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    embed_items.run(config, build)
     for shard in build["shards"]:
-        pipeline.score_shard(config, build, shard)
+        score.run_shard(config, build, shard)
     return build["generation"], config.store().local(f"generations/{build['generation']}")
 
 
@@ -245,7 +246,7 @@ def test_a_vector_that_is_not_finite_costs_its_users_their_lists(config, tmp_pat
 
 def test_more_than_the_share_is_refused_by_reason_and_may_be_overridden(config, tmp_path):
     mixed_in(tmp_path, "users.parquet", random.Random(0), [{"country": 1}] * 3)
-    build = pipeline.begin(config, data_until=nights.UNTIL, run_after=None)
+    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
     with pytest.raises(
         Refused, match=r"unusable_rows is 0\.0\d+, the threshold 0\.001 .*user: no id: 3"
     ) as caught:
@@ -275,7 +276,7 @@ def test_what_no_row_can_be_read_from_is_refused_in_begin(
     place = table.column_names.index(column)
     pq.write_table(table.set_column(place, column, values(len(table))), tmp_path / file)
     with pytest.raises(SourceError, match=said):
-        pipeline.begin(config, data_until=nights.UNTIL, run_after=None)
+        begin.run(config, data_until=nights.UNTIL, run_after=None)
 
 
 def test_whoever_a_report_names_is_held_until_that_generation_is_gone(config, tmp_path):

@@ -12,7 +12,7 @@ from cache.store.artefacts import read_manifest
 from precompute.builds.build import Build
 from precompute.control.control_keys import connect
 from precompute.releases.replication import run_ids
-from precompute.steps import pipeline
+from precompute.steps import verify
 from tests.integration.corpus import build
 from tests.integration.nights import NEXT, UNTIL, prepare, publish_night
 
@@ -27,7 +27,7 @@ def test_another_host_compares_with_the_live_generation_from_the_store(
     shutil.rmtree(tmp_path / "state")
 
     elsewhere = replace(config, state="another-host")
-    pipeline.verify(elsewhere, {"generation": generation})
+    verify.run(elsewhere, {"generation": generation})
 
     with connect(config.redis_url, 5.0) as client:
         now = run_ids(client)
@@ -48,4 +48,4 @@ def test_a_live_generation_whose_files_are_gone_is_missed_by_the_gates_that_need
     (config.store().local(f"generations/{live}") / "items/ids.bin").unlink()
 
     with pytest.raises(Refused, match="list_jaccard"):
-        pipeline.verify(config, {"generation": generation})
+        verify.run(config, {"generation": generation})

@@ -10,7 +10,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.control.hot_keys import COLD, Report
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.commands import Overlay, OverlayRead, OverlayWrite, PageRead
 from cache.l2.lease_commands import LeaseSwap, LeaseTake, Mark
@@ -18,9 +18,11 @@ from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.child_process import Guarded
 from cache.process.redis_server import SETTINGS, find_server
 from cache.store.releases import Pointer
-from precompute.control.control_keys import Control, Row
+from precompute.control.control_keys import Control
+from precompute.control.rows import Row
 from precompute.control.states import State
-from precompute.releases.staging import Stage
+from precompute.releases.staging import StagingNote
+from tests.l2_reads import answers_of
 from tests.polling import until
 
 CONF = Path(__file__).parents[3] / "infra/redis.conf"
@@ -96,13 +98,13 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     )
     overlay = OverlayRead("g1", "user_topk", "ab")
 
-    await remote.ping()
-    assert await remote.watch() == (b"{}", None)
-    assert await remote.time() > 0
-    assert await remote.read([PageRead("g1", "user_topk", 0, 2, 3)]) == [b"234"]
+    await remote.control.ask("PING")
+    assert await remote.control.watch() == (b"{}", None)
+    assert await remote.control.time() > 0
+    assert await answers_of(remote, [PageRead("g1", "user_topk", 0, 2, 3)]) == [b"234"]
     stored = await remote.write_overlays([OverlayWrite(*overlay, b"payload", 60.0)])
     assert stored == [None]
-    (found,) = await remote.read([overlay])
+    (found,) = await answers_of(remote, [overlay])
     assert isinstance(found, Overlay)
     assert found.payload == b"payload"
     mark = Mark(KEYS.lease(*overlay, bytes(16)), b"replica/1")
@@ -113,33 +115,33 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     assert await remote.write_overlays([marked, marked._replace(mark=None)]) == [None, None]
     assert await remote.lease(LeaseTake(*mark, 60_000)) == b"done:replica/1"
     assert await remote.lease(LeaseSwap(*mark, mark.token, 60_000)) is None
-    await remote.report_hot(Report(5, [(("user_topk", b"u1"), 2)], [("user_topk", b"u2")]))
-    assert await remote.hot(5) == [("user_topk", b"u1")]
+    await remote.control.report_hot(Report(5, [(("user_topk", b"u1"), 2)], [("user_topk", b"u2")]))
+    assert await remote.control.hot(5) == [("user_topk", b"u1")]
     cold = Report(5, [(("user_topk", b"u3"), 2)], [("user_topk", b"u4")], COLD)
-    await remote.report_hot(cold)
-    assert await remote.cold(5) == [("user_topk", b"u3")]
+    await remote.control.report_hot(cold)
+    assert await remote.control.hot(5, COLD) == [("user_topk", b"u3")]
     read = KEYS.read("g1", "user_topk")
-    await remote.ask("PFADD", read, b"12345678", b"87654321")
-    await remote.ask("EXPIRE", read, 60)
-    assert await remote.ask("PFCOUNT", read) == 2
-    await remote.ask("HSET", KEYS.quality, "replica-1", b"{}")
-    await remote.ask("EXPIRE", KEYS.quality, 60)
-    assert await remote.ask("HGETALL", KEYS.quality) == {b"replica-1": b"{}"}
-    assert await remote.ask("HDEL", KEYS.quality, "replica-1") == 1
-    assert await remote.eviction_policy() == "volatile-lru"
-    assert (await remote.infos())[0]["used_memory"] > 0
+    await remote.control.ask("PFADD", read, b"12345678", b"87654321")
+    await remote.control.ask("EXPIRE", read, 60)
+    assert await remote.control.ask("PFCOUNT", read) == 2
+    await remote.control.ask("HSET", KEYS.quality, "replica-1", b"{}")
+    await remote.control.ask("EXPIRE", KEYS.quality, 60)
+    assert await remote.control.ask("HGETALL", KEYS.quality) == {b"replica-1": b"{}"}
+    assert await remote.control.ask("HDEL", KEYS.quality, "replica-1") == 1
+    assert await remote.control.eviction_policy() == "volatile-lru"
+    assert (await remote.control.infos())[0]["used_memory"] > 0
     loader.hset(KEYS.generations, "g1", "{}")
     told = [("HSET", key, "w", "{}") for key in (KEYS.workers, KEYS.bin(10))]
-    assert await remote.ask_all([*told, ("EXPIRE", KEYS.bin(10), 60)]) == [1, 1, 1]
+    assert await remote.control.ask_all([*told, ("EXPIRE", KEYS.bin(10), 60)]) == [1, 1, 1]
     looked = [("HGETALL", key) for key in (KEYS.workers, KEYS.bin(10), KEYS.generations)]
-    assert await remote.ask_all(looked) == [{b"w": b"{}"}, {b"w": b"{}"}, {b"g1": b"{}"}]
-    assert await remote.ask_all([("HDEL", KEYS.workers, "w")]) == [1]
-    assert [each["maxmemory_policy"] for each in await remote.infos()] == ["volatile-lru"]
+    assert await remote.control.ask_all(looked) == [{b"w": b"{}"}, {b"w": b"{}"}, {b"g1": b"{}"}]
+    assert await remote.control.ask_all([("HDEL", KEYS.workers, "w")]) == [1]
+    assert [each["maxmemory_policy"] for each in await remote.control.infos()] == ["volatile-lru"]
     loader.hdel(KEYS.generations, "g1")
-    await remote.heartbeat("replica-1", b"{}", 1.0)
-    await remote.heartbeat("replica-1", b'{"holds":[]}', 2.0)
+    await remote.control.heartbeat(b"{}", 1.0)
+    await remote.control.heartbeat(b'{"holds":[]}', 2.0, b"{}")
     assert loader.zrangebyscore(KEYS.replicas, "-inf", "+inf") == [b'{"holds":[]}']
-    await remote.sign_off("replica-1")
+    await remote.control.sign_off(b'{"holds":[]}')
     assert loader.zrangebyscore(KEYS.replicas, "-inf", "+inf") == []
     await remote.aclose()
 
@@ -251,7 +253,7 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
     assert control.pointer() == POINTER
     assert control.rows()[POINTER.generation].state == State.LIVE
     assert control.replicas() == []
-    stage = Stage(control)
+    stage = StagingNote(control)
     assert stage.set("g2", "test") is None and stage.get() is not None
     stage.clear("test")
     assert loader.get(KEYS.next) is None

@@ -12,9 +12,9 @@ from cache.errors import ConfigError, Conflict, CorruptArtefact, LarderError
 from cache.store.releases import Pointer, all_releases
 from precompute.config.settings import NightConfig
 from precompute.control.states import State
+from precompute.operations.adopt import adopt
 from precompute.releases.registry import open_releases
-from precompute.steps import pipeline
-from precompute.steps.adopt import adopt
+from precompute.steps import begin
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish, publish_night
 
 FUTURE = 9_999_999_999_999
@@ -56,7 +56,7 @@ def test_what_the_store_says_is_live_is_live_again_above_the_stray_epoch(
     }[stray]
     client.set(key, raw)
     with pytest.raises(LarderError, match="--adopt") as caught:
-        pipeline.begin(config, data_until="2026-02-01T00:00:00Z", run_after=None)
+        begin.run(config, data_until="2026-02-01T00:00:00Z", run_after=None)
     assert key in caught.value.message
     if stray == "newer":
         assert isinstance(caught.value, Conflict) and config.store().url in caught.value.message
@@ -71,7 +71,7 @@ def test_what_the_store_says_is_live_is_live_again_above_the_stray_epoch(
         assert pointer.epoch > FUTURE
         kept = [each for each in all_releases(config.store()) if "put back" in each.reason]
         assert kept and kept[0].expected == FUTURE
-    pipeline.begin(config, data_until="2026-02-01T00:00:00Z", run_after=None)
+    begin.run(config, data_until="2026-02-01T00:00:00Z", run_after=None)
     with pytest.raises(Conflict, match="without --adopt"):
         adopt(config, reason="again", attempt="b")
 

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from cache.errors import CorruptArtefact, Refused, TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Release, all_releases, intent_path
 from precompute.control.control_keys import REPLICA_DEAD_S, Control, connect

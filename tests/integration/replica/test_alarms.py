@@ -15,12 +15,13 @@ import httpx
 import pytest
 
 from cache.errors import Refused
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from infra.demo.checks import Judge
-from infra.demo.service import Service
+from infra.local.service import ServiceProcess
 from precompute.cli.override import override
 from precompute.config.settings import NightConfig
-from precompute.steps import pipeline
+from precompute.steps import publish as publish_step
+from precompute.steps import verify
 from tests.integration.bad_inputs import on_another_scale
 from tests.integration.clocked_service import AHEAD_FILE
 from tests.integration.corpus import build, cut_at
@@ -69,7 +70,7 @@ def watched(
     """A service under load, scraped."""
     environ = environment(night, LARDER_FIGURES_S="0.3", **more)
     with (
-        Service(folder / "log", environ, module=module) as service,
+        ServiceProcess(folder / "log", environ, module=module) as service,
         prometheus(folder / "prometheus", [service.url], faster=FASTER) as server,
         traffic(service.url, night, Judge(), rate=RATE),
     ):
@@ -84,7 +85,7 @@ def stays(server: Prometheus, expected: set[str]) -> bool:
 
 
 def test_killing_redis_raises_what_follows_from_it_and_nothing_else(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     night = build_night(tmp_path / "night", own_redis.url, users=200, items=60)
     # Nothing stays in memory, so that everybody feels it.
@@ -137,15 +138,15 @@ def test_a_drifted_generation_raises_its_gate_alone_until_something_is_published
 
         generation = build(scaled, cut_at(config, 0.9))
         with pytest.raises(Refused, match="score_psi"):
-            pipeline.verify(scaled, {"generation": generation})
+            verify.run(scaled, {"generation": generation})
         assert stays(server, {"LarderGateRefused"}), server.firing()
         (refused,) = server.ask('ALERTS{alertname="LarderGateRefused",alertstate="firing"}')
         assert refused["metric"]["rule"] == "score_psi"
         assert server.fired() - PACE == {"LarderGateRefused"}
 
         override(scaled, generation, rule="score_psi", reason="agreed", attempt="a")
-        pipeline.verify(scaled, {"generation": generation})
-        pipeline.publish(scaled, {"generation": generation}, attempt="b")
+        verify.run(scaled, {"generation": generation})
+        publish_step.run(scaled, {"generation": generation}, attempt="b")
         assert until(lambda: "LarderGateRefused" not in server.firing(), PATIENCE_S, every_s=LOOK_S)
 
 

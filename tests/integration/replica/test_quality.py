@@ -11,16 +11,17 @@ import pytest
 import redis
 
 from cache.errors import TierUnavailable
+from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
-from cache.format.keys import Keyspace, hash_id
+from cache.format.redis_keys import Keyspace
 from cache.model.input_sample import FACT, Probe
-from cache.store.artefacts import open_generation
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
-from serving.quality.monitor import Quality
+from serving.quality.monitor import QualityMonitor
 from tests.integration.nights import build_night, histories
 from tests.integration.rearranged import rearrange
 from tests.integration.serving_app import Running, eventually, serving
+from tests.opened import open_generation
 
 ALL: dict[str, Any] = {"quality_per_mille": 1_000.0, "quality_cpu_share": 1.0, "quality_s": 0.1}
 WITHIN = 25
@@ -44,7 +45,7 @@ def live_generation(night: NightConfig) -> str:
     return pointer.generation
 
 
-def quality(app: Running) -> Quality:
+def quality(app: Running) -> QualityMonitor:
     return app.service.quality
 
 
@@ -183,7 +184,7 @@ async def test_without_redis_each_replica_tells_its_own(sound: NightConfig) -> N
         async def away(*_command: object) -> None:
             raise TierUnavailable("gone", reason="connection")
 
-        told_._redis.ask = away  # type: ignore[method-assign]
+        told_._control.ask = away  # type: ignore[method-assign]
         await told_.report()
 
         found = told(app)

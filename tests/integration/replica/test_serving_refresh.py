@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import redis
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import change_blocklist
 from precompute.config.settings import NightConfig
-from precompute.steps import pipeline
+from precompute.operations.restore import restore
+from precompute.steps import verify
 from tests.integration.nights import (
     NEXT,
     build_night,
@@ -27,7 +28,7 @@ from tests.integration.serving_app import Running, eventually, serving
 
 
 @pytest.fixture
-def night(tmp_path: Path, own_redis: Server) -> NightConfig:
+def night(tmp_path: Path, own_redis: RedisServer) -> NightConfig:
     return build_night(tmp_path / "night", own_redis.url)
 
 
@@ -83,7 +84,7 @@ async def test_publishes_and_rollbacks_under_traffic_mix_nothing_and_lose_nothin
         assert {each["generation"] for each in late["answers"]} == {first}
         asked += len(users) + 1
         assert (await app.get("/v1/generations"))["previous"] is None
-        await asyncio.to_thread(pipeline.verify, night, {"generation": second})
+        await asyncio.to_thread(verify.run, night, {"generation": second})
     stop.set()
     await asyncio.gather(*running)
 
@@ -181,7 +182,7 @@ async def test_a_redis_that_loses_everything_is_survived_and_restored(
     assert {each["stale"] for each in lost} == {"pointer_vanished"}
     epoch = (await app.get("/readyz"))["epoch"]
 
-    await asyncio.to_thread(pipeline.restore, night)
+    await asyncio.to_thread(restore, night)
 
     async def followed() -> bool:
         body = await app.get("/readyz")
@@ -228,7 +229,7 @@ async def test_without_redis_a_replica_starts_from_the_newest_release(
 
 
 async def test_before_anything_is_published_the_service_says_so(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     from tests.integration.nights import prepare
 

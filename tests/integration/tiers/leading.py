@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from redis.asyncio import Redis
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import Tiered
@@ -51,14 +51,14 @@ async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
     control = Redis.from_url(url, protocol=2, socket_timeout=None)
     remote = RemoteTier(RemoteConfig(url, deadline_s=5.0), Keyspace(namespace))
     tiers = Tiered(LocalTier(1 << 20), NegativeCache(1_000, 5.0), remote)
-    lead = Lead(remote, tiers, remote.keyspace, wait_s=float(wait_ms) / 1000, name=name)
+    lead = Lead(remote, tiers, remote.control.keyspace, wait_s=float(wait_ms) / 1000, name=name)
     inferences = Inferences(
         Gated(control, namespace, name), tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, lead=lead
     )
     world = World()
     ladder = Ladder(tiers, inferences, world.metrics, l2_deadline_s=5.0)
     holding = Holding(world.snapshot())
-    await remote.ping()
+    await remote.control.ask("PING")
     answers: list[asyncio.Task[list[Any]]] = []
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
+from cache.config.sections import GovernorConfig
 from cache.store.artefacts import read_manifest
 from precompute.bulk.load import page_keys
 from precompute.bulk.reload import damaged
-from precompute.config.sections import GovernorConfig
 from precompute.config.settings import NightConfig
+from precompute.operations.restore import restore
 from precompute.releases.registry import open_releases
-from precompute.steps import pipeline
+from precompute.steps import load, retire
 from tests.clusters import TestCluster, cluster
 from tests.integration.nights import (
     NEXT,
@@ -145,7 +146,7 @@ async def test_a_killed_master_costs_only_its_own_keys(
         return bool(servers.well())
 
     assert await eventually(back, 30.0)
-    restored = pipeline.restore(replace(night, governor=GovernorConfig(readers="always")))
+    restored = restore(replace(night, governor=GovernorConfig(readers="always")))
 
     async def healed() -> bool:
         return await all_from_l2(app, users)
@@ -233,10 +234,10 @@ async def test_the_users_of_redis_conf_suffice(night: NightConfig, servers: Test
     reading = replace(night, redis_url=servers.url.replace("//", "//larder-reader:secret@"))
     users = users_of(night)
 
-    assert pipeline.restore(loading)["generation"] == live(night)
-    pipeline.load(loading, {"generation": live(night)})
+    assert restore(loading)["generation"] == live(night)
+    load.run(loading, {"generation": live(night)})
     publish_night(loading, "2026-02-01T00:00:00Z")
-    pipeline.retire(loading)
+    retire.run(loading)
     async with serving(reading, l1_bytes=1, figures_s=0.1, quality_s=0.1) as app:
 
         async def whole() -> bool:

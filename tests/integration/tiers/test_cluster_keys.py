@@ -10,7 +10,7 @@ from redis.crc import key_slot
 from redis.exceptions import AskError
 
 from cache.errors import ConfigError, TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.cluster.tier import ClusterTier
 from cache.l2.commands import Overlay, OverlayRead, OverlayWrite, PageRead
@@ -20,12 +20,14 @@ from cache.l2.tier import RemoteConfig
 from cache.store.artefacts import ArtefactStore
 from precompute.bulk.load import page_keys, unlink_pages
 from precompute.bulk.reload import reload
-from precompute.control.control_keys import Row, connect
+from precompute.control.control_keys import connect
+from precompute.control.rows import Row
 from precompute.control.states import State
 from tests.certificates import self_signed
 from tests.clusters import TestCluster, cluster
 from tests.integration.release_world import LAYOUT, A, World
 from tests.integration.tiers.clustered import other_than
+from tests.l2_reads import answers_of
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ async def test_tls_is_a_matter_of_the_url(tmp_path: Path, keyspace: Keyspace) ->
         size = 10 * LAYOUT.size_bytes
         reads = [PageRead(A, "score", page, 0, size) for page in range(len(names))]
 
-        assert await tier.read(reads) == pages and None not in pages
+        assert await answers_of(tier, reads) == pages and None not in pages
         assert len(tier.nodes.tiers) == 3
         await tier.aclose()
 
@@ -106,13 +108,15 @@ def opened(url: str, keys: list[str]) -> None:
 async def test_overlays_and_leases_on_their_own_nodes(tier: ClusterTier) -> None:
     writes = []
     for number in range(30):
-        mark = Mark(tier.keyspace.lease("g1", "user_topk", f"{number:016x}", b"input"), b"me/1")
+        mark = Mark(
+            tier.control.keyspace.lease("g1", "user_topk", f"{number:016x}", b"input"), b"me/1"
+        )
         assert await tier.lease(LeaseTake(mark.key, mark.token, 60_000)) is None
         writes.append(OverlayWrite("g1", "user_topk", f"{number:016x}", b"payload", 60.0, mark))
 
     assert await tier.write_overlays(writes) == [None] * 30
 
-    found = await tier.read([OverlayRead(*each[:3]) for each in writes])
+    found = await answers_of(tier, [OverlayRead(*each[:3]) for each in writes])
     assert [each.payload for each in found if isinstance(each, Overlay)] == [b"payload"] * 30
     for each in writes:
         assert each.mark is not None
@@ -124,7 +128,7 @@ async def test_an_overlay_on_its_way_is_read_where_it_is(
     tier: ClusterTier, servers: TestCluster
 ) -> None:
     write = OverlayWrite("g1", "user_topk", "ab", b"payload", 60.0)
-    key = tier.keyspace.overlay("g1", "user_topk", "ab")
+    key = tier.control.keyspace.overlay("g1", "user_topk", "ab")
     slot = key_slot(key.encode())
     to = other_than(servers, servers.of_slot(slot))
     owner = servers.open_slot(slot, to)
@@ -133,12 +137,12 @@ async def test_an_overlay_on_its_way_is_read_where_it_is(
 
     with pytest.raises(AskError):
         owner.client.exists(key)
-    (found,) = await tier.read([OverlayRead("g1", "user_topk", "ab")])
+    (found,) = await answers_of(tier, [OverlayRead("g1", "user_topk", "ab")])
     assert isinstance(found, Overlay) and found.payload == b"payload" and found.ttl_s > 30
     servers.close_slot(slot, to)
-    (found,) = await tier.read([OverlayRead("g1", "user_topk", "ab")])
+    (found,) = await answers_of(tier, [OverlayRead("g1", "user_topk", "ab")])
     assert isinstance(found, Overlay) and tier.nodes.refreshes >= 1
-    assert await tier.read([PageRead("g1", "user_topk", 0, 0, 8)]) == [None]
+    assert await answers_of(tier, [PageRead("g1", "user_topk", 0, 0, 8)]) == [None]
 
 
 def patient(servers: TestCluster) -> RemoteConfig:

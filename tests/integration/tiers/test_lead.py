@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 from redis.asyncio import Redis
 
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from tests.integration.serving_app import eventually
 from tests.integration.tiers.leading import Process
 

@@ -1,6 +1,7 @@
 """L2 on a real server: what is true of replies, deadlines and connections when things go wrong."""
 
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -15,14 +16,15 @@ import redis
 import uvloop
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead
 from cache.l2.tier import RemoteConfig, RemoteTier
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from precompute.control.control_keys import Control, connect
 from tests.certificates import self_signed
 from tests.conftest import redis_binary
+from tests.l2_reads import answers_of
 
 SIZE = 64
 RECORDS = 32
@@ -82,13 +84,13 @@ async def test_a_page_is_read_beside_the_wires(remote: RemoteTier) -> None:
     assert await remote.page(whole) == page_bytes(1)
     assert await remote.page(whole._replace(page=99)) is None
     assert await remote.page(whole._replace(length=whole.length + 1)) is None
-    assert remote.batches == remote.commands == 0 and not remote.lane._wires
+    assert remote.stats.batches == remote.stats.commands == 0 and not remote.pool._connections
 
 
 async def test_a_record_is_exactly_its_bytes_of_the_page(remote: RemoteTier) -> None:
     reads = [read_of(page, slot) for page in range(4) for slot in range(RECORDS)]
 
-    answers = await remote.read(reads)
+    answers = await answers_of(remote, reads)
 
     assert answers == [record_of(page, slot) for page in range(4) for slot in range(RECORDS)]
 
@@ -97,9 +99,9 @@ async def test_an_absent_page_and_a_short_one_hold_no_record(
     remote: RemoteTier, client: redis.Redis
 ) -> None:
     """Redis answers GETRANGE on a missing key with an empty string."""
-    client.set(remote.keyspace.page("g", "t", 8), page_bytes(8)[: SIZE + 5])
+    client.set(remote.control.keyspace.page("g", "t", 8), page_bytes(8)[: SIZE + 5])
 
-    answers = await remote.read([read_of(7, 0), read_of(8, 0), read_of(8, 1), read_of(0, 0)])
+    answers = await answers_of(remote, [read_of(7, 0), read_of(8, 0), read_of(8, 1), read_of(0, 0)])
 
     assert answers == [None, record_of(8, 0), None, record_of(0, 0)]
 
@@ -107,13 +109,13 @@ async def test_an_absent_page_and_a_short_one_hold_no_record(
 async def test_all_reads_of_one_turn_travel_in_one_pipeline_on_one_connection(
     remote: RemoteTier,
 ) -> None:
-    await remote.ping()
-    callers = [remote.read([read_of(0, slot), read_of(1, slot)]) for slot in range(RECORDS)]
+    await remote.control.ask("PING")
+    callers = [answers_of(remote, [read_of(0, slot), read_of(1, slot)]) for slot in range(RECORDS)]
 
     answers = await asyncio.gather(*callers)
 
     assert answers == [[record_of(0, slot), record_of(1, slot)] for slot in range(RECORDS)]
-    assert remote.batches == 1 and remote.commands == 2 * RECORDS
+    assert remote.stats.batches == 1 and remote.stats.commands == 2 * RECORDS
 
 
 async def test_a_turn_too_large_for_one_pipeline_is_split_between_callers(
@@ -122,12 +124,12 @@ async def test_a_turn_too_large_for_one_pipeline_is_split_between_callers(
     remote = RemoteTier(RemoteConfig(redis_url, deadline_s=2.0, batch_commands_max=10), loaded)
 
     answers = await asyncio.gather(
-        *(remote.read([read_of(0, slot)] * 4) for slot in range(RECORDS))
+        *(answers_of(remote, [read_of(0, slot)] * 4) for slot in range(RECORDS))
     )
     await remote.aclose()
 
     assert answers == [[record_of(0, slot)] * 4 for slot in range(RECORDS)]
-    assert remote.batches == RECORDS // 2
+    assert remote.stats.batches == RECORDS // 2
 
 
 async def test_an_overlay_is_written_with_its_expiry_and_read_with_what_is_left(
@@ -138,8 +140,10 @@ async def test_an_overlay_is_written_with_its_expiry_and_read_with_what_is_left(
     write = OverlayWrite("g", "t", "00ff", payload, 30.0)
 
     assert await remote.write_overlays([write]) == [None]
-    client.pexpire(remote.keyspace.overlay("g", "t", "00ff"), 9_000)
-    found, none = await remote.read([OverlayRead("g", "t", "00ff"), OverlayRead("g", "t", "00fe")])
+    client.pexpire(remote.control.keyspace.overlay("g", "t", "00ff"), 9_000)
+    found, none = await answers_of(
+        remote, [OverlayRead("g", "t", "00ff"), OverlayRead("g", "t", "00fe")]
+    )
 
     assert isinstance(found, Overlay) and found.payload == payload
     assert 8.0 < found.ttl_s <= 9.0
@@ -153,7 +157,9 @@ async def test_every_overlay_written_expires_however_short_its_life(
 
     await remote.write_overlays(writes)
 
-    lives = [client.pttl(remote.keyspace.overlay("g", "t", each.hash_hex)) for each in writes]
+    lives = [
+        client.pttl(remote.control.keyspace.overlay("g", "t", each.hash_hex)) for each in writes
+    ]
     assert all(life != -1 for life in lives)
     assert 0 < lives[1] <= 60_000
 
@@ -162,9 +168,9 @@ async def test_an_overlay_without_expiry_has_no_life_left(
     remote: RemoteTier, client: redis.Redis
 ) -> None:
     """C1: somebody else's key is not promoted for ever."""
-    client.set(remote.keyspace.overlay("g", "t", "aa"), b"x")
+    client.set(remote.control.keyspace.overlay("g", "t", "aa"), b"x")
 
-    assert await remote.read([OverlayRead("g", "t", "aa")]) == [Overlay(b"x", 0.0)]
+    assert await answers_of(remote, [OverlayRead("g", "t", "aa")]) == [Overlay(b"x", 0.0)]
 
 
 async def test_pages_overlays_and_writes_of_one_turn_do_not_mix_up_replies(
@@ -174,7 +180,7 @@ async def test_pages_overlays_and_writes_of_one_turn_do_not_mix_up_replies(
     await remote.write_overlays(writes)
 
     async def one(number: int) -> tuple[list[Answer], list[TierUnavailable | None]]:
-        read = remote.read([OverlayRead("g", "t", f"{number:04x}"), read_of(1, number)])
+        read = answers_of(remote, [OverlayRead("g", "t", f"{number:04x}"), read_of(1, number)])
         write = remote.write_overlays([OverlayWrite("g", "other", f"{number}", b"y", 60)])
         return await asyncio.gather(read, write)
 
@@ -189,9 +195,9 @@ async def test_pages_overlays_and_writes_of_one_turn_do_not_mix_up_replies(
 async def test_a_key_of_the_wrong_type_is_an_error_of_that_read_alone(
     remote: RemoteTier, client: redis.Redis
 ) -> None:
-    client.hset(remote.keyspace.page("g", "t", 9), "a", "b")
+    client.hset(remote.control.keyspace.page("g", "t", 9), "a", "b")
 
-    good, bad = await remote.read([read_of(0, 0), read_of(9, 0)])
+    good, bad = await answers_of(remote, [read_of(0, 0), read_of(9, 0)])
 
     assert good == record_of(0, 0) and reason_of(bad) == "connection"
     assert remote.breaker.state == "closed"
@@ -205,7 +211,7 @@ async def test_cancelled_callers_never_leave_another_one_their_answer(remote: Re
     async def one(page: int, slot: int) -> None:
         for _ in range(rng.randrange(3)):
             await asyncio.sleep(0)
-        assert await remote.read([read_of(page, slot)]) == [record_of(page, slot)], seed
+        assert await answers_of(remote, [read_of(page, slot)]) == [record_of(page, slot)], seed
 
     for _ in range(30):
         callers = [
@@ -218,7 +224,9 @@ async def test_cancelled_callers_never_leave_another_one_their_answer(remote: Re
         outcomes = await asyncio.gather(*callers, return_exceptions=True)
         assert all(each is None or isinstance(each, asyncio.CancelledError) for each in outcomes)
 
-    assert remote.lane.opened <= remote.config.wires_max, "a caller that leaves costs no connection"
+    assert remote.pool.opened <= remote.config.connections_max, (
+        "a caller that leaves costs no connection"
+    )
 
 
 async def elapsed_after(seconds: float) -> float:
@@ -229,19 +237,19 @@ async def elapsed_after(seconds: float) -> float:
 
 
 async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_nobody(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     """C10, C16."""
     keyspace = Keyspace("paused")
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
         for page in range(4):
             client.set(keyspace.page("g", "t", page), page_bytes(page))
-    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.1, wires_max=1), keyspace)
-    assert await remote.read([read_of(0, 0)]) == [record_of(0, 0)]
+    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.1, connections_max=1), keyspace)
+    assert await answers_of(remote, [read_of(0, 0)]) == [record_of(0, 0)]
 
     os.kill(own_redis.pid, signal.SIGSTOP)
     began = time.monotonic()
-    reading = asyncio.gather(*(remote.read([read_of(1, slot)]) for slot in range(5)))
+    reading = asyncio.gather(*(answers_of(remote, [read_of(1, slot)]) for slot in range(5)))
     waiting = asyncio.ensure_future(elapsed_after(0.1))  # a host that stalls delays both
     late = await asyncio.wait_for(reading, 5)
     took_s = time.monotonic() - began
@@ -249,54 +257,57 @@ async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_
 
     assert {reason_of(each) for (each,) in late} == {"timeout"}
     assert took_s < await waiting * 1.5
-    assert await remote.read([read_of(2, 7)]) == [record_of(2, 7)]
-    assert remote.lane.opened == 2 and remote.lane.timed_out == 1
+    assert await answers_of(remote, [read_of(2, 7)]) == [record_of(2, 7)]
+    assert remote.pool.opened == 2 and remote.pool.timed_out == 1
     await remote.aclose()
 
 
-async def test_one_stall_is_one_failure_whatever_waited_for_it(own_redis: Server) -> None:
+async def test_one_stall_is_one_failure_whatever_waited_for_it(own_redis: RedisServer) -> None:
     breaker = Breaker(threshold=2, cooldown_s=60.0)
-    config = RemoteConfig(own_redis.url, deadline_s=0.1, wires_max=1)
+    config = RemoteConfig(own_redis.url, deadline_s=0.1, connections_max=1)
     remote = RemoteTier(config, Keyspace("stalled"), breaker)
-    assert await remote.read([read_of(0, 0)]) == [None]
+    assert await answers_of(remote, [read_of(0, 0)]) == [None]
 
     os.kill(own_redis.pid, signal.SIGSTOP)
     reading = []
     for slot in range(5):  # a pipeline each
-        reading.append(asyncio.ensure_future(remote.read([read_of(1, slot)])))
+        reading.append(asyncio.ensure_future(answers_of(remote, [read_of(1, slot)])))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     late = await asyncio.wait_for(asyncio.gather(*reading), 5)
     os.kill(own_redis.pid, signal.SIGCONT)
 
-    assert {reason_of(each) for (each,) in late} == {"timeout"} and remote.batches == 6
-    assert await remote.read([read_of(1, 0)]) == [None], "Redis is asked again at once"
+    assert {reason_of(each) for (each,) in late} == {"timeout"} and remote.stats.batches == 6
+    assert await answers_of(remote, [read_of(1, 0)]) == [None], "Redis is asked again at once"
     assert breaker.opened == 0
     await remote.aclose()
 
 
 async def test_a_callers_shorter_deadline_ends_its_wait_and_keeps_the_connection(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     """C10, C16."""
-    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=5.0, wires_max=1), Keyspace("a"))
-    await remote.read([read_of(0, 0)])
+    remote = RemoteTier(
+        RemoteConfig(own_redis.url, deadline_s=5.0, connections_max=1), Keyspace("a")
+    )
+    await answers_of(remote, [read_of(0, 0)])
 
     os.kill(own_redis.pid, signal.SIGSTOP)
-    hasty = await remote.read([read_of(0, 0)], timeout_s=0.02)
-    patient = asyncio.create_task(remote.read([read_of(0, 1)]))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await answers_of(remote, [read_of(0, 0)])
+    patient = asyncio.create_task(answers_of(remote, [read_of(0, 1)]))
     await asyncio.sleep(0)
     os.kill(own_redis.pid, signal.SIGCONT)
 
-    assert reason_of(hasty[0]) == "timeout"
     assert await patient == [None]
-    assert remote.lane.opened == 1 and remote.breaker.state == "closed"
+    assert remote.pool.opened == 1 and remote.breaker.state == "closed"
     await remote.aclose()
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(
-    own_redis: Server, run: Callable[[Coroutine[None, None, list[Answer]]], list[Answer]]
+    own_redis: RedisServer, run: Callable[[Coroutine[None, None, list[Answer]]], list[Answer]]
 ) -> None:
     """After a long socket callback uvloop fires its timers before it looks at the other sockets."""
 
@@ -307,11 +318,11 @@ def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(
 
     async def read_while_busy() -> list[Answer]:
         remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.3), Keyspace("a"))
-        await remote.read([read_of(0, 0)])
+        await answers_of(remote, [read_of(0, 0)])
         bell, rings = socket.socketpair()
         asyncio.get_running_loop().add_reader(bell, busy, bell)
         os.kill(own_redis.pid, signal.SIGSTOP)
-        reading = asyncio.create_task(remote.read([read_of(0, 1)]))
+        reading = asyncio.create_task(answers_of(remote, [read_of(0, 1)]))
         for _ in range(3):
             await asyncio.sleep(0)
         rings.send(b"x")
@@ -326,49 +337,55 @@ def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(
 
 
 async def test_a_dead_redis_is_reported_at_once_then_left_alone_then_probed(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     """C10."""
     now = [0.0]
     breaker = Breaker(threshold=3, cooldown_s=5.0, timer=lambda: now[0])
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=1.0), Keyspace("a"), breaker)
-    assert await remote.read([read_of(0, 0)]) == [None]
+    assert await answers_of(remote, [read_of(0, 0)]) == [None]
 
     os.kill(own_redis.pid, signal.SIGKILL)
-    reasons = [reason_of((await remote.read([read_of(0, 0)]))[0]) for _ in range(6)]
+    reasons = [reason_of((await answers_of(remote, [read_of(0, 0)]))[0]) for _ in range(6)]
     assert set(reasons[:3]) == {"connection"} and set(reasons[3:]) == {"breaker_open"}
 
     now[0] = 5.0
-    probes = await asyncio.gather(remote.read([read_of(0, 0)]), remote.read([read_of(0, 1)]))
+    probes = await asyncio.gather(
+        answers_of(remote, [read_of(0, 0)]), answers_of(remote, [read_of(0, 1)])
+    )
     assert {reason_of(each) for (each,) in probes} == {"connection"}, "one pipeline is one probe"
-    assert reason_of((await remote.read([read_of(0, 0)]))[0]) == "breaker_open"
+    assert reason_of((await answers_of(remote, [read_of(0, 0)]))[0]) == "breaker_open"
     await remote.aclose()
 
 
-async def test_reads_recover_by_themselves_when_redis_answers_again(own_redis: Server) -> None:
+async def test_reads_recover_by_themselves_when_redis_answers_again(own_redis: RedisServer) -> None:
     breaker = Breaker(threshold=1, cooldown_s=0.01)
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.05), Keyspace("a"), breaker)
-    await remote.read([read_of(0, 0)])
+    await answers_of(remote, [read_of(0, 0)])
 
     os.kill(own_redis.pid, signal.SIGSTOP)
-    assert reason_of((await remote.read([read_of(0, 0)]))[0]) == "timeout"
+    assert reason_of((await answers_of(remote, [read_of(0, 0)]))[0]) == "timeout"
     assert breaker.opened == 1
     os.kill(own_redis.pid, signal.SIGCONT)
 
     async def answers() -> bool:
-        return await remote.read([read_of(0, 0)]) == [None]
+        return await answers_of(remote, [read_of(0, 0)]) == [None]
 
     assert await eventually(answers)
     assert breaker.state == "closed"
     await remote.aclose()
 
 
-async def test_connections_stay_within_their_bound_and_end_with_the_tier(own_redis: Server) -> None:
+async def test_connections_stay_within_their_bound_and_end_with_the_tier(
+    own_redis: RedisServer,
+) -> None:
     client = redis.Redis.from_url(own_redis.url, protocol=2)
-    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0, wires_max=2), Keyspace("a"))
+    remote = RemoteTier(
+        RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=2), Keyspace("a")
+    )
 
     for _ in range(5):
-        await asyncio.gather(*(remote.read([read_of(0, n)] * 500) for n in range(20)))
+        await asyncio.gather(*(answers_of(remote, [read_of(0, n)] * 500) for n in range(20)))
     during = len(client.client_list())
     await remote.aclose()
 
@@ -382,28 +399,30 @@ async def test_connections_stay_within_their_bound_and_end_with_the_tier(own_red
 
 
 async def test_a_server_that_accepts_no_more_connections_is_not_asked_again_and_again(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     client = redis.Redis.from_url(own_redis.url, protocol=2)
-    remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0, wires_max=8), Keyspace("a"))
-    await remote.read([read_of(0, 0)])
+    remote = RemoteTier(
+        RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=8), Keyspace("a")
+    )
+    await answers_of(remote, [read_of(0, 0)])
     client.config_set("maxclients", 2)
     before = int(client.info("stats")["rejected_connections"])
 
     for _ in range(50):
-        await asyncio.gather(*(remote.read([read_of(0, n)] * 600) for n in range(4)))
+        await asyncio.gather(*(answers_of(remote, [read_of(0, n)] * 600) for n in range(4)))
 
-    assert remote.lane.opened == 1 and remote.breaker.state == "closed"
+    assert remote.pool.opened == 1 and remote.breaker.state == "closed"
     assert 1 <= int(client.info("stats")["rejected_connections"]) - before <= 3
     client.close()
     await remote.aclose()
 
 
-async def test_what_is_under_way_ends_when_the_tier_is_closed(own_redis: Server) -> None:
+async def test_what_is_under_way_ends_when_the_tier_is_closed(own_redis: RedisServer) -> None:
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=30.0), Keyspace("a"))
-    await remote.read([read_of(0, 0)])
+    await answers_of(remote, [read_of(0, 0)])
     os.kill(own_redis.pid, signal.SIGSTOP)
-    reading = asyncio.create_task(remote.read([read_of(0, 0)]))
+    reading = asyncio.create_task(answers_of(remote, [read_of(0, 0)]))
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -421,12 +440,12 @@ async def test_more_commands_than_may_be_under_way_are_shed(
     remote = RemoteTier(config, loaded)
 
     first, second = await asyncio.gather(
-        remote.read([read_of(0, 0)] * 10), remote.read([read_of(0, 0)])
+        answers_of(remote, [read_of(0, 0)] * 10), answers_of(remote, [read_of(0, 0)])
     )
 
     assert first == [record_of(0, 0)] * 10
-    assert reason_of(second[0]) == "timeout" and remote.shed == 1
-    assert await remote.read([read_of(0, 0)]) == [record_of(0, 0)]
+    assert reason_of(second[0]) == "timeout" and remote.stats.shed == 1
+    assert await answers_of(remote, [read_of(0, 0)]) == [record_of(0, 0)]
     await remote.aclose()
 
 
@@ -461,9 +480,9 @@ async def test_a_server_that_breaks_the_protocol_loses_its_connection(
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     url = f"redis://127.0.0.1:{port}/0"
-    remote = RemoteTier(RemoteConfig(url, deadline_s=2.0, wires_max=1), Keyspace("a"))
+    remote = RemoteTier(RemoteConfig(url, deadline_s=2.0, connections_max=1), Keyspace("a"))
     for expected in range(1, 3):
-        answer = (await remote.read([PageRead("g", "t", 0, 0, 3)]))[0]
+        answer = (await answers_of(remote, [PageRead("g", "t", 0, 0, 3)]))[0]
         for _ in range(5):
             await asyncio.sleep(0)
         if good:
@@ -471,7 +490,7 @@ async def test_a_server_that_breaks_the_protocol_loses_its_connection(
         else:
             assert reason_of(answer) == "connection"
         if reply != b"$3\r\nabc\r\n":
-            assert remote.lane.opened == expected, "never used again"
+            assert remote.pool.opened == expected, "never used again"
     await remote.aclose()
     server.close()
 
@@ -483,12 +502,12 @@ async def test_the_protocol_is_the_one_that_is_named_and_news_arrive_in_both(
     """C15: a changed default of the client library must not silence what keeps readers current."""
     url = redis_url if protocol == 2 else f"{redis_url}?protocol=3"
     remote = RemoteTier(RemoteConfig(url, deadline_s=2.0), loaded)
-    assert await remote.read([read_of(0, 0)]) == [record_of(0, 0)]
+    assert await answers_of(remote, [read_of(0, 0)]) == [record_of(0, 0)]
 
     said: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def listen() -> None:
-        async for message in remote.subscribe():
+        async for message in remote.control.subscribe():
             said.put_nowait(message)
 
     listening = asyncio.create_task(listen())
@@ -511,7 +530,7 @@ async def test_listening_survives_a_silence_longer_than_any_timeout(
     """C15: news are rare, and a listener that timed out would be told nothing."""
     config = RemoteConfig(redis_url, control_timeout_s=0.05)
     remote = RemoteTier(config, keyspace)
-    listening = asyncio.ensure_future(anext(remote.subscribe()))
+    listening = asyncio.ensure_future(anext(remote.control.subscribe()))
 
     async def listened_to() -> bool:
         return bool(client.pubsub_numsub(keyspace.channel)[0][1])
@@ -525,9 +544,11 @@ async def test_listening_survives_a_silence_longer_than_any_timeout(
     await remote.aclose()
 
 
-async def test_listening_ends_with_the_reason_when_the_connection_does(own_redis: Server) -> None:
+async def test_listening_ends_with_the_reason_when_the_connection_does(
+    own_redis: RedisServer,
+) -> None:
     remote = RemoteTier(RemoteConfig(own_redis.url), Keyspace("a"))
-    listening = asyncio.ensure_future(anext(remote.subscribe()))
+    listening = asyncio.ensure_future(anext(remote.control.subscribe()))
     client = redis.Redis.from_url(own_redis.url, protocol=2)
 
     async def listened_to() -> bool:
@@ -543,29 +564,29 @@ async def test_listening_ends_with_the_reason_when_the_connection_does(own_redis
 
 
 async def test_pointer_heartbeat_and_policy(remote: RemoteTier, client: redis.Redis) -> None:
-    keyspace = remote.keyspace
-    assert await remote.watch() == (None, None)
+    keyspace = remote.control.keyspace
+    assert await remote.control.watch() == (None, None)
     client.set(keyspace.live, b"{}")
     client.set(keyspace.next, b"note")
-    assert await remote.watch() == (b"{}", b"note")
+    assert await remote.control.watch() == (b"{}", b"note")
     told = client.time()[0]
-    assert told <= await remote.time() < told + 2
-    assert await remote.eviction_policy() == "volatile-lru"
-    (info,) = await remote.infos()
+    assert told <= await remote.control.time() < told + 2
+    assert await remote.control.eviction_policy() == "volatile-lru"
+    (info,) = await remote.control.infos()
     assert info["used_memory"] > 0 and info["maxmemory"] == 0
 
-    await remote.heartbeat("replica-1", b'{"holds":["a"]}', 100.0)
-    await remote.heartbeat("replica-1", b'{"holds":["b"]}', 101.0)
-    await remote.heartbeat("replica-2", b'{"holds":["a"]}', 102.0)
+    await remote.control.heartbeat(b'{"holds":["a"]}', 100.0)
+    await remote.control.heartbeat(b'{"holds":["b"]}', 101.0, b'{"holds":["a"]}')
+    await remote.control.heartbeat(b'{"holds":["a"]}', 102.0)
 
     beats = client.zrange(keyspace.replicas, 0, -1, withscores=True)
     assert beats == [(b'{"holds":["b"]}', 101.0), (b'{"holds":["a"]}', 102.0)]
     assert client.ttl(keyspace.replicas) == -1, "evictable if it could expire"
-    await remote.sign_off("replica-1")
+    await remote.control.sign_off(b'{"holds":["b"]}')
     assert client.zcard(keyspace.replicas) == 1
 
 
-async def test_a_replica_is_alive_at_full_memory(own_redis: Server) -> None:
+async def test_a_replica_is_alive_at_full_memory(own_redis: RedisServer) -> None:
     keyspace = Keyspace("full")
     remote = RemoteTier(RemoteConfig(own_redis.url), keyspace)
     with connect(own_redis.url, 5.0) as client:
@@ -574,19 +595,21 @@ async def test_a_replica_is_alive_at_full_memory(own_redis: Server) -> None:
         with pytest.raises(redis.exceptions.OutOfMemoryError):
             client.zadd(keyspace.replicas, {b"{}": 1.0})
 
+        before = None
         for holds in (["a"], ["b"]):
             payload = orjson.dumps({"replica": "replica-1", "holds": holds})
-            await remote.heartbeat("replica-1", payload, await remote.time())
+            await remote.control.heartbeat(payload, await remote.control.time(), before)
             (alive,) = control.replicas()
             assert (alive.name, list(alive.holds)) == ("replica-1", holds)
+            before = payload
         assert client.zcard(keyspace.replicas) == 1
-        await remote.sign_off("replica-1")
+        await remote.control.sign_off(payload)
         assert control.replicas() == []
     await remote.aclose()
 
 
 async def test_a_replica_with_the_rights_of_an_earlier_version_beats_all_the_same(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     keyspace = Keyspace("a")
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
@@ -595,25 +618,27 @@ async def test_a_replica_with_the_rights_of_an_earlier_version_beats_all_the_sam
         )
         place = own_redis.url.removeprefix("redis://")
         remote = RemoteTier(RemoteConfig(f"redis://older:x@{place}"), keyspace)
-        for payload in (b"1", b"2"):
-            await remote.heartbeat("replica-1", payload, 1.0)
+        await remote.control.heartbeat(b"1", 1.0)
+        await remote.control.heartbeat(b"2", 1.0, b"1")
         assert client.zrange(keyspace.replicas, 0, -1) == [b"2"]
     await remote.aclose()
 
 
 async def test_an_unreachable_redis_is_one_kind_of_error_for_control_commands_too() -> None:
     remote = RemoteTier(RemoteConfig("redis://127.0.0.1:1/0"), Keyspace("a"))
+    control = remote.control
+    ping = functools.partial(control.ask, "PING")
 
-    for ask in (remote.ping, remote.watch, remote.time, remote.eviction_policy, remote.infos):
+    for ask in (ping, control.watch, control.time, control.eviction_policy, control.infos):
         with pytest.raises(TierUnavailable) as caught:
             await ask()
         assert caught.value.details["reason"] == "connection"
-    assert reason_of((await remote.read([read_of(0, 0)]))[0]) == "connection"
+    assert reason_of((await answers_of(remote, [read_of(0, 0)]))[0]) == "connection"
     await remote.aclose()
 
 
 async def test_a_user_and_password_in_the_url_are_used_and_a_wrong_one_is_no_answer(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
         client.execute_command(
@@ -626,7 +651,7 @@ async def test_a_user_and_password_in_the_url_are_used_and_a_wrong_one_is_no_ans
     for password, expected in (("se%2Fcret", record_of(0, 2)), ("wrong", None)):
         url = f"redis://reader:{password}@{place}/3"
         remote = RemoteTier(RemoteConfig(url, deadline_s=2.0), Keyspace("a"))
-        answer = (await remote.read([read_of(0, 2)]))[0]
+        answer = (await answers_of(remote, [read_of(0, 2)]))[0]
         await remote.aclose()
         if expected is None:
             assert reason_of(answer) == "connection"
@@ -636,7 +661,7 @@ async def test_a_user_and_password_in_the_url_are_used_and_a_wrong_one_is_no_ans
 
 
 @pytest.fixture
-def tls(tmp_path: Path, own_redis: Server) -> tuple[int, Path]:
+def tls(tmp_path: Path, own_redis: RedisServer) -> tuple[int, Path]:
     """A port of the server that speaks TLS, and the certificate to trust."""
     settings = self_signed(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -650,14 +675,14 @@ def tls(tmp_path: Path, own_redis: Server) -> tuple[int, Path]:
     return int(settings["tls-port"]), Path(settings["tls-ca-cert-file"])
 
 
-async def test_tls_is_a_matter_of_the_url(own_redis: Server, tls: tuple[int, Path]) -> None:
+async def test_tls_is_a_matter_of_the_url(own_redis: RedisServer, tls: tuple[int, Path]) -> None:
     port, certificate = tls
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
         client.set(Keyspace("a").page("g", "t", 0), page_bytes(0))
     url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
     remote = RemoteTier(RemoteConfig(url, deadline_s=2.0), Keyspace("a"))
 
-    assert await remote.read([read_of(0, 5)] * 100) == [record_of(0, 5)] * 100
+    assert await answers_of(remote, [read_of(0, 5)] * 100) == [record_of(0, 5)] * 100
     await remote.aclose()
 
 
@@ -667,7 +692,9 @@ def test_the_same_on_the_event_loop_of_production(redis_url: str, loaded: Keyspa
     async def run() -> list[list[Answer]]:
         remote = RemoteTier(RemoteConfig(redis_url, deadline_s=2.0), loaded)
         try:
-            return await asyncio.gather(*(remote.read([read_of(0, n)] * 9) for n in range(RECORDS)))
+            return await asyncio.gather(
+                *(answers_of(remote, [read_of(0, n)] * 9) for n in range(RECORDS))
+            )
         finally:
             await remote.aclose()
 
@@ -677,11 +704,11 @@ def test_the_same_on_the_event_loop_of_production(redis_url: str, loaded: Keyspa
 async def test_what_the_slowest_round_trips_of_the_last_seconds_took_is_known(
     remote: RemoteTier, client: redis.Redis
 ) -> None:
-    client.set(remote.keyspace.page("g1", "user_topk", 0), b"0123456789")
+    client.set(remote.control.keyspace.page("g1", "user_topk", 0), b"0123456789")
     assert remote.p99_ms() is None
 
     for _ in range(20):
-        await remote.read([PageRead("g1", "user_topk", 0, 2, 3)])
+        await answers_of(remote, [PageRead("g1", "user_topk", 0, 2, 3)])
 
     found = remote.p99_ms()
     assert found is not None and 0 < found < 5_000
@@ -689,7 +716,7 @@ async def test_what_the_slowest_round_trips_of_the_last_seconds_took_is_known(
 
 
 async def test_what_one_caller_cannot_keep_costs_the_others_of_its_turn_nothing(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=5.0), Keyspace("a"))
 
@@ -699,13 +726,13 @@ async def test_what_one_caller_cannot_keep_costs_the_others_of_its_turn_nothing(
     bad = remote.submit([read_of(0, 0)], fail)
     good = remote.submit([read_of(0, 0), read_of(0, 1)], len)
 
-    assert await good == 2 and remote.batches == 1
+    assert await good == 2 and remote.stats.batches == 1
     with pytest.raises(ValueError, match="a defect"):
         await bad
     await remote.aclose()
 
 
-async def test_no_read_takes_longer_than_its_bound_says(own_redis: Server) -> None:
+async def test_no_read_takes_longer_than_its_bound_says(own_redis: RedisServer) -> None:
     """Who has more time than that needs no clock of its own."""
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.02), Keyspace("a"))
     idle_s = remote.bound_s()

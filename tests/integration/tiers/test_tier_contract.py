@@ -7,13 +7,15 @@ from typing import Protocol
 
 import pytest
 
-from cache.format.keys import Keyspace, hash_hex
-from cache.format.records import pack_overlay, peek_fingerprint, unpack_overlay
+from cache.format.records.codec import pack_overlay, unpack_overlay
+from cache.format.records.layout import peek_fingerprint
+from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.commands import Overlay, OverlayRead, OverlayWrite
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache
 from cache.tiers.tiered import Found, Tiered
 from tests.fakes import DIGEST_A, GENERATION, NEXT_GENERATION, FakeRemote, Night
+from tests.l2_reads import answers_of
 
 NIGHT = Night()
 OTHER_TABLE = Night(table="other")
@@ -64,7 +66,7 @@ class L2:
 
     async def get(self, night: Night, generation: str, id_: str) -> bytes | None:
         name = hash_hex(night.want(id_).key)
-        (found,) = await self.tier.read([OverlayRead(generation, night.table.name, name)])
+        (found,) = await answers_of(self.tier, [OverlayRead(generation, night.table.name, name)])
         if found is None:
             return None
         assert isinstance(found, Overlay)

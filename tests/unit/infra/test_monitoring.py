@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from cache.config.gates import GateThresholds
+from cache.config.sections import CanaryConfig
 from cache.tiers.eviction_history import ABSENCES
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
-from serving.answers.sources import Source
+from serving.answers.sources import FALLBACKS, STORED, Source
 from serving.metrics.miss_reasons import REASONS
 from serving.metrics.registry import OUTCOMES, STAGES
 from serving.replica.canary_stats import ARMS
@@ -93,6 +95,25 @@ def test_a_query_selects_and_groups_by_labels_that_its_series_have(query: str) -
     for label in {each.strip() for listed in grouped for each in listed.split(",")}:
         recorded = bool(re.search(r"\blarder:", query))
         assert label in ADDED or recorded or any(label in LABELS[name] for name, _ in series)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("LarderRedisHeadroom", f"> {GateThresholds().redis_headroom} * ("),
+        ("LarderCanaryFallsBack", f"> {CanaryConfig().source_shift_max} + ("),
+        ("larder:hit_ratio:rate5m", f'{{source=~"{"|".join(STORED)}"}}'),
+        ("larder:fallback_ratio:rate5m", f'{{source=~"{"|".join(FALLBACKS)}"}}'),
+    ],
+)
+def test_what_the_program_judges_by_too_is_the_same_in_the_rules(rule: str, said: str) -> None:
+    (found,) = (
+        each
+        for group in GROUPS
+        for each in group["rules"]
+        if rule in (each.get("alert"), each.get("record"))
+    )
+    assert said in found["expr"]
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cache.format.records import NO_ITEM
+from cache.format.records.layout import NO_ITEM
 from cache.model.tower import Histories
 from precompute.topk.topk import Scorer
 

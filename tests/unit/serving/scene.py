@@ -1,7 +1,7 @@
 """A replica over a fake Redis, a fake clock and a small store, that tests publish to."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from serving.generations.store_threads import InThread
 from serving.replica.background import Refresher
 from serving.replica.heartbeat import Heartbeat
 from serving.replica.host import Host
-from tests.fakes import FakeClock
+from tests.fakes import FakeClock, FakeControl
 from tests.unit.serving.world import World
 
 BOUND_S = 60.0
@@ -36,7 +36,7 @@ def pointer(
 
 
 @dataclass
-class FakeRedis:
+class FakeRedis(FakeControl):
     """A pointer that tests set, an outage that they cause, and the beats it was sent."""
 
     timer: FakeClock
@@ -57,16 +57,12 @@ class FakeRedis:
             raise TierUnavailable("gone", reason="connection")
         return self.timer() + REDIS_AHEAD_S
 
-    async def subscribe(self) -> AsyncGenerator[bytes, None]:
-        await asyncio.Event().wait()
-        yield b""
-
-    async def heartbeat(self, replica_id: str, payload: bytes, at: float) -> None:
+    async def heartbeat(self, payload: bytes, at: float, before: bytes | None = None) -> None:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
         self.beats.append(orjson.loads(payload))
 
-    async def sign_off(self, replica_id: str) -> None:
+    async def sign_off(self, payload: bytes) -> None:
         self.beats.clear()
 
     async def eviction_policy(self) -> str:

@@ -1,8 +1,8 @@
 """A small generation in memory, with everything a request meets: tables, items, a model that can be told to fail."""
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
 from cache.format.directory import Directory
+from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.keys import fingerprints, hash_ids
 from cache.format.manifest import (
     Artefact,
     EntitySet,
@@ -22,19 +22,24 @@ from cache.format.manifest import (
     Table,
     TablePart,
 )
-from cache.format.records import Layout, encode_topk, encode_values, encode_vectors
+from cache.format.records.codec import encode_numbers, encode_topk
+from cache.format.records.layout import Layout
 from cache.model.predictor import LiveInput, Prepared
 from cache.store.blocklist import Blocklist
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.results import View
 from cache.tiers.tiered import Tiered
+from serving.admission.controller import Admission
+from serving.admission.deadline_check import Lateness
+from serving.admission.gate import AdmissionGate
 from serving.config.settings import ServingConfig
 from serving.generations.snapshot import Default, Snapshot
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
 from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable, compute
 from serving.metrics.registry import Metrics
-from serving.requests.models import Ask, Entity, Limits, Options
+from serving.requests.fast_parse import Headers
+from serving.requests.models import Ask, Limits, RequestedEntity, RequestOptions
 from tests.fakes import FakeClock, FakeRemote
 
 GENERATION = "20261120T000000Z-000000000001"
@@ -125,10 +130,10 @@ class FakePredictor:
         layout = self.tables[table]
         if layout.kind == "vector":
             vectors = np.full((len(batch), layout.width), 0.5, np.float32)
-            rows = encode_vectors(layout, wanted, vectors, scored_at, live=True)
+            rows = encode_numbers(layout, wanted, vectors, scored_at, live=True)
         elif layout.kind == "value":
             values = np.full((len(batch), layout.width), 0.5, np.float32)
-            rows = encode_values(layout, wanted, values, scored_at, live=True)
+            rows = encode_numbers(layout, wanted, values, scored_at, live=True)
         else:
             barred = set(blocked.tolist())
             lists = [self._after(each, barred) for each in batch]
@@ -244,10 +249,10 @@ class World:
         prints = fingerprints(raws)
         if layout.kind == "vector":
             vectors = np.ones((len(raws), layout.width), np.float32)
-            return encode_vectors(layout, prints, vectors, SCORED_AT).tobytes()
+            return encode_numbers(layout, prints, vectors, SCORED_AT).tobytes()
         if layout.kind == "value":
             values = np.ones((len(raws), layout.width), np.float32)
-            return encode_values(layout, prints, values, SCORED_AT).tobytes()
+            return encode_numbers(layout, prints, values, SCORED_AT).tobytes()
         lists = np.array([night_list(raw.decode()) for raw in raws], np.uint32)
         scores = np.tile(np.arange(WIDTH, 0, -1).astype(np.float32), (len(raws), 1))
         return encode_topk(layout, prints, lists, scores, SCORED_AT).tobytes()
@@ -257,14 +262,16 @@ class World:
         return [self.items.id_of(each) for each in ordinals]
 
 
-def ask(*entities: Entity, **options: Any) -> Ask:
+def ask(*entities: RequestedEntity, **options: Any) -> Ask:
     """A lookup with generous time."""
-    return Ask(entities, Options(**({"deadline_s": 5.0} | options)))
+    return Ask(entities, RequestOptions(**({"deadline_s": 5.0} | options)))
 
 
-def entity(id_: str | None, table: str = "user_topk", **fields: Any) -> Entity:
+def entity(id_: str | None, table: str = "user_topk", **fields: Any) -> RequestedEntity:
     """One entity asked for."""
-    return Entity(table, id_, None if id_ is None else id_.encode(), "entities[0]", **fields)
+    return RequestedEntity(
+        table, id_, None if id_ is None else id_.encode(), "entities[0]", **fields
+    )
 
 
 def ids(*names: str) -> tuple[bytes, ...]:
@@ -275,3 +282,16 @@ def ids(*names: str) -> tuple[bytes, ...]:
 def config(**changes: Any) -> ServingConfig:
     """Settings for tests."""
     return ServingConfig(**changes)
+
+
+def gate_of(
+    admission: Admission,
+    credentials: Sequence[bytes] = (),
+    requested: Callable[[str, int], None] = lambda _route, _status: None,
+    deadline_ms: float = 300.0,
+) -> AdmissionGate:
+    """The gate of an application that is tested without its service."""
+    limits = replace(LIMITS, deadline_ms=deadline_ms, deadline_max_ms=deadline_ms)
+    headers = Headers(credentials, limits)
+    lateness = Lateness(admission, headers, limits)
+    return AdmissionGate(admission, headers, lateness, requested, 1 << 20, 10.0)

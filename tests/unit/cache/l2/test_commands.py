@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Command, Overlay, OverlayRead, OverlayWrite, Packer, PageRead, unpack
 from cache.l2.lease_commands import LeaseSwap, LeaseTake, Mark
 
@@ -118,7 +118,7 @@ def test_each_reply_becomes_the_answer_of_its_own_command() -> None:
 def test_two_processes_ask_for_the_same_keys_whatever_their_hash_seed() -> None:
     """C6: Python's own `hash` differs between processes and may be part of nothing that is shared."""
     program = (
-        "from cache.format.keys import *; from cache.l2.commands import *\n"
+        "from cache.format.ids import *; from cache.format.redis_keys import *; from cache.l2.commands import *\n"
         "raw = canonical_id('ada')\n"
         "digest = input_digest('m', [b'x', b'y'], {'b': 1.5, 'a': 'z'})\n"
         "write = OverlayWrite('g', 't', hash_hex(hash_id(raw, 7)), digest, 60)\n"

@@ -7,29 +7,29 @@ import hiredis
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.commands import OverlayRead, PageRead, PageReads, unpack
-from cache.l2.connection import Batch
+from cache.l2.connection import Pipeline
 from cache.l2.tier import RemoteConfig, RemoteTier
 
 RECORD = b"12345678"
 PAGE, OVERLAY = PageRead("g", "t", 0, 0, len(RECORD)), OverlayRead("g", "t", "ab")
 
 
-class FakeLane:
+class FakePool:
     """Keeps what it is to send until the test says what comes back."""
 
     def __init__(self) -> None:
-        self.sent: list[Batch] = []
+        self.sent: list[Pipeline] = []
 
-    def send(self, batch: Batch) -> None:
-        self.sent.append(batch)
+    def send(self, pipeline: Pipeline) -> None:
+        self.sent.append(pipeline)
 
 
 @pytest.fixture
 def tier() -> RemoteTier:
     tier = RemoteTier(RemoteConfig("redis://127.0.0.1:1"), Keyspace("test"))
-    tier.lane = FakeLane()  # type: ignore[assignment]
+    tier.pool = FakePool()  # type: ignore[assignment]
     return tier
 
 
@@ -37,8 +37,8 @@ async def answers(tier: RemoteTier, replies: list[Any]) -> list[list[Any]]:
     """Of a caller who reads a page, one who reads an overlay, and one more with a page."""
     waiting = [tier.submit(each, list) for each in ((PAGE,), (OVERLAY,), (PAGE,))]
     await asyncio.sleep(0)
-    (batch,) = tier.lane.sent  # type: ignore[attr-defined]
-    batch.land(replies)
+    (pipeline,) = tier.pool.sent  # type: ignore[attr-defined]
+    pipeline.land(replies)
     async with asyncio.timeout(5):
         return await asyncio.gather(*waiting)
 
@@ -70,8 +70,8 @@ async def test_a_reply_that_cannot_be_unpacked_costs_its_own_caller_an_answer(
 async def test_columns_of_strange_replies_have_an_end(tier: RemoteTier) -> None:
     waiting = tier.submit(PageReads("g", "t", [0, 1], [0, 8], 8), list)
     await asyncio.sleep(0)
-    (batch,) = tier.lane.sent  # type: ignore[attr-defined]
-    batch.land([hiredis.ReplyError("MOVED 1"), {}])
+    (pipeline,) = tier.pool.sent  # type: ignore[attr-defined]
+    pipeline.land([hiredis.ReplyError("MOVED 1"), {}])
     async with asyncio.timeout(5):
         first, second = await waiting
 

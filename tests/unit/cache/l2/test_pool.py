@@ -1,4 +1,4 @@
-"""How long a batch may take: more when it is large, or behind others."""
+"""How long a pipeline may take: more when it is large, or behind others."""
 
 import asyncio
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.l2.connection import Batch
-from cache.l2.pool import Lane, deadline_for
+from cache.l2.connection import Pipeline
+from cache.l2.pool import PipelinePool, deadline_for
 
 BASE_S = 5.0
 
 
-class FakeWire:
+class FakeConnection:
     """Takes batches and answers none."""
 
     closing = False
@@ -22,30 +22,30 @@ class FakeWire:
         self.in_flight = 0
         self.aborted: list[TierUnavailable] = []
 
-    def send(self, batch: Batch) -> None:
-        batch.wire = self  # type: ignore[assignment]
-        self.commands += batch.count
+    def send(self, pipeline: Pipeline) -> None:
+        pipeline.connection = self  # type: ignore[assignment]
+        self.commands += pipeline.count
 
     def abort(self, why: TierUnavailable) -> None:
         self.aborted.append(why)
 
 
-def lane_on(wire: FakeWire) -> Lane:
-    pool: Any = None
-    lane = Lane(pool, BASE_S, 1)
-    lane._wires.append(wire)  # type: ignore[arg-type]
-    return lane
+def pool_on(connection: FakeConnection) -> PipelinePool:
+    opens_none: Any = None
+    pool = PipelinePool(opens_none, BASE_S, 1)
+    pool._connections.append(connection)  # type: ignore[arg-type]
+    return pool
 
 
-def left_s(batch: Batch) -> float:
-    assert batch.timer is not None
-    return batch.timer.when() - asyncio.get_running_loop().time()
+def left_s(pipeline: Pipeline) -> float:
+    assert pipeline.timer is not None
+    return pipeline.timer.when() - asyncio.get_running_loop().time()
 
 
-def sent(lane: Lane, count: int) -> Batch:
-    batch = Batch(b"", count, lambda _outcome: None)
-    lane.send(batch)
-    return batch
+def sent(pool: PipelinePool, count: int) -> Pipeline:
+    pipeline = Pipeline(b"", count, lambda _outcome: None)
+    pool.send(pipeline)
+    return pipeline
 
 
 def test_the_time_allowed_grows_with_the_commands() -> None:
@@ -55,28 +55,28 @@ def test_the_time_allowed_grows_with_the_commands() -> None:
 
 
 async def test_a_large_batch_and_one_behind_it_have_more_time() -> None:
-    lane = lane_on(FakeWire())
+    pool = pool_on(FakeConnection())
 
-    large, behind = sent(lane, 1_000), sent(lane, 1)
+    large, behind = sent(pool, 1_000), sent(pool, 1)
 
     assert left_s(large) == pytest.approx(3 * BASE_S, abs=0.5)
     assert left_s(behind) == pytest.approx(3 * BASE_S, abs=0.5)
-    for batch in (large, behind):
-        batch.timer.cancel()  # type: ignore[union-attr]
+    for pipeline in (large, behind):
+        pipeline.timer.cancel()  # type: ignore[union-attr]
 
 
 async def test_the_second_look_waits_until_a_large_reply_can_have_been_read() -> None:
-    lane = lane_on(wire := FakeWire())
-    small, large = sent(lane, 1), sent(lane, 10_000)
+    pool = pool_on(connection := FakeConnection())
+    small, large = sent(pool, 1), sent(pool, 10_000)
     looks = []
 
-    for batch in (small, large):
-        batch.timer.cancel()  # type: ignore[union-attr]
-        lane._expire(batch, 1.0, False)
-        looks.append(left_s(batch))
-        batch.timer.cancel()  # type: ignore[union-attr]
+    for pipeline in (small, large):
+        pipeline.timer.cancel()  # type: ignore[union-attr]
+        pool._expire(pipeline, 1.0, False)
+        looks.append(left_s(pipeline))
+        pipeline.timer.cancel()  # type: ignore[union-attr]
 
     assert looks[0] < 0.0011 and 0.015 < looks[1] < 0.0211
-    assert not wire.aborted
-    lane._expire(large, 1.0, True)
-    assert len(wire.aborted) == lane.timed_out == 1
+    assert not connection.aborted
+    pool._expire(large, 1.0, True)
+    assert len(connection.aborted) == pool.timed_out == 1

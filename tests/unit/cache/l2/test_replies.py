@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
-from cache.l2.connection import Batch, Wire
+from cache.l2.connection import Pipeline, PipelineConnection
 from cache.l2.replies import Frames, could_be, stride
 
 
@@ -58,11 +58,11 @@ class FakeTransport:
         self.aborted = True
 
 
-def wired() -> tuple[Wire, FakeTransport]:
+def connected() -> tuple[PipelineConnection, FakeTransport]:
     transport = FakeTransport()
     connection: Any = type("Connection", (), {})()
     connection._writer = type("Writer", (), {"transport": transport})()
-    return Wire(connection, lambda _: None), transport
+    return PipelineConnection(connection, lambda _: None), transport
 
 
 REPLIES = st.one_of(
@@ -80,50 +80,50 @@ REPLIES = st.one_of(
 def test_however_replies_are_cut_and_whatever_they_are_each_batch_has_its_own(
     batches: list[tuple[list[bytes], int]], cuts: list[int]
 ) -> None:
-    wire, transport = wired()
+    connection, transport = connected()
     landed: list[Any] = []
     for values, length in batches:
-        wire.send(Batch(b"", len(values), landed.append, length))
+        connection.send(Pipeline(b"", len(values), landed.append, length))
     data = b"".join(bulk(*values) for values, _ in batches)
 
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     for start, end in itertools.pairwise(edges):
         if start < end:
-            wire.data_received(data[start:end])
+            connection.data_received(data[start:end])
 
     assert [list(each) for each in landed] == [values for values, _ in batches]
-    assert not transport.aborted and wire.in_flight == 0
+    assert not transport.aborted and connection.in_flight == 0
 
 
 def test_half_a_batch_is_forgotten_with_its_connection() -> None:
-    wire, transport = wired()
+    connection, transport = connected()
     landed: list[Any] = []
-    wire.send(Batch(b"", 2, landed.append, 8))
-    wire.data_received(bulk(b"a" * 8) + b"$8\r")
+    connection.send(Pipeline(b"", 2, landed.append, 8))
+    connection.data_received(bulk(b"a" * 8) + b"$8\r")
 
-    wire.abort(TierUnavailable("late", reason="timeout"))
+    connection.abort(TierUnavailable("late", reason="timeout"))
 
     assert isinstance(landed[0], TierUnavailable) and len(landed) == 1
-    assert transport.aborted and wire._held == b""
+    assert transport.aborted and connection._held == b""
 
 
 def test_more_than_was_asked_for_closes_the_connection() -> None:
-    wire, transport = wired()
+    connection, transport = connected()
     landed: list[Any] = []
-    wire.send(Batch(b"", 1, landed.append, 8))
+    connection.send(Pipeline(b"", 1, landed.append, 8))
 
-    wire.data_received(bulk(b"a" * 8, b"b" * 8))
+    connection.data_received(bulk(b"a" * 8, b"b" * 8))
 
     assert list(landed[0]) == [b"a" * 8] and transport.aborted
 
 
 @pytest.mark.parametrize("raw", [b"%1\r\n*0\r\n:1\r\n", b":9999999999999999999999\r\n", b"?\r\n"])
-def test_a_reply_that_no_parser_takes_ends_every_batch_of_its_wire(raw: bytes) -> None:
-    wire, transport = wired()
+def test_a_reply_that_no_parser_takes_ends_every_pipeline_of_its_connection(raw: bytes) -> None:
+    connection, transport = connected()
     landed: list[Any] = []
     for count in (1, 2):
-        wire.send(Batch(b"", count, landed.append))
+        connection.send(Pipeline(b"", count, landed.append))
 
-    wire.data_received(raw)
+    connection.data_received(raw)
 
     assert transport.aborted and [type(each) for each in landed] == [TierUnavailable] * 2

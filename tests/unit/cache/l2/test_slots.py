@@ -6,7 +6,7 @@ import pytest
 from redis.crc import key_slot
 
 from cache.errors import ConfigError
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.slots import (
     SLOTS,
     PageSlots,

@@ -5,11 +5,12 @@ import pytest
 from onnx import load, numpy_helper
 
 from cache.errors import InvalidInput
-from cache.format.records import decode
+from cache.format.records.codec import decode
 from cache.model.predictor import LiveInput
 from cache.model.tower import Histories
 from precompute.bundles import graphs
-from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
+from precompute.bundles.bundle import Bundle
+from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.topk.topk import exact_topk
 from tests.models import ITEMS, K, histories_of, make_predictor, train_small
 

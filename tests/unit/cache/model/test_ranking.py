@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.format.records import NO_ITEM
+from cache.format.records.layout import NO_ITEM
 from cache.model.ranking import best, pack, rank, score, unpack
 
 

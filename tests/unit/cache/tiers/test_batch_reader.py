@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
 from cache.format.directory import Directory
-from cache.format.keys import Keyspace
-from cache.format.records import absent
+from cache.format.records.codec import absent
+from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Packer, PageReads
+from cache.native import loader, pure
 from cache.tiers.addressing import page_reads, reads_of
 from cache.tiers.batches import Rows, Wants
 from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
@@ -193,16 +194,15 @@ def test_reads_of_many_are_those_of_each() -> None:
         assert packer.pages(found) == packer.pack(list(found))[0]
 
 
-def test_what_a_packer_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache.l2.commands._PIECES_MAX", 4)
-    monkeypatch.setattr("cache.l2.commands._RUNS_MAX", 2)
+def test_what_is_remembered_of_commands_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "kernels", pure)
     packer = Packer(Keyspace("a"))
     for number in range(30):
         numbers = [number % 7, number]
         reads = PageReads(f"g{number % 5}", "t", numbers, numbers, 16)
         assert packer.pages(reads) == packer.pack(list(reads))[0]
-        assert len(packer._runs) <= 2
-        assert all(len(each) <= 4 for run in packer._runs.values() for each in run)
+    for cache in (pure._key, pure._range):
+        assert 0 < cache.cache_info().currsize <= (cache.cache_info().maxsize or 0) <= 1 << 14
 
 
 async def test_work_for_several_keys_fails_for_all_who_wait_for_it() -> None:

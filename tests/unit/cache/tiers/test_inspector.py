@@ -9,14 +9,16 @@ from cache.errors import TierUnavailable
 from cache.l2.commands import PageRead
 from cache.tiers.inspector import Looking
 from cache.tiers.results import Missed, MissReason
+from tests.fakes import FakeRemote
 
 READ = PageRead("g", "t", 3, 0, 8 << 20)
 
 
-class Paged:
+class Paged(FakeRemote):
     """L2 whose wires must not be used."""
 
     def __init__(self, page: bytes | TierUnavailable | None = None, hangs: bool = False) -> None:
+        super().__init__()
         self._page, self._hangs = page, hangs
 
     def submit(self, *_: Any) -> Any:
@@ -33,7 +35,7 @@ class Paged:
 
 def looking(remote: Paged) -> Looking:
     tiers: Any = type("Tiers", (), {"local": None, "negative": ()})()
-    return Looking(tiers, remote)  # type: ignore[arg-type]
+    return Looking(tiers, remote)
 
 
 async def test_a_whole_page_does_not_travel_with_records() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache.config.sections import CanaryConfig
 from precompute.canary.comparison import Comparison, Totals, decide, psi, shift
-from precompute.config.sections import CanaryConfig
-from serving.replica.canary_stats import Counts, Keys, bucket
+from serving.replica.canary_stats import ArmCounts, Keys, bucket
 
 SEED = 1_703
 LIMITS = CanaryConfig(requests_min=100, feedback_event="click")
@@ -100,7 +100,7 @@ def test_a_measure_that_is_not_a_number_is_no_consent() -> None:
 
 def test_a_key_that_every_replica_counted_makes_nothing_more_certain() -> None:
     rng = np.random.default_rng(SEED)
-    counts = [Counts() for _ in range(3)]
+    counts = [ArmCounts() for _ in range(3)]
     for number in range(300):
         top = [float(rng.lognormal())]
         for each in counts:
@@ -134,7 +134,7 @@ def test_the_mix_and_the_distribution_are_compared_by_share() -> None:
 
 
 def test_arms_of_several_replicas_add_up_after_a_trip_through_json() -> None:
-    counts = Counts()
+    counts = ArmCounts()
     list_: dict[str, Any] = {"source": "l2", "scores": np.array([3.5, 2.0], np.float32)}
     counts.answered(b"a", [list_, {"source": "previous", "scores": [9.0]}])
     counts.answered(b"a", [{"source": "default", "scores": []}])
@@ -163,7 +163,7 @@ def test_buckets_grow_with_the_score_and_are_bounded() -> None:
 
 
 def test_kinds_of_feedback_are_bounded_and_the_one_that_decides_is_never_among_the_others() -> None:
-    counts = Counts("purchase")
+    counts = ArmCounts("purchase")
 
     for number in range(100):
         counts.heard(f"event_{number}", 1)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cache.config.sections import CanaryConfig
 from cache.control.canary_split import Split
 from precompute.canary.comparison import Comparison, Totals, decide
-from precompute.config.sections import CanaryConfig
-from serving.replica.canary_stats import Counts
+from serving.replica.canary_stats import ArmCounts
 
 USERS, REQUESTS, SPLITS, PERCENT = 20_000, 200_000, 25, 5.0
 REPLICAS = 2
@@ -30,7 +30,7 @@ def tried(seed: int, skew: float, *, scale: float = 1.0, defaults: float = 0.0) 
     met, split = traffic(rng, skew), Split.of(f"generation-{seed}", PERCENT)
     tops = rng.lognormal(-0.7, 0.5, USERS)
     falls = rng.random(USERS)
-    arms = {name: [Counts() for _ in range(REPLICAS)] for name in ("live", "canary")}
+    arms = {name: [ArmCounts() for _ in range(REPLICAS)] for name in ("live", "canary")}
     for user, key in enumerate(KEYS):
         arm = "canary" if split.takes(key) else "live"
         share, factor = (FALLBACKS + defaults, scale) if arm == "canary" else (FALLBACKS, 1.0)

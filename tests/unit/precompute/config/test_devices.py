@@ -22,7 +22,9 @@ def forgotten():
 def test_a_machine_without_a_gpu_never_imports_torch():
     code = (
         "import sys\n"
-        "from precompute.steps import pipeline\n"
+        "from cache.control.night_steps import NIGHT\n"
+        "from precompute.operations.night import step_in_night\n"
+        "assert [step_in_night(name) for name in NIGHT]\n"
         "from precompute.config import devices\n"
         "devices._SIGNS = ()\n"
         "assert devices.devices('auto') == devices.devices('off') == ()\n"

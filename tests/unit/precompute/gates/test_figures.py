@@ -9,15 +9,16 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 
-from cache.format.keys import fingerprints
+from cache.format.ids import fingerprints
 from cache.format.manifest import Artefact, Producer, Table, TablePart
-from cache.format.records import NO_ITEM, Layout, encode_topk
+from cache.format.records.codec import encode_topk
+from cache.format.records.layout import NO_ITEM, Layout
+from cache.format.records.quantization import dequantize
 from cache.model.tower import Histories
-from precompute.gates.evidence.scan import Scan, depth_of, numbers_of, scan_table
+from precompute.gates.evidence.scan import Scan, depth_of, scan_table
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.rules.exact import _compare, _rows_equal
 from precompute.gates.rules.live import psi
-from precompute.gates.rules.models import row_cosines
 
 ITEMS, K, CUT = 50, 10, 1_769_904_000
 
@@ -35,13 +36,6 @@ def test_the_psi_of_a_sample_with_its_like_is_small_and_of_a_shift_large() -> No
 def test_a_constant_baseline_still_notices_a_shift() -> None:
     assert psi(np.full(1000, 2.0), np.full(1000, 1.0)) > 1
     assert psi(np.full(1000, 1.0), np.full(1000, 1.0)) == pytest.approx(0)
-
-
-def test_cosines_of_zero_rows_agree_only_with_zero() -> None:
-    ours = np.array([[1.0, 0], [0, 0], [0, 0], [2, 2]])
-    theirs = np.array([[2.0, 0], [0, 0], [1, 0], [-1, -1]])
-
-    assert row_cosines(ours, theirs).tolist() == pytest.approx([1, 1, 0, -1])
 
 
 def test_small_catalogues_are_compared_less_deep() -> None:
@@ -164,5 +158,5 @@ def test_numbers_are_read_as_a_reader_reads_them(tmp_path: Path) -> None:
     layout = Layout("topk", 2, "f2")
     marks = np.array([1], np.uint64)
     items, scores = np.array([[3, 4]], np.uint32), np.array([[1e-12, 3e-13]], np.float32)
-    found = numbers_of(layout, encode_topk(layout, marks, items, scores, 0))
+    found = dequantize(layout, encode_topk(layout, marks, items, scores, 0), np.float64)
     assert found[0].tolist() == pytest.approx([1e-12, 3e-13], rel=1e-3)

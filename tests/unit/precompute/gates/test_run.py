@@ -17,13 +17,21 @@ from cache.errors import (
     StoreError,
     TierUnavailable,
 )
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from precompute.config.settings import GateThresholds, GovernorConfig
 from precompute.control.control_keys import Control
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.evidence import Evidence
+from precompute.gates.evidence.gate import integrity
 from precompute.gates.evidence.limits import TimeLimits
-from precompute.gates.evidence.verdict import Verdict, at_least, at_most, none_of, worst_of
+from precompute.gates.evidence.verdict import (
+    Measured,
+    Verdict,
+    at_least,
+    at_most,
+    none_of,
+    worst_of,
+)
 from precompute.gates.judge import (
     GATES,
     INTEGRITY,
@@ -55,8 +63,9 @@ def candidate(redis_url: str, keyspace: Keyspace) -> Candidate:
     )
 
 
-def passes(_candidate: Candidate) -> Verdict:
-    return Verdict("passes", True, 1, 1)
+@integrity("passes")
+def passes(_candidate: Candidate) -> Measured:
+    return Measured(True, 1, 1)
 
 
 def test_a_gate_that_hangs_can_no_longer_use_redis(
@@ -65,7 +74,8 @@ def test_a_gate_that_hangs_can_no_longer_use_redis(
     over, done = threading.Event(), threading.Event()
     errors: list[Exception] = []
 
-    def hangs(seen: Candidate) -> Verdict:
+    @integrity("hangs")
+    def hangs(seen: Candidate) -> Measured:
         seen.control.client.set(keyspace.live, "before")
         over.wait(30)
         try:
@@ -89,7 +99,8 @@ def test_a_gate_that_waits_for_redis_itself_is_cut_off(
     done = threading.Event()
     errors: list[Exception] = []
 
-    def blocks(seen: Candidate) -> Verdict:
+    @integrity("blocks")
+    def blocks(seen: Candidate) -> Measured:
         try:
             seen.control.client.blpop([keyspace.next], timeout=20)
             seen.control.client.set(keyspace.live, "after")
@@ -107,8 +118,9 @@ def test_a_gate_that_waits_for_redis_itself_is_cut_off(
 
 
 def test_one_gate_does_not_end_the_connection_of_the_next(candidate: Candidate) -> None:
-    def asks(seen: Candidate) -> Verdict:
-        return Verdict("asks", bool(seen.control.client.ping()), 1, 1)
+    @integrity("asks")
+    def asks(seen: Candidate) -> Measured:
+        return Measured(bool(seen.control.client.ping()), 1, 1)
 
     assert [each.passed for each in run_gates(candidate, [asks, passes, asks])] == [True] * 3
 
@@ -151,7 +163,7 @@ def test_gates_have_the_time_that_the_bytes_take(candidate: Candidate) -> None:
 
 
 def test_what_raises_has_failed_under_its_own_rule() -> None:
-    def raises() -> Verdict:
+    def raises() -> Measured:
         raise KeyError("users_scored")
 
     verdict = run_within("coverage", raises, 5.0)
@@ -180,7 +192,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ids=lambda error: type(error).__name__,
 )
 def test_what_could_not_be_asked_is_not_judged(error: Exception) -> None:
-    def asks() -> Verdict:
+    def asks() -> Measured:
         raise error
 
     with pytest.raises(NotJudged, match="coverage could not be judged") as caught:
@@ -201,14 +213,14 @@ def test_what_could_not_be_asked_is_not_judged(error: Exception) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_what_was_asked_and_is_wrong_or_missing_is_judged(error: Exception) -> None:
-    def finds() -> Verdict:
+    def finds() -> Measured:
         raise error
 
     assert not run_within("coverage", finds, 5.0).passed
 
 
 def test_every_gate_is_either_of_integrity_or_may_be_overridden() -> None:
-    names = {gate.__name__ for gate in GATES}
+    names = {gate.rule for gate in GATES}
     assert names == (INTEGRITY | OVERRIDABLE) - {"files", "opens", "live_files"}
     assert not INTEGRITY & OVERRIDABLE and len(names) == len(GATES)
 
@@ -248,9 +260,10 @@ def test_a_refusal_names_rule_value_threshold_and_the_command() -> None:
 
 def test_what_is_not_a_number_fails_every_threshold() -> None:
     nan = float("nan")
-    assert not at_least("r", nan, 0.0).passed and not at_most("r", nan, 9.0).passed
-    assert worst_of([0.5, nan, 0.1]) != worst_of([0.5, 0.1]) == 0.1
-    assert none_of("r", 0, "never shown").note == ""
+    assert not at_least(nan, 0.0).passed and not at_most(nan, 9.0).passed
+    assert worst_of({"a": 0.5, "b": nan, "c": 0.1})[0] == "b"
+    assert worst_of({"a": 0.5, "c": 0.1}) == ("c", 0.1)
+    assert none_of(0, "never shown").note == ""
 
 
 def test_thresholds_are_numbers_that_are_not_negative() -> None:

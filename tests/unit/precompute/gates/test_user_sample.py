@@ -11,9 +11,9 @@ import pytest
 
 from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
-from cache.format.keys import hash_ids
+from cache.format.ids import hash_ids
 from cache.format.manifest import Artefact, DirectoryPart, EntitySet
-from precompute.gates.evidence.scan import Marks
+from precompute.gates.evidence.scan import FingerprintFile
 from precompute.gates.evidence.user_sample import STRATA, names_of, sample_users, seen_by
 from precompute.gates.rules import entities as entities_gate
 from precompute.partitions.shard_files import HASH
@@ -98,7 +98,7 @@ def test_repeated_fingerprints_are_counted_a_range_at_a_time(tmp_path: Path, mon
     marks = np.random.default_rng(8).integers(0, 2**64 - 1, 20_000, np.uint64, endpoint=True)
     marks[[5, 17_000]] = marks[9]
     marks[[0, 19_999]] = 2**64 - 1
-    found = Marks(tmp_path)
+    found = FingerprintFile(tmp_path)
     for part in np.array_split(marks, 7):
         found.append(part)
 
@@ -134,7 +134,7 @@ def test_the_names_of_a_shard_never_become_python_objects(tmp_path: Path) -> Non
 
     tracemalloc.start()
     found = np.zeros(len(users), np.bool_)
-    for _, places in entities_gate._named(candidate, 0):
+    for _, places in entities_gate.named_entities(candidate, 0):
         found[places] = True
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

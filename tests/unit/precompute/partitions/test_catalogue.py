@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cache.format.ids import hash_id
 from cache.format.item_table import Ordinals
-from cache.format.keys import hash_id
 from precompute.config.settings import NightConfig, Sources
 from precompute.partitions.catalogue import item_texts, open_items, write_catalogue
 from precompute.sources.columns import text_hashes

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from cache.errors import ConfigError, CorruptArtefact, SourceError
 from cache.format.directory import Directory
+from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
-from cache.format.keys import hash_ids
-from cache.format.records import Layout, encode_vectors
-from cache.model.tower import InputSpec, TowerSpec
+from cache.format.records.codec import encode_numbers
+from cache.format.records.layout import Layout
+from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions import shard_files
 from precompute.partitions.partition import partition, sort_unique
@@ -40,12 +41,12 @@ from precompute.partitions.shard_input import (
     read_shard,
     slice_shard,
 )
+from precompute.scoring import input_samples
 from precompute.scoring.inputs import usable_inputs
 from precompute.scoring.tables import PageFile
 from precompute.scoring.users import PARTITION
 from precompute.sources.features import read_values
 from precompute.sources.readers import read_interactions
-from precompute.steps import live_path
 
 USERS = ["007", "7", "ü/1", "u4", "u5"]
 
@@ -296,10 +297,10 @@ def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path,
     partition(config, item_table(ITEMS), folder, before=None)
     whole = [read_shard(folder, shard, history_limit=9) for shard in range(config.shards)]
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 3)
-    monkeypatch.setattr(live_path, "fetch_partition", lambda *_: None)
+    monkeypatch.setattr(input_samples, "fetch_partition", lambda *_: None)
 
     made: Any = SimpleNamespace(config=config, root=tmp_path)
-    found = list(live_path._slices(made))
+    found = list(input_samples._slices(made))
 
     assert [each for part in found for each in part.ids] == [
         each for part in whole for each in part.ids
@@ -385,7 +386,7 @@ def test_a_given_up_partition_and_its_retry_do_not_share_a_file(tmp_path):
 def test_a_given_up_page_file_and_its_retry_do_not_share_a_file(tmp_path):
     layout = Layout("vector", 16, "f4")
     marks, values = np.arange(2000, dtype=np.uint64), np.ones((2000, 16), np.float32)
-    records = encode_vectors(layout, marks, values, 0)
+    records = encode_numbers(layout, marks, values, 0)
     path = tmp_path / "0000.pages"
     with PageFile(path, layout, 4096) as zombie:
         zombie.append(records[:1000])

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache.errors import SourceError
-from cache.format.keys import hash_ids
-from cache.native import loader
+from cache.format.ids import hash_ids
+from cache.native import loader, pure
 from precompute.config.settings import Sources, parse_time
 from precompute.sources import columns
 from precompute.sources.columns import Ids, read_ids
@@ -33,7 +33,7 @@ def whole(ids: Ids) -> list[str]:
 def engine(request, monkeypatch):
     """Every test runs with what is installed, and as if it had not been built."""
     if request.param == "plain":
-        monkeypatch.setattr(loader, "columns", lambda: None)
+        monkeypatch.setattr(loader, "kernels", pure)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

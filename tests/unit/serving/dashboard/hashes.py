@@ -5,16 +5,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cache.errors import TierUnavailable
+from cache.format.redis_keys import Keyspace
+from tests.fakes import FakeControl
 
 
 @dataclass
-class FakeRedis:
+class FakeRedis(FakeControl):
     """Hashes in a dictionary; `loses`: it does what it is told, and its reply is lost."""
 
     down: bool = False
     loses: bool = False
     hashes: defaultdict[str, dict[bytes, bytes]] = field(default_factory=lambda: defaultdict(dict))
     asked: int = 0
+    keyspace = Keyspace("test")
 
     async def ask_all(self, commands: Any) -> list[Any]:
         self.asked += 1

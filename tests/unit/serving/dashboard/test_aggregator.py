@@ -3,8 +3,8 @@
 import orjson
 import pytest
 
-from cache.format.keys import Keyspace
-from serving.dashboard.aggregator import _ALL_AGAIN_S, LATELY_BINS, SILENT_S, Seen, Whole
+from cache.format.redis_keys import Keyspace
+from serving.dashboard.aggregator import _ALL_AGAIN_S, LATELY_BINS, SILENT_S, Reading, Whole
 from serving.dashboard.counters import Counts, merged
 from serving.dashboard.publisher import _SWEEP, AT_ONCE, GONE_S, Teller
 from serving.dashboard.time_bins import BIN_S, BINS_MAX
@@ -22,8 +22,8 @@ class Worker:
     def __init__(self, redis: FakeRedis, clock: FakeClock, name: str) -> None:
         self.counts: Counts = {}
         about = {"replica": name, "breaker": "closed"}
-        self.teller = Teller(redis, KEYS, name, clock, lambda: dict(self.counts), lambda: about)
-        self.whole = Whole(redis, KEYS, self.teller, BOUNDS, clock, clock)
+        self.teller = Teller(redis, name, clock, lambda: dict(self.counts), lambda: about)
+        self.whole = Whole(redis, self.teller, BOUNDS, clock, clock)
 
     def count(self, n: int) -> None:
         self.counts = merged((self.counts, {"r": n, "h:l1:50": n}))
@@ -46,7 +46,7 @@ def world() -> World:
     return World()
 
 
-def requests(seen: Seen) -> int:
+def requests(seen: Reading) -> int:
     return sum(row.requests for row in seen.rows.values())
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from serving.dashboard.aggregator import Seen
+from serving.dashboard.aggregator import Reading
 from serving.dashboard.document import SETTLED_S, document, redis, replicas
 from serving.dashboard.document_schema import DASHBOARD
 from serving.dashboard.series import row
@@ -24,7 +24,7 @@ def worker(replica: str = "a", **changes: Any) -> dict[str, Any]:
     return fine | changes
 
 
-def made(seen: Seen, **changes: Any) -> dict[str, Any]:
+def made(seen: Reading, **changes: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {
         "schedule": {"age_s": None, "due_at": 0.0, "missing": False}, "archive": ([], []),
         "roles": {}, "bounds": BOUNDS, "advisor": None, "quality": None,
@@ -40,7 +40,7 @@ def test_workers_add_up() -> None:
         999_000: row({"a:l2": 7}, BOUNDS)
     }
     found = made(
-        Seen(NOW, None, workers, rows, bins),
+        Reading(NOW, None, workers, rows, bins),
         archive=([KNOWN], []),
         roles={"live": "g2"},
     )
@@ -88,7 +88,7 @@ def test_a_cluster_is_the_sum_of_its_nodes() -> None:
 
 
 def test_nothing_is_known_yet() -> None:
-    found = made(Seen(NOW, "gone", {}, {}, {}))
+    found = made(Reading(NOW, "gone", {}, {}, {}))
 
     assert found["whole"] is False and found["verdict"]["level"] == "bad"
     assert found["series"]["at"] == [] and found["replicas"] == []

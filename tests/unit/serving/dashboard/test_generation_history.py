@@ -10,7 +10,8 @@ import pytest
 from cache.format.manifest import Artefact, ItemFiles, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Release, done_path, intent_path
-from serving.dashboard.generation_history import GENERATIONS_MAX, Archive
+from serving.dashboard.generation_history import GENERATIONS_MAX, GenerationHistory
+from serving.replica.release_watch import ReleaseWatch
 
 G1, G2, G3 = (f"2026112{day}T000000Z-00000000000{day}" for day in (1, 2, 3))
 FILE = Artefact("f", 100, "")
@@ -32,7 +33,7 @@ class Night:
 
     def __init__(self, folder: Path) -> None:
         self.store = ArtefactStore(str(folder))
-        self.archive = Archive(self.store)
+        self.history = GenerationHistory(self.store, ReleaseWatch(self.store).records)
         self.releases = 0
 
     def make(self, generation: str, **changes: Any) -> None:
@@ -50,7 +51,7 @@ class Night:
             self.store.write(done_path(number), b"")
 
     def read(self, registry: Any = None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        generations, nights = self.archive.read(registry)
+        generations, nights = self.history.read(registry)
         return {each["generation"]: each for each in generations}, nights
 
 

@@ -10,11 +10,13 @@ import orjson
 import pytest
 
 from cache.control.schedule import Schedule
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore
+from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import ARCHIVE_S, READ_S, Dashboard
 from serving.metrics.log_buckets import finer
 from serving.replica.freshness import Nights
+from serving.replica.release_watch import ReleaseWatch
 from serving.requests.errors import Problem
 from tests.fakes import FakeClock
 from tests.unit.serving.dashboard.hashes import FakeRedis
@@ -33,8 +35,9 @@ class Board:
         }  # fmt: skip
         follower: Any = SimpleNamespace(holding=None)
         self.store = ArtefactStore(str(folder))
+        history = GenerationHistory(self.store, ReleaseWatch(self.store).records)
         self.dashboard = Dashboard(
-            self.redis, self.store, Keyspace("test"), name="a", counted=lambda: {"r": 1},
+            self.redis, history, name="a", counted=lambda: {"r": 1},
             about=lambda: about, bounds=finer((0.1,)), nights=Nights(Schedule(), follower, self.clock),
             clock=self.clock, timer=self.clock, **more,
         )  # fmt: skip

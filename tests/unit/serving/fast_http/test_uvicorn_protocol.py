@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serving.config.bounds import Bounds
+from cache.config.peers import Bounds
 from serving.fast_http.inbound import BEHIND, PIECE
 from tests.unit.serving.fast_http.test_connection import KEPT, Connection, Front, Transport, get
 
@@ -165,6 +165,29 @@ def test_a_pipeline_that_ends_unanswered_leaves_nothing_to_the_garbage_collector
     gc.disable()
     try:
         assert asyncio.run(test())() is None
+    finally:
+        gc.enable()
+
+
+def test_an_idle_connection_keeps_nothing_of_the_request_that_it_answered() -> None:
+    async def test() -> None:
+        connection = opened()
+        connection.protocol.data_received(get(b"/other"))
+        answered: Any = connection.protocol.cycle
+        kept = weakref.ref(answered.message_event)
+        del answered
+        for _ in range(8):
+            await asyncio.sleep(0)
+        assert connection.transport.written.startswith(b"HTTP/1.1 200")
+        assert kept() is None
+        connection.transport.written.clear()
+        await connection.take(get(b"/other"))
+        assert connection.transport.written.startswith(b"HTTP/1.1 200")
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(test)
     finally:
         gc.enable()
 

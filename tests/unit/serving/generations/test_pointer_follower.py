@@ -14,7 +14,7 @@ from cache.control.staging_note import Staging
 from cache.errors import StoreError
 from cache.store.blocklist import Blocklist, change_blocklist
 from cache.store.releases import Pointer, Release, intent_path
-from precompute.control.control_keys import Replica
+from precompute.control.rows import Replica
 from serving.generations.pointer_rules import judge
 from serving.generations.snapshot import Snapshot
 from tests.unit.serving.scene import BOUND_S, A, B, C, Scene, pointer
@@ -540,7 +540,7 @@ async def test_a_draining_replica_is_not_ready_signs_off_and_beats_no_more(scene
 async def test_a_subscription_is_closed_with_its_replica(scene: Scene) -> None:
     closed = []
 
-    async def subscribe() -> AsyncGenerator[bytes, None]:
+    async def subscribe(channel: str | None = None) -> AsyncGenerator[bytes, None]:
         try:
             while True:
                 yield b"pointer"

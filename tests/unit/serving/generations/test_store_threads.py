@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from serving.dashboard.generation_history import Archive
+from serving.dashboard.generation_history import GenerationHistory
 from serving.generations.store_threads import THREADS, StoreThreads
-from serving.replica.release_watch import Chronicle
+from serving.replica.release_watch import ReleaseWatch
 from tests.unit.serving.scene import A, B, Scene, pointer
 
 
@@ -43,10 +43,10 @@ async def test_whoever_reads_the_store_does_it_in_the_threads_meant_for_it(tmp_p
     await scene.refresher.look_at_blocklist()
     await scene.refresher.sweep_copies()
     await scene.publish(pointer(B, 2, A))
-    chronicle = Chronicle(scene.store, reading)
-    await chronicle.look()
-    await reading(Archive(scene.store).read, None)
+    watch = ReleaseWatch(scene.store, reading)
+    await watch.look()
+    await reading(GenerationHistory(scene.store, watch.records).read, None)
 
-    assert scene.shelf.is_blocklist_known and scene.held == [B, A] and chronicle.last
+    assert scene.shelf.is_blocklist_known and scene.held == [B, A] and watch.last
     await scene.follower.aclose()
     reading.close()

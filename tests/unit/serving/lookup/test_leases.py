@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace, hash_hex
+from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.lease_commands import LeaseTake, Mark
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.results import Found

@@ -7,12 +7,12 @@ import orjson
 import pytest
 
 from serving.quality.aggregates import ERRORS, Cell, Key, half_width, merged, packed, wilson
-from serving.quality.comparison import Sample
+from serving.quality.comparison import AnswerSample
 from serving.quality.shared_report import summary
 
 
-def sample(overlap: float, error: float = 0.01, *, is_exact: bool = False) -> Sample:
-    return Sample("t", "l1", "batch", "1-9", is_exact, overlap, error, 60.0)
+def sample(overlap: float, error: float = 0.01, *, is_exact: bool = False) -> AnswerSample:
+    return AnswerSample("t", "l1", "batch", "1-9", is_exact, overlap, error, 60.0)
 
 
 def test_parts_of_several_replicas_are_one_whole() -> None:

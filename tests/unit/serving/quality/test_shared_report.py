@@ -5,22 +5,20 @@ from typing import Any
 import orjson
 import pytest
 
-from cache.control.hot_keys import Name
-from cache.format.keys import Keyspace
+from cache.control.hot_keys import HOT, Name, Window
 from serving.quality.aggregates import Cell
 from serving.quality.results import Results
-from serving.quality.shared_report import LIFE_S, Told
+from serving.quality.shared_report import LIFE_S, SharedReport
 from serving.usage.read_counts import Reads
 from serving.usage.table_usage import Usage
+from tests.fakes import FakeControl
 from tests.unit.serving.world import World
 
 NOW = 1_000_000.0
 
 
-class FakeRedis:
+class FakeRedis(FakeControl):
     """One hash, and no reads."""
-
-    keyspace = Keyspace("default")
 
     def __init__(self) -> None:
         self.rows: dict[bytes, bytes] = {}
@@ -36,7 +34,7 @@ class FakeRedis:
                     del self.rows[each]
         return 0
 
-    async def cold(self, day: int) -> list[Name]:
+    async def hot(self, hour: int, window: Window = HOT) -> list[Name]:
         return []
 
 
@@ -68,7 +66,7 @@ async def test_a_row_told_otherwise_costs_neither_the_others_nor_the_page(
     live = world.snapshot()
     results.begin(live, NOW)
     usage = Usage(redis, Reads(), world.metrics, lambda: (), lambda: live)
-    told = Told(redis, "a", results, usage, lambda: live, lambda: NOW, 5.0)
+    told = SharedReport(redis, "a", results, usage, lambda: live, lambda: NOW, 5.0)
     redis.rows = {
         b"b": row(live.generation),
         b"c": row(live.generation, replica="c", **changed),

@@ -14,36 +14,35 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cache.errors import UnfitValue
-from cache.format.item_bytes import Names
 from cache.format.item_json import Texts
 from cache.format.item_table import Lent
-from cache.format.keys import FORMAT
 from cache.format.manifest import Producer, Table
-from cache.format.records import NO_ITEM, Layout, encode_topk
-from cache.native import loader
+from cache.format.records.codec import encode_topk
+from cache.format.records.layout import NIGHTLY, NO_ITEM, Layout
+from cache.native import loader, pure
 from cache.native.number_text import Numerals
 from serving.arrow_ipc import writer
 from serving.arrow_ipc.reader import read
 from serving.arrow_ipc.schema import Field
 from serving.rendering import json_batch
-from serving.rendering.arrow_batch import Stored, answers_stream
+from serving.rendering.arrow_batch import StoredRows, answers_stream
 from serving.rendering.arrow_rows import items_of
 
 COLUMNS: Any = loader.load({})
-pytestmark = pytest.mark.skipif(COLUMNS is None, reason="cache.native._columns was not built")
+pytestmark = pytest.mark.skipif(COLUMNS is pure, reason="cache.native._columns was not built")
 NAMES = ["i-1", "ü", 'a"b', "c\\d", "e\nf", "x" * 256, "7", "/"]
 PLAIN = ["i-1", "ü", "7", "/", "x" * 256, "\x7f"]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def switched_on() -> Iterator[None]:
-    with patch.object(loader, "columns", lambda: COLUMNS):
+    with patch.object(loader, "kernels", COLUMNS):
         yield
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    with patch.object(loader, "columns", lambda: None):
+    with patch.object(loader, "kernels", pure):
         yield
 
 
@@ -59,7 +58,6 @@ def snapshot(names: Sequence[str], blocked: Sequence[int] = ()) -> Any:
         count=len(names),
         lent=Lent(np.frombuffer(b"".join(raws), np.uint8), offsets),
         texts=Texts(len(names), ids_of, longest),
-        names=Names(len(names), longest, ids_of),
     )
     return SimpleNamespace(items=items, blocked_ordinals=np.array(blocked, np.int64))
 
@@ -86,7 +84,7 @@ def test_what_is_plain_is_plain_whatever_bytes_a_record_has(
     found = np.frombuffer(bytearray(raw), layout.dtype)
     k = data.draw(st.integers(1, width))
     if data.draw(st.booleans()):  # most of it as it should be
-        found["flags"], found["count"] = FORMAT << 4, data.draw(st.integers(0, width + 1))
+        found["flags"], found["count"] = NIGHTLY, data.draw(st.integers(0, width + 1))
         if kind == "topk":
             found["items"] %= np.uint32(len(NAMES) + 1)
     live = snapshot(NAMES, blocked)
@@ -118,10 +116,10 @@ def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
     assert all(orjson.loads(each)["id"] == name for each, name in zip(texts, ids, strict=True))
 
 
-def stored(numbers: NDArray[np.float32], named: Any) -> Stored:
+def stored(numbers: NDArray[np.float32], named: Any) -> StoredRows:
     count = len(numbers)
     row = ("l2", "batch", "g", 1.5, "2026", None, None, None, None)
-    return Stored(np.arange(count), (row, row), np.ones(count, bool), numbers, named)
+    return StoredRows(np.arange(count), (row, row), np.ones(count, bool), numbers, named)
 
 
 @settings(deadline=None)
@@ -206,7 +204,7 @@ def test_a_column_is_cut_alike_and_refused_alike(
         except ValueError as error:
             return type(error), str(error)
 
-    assert told(COLUMNS.cut_texts) == told(None)
+    assert told(COLUMNS.cut_texts) == told(pure.cut_texts) == told(None)
 
 
 @given(ids=st.lists(st.binary(max_size=5) | st.just(None), max_size=5))

@@ -12,13 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cache.format.keys import ID_BYTES_MAX, canonical_id
-from cache.format.records import Layout, encode_topk, encode_values, encode_vectors
-from cache.native import loader
+from cache.format.ids import ID_BYTES_MAX, canonical_id
+from cache.format.records.codec import encode_numbers, encode_topk
+from cache.format.records.layout import Layout
+from cache.native import loader, pure
 from cache.tiers.results import Found
 from serving.client.arrow import write_arrow_ids
 from serving.rendering import json_batch
-from serving.rendering.arrow_batch import NO_ITEMS, Stored, answers_stream
+from serving.rendering.arrow_batch import NO_ITEMS, StoredRows, answers_stream
 from serving.rendering.arrow_rows import items_of
 from serving.rendering.json_single import start_of
 from serving.requests.lookup_arrow import batch, read_stream
@@ -31,7 +32,7 @@ END = b',"source":"l1"}'
 LIMITS = Limits(max_batch=500, max_history=8, max_exclude=8, deadline_ms=100, deadline_max_ms=100)
 
 some_ids = st.lists(hostile.ids, min_size=1, max_size=6)
-each_way = pytest.mark.parametrize("columns", [COLUMNS, None], ids=["compiled", "interpreted"])
+each_way = pytest.mark.parametrize("columns", [COLUMNS, pure], ids=["compiled", "interpreted"])
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.kind)
 
 
@@ -41,8 +42,7 @@ def records(layout: Layout, count: int, items: int) -> NDArray[Any]:
     if layout.kind == "topk":
         listed = (np.arange(2 * count, dtype=np.uint32) % items).reshape(count, 2)
         return encode_topk(layout, prints, listed, numbers, 1)
-    encode = encode_vectors if layout.kind == "vector" else encode_values
-    return encode(layout, prints, numbers, 1)
+    return encode_numbers(layout, prints, numbers, 1)
 
 
 def wanted(layout: Layout, ids: list[str], names: list[str]) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ def test_rows_written_at_once_are_each_the_json_of_one(
     """An id that ended in a quote and a comma was cut in two, and its neighbour's answer with it."""
     live, good = snapshot(names), records(layout, len(ids), len(names))
 
-    with patch.object(loader, "columns", lambda: columns):
+    with patch.object(loader, "kernels", columns):
         texts = json_batch.texts_of(live, table(layout), ids, good, 2, [END] * len(ids))
 
     assert [orjson.loads(each) for each in texts] == wanted(layout, ids, names)
@@ -95,6 +95,7 @@ def test_one_row_is_written_as_one_of_many(layout: Layout, id_: str, names: list
 
     start = start_of(live, table(layout), Found(record.tobytes(), "l1", False, None), id_, 2)
 
+    assert start is not None
     assert orjson.loads(start + END) == wanted(layout, [id_], names)[0]
 
 
@@ -110,10 +111,12 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
     lookup: Any = SimpleNamespace(table=table(layout), k=2, holding=SimpleNamespace(live=live))
     row = ("l1", "batch", "g", 1.5, "2026", None, None, None, None)
 
-    with patch.object(loader, "columns", lambda: columns):
+    with patch.object(loader, "kernels", columns):
         named = items_of(lookup, SimpleNamespace(rows=good), slice(None))  # type: ignore[arg-type]
         numbers = json_batch.numbers(table(layout), good, 2)
-        stored = Stored(np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named)
+        stored = StoredRows(
+            np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named
+        )
         sent = answers_stream(table(layout), [each.encode() for each in ids], {}, stored)
 
     read = pa.ipc.open_stream(sent).read_all()
@@ -128,7 +131,7 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
 @given(ids=some_ids)
 @example(ids=list(hostile.EVERY))
 def test_a_stream_of_questions_is_read_as_it_was_asked(columns: Any, ids: list[str]) -> None:
-    with patch.object(loader, "columns", lambda: columns):
+    with patch.object(loader, "kernels", columns):
         asked = batch(read_stream(write_arrow_ids(ids, {}), LIMITS))
 
     assert asked is not None and [each.decode() for each in asked.raws] == ids

@@ -13,7 +13,8 @@ from serving.metrics.event_counters import TEXTS, Events
 from serving.replica.freshness import Nights
 from serving.replica.night_metrics import Figures
 from serving.replica.redis_memory import Room
-from serving.replica.release_watch import Chronicle
+from serving.replica.release_watch import ReleaseWatch
+from tests.fakes import FakeControl
 from tests.unit.serving.world import World
 
 MANIFEST = World().snapshot().manifest
@@ -21,7 +22,7 @@ HOUR_S = 3_600.0
 NOW = 1_700_000_000.0
 
 
-class Redis:
+class FakeRedis(FakeControl):
     """Says of itself what a test says, or nothing."""
 
     def __init__(self, *infos: dict[str, Any]) -> None:
@@ -33,21 +34,21 @@ class Redis:
         return self.told
 
 
-def registered(manifest: Any, room: Room, chronicle: Chronicle) -> CollectorRegistry:
+def registered(manifest: Any, room: Room, releases: ReleaseWatch) -> CollectorRegistry:
     held: Any = None if manifest is None else SimpleNamespace(live=SimpleNamespace(manifest=manifest))  # fmt: skip
     nights = Nights(Schedule("0 * * * *", grace_s=0), SimpleNamespace(holding=held), lambda: NOW)  # type: ignore[arg-type]
     registry = CollectorRegistry()
-    registry.register(Figures(lambda: held, nights, chronicle, room))
+    registry.register(Figures(lambda: held, nights, releases, room))
     return registry
 
 
-def chronicle() -> Chronicle:
+def releases() -> ReleaseWatch:
     store: Any = None
-    return Chronicle(store)
+    return ReleaseWatch(store)
 
 
 def test_before_anything_is_served_all_nights_are_missed_and_nothing_else_is_told() -> None:
-    registry = registered(None, Room(Redis()), chronicle())
+    registry = registered(None, Room(FakeRedis()), releases())
 
     told = {sample.name: sample.value for family in registry.collect() for sample in family.samples}
 
@@ -62,9 +63,9 @@ def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
     manifest = dataclasses.replace(
         MANIFEST, gates=gates, timings={"score": 2.5}, created_at=int(NOW - 2 * HOUR_S)
     )
-    told = chronicle()
+    told = releases()
     told.last, told.refused = {"publish": 7.0}, frozenset({"skew"})
-    value = registered(manifest, Room(Redis()), told).get_sample_value
+    value = registered(manifest, Room(FakeRedis()), told).get_sample_value
 
     assert value("larder_night_step_seconds", {"step": "score"}) == 2.5
     assert value("larder_gate_value", {"rule": "score_psi"}) == 0.3
@@ -81,7 +82,7 @@ def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
 
 
 async def test_the_room_of_all_nodes_is_told_while_redis_can_be_asked() -> None:
-    redis = Redis({"used_memory": 3, "maxmemory": 10}, {"used_memory": 4, "maxmemory": 10})
+    redis = FakeRedis({"used_memory": 3, "maxmemory": 10}, {"used_memory": 4, "maxmemory": 10})
     room = Room(redis)
     await room.look()
     assert (room.used_bytes, room.max_bytes) == (7, 20)

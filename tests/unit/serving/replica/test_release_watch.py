@@ -1,6 +1,7 @@
 """What the release records tell of the nights, and what is told of it when they cannot be read."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 
 from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Release, done_path, intent_path
-from serving.replica.release_watch import UNKNOWN, Chronicle, open_refusal
+from serving.dashboard.generation_history import GenerationHistory
+from serving.replica.release_watch import UNKNOWN, ReleaseWatch, open_refusal
 from tests.unit.serving.world import World
 
 MANIFEST = World().snapshot().manifest
@@ -42,28 +44,28 @@ async def test_the_newest_of_each_action_is_told_and_an_intent_is_none(
 ) -> None:
     write(store, ("publish", A), ("pin", A), ("publish", B))
     write(store, ("roll_back", A), done=False)
-    chronicle = Chronicle(store)
+    watch = ReleaseWatch(store)
 
-    await chronicle.look()
+    await watch.look()
 
-    assert chronicle.last == {"publish": 300.0, "pin": 200.0} and not chronicle.refused
+    assert watch.last == {"publish": 300.0, "pin": 200.0} and not watch.refused
 
 
 async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_something_is_published(
     store: ArtefactStore,
 ) -> None:
-    chronicle = Chronicle(store)
+    watch = ReleaseWatch(store)
     write(store, ("publish", A), ("refuse", B))
-    await chronicle.look()
-    assert chronicle.refused == {UNKNOWN}
+    await watch.look()
+    assert watch.refused == {UNKNOWN}
 
     judged(store, B, score_psi=False, finite=True, skew=False)
-    await chronicle.look()
-    assert chronicle.refused == {"score_psi", "skew"}
+    await watch.look()
+    assert watch.refused == {"score_psi", "skew"}
 
     write(store, ("publish", B))
-    await chronicle.look()
-    assert chronicle.refused == frozenset()
+    await watch.look()
+    assert watch.refused == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -90,13 +92,36 @@ def test_a_refusal_is_open_until_it_is_lifted_given_up_or_overtaken(
 async def test_records_that_cannot_be_read_leave_what_is_known_and_are_told_once(
     store: ArtefactStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chronicle = Chronicle(store)
+    watch = ReleaseWatch(store)
     write(store, ("publish", A))
-    await chronicle.look()
+    await watch.look()
     (tmp_path / "store" / intent_path(2)).write_bytes(b"no record")
 
-    await chronicle.look()
-    await chronicle.look()
+    await watch.look()
+    await watch.look()
 
-    assert chronicle.last == {"publish": 100.0}
+    assert watch.last == {"publish": 100.0}
     assert caplog.text.count("the release records cannot be read") == 1
+
+
+async def test_whoever_reads_records_of_a_replica_reads_none_a_second_time(
+    store: ArtefactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(store, ("publish", A), ("pin", A))
+    watch = ReleaseWatch(store)
+    history = GenerationHistory(store, watch.records)
+    await watch.look()
+    write(store, ("publish", B))
+    asked: list[str] = []
+    read_many = store.read_many
+
+    def counted(paths: Sequence[str]) -> Mapping[str, bytes]:
+        asked.extend(paths)
+        return read_many(paths)
+
+    monkeypatch.setattr(store, "read_many", counted)
+    generations, _ = history.read(None)
+
+    assert asked == [intent_path(3)]
+    assert [each["state"] for each in generations] == ["live", "superseded"]
+    assert watch.last["publish"] == 100.0  # until the next look

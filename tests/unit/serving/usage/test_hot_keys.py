@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from cache.control.hot_keys import LIFE_S, MEMBERS_MAX, Name, Report, hottest, member
+from cache.control.hot_keys import HOT, LIFE_S, MEMBERS_MAX, Name, Report, Window, hottest, member
 from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
 from serving.generations.snapshot import Snapshot
 from serving.usage.hot_keys import RECENT, REPORTED, Recent, Sketch
-from tests.fakes import FakeClock
+from tests.fakes import FakeClock, FakeControl
 from tests.unit.serving.world import World
 
 
 @dataclass
-class FakeRedis:
+class FakeRedis(FakeControl):
     """Keeps reports and answers with what tests say is hot."""
 
     down: bool = False
@@ -28,7 +28,7 @@ class FakeRedis:
             raise TierUnavailable("gone", reason="connection")
         self.reports.append(report)
 
-    async def hot(self, hour: int) -> list[Name]:
+    async def hot(self, hour: int, window: Window = HOT) -> list[Name]:
         if self.down:
             raise TierUnavailable("gone", reason="connection")
         self.asked.append(hour)

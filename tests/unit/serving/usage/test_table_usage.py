@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from cache.control.hot_keys import Name
-from cache.format.keys import Keyspace, hash_id
+from cache.format.ids import hash_id
 from serving.usage.read_counts import Reads
 from serving.usage.table_usage import Usage
+from tests.fakes import FakeControl
 from tests.unit.serving.world import World
 
 
-class FakeRedis:
+class FakeRedis(FakeControl):
     """Counts nothing, keeps what it is told."""
-
-    keyspace = Keyspace("default")
 
     def __init__(self) -> None:
         self.told: list[bytes] = []

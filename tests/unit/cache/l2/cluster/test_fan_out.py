@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.format.keys import Keyspace
+from cache.format.redis_keys import Keyspace
 from cache.l2.cluster.fan_out import REDIRECTS_MAX, Scatter, Slots
 from cache.l2.commands import (
     Answer,
@@ -22,7 +22,7 @@ from cache.l2.commands import (
     PageReads,
     unpack,
 )
-from cache.l2.redirects import Redirected, is_redirect, refused
+from cache.l2.errors import Redirected, is_redirect, refused
 from cache.l2.replies import Frames
 
 KEYS = Keyspace("default")

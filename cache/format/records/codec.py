@@ -1,0 +1,143 @@
+"""Codec of records: one entity's prediction as bytes, of a fixed size in each table. Pure."""
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import CorruptArtefact
+from cache.format.records.layout import (
+    ABSENT,
+    FLAG_LIVE,
+    FORMAT_SHIFT,
+    HEADER_BYTES,
+    NIGHTLY,
+    NO_ITEM,
+    ORDINAL,
+    RECORD_FORMAT,
+    Layout,
+    unpack_header,
+)
+from cache.format.records.quantization import dequantize_one, quantize
+
+DIGEST_BYTES: Final = 16
+
+
+def encode_topk(
+    layout: Layout,
+    fingerprints: NDArray[np.uint64],
+    items: NDArray[np.uint32],
+    scores: NDArray[np.float32],
+    scored_at: int,
+    *,
+    live: bool = False,
+) -> NDArray[Any]:
+    """Records[n] from ordinals uint32[n, m <= K] (NO_ITEM = unused, at the end) and their scores float32[n, m]."""
+    records = _blank(layout, fingerprints, scored_at, live)
+    used = items != NO_ITEM
+    records["items"] = NO_ITEM
+    records["items"][:, : items.shape[1]] = items
+    records["count"] = used.sum(axis=1)
+    numbers = np.zeros((len(items), layout.width), np.float32)
+    numbers[:, : items.shape[1]] = np.where(used, scores, 0)
+    quantize(layout, records, numbers)
+    return records
+
+
+def encode_numbers(
+    layout: Layout,
+    fingerprints: NDArray[np.uint64],
+    numbers: NDArray[np.float32],
+    scored_at: int,
+    *,
+    live: bool = False,
+) -> NDArray[Any]:
+    """Records[n] from vectors float32[n, dims], or from one number per label, float32[n, labels].
+
+    A component of a vector below half of the smallest number of its record's range (2**-39 of the largest) becomes
+    zero: that is rounding, far under the precision of the others. A vector whose numbers would *all* vanish is refused.
+    """
+    records = _blank(layout, fingerprints, scored_at, live)
+    records["count"] = layout.width
+    quantize(layout, records, numbers)
+    return records
+
+
+def absent(layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int) -> NDArray[Any]:
+    """Records[n] of entities that have one in another table of their directory, but no answer in this one."""
+    records = _blank(layout, fingerprints, scored_at, False)
+    records["flags"] = ABSENT
+    if layout.kind == "topk":
+        records["items"] = NO_ITEM
+    return records
+
+
+def _blank(
+    layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int, live: bool
+) -> NDArray[Any]:
+    records = np.zeros(len(fingerprints), layout.dtype)
+    records["fingerprint"] = fingerprints
+    records["scored_at"] = scored_at
+    records["flags"] = NIGHTLY | FLAG_LIVE if live else NIGHTLY
+    return records
+
+
+class Record(NamedTuple):
+    """Decoded record; arrays hold only what is used, `items` is None unless it is a top-K record."""
+
+    fingerprint: int
+    scored_at: int
+    live: bool
+    numbers: NDArray[np.float32]
+    items: NDArray[np.uint32] | None
+
+
+def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = None) -> Record:
+    """The record in `record`; raises CorruptArtefact for a wrong length, format or count and for damaged numbers.
+
+    Who knows the catalogue says how many items it has: no ordinal may reach that.
+    """
+    if len(record) != layout.size_bytes:
+        raise CorruptArtefact(
+            f"a record has {layout.size_bytes} bytes, this one {len(record)}",
+            size_bytes=len(record),
+        )
+    # Field by field: a structured scalar costs more than everything else here.
+    fingerprint, scored_at, count, flags, exponent = unpack_header(record)
+    if flags >> FORMAT_SHIFT != RECORD_FORMAT or count > layout.width:
+        raise CorruptArtefact(
+            f"a record of format {flags >> FORMAT_SHIFT} with {count} numbers cannot be read",
+            format=flags >> FORMAT_SHIFT,
+            count=count,
+        )
+    numbers = dequantize_one(layout, record, count, exponent)
+    if not np.logical_and.reduce(np.isfinite(numbers)):
+        raise CorruptArtefact("a record holds a number that is not finite", rule="non_finite")
+    items = None
+    if layout.kind == "topk":
+        items = np.frombuffer(record, ORDINAL, layout.width, HEADER_BYTES)[:count]
+        if count and item_count is not None and np.maximum.reduce(items) >= item_count:
+            raise CorruptArtefact(
+                f"a record names item {int(items.max())} of {item_count}", rule="ordinal"
+            )
+    return Record(
+        fingerprint=fingerprint,
+        scored_at=scored_at,
+        live=bool(flags & FLAG_LIVE),
+        numbers=numbers,
+        items=items,
+    )
+
+
+def pack_overlay(record: bytes, digest: bytes) -> bytes:
+    """An overlay value: the record, then the 16-byte digest of the input it was computed from."""
+    if len(digest) != DIGEST_BYTES:
+        raise ValueError(f"an input digest has {DIGEST_BYTES} bytes, not {len(digest)}")
+    return record + digest
+
+
+def unpack_overlay(layout: Layout, value: bytes) -> tuple[bytes, bytes] | None:
+    """(record, input digest), or None when the value is not an overlay of this layout."""
+    if len(value) != layout.size_bytes + DIGEST_BYTES:
+        return None
+    return value[: layout.size_bytes], value[layout.size_bytes :]

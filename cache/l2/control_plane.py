@@ -1,0 +1,173 @@
+"""Control plane of L2: pointer, heartbeats, announcements, hot ids and INFO, by redis-py at leisure."""
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol, cast
+
+from redis.asyncio import ConnectionPool, Redis
+from redis.exceptions import NoPermissionError
+
+from cache.control.hot_keys import (
+    COLD,
+    HOT,
+    MEMBERS_MAX,
+    READ_AT_ONCE,
+    REPORT,
+    Name,
+    Report,
+    Window,
+    hottest,
+)
+from cache.errors import TierUnavailable
+from cache.format.redis_keys import Keyspace
+from cache.l2.errors import as_unavailable
+
+Words = str | bytes | float
+
+# Allowed at full memory: a replica that cannot say that it lives looks dead, and what it holds would be retired. The
+# new payload before the old one goes: at no moment may what is held look as if it were not.
+_BEAT = """#!lua flags=allow-oom
+redis.call('ZADD', KEYS[1], ARGV[1], ARGV[2])
+if ARGV[3] and ARGV[3] ~= ARGV[2] then redis.call('ZREM', KEYS[1], ARGV[3]) end
+return 1
+"""
+
+
+class ControlPlane(Protocol):
+    """Commands on a namespace's control keys; everything here raises TierUnavailable.
+
+    The first four are how servers are reached, and all that one server and a cluster do in ways of their own.
+    """
+
+    keyspace: Keyspace
+
+    async def ask(self, *command: Words) -> Any:
+        """The reply to a command on a control key."""
+        ...
+
+    async def ask_all(self, commands: Sequence[tuple[Words, ...]]) -> list[Any]:
+        """Replies to all commands on control keys, in one round trip; the first refusal is raised."""
+        ...
+
+    async def ask_servers(self, *command: Words) -> list[Any]:
+        """The reply of every server to a command without a key; TierUnavailable, not raised, of one without a reply."""
+        ...
+
+    def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
+        """Messages of a channel, the keyspace's own unless named: b"pointer", b"next" or b"blocklist"."""
+        ...
+
+    async def watch(self) -> tuple[bytes | None, bytes | None]:
+        """The live pointer's JSON and the staging note's, as of one moment; None for what is not there."""
+        pointer, note = await self.ask("MGET", self.keyspace.live, self.keyspace.next)
+        return cast(bytes | None, pointer), cast(bytes | None, note)
+
+    async def time(self) -> float:
+        """Redis' own clock, Unix seconds: replicas and publishers may run on hosts whose clocks differ."""
+        seconds, microseconds = await self.ask("TIME")
+        return float(seconds) + float(microseconds) / 1e6
+
+    async def heartbeat(self, payload: bytes, at: float, before: bytes | None = None) -> None:
+        """Registers what a replica holds: a member of the sorted set of replicas, scored `at` (Redis' time).
+
+        It takes the place of the replica's payload `before`, in one step, also while Redis is at maxmemory.
+        """
+        replicas, old = self.keyspace.replicas, () if before is None else (before,)
+        try:
+            await self.ask("EVAL", _BEAT, 1, replicas, at, payload, *old)
+        except TierUnavailable as error:
+            if not isinstance(error.__cause__, NoPermissionError):
+                raise
+            # The user's rights are those of an earlier version: then as before, which needs free memory.
+            await self.ask("ZADD", replicas, at, payload)
+            if before is not None and before != payload:
+                await self.ask("ZREM", replicas, before)
+
+    async def sign_off(self, payload: bytes) -> None:
+        """Takes a replica's last payload away; Redis removes at maxmemory too."""
+        await self.ask("ZREM", self.keyspace.replicas, payload)
+
+    async def report_hot(self, report: Report) -> None:
+        """Adds to the sketch of recent requests what this replica was asked for."""
+        keys = _sketch_keys(self.keyspace, report.hour, report.window)
+        await self.ask("EVAL", REPORT, len(keys), *keys, *report.arguments())
+
+    async def hot(self, hour: int, window: Window = HOT) -> list[Name]:
+        """Names that all replicas were asked for most in this window and the last, hottest first.
+
+        Of COLD windows those that no generation knew; `hour` is the window's number.
+        """
+        return hottest(
+            [await _members(self, key) for key in _sketch_keys(self.keyspace, hour, window)]
+        )
+
+    async def infos(self) -> list[dict[str, Any]]:
+        """`INFO` of every server."""
+        found = await self.ask_servers("INFO")
+        for each in found:
+            if isinstance(each, TierUnavailable):
+                raise each
+        return found
+
+    async def eviction_policy(self) -> str:
+        """`maxmemory-policy` of the first answering server that may evict pages (`allkeys-*`), else of any."""
+        found = await self.ask_servers("INFO", "memory")
+        policies = [str(each.get("maxmemory_policy", "")) for each in found if type(each) is dict]
+        if not policies:
+            raise found[0]
+        return next((each for each in policies if each.startswith("allkeys")), policies[0])
+
+
+class ServerControl(ControlPlane):
+    """Control plane of one server, over `pool`."""
+
+    def __init__(self, keyspace: Keyspace, pool: ConnectionPool) -> None:
+        self.keyspace = keyspace
+        self._client: Redis = Redis(connection_pool=pool)
+
+    async def ask(self, *command: Words) -> Any:
+        """The reply to any command."""
+        with as_unavailable():
+            return await self._client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+    async def ask_all(self, commands: Sequence[tuple[Words, ...]]) -> list[Any]:
+        """Replies to all commands, in one round trip; the first refusal is raised."""
+        with as_unavailable():
+            async with self._client.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                return await pipeline.execute()
+
+    async def ask_servers(self, *command: Words) -> list[Any]:
+        """The reply of this one server, or the TierUnavailable that it is without."""
+        try:
+            return [await self.ask(*command)]
+        except TierUnavailable as error:
+            return [error]
+
+    async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
+        """Messages of a channel; ends with TierUnavailable when the connection does."""
+        async with self._client.pubsub(ignore_subscribe_messages=True) as subscription:
+            with as_unavailable():
+                await subscription.subscribe(channel or self.keyspace.channel)
+                async for message in subscription.listen():
+                    yield message["data"]
+
+    async def aclose(self) -> None:
+        """Ends what is under way."""
+        await self._client.aclose()
+
+
+def _sketch_keys(keyspace: Keyspace, number: int, window: Window) -> tuple[str, str]:
+    """Keys of a window's sketch and of the one before."""
+    name = keyspace.cold if window is COLD else keyspace.hot
+    return name(number), name(number - 1)
+
+
+async def _members(control: ControlPlane, key: str) -> list[bytes]:
+    found: list[bytes] = []
+    for start in range(0, MEMBERS_MAX, READ_AT_ONCE):
+        last = start + READ_AT_ONCE - 1
+        found += (piece := await control.ask("ZREVRANGE", key, start, last, "WITHSCORES"))
+        if len(piece) < 2 * READ_AT_ONCE:
+            break
+    return found

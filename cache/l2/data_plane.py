@@ -1,0 +1,93 @@
+"""Data plane of L2: records, overlays and leases, as the read path asks for them."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from cache.errors import TierUnavailable
+from cache.l2.circuit_breaker import State
+from cache.l2.commands import Answer, Command, OverlayWrite, PageRead
+from cache.l2.control_plane import ControlPlane
+from cache.l2.lease_commands import Lease
+
+T = TypeVar("T")
+_WORST_LAST: tuple[State, ...] = ("closed", "half_open", "open")
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlaneStats:
+    """Pipelines and commands sent since the start, commands `shed` because too many were under way, and the breaker.
+
+    Of several servers these add up; `breaker` is the state of the one that is worst off.
+    """
+
+    batches: int = 0
+    commands: int = 0
+    shed: int = 0
+    breaker_opened: int = 0
+    breaker: State = "closed"
+
+    def __add__(self, other: "DataPlaneStats") -> "DataPlaneStats":
+        """Stats of both."""
+        return DataPlaneStats(
+            self.batches + other.batches,
+            self.commands + other.commands,
+            self.shed + other.shed,
+            self.breaker_opened + other.breaker_opened,
+            max(self.breaker, other.breaker, key=_WORST_LAST.index),
+        )
+
+
+class DataPlane(Protocol):
+    """Reads and writes of one event loop, coalesced by turn and bounded in time; nothing is retried."""
+
+    @property
+    def control(self) -> ControlPlane:
+        """The control plane of the same Redis."""
+        ...
+
+    @property
+    def stats(self) -> DataPlaneStats:
+        """Counts since the start, and the breaker's state now."""
+        ...
+
+    def submit(
+        self, commands: Sequence[Command], keep: Callable[[Sequence[Answer]], T]
+    ) -> asyncio.Future[T]:
+        """A future of what `keep` makes of the answers to at least one command, one answer per command.
+
+        `keep` runs the moment they land; it needs no task. An answer is the record or overlay, None where there is
+        none, or why it is not known.
+        """
+        ...
+
+    def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
+        """A future of the answer to `command`, which travels with the reads of this turn."""
+        ...
+
+    async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
+        """Stores each overlay with its expiry; returns None for each that was stored, else why it was not."""
+        ...
+
+    async def page(self, read: PageRead) -> bytes | None:
+        """A page or a part of it, None where there is none; at leisure, so on no connection that readers wait for.
+
+        Raises TierUnavailable.
+        """
+        ...
+
+    def bound_s(self) -> float:
+        """Bound in seconds for a read that is sent now, whatever travels along and lies before it."""
+        ...
+
+    def p99_ms(self, within_s: float = 5.0) -> float | None:
+        """99th percentile in ms of round trips of the last `within_s`, failed ones included; None without any.
+
+        Of several servers the slowest one's.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Closes every connection; reads under way end as unavailable."""
+        ...

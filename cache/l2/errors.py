@@ -1,0 +1,97 @@
+"""Errors of Redis in Larder's words: for readers, for a step of a night, and what a cluster's node redirects."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from redis import exceptions
+
+from cache.errors import ConfigError, LarderError, Refused, TierUnavailable
+from cache.l2.slots import SLOTS, join_address
+
+# An IPv6 address comes without brackets; a host that is empty or `?` does not say where.
+_WHERE = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (\[?[\w.:%-]+\]?):([0-9]{1,5})(?: |$)", re.ASCII)
+
+
+class Redirected(TierUnavailable):
+    """A redirection: the key is at `address` from now on (`MOVED`), or this once (`ASK`)."""
+
+    def __init__(self, message: str, *, slot: int, address: str, is_ask: bool) -> None:
+        super().__init__(message, reason="connection")
+        self.slot = slot
+        self.address = address
+        self.is_ask = is_ask
+
+
+def is_redirect(reply: Any) -> bool:
+    """True if an error reply says where else the key is: the node that gave it is well."""
+    return str(reply).startswith(("MOVED ", "ASK "))
+
+
+def refused(reply: Any) -> TierUnavailable:
+    """An error reply as the reason why an answer is not known, whatever it says: who waits has no other end."""
+    message = f"Redis refused: {reply}"
+    if found := _WHERE.match(str(reply)):
+        kind, slot, host, port = found.groups()
+        if int(slot) < SLOTS and 0 < int(port) < 1 << 16:
+            there = join_address(host.strip("[]"), int(port))
+            return Redirected(message, slot=int(slot), address=there, is_ask=kind == "ASK")
+    return TierUnavailable(message, reason="connection")
+
+
+@contextmanager
+def as_unavailable() -> Iterator[None]:
+    """Raises TierUnavailable for any error of Redis or of the connection to it: a reader goes down the ladder."""
+    try:
+        yield
+    except (exceptions.RedisError, OSError) as error:
+        late = isinstance(error, exceptions.TimeoutError | TimeoutError)
+        reason = "timeout" if late else "connection"
+        raise TierUnavailable(f"Redis: {error}", reason=reason) from error
+
+
+@contextmanager
+def translated(place: str = "") -> Iterator[None]:
+    """Raises an error of Redis with its remedy, for the operator; `place` is the URL to name, without a password."""
+    try:
+        yield
+    except (exceptions.RedisError, exceptions.RedisClusterException) as error:
+        raise _with_remedy(error, f"REDIS_URL {place}" if place else "REDIS_URL") from error
+
+
+def _with_remedy(error: Exception, where: str) -> LarderError:
+    match error:
+        case exceptions.OutOfMemoryError():
+            return Refused(
+                "Redis is at maxmemory and refused to store more: raise maxmemory or retire generations, then run the "
+                "same command again",
+                rule="redis_memory",
+            )
+        case exceptions.ReadOnlyError():
+            said = "Redis is a read-only replica; point REDIS_URL at the primary"
+        case exceptions.NoPermissionError() | exceptions.AuthenticationError():
+            return ConfigError(
+                f"Redis refused the user of REDIS_URL: {error}; it needs the loader's ACL"
+            )
+        case exceptions.BusyLoadingError():
+            said = f"Redis is still loading its data: {error}; wait for it, then run the step again"
+        case exceptions.TimeoutError():
+            return TierUnavailable(
+                f"Redis did not answer in time ({where}): {error}; run the step again, or raise redis_timeout_s",
+                reason="timeout",
+            )
+        case exceptions.ConnectionError():
+            said = f"Redis cannot be reached ({where}): {error}; start it or correct REDIS_URL, then run the step again"
+        case exceptions.AskError():
+            return ConfigError(
+                f"{where} is a node of a Redis Cluster: write redis+cluster:// (with TLS rediss+cluster://)"
+            )
+        case exceptions.RedisClusterException():
+            said = (
+                f"the Redis Cluster cannot be used ({where}): {error}; start its nodes or correct REDIS_URL, then run "
+                "the step again"
+            )
+        case _:
+            said = f"Redis refused a command: {error}; run the step again once that is over"
+    return TierUnavailable(said, reason="connection")

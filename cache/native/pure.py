@@ -1,0 +1,222 @@
+"""Functions of `loader.Kernels` in numpy and Python: the same results where nothing is compiled, slower.
+
+None is for whoever asked to do it in the way that it has for what the compiled function leaves to it, too.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from cache.format.records.layout import FORMAT_SHIFT, HEADER_DTYPE, Layout
+from cache.format.records.quantization import dequantize
+
+Buffer = Any
+"""An object that lends its bytes as one contiguous buffer for the length of a call."""
+_INT32_MAX = 2**31 - 1
+
+
+class HashParts:
+    """The sorted hashes of an entity set, uint64 part by part."""
+
+    def __init__(self, firsts: tuple[int, ...], parts: tuple[Buffer, ...], /) -> None:
+        # A Python int makes numpy compare in float64 (wrong above 2**53): uint64 throughout.
+        self._firsts = np.array(firsts, np.uint64)
+        self._parts = [np.frombuffer(each, np.uint64) for each in parts]
+        self._starts = np.cumsum([0, *map(len, self._parts)], dtype=np.int64)
+
+    def find(self, hashes: Buffer, /) -> Buffer:
+        """int64 positions of uint64 hashes, -1 where one is absent."""
+        hashes = np.frombuffer(hashes, np.uint64)
+        if len(self._parts) == 1:
+            return _found(self._parts[0], hashes)
+        order = hashes.argsort()
+        wanted = hashes[order]
+        ends = [*wanted.searchsorted(self._firsts[1:]).tolist(), len(wanted)]
+        found = np.full(len(hashes), -1, np.int64)
+        start = 0
+        for part, before, end in zip(self._parts, self._starts.tolist(), ends, strict=False):
+            places = _found(part, wanted[start:end])
+            places[places >= 0] += before
+            found[order[start:end]] = places
+            start = end
+        return found
+
+    def places(
+        self, positions: Buffer, first_pages: Buffer, per_page: int, size_bytes: int, /
+    ) -> tuple[Buffer, Buffer]:
+        """(int64 pages, int64 offsets) of int64 positions; raises ValueError for one that no part has."""
+        at = np.frombuffer(positions, np.int64)
+        if at.size and not 0 <= at.min() <= at.max() < self._starts[-1]:
+            raise ValueError("a position that no part has")
+        parts = self._starts.searchsorted(at, "right") - 1
+        pages, slots = np.divmod(at - self._starts[parts], per_page)
+        return pages + np.frombuffer(first_pages, np.int64)[parts], slots * size_bytes
+
+
+def _found(part: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    if not len(part):
+        return np.full(len(hashes), -1, np.int64)
+    places = part.searchsorted(hashes)
+    found: NDArray[np.uint64] = part.take(places, mode="clip")
+    places[found != hashes] = -1
+    return places
+
+
+def hashes(ids: Sequence[bytes], seed: int, /) -> Buffer:
+    """64-bit xxh3 of each, however long."""
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, ids, repeat(seed)), np.uint64, len(ids))
+
+
+def text_hashes(_data: Buffer, _cuts: Buffer, _seed: int, /) -> Buffer | None:
+    """None: texts are hashed as a list of bytes."""
+    return None
+
+
+def are_ids(ids: list[bytes], most: int, /) -> bool:
+    """True if each has a length that an id may have: 1 to `most` bytes."""
+    lengths = list(map(len, ids))
+    return min(lengths, default=1) > 0 and max(lengths, default=1) <= most
+
+
+def could_be(data: bytes, count: int, length: int, /) -> bool:
+    """True if `data` is the beginning of, or begins with, `count` bulk strings of `length` bytes."""
+    head, end = b"$%d\r\n" % length, b"\r\n"
+    step = len(head) + length + len(end)
+    whole = min(count, len(data) // step)
+    if whole and not (
+        _every(data, 0, whole, len(head), step) == head * whole
+        and _every(data, step - len(end), whole, len(end), step) == end * whole
+    ):
+        return False
+    # A reply of another length shows in its first bytes: none is waited for in vain.
+    rest = data[whole * step : whole * step + len(head)] if whole < count else b""
+    return head.startswith(rest)
+
+
+def _every(data: bytes, at: int, count: int, size: int, step: int) -> bytes:
+    """`size` bytes at `at` and at each `step` from there."""
+    return np.ndarray((count,), f"V{size}", data, at, (step,)).tobytes()
+
+
+def records_of(
+    data: bytes,
+    first: int,
+    step: int,
+    count: int,
+    size: int,
+    fingerprints: Buffer,
+    record_format: int,
+    /,
+) -> tuple[Buffer, int]:
+    """A copy of `count` records that lie `step` apart, and how many have that format and their fingerprint."""
+    heads = np.ndarray((count,), HEADER_DTYPE, data, first, (step,))
+    sound = heads["flags"] >> FORMAT_SHIFT == record_format
+    sound &= heads["fingerprint"] == np.frombuffer(fingerprints, np.uint64)
+    return np.ndarray((count,), f"V{size}", data, first, (step,)).copy(), int(sound.sum())
+
+
+def spread(
+    count: int, size: int, rows: Buffer, places: list[int], others: dict[int, bytes], /
+) -> Buffer:
+    """`count` records: those of `rows` at `places`, `others` by their places, else zeros."""
+    whole = np.zeros(count, f"V{size}")
+    whole[places] = np.frombuffer(rows, whole.dtype)
+    whole[list(others)] = np.frombuffer(b"".join(others.values()), whole.dtype)
+    return whole
+
+
+def getranges(prefix: bytes, pages: Buffer, offsets: Buffer, length: int, /) -> bytes:
+    """RESP commands that read `length` bytes per int64 page and offset, on the key of `prefix` and page number."""
+    keys = map(_key, repeat(prefix), np.frombuffer(pages, np.int64).tolist())
+    ranges = map(_range, np.frombuffer(offsets, np.int64).tolist(), repeat(length))
+    return b"".join(map(bytes.__add__, keys, ranges))
+
+
+@lru_cache(maxsize=1 << 14)
+def _key(prefix: bytes, page: int) -> bytes:
+    key = b"%b%d" % (prefix, page)
+    return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(key), key)
+
+
+@lru_cache(maxsize=1 << 14)
+def _range(offset: int, length: int) -> bytes:
+    first, last = b"%d" % offset, b"%d" % (offset + length - 1)
+    return b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(first), first, len(last), last)
+
+
+def cut_texts(_data: Buffer, _cuts: Buffer, /) -> list[bytes] | None:
+    """None: texts are cut one by one, and what is wrong with them is told."""
+    return None
+
+
+def joined(_texts: Any, /) -> tuple[bytes, bytes] | None:
+    """None: a column of texts is made of any list."""
+    return None
+
+
+def stream(*_given: Any) -> bytes | None:
+    """None: a stream is put together piece by piece."""
+    return None
+
+
+def plain(
+    rows: Buffer,
+    width: int,
+    is_list: bool,
+    is_half: bool,
+    flags: int,
+    least: int,
+    safe_exponent: int,
+    items: int,
+    /,
+) -> Buffer:
+    """A byte per record: 1 for whole ones of these flags, with `least` numbers at least, ordinals below `items`."""
+    records, _ = _records(rows, width, is_list, is_half)
+    counts = records["count"]
+    usable = (records["flags"] == flags) & (counts >= least) & (counts <= width)
+    usable &= np.isfinite(records["numbers"]).all(axis=1)
+    if is_half:
+        usable &= records["exponent"] <= safe_exponent
+    if is_list:
+        # Beyond a record's count its slots are no item: only what is used must be of the catalogue.
+        used = np.arange(width) < counts[:, None]
+        usable &= ~((records["items"] >= items) & used).any(axis=1)
+    return usable
+
+
+def numbers(rows: Buffer, width: int, is_list: bool, is_half: bool, k: int, /) -> Buffer:
+    """float32: the first `k` numbers of each record."""
+    records, layout = _records(rows, width, is_list, is_half)
+    return np.ascontiguousarray(dequantize(layout, records, np.float32)[:, :k])
+
+
+def names(
+    rows: Buffer, width: int, is_half: bool, k: int, ids: Buffer, offsets: Buffer, /
+) -> tuple[bytes, bytes]:
+    """(ids of the first `k` items of each record, one behind the other; int32 cuts, one more than ids)."""
+    ordinals = _records(rows, width, True, is_half)[0]["items"][:, :k].ravel().astype(np.int64)
+    bounds, texts = np.frombuffer(offsets, np.int64), np.frombuffer(ids, np.uint8)
+    if ordinals.max(initial=0) >= len(bounds) - 1:
+        raise ValueError("an item that the catalogue does not have")
+    starts, ends = bounds[ordinals], bounds[ordinals + 1]
+    cuts = np.zeros(len(ordinals) + 1, np.int64)
+    np.cumsum(sizes := ends - starts, out=cuts[1:])
+    is_there = (starts >= 0) & (starts <= ends) & (ends <= len(texts))
+    if not is_there.all() or cuts[-1] > _INT32_MAX:
+        raise ValueError("an item that the catalogue does not have")
+    places = np.arange(cuts[-1]) + np.repeat(starts - cuts[:-1], sizes)
+    return texts[places].tobytes(), cuts.astype(np.int32).tobytes()
+
+
+def answers(*_given: Any) -> None:
+    """None: answers are written from arrays of numbers and texts."""
+
+
+def _records(rows: Buffer, width: int, is_list: bool, is_half: bool) -> tuple[NDArray[Any], Layout]:
+    layout = Layout("topk" if is_list else "value", width, "f2" if is_half else "f4")
+    return np.frombuffer(rows, layout.dtype), layout

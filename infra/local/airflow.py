@@ -1,0 +1,235 @@
+"""A real Airflow on this machine: API server, scheduler and DAG processor over SQLite, gone afterwards."""
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from cache.process.child_process import Guarded
+from infra.local.airflow_client import AirflowClient, AirflowFailed, RunReport, TaskReport
+from infra.local.lock import alone
+
+ROOT = Path(__file__).parents[2]
+ENDED = frozenset({"success", "failed"})
+
+
+class LocalAirflow(AirflowClient):
+    """Airflow for as long as the `with` block lasts; everything it writes is under `state`/airflow."""
+
+    def __init__(
+        self,
+        state: Path,
+        *,
+        environment: Mapping[str, str],
+        dags: Path = ROOT / "dags",
+        pools: Mapping[str, int] | None = None,
+        parallelism: int = 4,
+    ) -> None:
+        """`environment` is what tasks see on top of this process's own: LARDER_CONFIG, REDIS_URL, ..."""
+        self.home = state.resolve() / "airflow"
+        super().__init__(f"http://127.0.0.1:{_free_port()}")
+        self._pools = pools if pools is not None else {"gpu": 2}
+        self._environment = {
+            **os.environ,
+            **settings(self.home, self.url, dags, parallelism),
+            **environment,
+        }
+        self._stack = ExitStack()
+        self._processes: tuple[Guarded, ...] = ()
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.cut()  # all at once; the stack then waits for one after the other
+        self._stack.close()
+
+    def start(self, name: str, *arguments: str) -> Guarded:
+        """Start one more of Airflow's programs in the same environment; the caller ends it before this ends."""
+        return Guarded(
+            [sys.executable, "-m", "airflow", *arguments],
+            log=self.home / "processes" / f"{name}.log",
+            env=self._environment,
+            cwd=self.home,
+        )
+
+    def task_log(self, report: RunReport, task_id: str, lines: int = 25) -> str:
+        """The end of a task's last log, as text."""
+        task = next(each for each in reversed(report.tasks) if each.task_id == task_id)
+        return _task_log(self.home / "logs", report, task, lines)
+
+    @property
+    def session(self) -> int:
+        """Id of the session that every task's processes belong to."""
+        return next(each.pid for each in self._processes if each.log.stem == "scheduler")
+
+    def wait_new(self, dag_id: str, known: tuple[str, ...], timeout_s: float = 60.0) -> str:
+        """Return the first run that is not among `known`, such as the one that an asset starts."""
+        give_up = time.monotonic() + timeout_s
+        while time.monotonic() < give_up:
+            self.check()
+            for run_id in self.run_ids(dag_id):
+                if run_id not in known:
+                    return run_id
+            time.sleep(0.25)
+        raise AirflowFailed(
+            f"no new run of {dag_id} within {timeout_s:.0f} s\n{self._last_words()}"
+        )
+
+    def wait(
+        self,
+        dag_id: str,
+        run_id: str,
+        timeout_s: float,
+        *,
+        on_task: Callable[[TaskReport], None] | None = None,
+    ) -> RunReport:
+        """Wait until a run has succeeded; AirflowFailed with the failed task's log if it does not."""
+        give_up = time.monotonic() + timeout_s
+        told: set[TaskReport] = set()
+        while True:
+            self.check()
+            report = self.report(dag_id, run_id)
+            for each in report.tasks:
+                if on_task is not None and each.state in ENDED and each not in told:
+                    told.add(each)
+                    on_task(each)
+            if report.state == "success":
+                return report
+            if report.state == "failed" or time.monotonic() > give_up:
+                raise AirflowFailed(self._explain(report, timeout_s))
+            time.sleep(0.25)
+
+    def _start(self) -> None:
+        self.home.parent.mkdir(parents=True, exist_ok=True)
+        taken = AirflowFailed(f"another command already runs Airflow in {self.home}")
+        self._stack.enter_context(alone(self.home.parent / "airflow.lock", taken))
+        # A run that an interrupted command left behind would be taken up again otherwise.
+        shutil.rmtree(self.home, ignore_errors=True)
+        self.home.mkdir()
+        migrated = self._guard("migrate", "db", "migrate")
+        self._wait_until("the database", lambda: not migrated.running, 120.0)
+        if migrated.returncode != 0:
+            raise AirflowFailed(f"airflow db migrate failed\n{migrated.tail()}")
+        port = self.url.rpartition(":")[2]
+        self._processes = (
+            self._guard("api-server", "api-server", "--host", "127.0.0.1", "--port", port),
+            self._guard("scheduler", "scheduler", "--skip-serve-logs"),
+            self._guard("dag-processor", "dag-processor"),
+        )
+        self._wait_until("the API server", self.log_in, 120.0)
+        for name, slots in self._pools.items():
+            self.add_pool(name, slots)
+        # The files of one folder are parsed one by one.
+        dags = len(list(Path(self._environment["AIRFLOW__CORE__DAGS_FOLDER"]).glob("[!_]*.py")))
+        self._wait_until("the scheduler and the DAGs", lambda: self.is_ready(dags), 120.0)
+
+    def _guard(self, name: str, *arguments: str) -> Guarded:
+        return self._stack.enter_context(self.start(name, *arguments))
+
+    def _wait_until(self, what: str, condition: Callable[[], bool], timeout_s: float) -> None:
+        give_up = time.monotonic() + timeout_s
+        while not condition():
+            self.check()
+            if time.monotonic() > give_up:
+                raise AirflowFailed(
+                    f"{what} not ready within {timeout_s:.0f} s\n{self._last_words()}"
+                )
+            time.sleep(0.1)
+
+    def check(self) -> None:
+        """Raises AirflowFailed when one of its processes is no longer there."""
+        for process in self._processes:
+            if not process.running:
+                raise AirflowFailed(
+                    f"airflow {process.log.stem} ended by itself ({process.returncode})\n"
+                    f"{process.tail()}"
+                )
+
+    def _last_words(self) -> str:
+        return "\n".join(f"-- {each.log.stem}\n{each.tail(8)}" for each in self._processes)
+
+    def _explain(self, report: RunReport, timeout_s: float) -> str:
+        lines = [f"{report.dag_id} {report.run_id} is {report.state}"]
+        if report.state != "failed":
+            waiting = ", ".join(f"{each.task_id} {each.state}" for each in report.tasks)
+            lines = [f"{lines[0]} after {timeout_s:.0f} s: {waiting}"]
+        for task in report.tasks:
+            if task.state in ("failed", "up_for_retry"):
+                lines += [
+                    f"-- {task.task_id} [{task.map_index}]",
+                    _task_log(self.home / "logs", report, task),
+                ]
+        return "\n".join(lines)
+
+
+def settings(home: Path, url: str, dags: Path, parallelism: int) -> dict[str, str]:
+    """Return Airflow's settings for one machine: loopback only, quick to react, nothing sent home."""
+    return {
+        "AIRFLOW_HOME": str(home),
+        "AIRFLOW__CORE__DAGS_FOLDER": str(dags.resolve()),
+        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+        "AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION": "False",
+        "AIRFLOW__CORE__EXECUTOR": "LocalExecutor",
+        "AIRFLOW__CORE__PARALLELISM": str(parallelism),
+        "AIRFLOW__CORE__EXECUTION_API_SERVER_URL": f"{url}/execution/",
+        "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
+        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{home / 'airflow.db'}",
+        "AIRFLOW__API__HOST": "127.0.0.1",
+        "AIRFLOW__API__PORT": url.rpartition(":")[2],
+        "AIRFLOW__API__BASE_URL": url,
+        "AIRFLOW__API__WORKERS": "1",
+        "AIRFLOW__API_AUTH__JWT_SECRET": secrets.token_urlsafe(64),
+        # The defaults favour quiet databases: a second's rest, and a slot held 5 s after each task.
+        "AIRFLOW__SCHEDULER__SCHEDULER_IDLE_SLEEP_TIME": "0.1",
+        "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "1",
+        "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
+        # Tasks import the packages of this clone.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+
+
+def _task_log(logs: Path, report: RunReport, task: TaskReport, lines: int = 25) -> str:
+    folder = logs / f"dag_id={report.dag_id}" / f"run_id={report.run_id}"
+    folder /= f"task_id={task.task_id}"
+    if task.map_index >= 0:
+        folder /= f"map_index={task.map_index}"
+    try:
+        text = (folder / f"attempt={task.try_number}.log").read_text("utf-8", "replace")
+    except OSError:
+        return "(no log)"
+    told = [_readable(line) for line in text.splitlines()]
+    return "\n".join([line for line in told if not line.startswith("info: ::")][-lines:])
+
+
+def _readable(line: str) -> str:
+    """Return one JSON log line of a task as text, the error's type and message included."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line
+    text = f"{entry.get('level', '')}: {entry.get('event', '')}"
+    for error in entry.get("error_detail") or ():
+        text += f"\n    {error.get('exc_type')}: {error.get('exc_value')}"
+        for frame in (error.get("frames") or [])[-3:]:
+            text += f"\n        {frame.get('filename')}:{frame.get('lineno')} {frame.get('name')}"
+    return text
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,152 @@
+"""The seal of a generation: its manifest, from the reports of the steps."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cache.control.night_steps import NIGHT, SEALED_BY, TIMED_APART
+from cache.format.manifest import (
+    Artefact,
+    DirectoryPart,
+    EntitySet,
+    Index,
+    ItemFiles,
+    Manifest,
+    Model,
+    Table,
+    TablePart,
+)
+from cache.model.input_sample import FACT
+from cache.store.artefacts import generation_path
+from precompute.builds.build import (
+    Build,
+    cut_of,
+    fetch_items,
+    open_bundle,
+    read_sealed,
+    shard_report,
+)
+from precompute.builds.tables import (
+    configured_tables,
+    entity_of,
+    layout_of,
+    producer_of,
+    records_per_page,
+)
+from precompute.bundles.bundle import Bundle
+from precompute.config.progress import Step
+from precompute.config.settings import NightConfig
+from precompute.partitions import catalogue
+from precompute.partitions.shard_files import first_hash
+from precompute.sources.unusable import merged
+
+REPORTED = tuple(name for name in NIGHT[: NIGHT.index(SEALED_BY)] if name != "score")
+"""Steps whose reports, under their names, the manifest is made from; `score` leaves one for each shard instead."""
+
+
+def seal(made: Build) -> Manifest:
+    """Write the manifest from the steps' reports; once written it stays."""
+    if (sealed := read_sealed(made)) is not None:
+        return sealed
+    config, bundle = made.config, open_bundle(made)
+    steps = {name: made.need(name) for name in REPORTED}
+    begun, index, models = steps["begin"], steps["index"], steps["quantize"]
+    reports = [made.need(shard_report(shard)) for shard in range(config.shards)]
+    fetch_items(made)
+    made.fetch(catalogue.VECTORS)
+    made.fetch("defaults.json")
+    manifest = Manifest(
+        namespace=config.namespace,
+        generation=made.generation,
+        data_until=cut_of(made.generation),
+        created_at=int(time.time()),
+        bundle_digest=begun["bundle_digest"],
+        inputs_digest=begun["inputs_digest"],
+        entity_sets={
+            "user": _entity_set("user", begun["user_seed"], [report["users"]["directory"] for report in reports]),
+            "item": _entity_set("item", begun["item_seed"], [
+                asdict(made.describe(catalogue.directory_file("item", shard))) for shard in range(config.shards)
+            ]),
+        },
+        items=ItemFiles(
+            ids=made.describe(catalogue.IDS),
+            offsets=made.describe(catalogue.OFFSETS),
+            vectors=made.describe(catalogue.VECTORS),
+            model_index=made.describe(catalogue.MODEL_INDEX),
+            count=begun["items"],
+            dims=bundle.dims,
+        ),
+        tables=_tables(config, bundle, reports),
+        models={
+            name: Model(**{
+                **each, "fp32": Artefact(**each["fp32"]), "int8": Artefact(**each["int8"]) if each["int8"] else None,
+            })
+            for name, each in models["models"].items()
+        },
+        indexes={
+            name: Index(**{**each, "file": Artefact(**each["file"])}) for name, each in index["indexes"].items()
+        },
+        defaults=made.describe("defaults.json"),
+        timings={
+            **{name: report["seconds"] for name, report in steps.items() if name not in TIMED_APART},
+            "score": scoring_seconds(reports),
+        },
+        facts={
+            "users_in_source": begun["users"],
+            "users_scored": sum(report["users"]["scored"] for report in reports),
+            "users_without_input": sum(report["users"]["without_input"] for report in reports),
+            "short_lists": sum(report["users"]["short"] for report in reports),
+            "interactions": begun["interactions"],
+            "interactions_with_unknown_items": begun["unknown_items"],
+            "items_without_vector": begun["items_without_vector"],
+            "inputs": begun["inputs"],
+            "unusable": merged([begun.get("unusable", {}), *(
+                report[kind].get("unusable", {}) for report in reports for kind in ("users", "items")
+            )]),
+            "vocabulary_digest": bundle.vocabulary_digest,
+            FACT: models.get("probe"),  # none where an earlier version had taken that step
+        },
+    )  # fmt: skip
+    made.store.write(generation_path(made.generation, "manifest.json"), manifest.to_bytes())
+    return manifest
+
+
+def scoring_seconds(reports: Sequence[Step]) -> float:
+    """The time in which at least one shard was under way."""
+    seconds, until = 0.0, 0.0
+    whole = [each for each in reports if "ended_at" in each]  # an older Larder began the night
+    for began_at, ended_at in sorted((each["began_at"], each["ended_at"]) for each in whole):
+        seconds += max(0.0, ended_at - max(began_at, until))
+        until = max(until, ended_at)
+    return seconds
+
+
+def _entity_set(name: Any, seed: int, parts: Sequence[Step]) -> EntitySet:
+    found = tuple(
+        DirectoryPart(first_hash(shard, len(parts)), part["size_bytes"] // 8, Artefact(**part))
+        for shard, part in enumerate(parts)
+    )
+    return EntitySet(name, seed, sum(part.count for part in found), found)
+
+
+def _tables(config: NightConfig, bundle: Bundle, reports: Sequence[Step]) -> dict[str, Table]:
+    tables = {}
+    for name, table in configured_tables(config, bundle).items():
+        entity, layout = entity_of(bundle, name, table), layout_of(bundle, table)
+        per_page = records_per_page(layout, config.page_bytes)
+        parts, page = [], 0
+        for report in reports:
+            part = report["users" if entity == "user" else "items"]["tables"][name]
+            pages = -(-part["count"] // per_page)
+            parts.append(
+                TablePart(
+                    page, pages, part["count"], Artefact(**part["file"]), Artefact(**part["sums"])
+                )
+            )
+            page += pages
+        labels = bundle.values[str(table.value)].labels if table.kind == "value" else ()
+        tables[name] = Table(
+            name, entity, producer_of(bundle, table), layout, per_page, tuple(parts), tuple(labels)  # type: ignore[arg-type]
+        )  # fmt: skip
+    return tables

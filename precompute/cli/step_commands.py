@@ -1,0 +1,99 @@
+"""Commands of the steps of a night; a step without a function here is run as a night runs it."""
+
+import argparse
+from datetime import UTC, datetime
+from typing import Any
+
+from cache.errors import Conflict
+from precompute.builds.night import Night
+from precompute.bundles.bundle_store import chosen_at
+from precompute.cli.console import Command
+from precompute.config.progress import Progress
+from precompute.config.settings import NightConfig
+from precompute.control.control_keys import Control, connect
+from precompute.operations.night import step_in_night
+from precompute.releases.attempts import new_attempt
+from precompute.sources.files import all_files, changed_at
+from precompute.steps import assemble, embed_items
+from precompute.steps import begin as begin_step
+from precompute.steps import quantize as quantize_step
+from precompute.steps import score as score_step
+from precompute.steps import warm as warm_step
+
+INSIDE_SCORE = ("embed_items", "assemble")
+"""Steps without a command: `score` runs them before and after its own."""
+
+
+def step_command(name: str) -> Command:
+    """The command of a step that has no function here, by its name in a night."""
+
+    def command(
+        config: NightConfig, arguments: argparse.Namespace, progress: Progress
+    ) -> dict[str, Any]:
+        attempt = getattr(arguments, "attempt", None) or new_attempt()
+        build = _build(arguments) if "generation" in arguments else {}
+        return step_in_night(name)(Night(config, attempt, progress=progress, build=build)).found
+
+    return command
+
+
+def _build(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"generation": arguments.generation}
+
+
+def standing_name(config: NightConfig, data_until: str | None) -> str:
+    """Name of a night without a cut: when its inputs last changed, so that a repeat finds its own work."""
+    bundle_at = chosen_at(config)
+    if data_until or config.data_until or not config.sources.interactions or bundle_at is None:
+        return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
+    newest = max(bundle_at, *map(changed_at, all_files(config)))
+    return datetime.fromtimestamp(int(newest), UTC).isoformat()
+
+
+def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A generation named, its inputs pinned."""
+    return begin_step.run(
+        config, data_until=arguments.data_until, run_after=None,
+        named=standing_name(config, arguments.data_until), progress=progress,
+    )  # fmt: skip
+
+
+def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """All shards, assembled; or one of them alone."""
+    build = _build(arguments)
+    embed_items.run(config, build, progress=progress)
+    shards = range(config.shards) if arguments.shard is None else [arguments.shard]
+    scored = score_step.run(config, build, shards, progress=progress)
+    if arguments.shard is None:
+        assemble.run(config, build)
+    return {
+        "shards": len(scored),
+        "users": sum(each["users"] for each in scored),
+        "items": sum(each["items"] for each in scored),
+    }
+
+
+def quantize(
+    config: NightConfig, arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    """The int8 models' agreement with the others."""
+    found = quantize_step.run(config, _build(arguments), progress=progress)
+    return {name: each["agreement"] for name, each in found["models"].items()}
+
+
+def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
+    """Waits for every replica; Conflict for what is not live, and when some still wait in the end."""
+    generation = arguments.generation
+    with connect(config.redis_url, config.redis_timeout_s) as client:
+        pointer = Control(client, config.keyspace()).pointer()
+    if pointer is None or pointer.generation != generation:
+        live = "nothing is live" if pointer is None else f"{pointer.generation} is"
+        raise Conflict(f"{generation} is not live, {live}: publish it before waiting for replicas")
+    found = warm_step.run(config, _build(arguments))
+    if waiting := found["waiting"]:
+        raise Conflict(
+            f"after {config.warm_timeout_s:g} s {len(waiting)} of {found['replicas']} replicas do not answer from "
+            f"{generation}: {', '.join(waiting)}; look at their logs and /readyz, or raise warm_timeout_s",
+            waiting=waiting,
+        )
+    return found

@@ -1,0 +1,40 @@
+"""A restoration: a lost Redis rebuilt from the artefact store."""
+
+import time
+
+from precompute.bulk.governor import open_governor
+from precompute.config.progress import Progress, Step, quiet
+from precompute.config.settings import NightConfig
+from precompute.releases.registry import open_releases
+from precompute.releases.restore import forgotten
+from precompute.releases.restore import restore as restore_redis
+
+
+def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
+    """Rebuild a lost Redis from the artefact store: registry, pages, pointer under a new epoch."""
+    started, done = time.perf_counter(), 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        progress("restore pages", done, 0)
+
+    with (
+        open_releases(config) as releases,
+        open_governor(config.governor, releases.control) as governor,
+    ):
+        before = releases.view()
+        pointer, loaded, size_bytes = restore_redis(
+            releases,
+            config.keyspace(),
+            attempt=attempt,
+            chunk_bytes=config.load_chunk_bytes,
+            overlay_ttl_s=config.overlay_ttl_s,
+            progress=advance,
+            governor=governor,
+        )
+        notes = forgotten(releases, before, pointer)
+    return {
+        "generation": pointer.generation, "epoch": pointer.epoch, "loaded": loaded, "bytes": size_bytes,
+        "seconds": round(time.perf_counter() - started, 3), **({"notes": notes} if notes else {}),
+    }  # fmt: skip

@@ -1,0 +1,57 @@
+"""Samples of a build's real inputs: what towers are calibrated, compared and probed with."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from cache.errors import SourceError
+from cache.format.item_table import ItemTable
+from cache.model.input_sample import USERS_MAX, probe_part
+from precompute.builds.build import Build, fetch_partition
+from precompute.bundles.bundle import BundleModel
+from precompute.partitions.shard_input import ShardInput, read_shard, scratch_folder, slice_shard
+from precompute.scoring.inputs import usable_inputs
+from precompute.scoring.users import PARTITION
+
+FIRST_SLICES = 4
+"""Slices written before more of a shard is: they nearly always hold the samples that are wanted."""
+
+
+def _slices(made: Build) -> Iterator[ShardInput]:
+    """All users in hash order (so: at random), a slice at a time; for the first few a shard is not rewritten."""
+    config, folder = made.config, made.root / PARTITION
+    for shard in range(config.shards):
+        fetch_partition(made, shard)
+        done = 0
+        for first in (FIRST_SLICES, None):
+            with scratch_folder(folder) as scratch:
+                slices = slice_shard(folder, shard, config.shards, scratch, first=first)
+                for number in slices.numbers[done:]:
+                    yield read_shard(slices.folder, number, history_limit=config.history_limit)
+            done = len(slices.numbers)
+            if done < FIRST_SLICES:
+                break
+
+
+def sample_inputs(made: Build, items: ItemTable, model: BundleModel) -> ShardInput:
+    """Real inputs of the first slice that holds any which the model can use."""
+    for found in _slices(made):
+        if len(usable_inputs(items, found, {model.name: model.spec})[0]):
+            return found
+    raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
+
+
+def probe_inputs(made: Build, items: ItemTable, model: BundleModel) -> tuple[ShardInput, list[Any]]:
+    """Inputs as `sample_inputs` finds them, and the parts of the probe: slice after slice, until it is full."""
+    sample, parts, count = None, [], 0
+    for found in _slices(made):
+        rows = usable_inputs(items, found, {model.name: model.spec})[0][: USERS_MAX - count]
+        if len(rows):
+            sample, count = sample or found, count + len(rows)
+            parts.append(
+                probe_part(found.hashes, found.indptr, found.ordinals, found.features, rows)
+            )
+        if count >= USERS_MAX:
+            break
+    if sample is None:
+        raise SourceError(f"no entity of the sources has the inputs that {model.name} wants")
+    return sample, parts

@@ -1,0 +1,35 @@
+"""Assembly of the shards: all are there; their pages are numbered, and nothing is sorted or moved."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cache.errors import Conflict
+from precompute.builds.build import Build, shard_report
+from precompute.builds.copies import on_this_host
+from precompute.builds.night import Night, StepRow
+from precompute.builds.step_times import timed
+from precompute.bulk.headroom import writes_files
+from precompute.config.progress import Step
+from precompute.config.settings import NightConfig
+
+
+@writes_files
+@on_this_host
+def run(config: NightConfig, build: Mapping[str, Any]) -> Step:
+    """Check that every shard is there; raises Conflict, naming them, if some were not scored."""
+    made = Build.of(config, build)
+    made.need("begin")
+    with timed(made, "assemble"):
+        reports = [made.read_report(shard_report(shard)) for shard in range(config.shards)]
+        missing = [shard for shard, report in enumerate(reports) if report is None]
+        if missing:
+            raise Conflict(f"shards {missing} of {config.shards} were not scored")
+        users = sum(report["users"]["scored"] for report in reports if report is not None)
+        made.report("assemble", {"users_scored": users})
+    return {"generation": made.generation, "users": users}
+
+
+def in_night(night: Night) -> StepRow:
+    """The step with its row in a night's table."""
+    found = run(night.config, night.build)
+    return StepRow(found, f"{found['users']:,} users")

@@ -1,0 +1,54 @@
+"""Embedding of items: the item tower over the catalogue, once for all shards."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cache.errors import Refused
+from precompute.builds.build import Build, fetch_items, open_bundle
+from precompute.builds.copies import on_this_host
+from precompute.builds.night import Night, StepRow
+from precompute.bulk.headroom import writes_files
+from precompute.config.progress import Progress, Step, quiet
+from precompute.config.settings import NightConfig
+from precompute.partitions import catalogue
+from precompute.scoring.shard import embed_catalogue
+from precompute.scoring.tables import GrowingFile
+
+
+@writes_files
+@on_this_host
+def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = quiet) -> Step:
+    """The item tower over the whole catalogue; every shard compares with these vectors."""
+    made = Build.of(config, build)
+    if (done := made.read_report("embed_items")) is not None:
+        return done
+    begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
+    fetch_items(made)
+    items = catalogue.open_items(made.root, begun)
+    with GrowingFile(made.path(catalogue.VECTORS)) as file:
+        written = 0
+        for vectors in embed_catalogue(made, bundle, items):
+            if not (finite := np.isfinite(vectors).all(axis=1)).all():
+                item = items.id_of(written + int(finite.argmin()))
+                raise Refused(
+                    f"the item tower gave a non-finite vector for item {item!r}",
+                    rule="finite",
+                    value="non-finite",
+                )
+            file.write(np.ascontiguousarray(vectors, "<f4").data.cast("B"))
+            written += len(vectors)
+            progress("embed items", written, items.count)
+    made.finish(catalogue.VECTORS)
+    report = {"items": items.count, "dims": bundle.dims, "seconds": time.perf_counter() - started}
+    made.report("embed_items", report)
+    return report
+
+
+def in_night(night: Night) -> StepRow:
+    """The step with its row in a night's table."""
+    found = run(night.config, night.build, progress=night.progress)
+    items, dims = int(found["items"]), int(found["dims"])
+    return StepRow(found, f"{items:,} items x {dims}", items, "items", items * dims * 4)

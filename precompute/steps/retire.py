@@ -1,0 +1,33 @@
+"""Retirement: what no reader and no roll back needs any more is removed."""
+
+from precompute.builds.leftovers import sweep_leftovers
+from precompute.builds.night import Night, StepRow
+from precompute.builds.sweeping import sweep
+from precompute.config.progress import Progress, Step, quiet
+from precompute.config.settings import NightConfig
+from precompute.erasing.erasing import settle
+from precompute.releases.registry import open_releases
+from precompute.releases.sweep import drop_old_rows
+
+
+def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> Step:
+    """Remove what nobody needs any more: pages and files of generations, rows whose overlays are gone, leftovers.
+
+    Then erasures whose last holder went are done.
+    """
+    with open_releases(config) as releases:
+        swept = sweep(config, releases, attempt=attempt, progress=progress)
+        releases.control.forget_dead_replicas()
+        rows = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s)
+        leftovers = sweep_leftovers(config, releases)
+        pending = sum(each.word == "pending" for each in settle(config, releases))
+    return {
+        "retired": list(swept.retired), "spared": list(swept.spared), "keys": swept.keys,
+        "rows": rows, "leftovers": leftovers, "erasures_pending": pending,
+    }  # fmt: skip
+
+
+def in_night(night: Night) -> StepRow:
+    """The step with its row in a night's table."""
+    found = run(night.config, attempt=night.attempt, progress=night.progress)
+    return StepRow(found, f"{len(found['retired'])} generations, {found['keys']:,} keys")

@@ -1,0 +1,243 @@
+"""Encoding and decoding of fixed-size records."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from cache.errors import ConfigError, CorruptArtefact, UnfitValue
+from cache.format.records.codec import (
+    absent,
+    decode,
+    encode_numbers,
+    encode_topk,
+    pack_overlay,
+    unpack_overlay,
+)
+from cache.format.records.layout import (
+    NIGHTLY,
+    NO_ITEM,
+    Layout,
+    is_absent,
+    peek_fingerprint,
+    peek_format,
+)
+from cache.format.records.quantization import unfit
+
+MARKS = np.array([1, 2**64 - 1], np.uint64)
+moderate = st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-3)
+
+
+def test_a_list_of_100_in_half_precision_takes_616_bytes():
+    assert Layout("topk", 100, "f2").size_bytes == 616
+
+
+@given(hnp.arrays(np.float32, (2, 5), elements=moderate), st.sampled_from(["f2", "f4"]))
+@example(np.array([[1e6, 0.00101, 0, 0, 0], [1, 2, 3, 4, 5]], np.float32), "f2")
+def test_scores_come_back_within_half_precision_and_items_exactly(scores, precision):
+    items = np.arange(10, dtype=np.uint32).reshape(2, 5)
+    layout = Layout("topk", 8, precision)
+
+    records = encode_topk(layout, MARKS, items, scores, 1_700_000_000)
+
+    for row, mark in enumerate(MARKS.tolist()):
+        record = decode(layout, records[row].tobytes())
+        assert (record.fingerprint, record.scored_at, record.live) == (mark, 1_700_000_000, False)
+        assert record.items is not None and record.items.tolist() == items[row].tolist()
+        relative, absolute = (2**-11, 2**-39) if precision == "f2" else (0, 0)
+        largest = float(np.abs(scores[row]).max())
+        assert np.allclose(record.numbers, scores[row], rtol=relative, atol=absolute * largest)
+
+
+@given(st.integers(-100, 100))
+def test_the_shared_exponent_keeps_precision_at_any_scale(power):
+    scores = np.ldexp(np.array([[3.25, 1.5, -0.75]], np.float32), power)
+    layout = Layout("topk", 3, "f2")
+    items = np.array([[5, 6, 7]], np.uint32)
+    record = decode(layout, encode_topk(layout, MARKS[:1], items, scores, 0)[0].tobytes())
+    assert record.numbers.tolist() == scores[0].tolist()
+
+
+@given(
+    hnp.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 4), st.integers(1, 9)),
+        elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
+    ),
+    st.integers(-60, 20),
+)
+def test_a_number_is_rounded_once_to_its_record_s_range(numbers, power):
+    numbers = np.ldexp(numbers, power).astype(np.float32)
+    assume(np.isfinite(numbers).all())
+    layout = Layout("vector", numbers.shape[1], "f2")
+    try:
+        records = encode_numbers(layout, MARKS[:1].repeat(len(numbers)), numbers, 0)
+    except UnfitValue:
+        return
+    scaled = np.ldexp(numbers.astype(np.float64), -records["exponent"][:, None].astype(int))
+    assert np.array_equal(records["numbers"], scaled.astype(np.float16))
+
+
+def test_unused_slots_never_come_back():
+    layout = Layout("topk", 4, "f2")
+    items = np.array([[9, NO_ITEM, NO_ITEM]], np.uint32)
+    record = decode(
+        layout, encode_topk(layout, MARKS[:1], items, np.ones((1, 3), "f4"), 0)[0].tobytes()
+    )
+    assert record.items is not None and record.items.tolist() == [9]
+    assert len(record.numbers) == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("precision", ["f2", "f4"])
+def test_a_non_finite_number_is_refused_never_clipped(bad, precision):
+    with pytest.raises(UnfitValue) as caught:
+        encode_numbers(Layout("value", 2, precision), MARKS[:1], np.array([[1.0, bad]], "f4"), 0)
+    assert caught.value.details["rule"] == "non_finite"
+
+
+def test_a_score_that_would_turn_zero_is_refused():
+    scores = np.array([[1.0, 1e-20]], np.float32)
+    with pytest.raises(UnfitValue) as caught:
+        encode_topk(Layout("topk", 2, "f2"), MARKS[:1], np.array([[1, 2]], np.uint32), scores, 0)
+    assert caught.value.details["rule"] == "underflow"
+
+
+@given(hnp.arrays(np.float32, (2, 6), elements=moderate))
+def test_int8_vectors_keep_the_direction_within_half_a_step(vectors):
+    layout = Layout("vector", 6, "i1")
+    records = encode_numbers(layout, MARKS, vectors, 0)
+    for row in range(2):
+        step = np.abs(vectors[row]).max() / 127
+        found = decode(layout, records[row].tobytes()).numbers
+        assert np.abs(found - vectors[row]).max() <= step * 0.5001
+
+
+def test_a_tiny_component_of_a_vector_is_rounded_but_a_vanishing_vector_refused():
+    layout = Layout("vector", 2, "f2")
+    record = encode_numbers(layout, MARKS[:1], np.array([[1.0, 1e-20]], "f4"), 0)[0]
+    assert decode(layout, record.tobytes()).numbers.tolist() == [1.0, 0.0]
+    with pytest.raises(UnfitValue):
+        encode_numbers(Layout("vector", 1, "f2"), MARKS[:1], np.array([[np.float32(1e-45)]]), 0)
+
+
+def test_a_zero_vector_stays_zero():
+    for precision in ("f2", "f4", "i1"):
+        layout = Layout("vector", 3, precision)
+        record = encode_numbers(layout, MARKS[:1], np.zeros((1, 3), "f4"), 0)[0]
+        assert decode(layout, record.tobytes()).numbers.tolist() == [0, 0, 0]
+
+
+@given(
+    st.sampled_from(["topk", "vector", "value"]),
+    st.sampled_from(["f2", "f4", "i1"]),
+    hnp.arrays(np.float32, (4, 3), elements=st.one_of(
+        st.floats(width=32), st.sampled_from([0.0, 1.0, 1e-20, 1e-45, 3e38])
+    )),
+)  # fmt: skip
+def test_a_row_is_unfit_where_its_record_would_be_refused(kind, precision, numbers):
+    assume(precision != "i1" or kind == "vector")
+    layout = Layout(kind, 3, precision)
+
+    def is_refused(row):
+        try:
+            if kind == "topk":
+                items = np.array([[1, 2, 3]], np.uint32)
+                encode_topk(layout, MARKS[:1], items, numbers[row : row + 1], 0)
+            else:
+                encode_numbers(layout, MARKS[:1], numbers[row : row + 1], 0)
+        except UnfitValue:
+            return True
+        return False
+
+    assert unfit(layout, numbers).tolist() == [is_refused(row) for row in range(4)]
+
+
+def test_a_record_without_an_answer_is_no_record_to_decode():
+    for kind in ("topk", "vector", "value"):
+        layout = Layout(kind, 2, "f2")
+        raw = absent(layout, MARKS[:1], 7)[0].tobytes()
+        assert is_absent(raw, int(MARKS[0])) and not is_absent(raw, int(MARKS[0]) ^ 1)
+        assert not is_absent(b"", 0)
+        with pytest.raises(CorruptArtefact):
+            decode(layout, raw)
+
+
+def test_c17_another_format_or_length_is_corrupt():
+    """PITFALLS C17: the format number stands in the record."""
+    layout = Layout("value", 2, "f4")
+    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
+    assert peek_format(raw) == 1 and peek_fingerprint(raw) == 1
+    with pytest.raises(CorruptArtefact):
+        decode(layout, raw[:14] + bytes([0x20]) + raw[15:])
+    with pytest.raises(CorruptArtefact):
+        decode(layout, raw[:-1])
+
+
+def test_a_count_beyond_the_width_is_corrupt():
+    layout = Layout("value", 2, "f4")
+    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
+    with pytest.raises(CorruptArtefact):
+        decode(layout, raw[:12] + b"\xff\xff" + raw[14:])
+
+
+def test_the_live_flag_travels():
+    layout = Layout("value", 1, "f4")
+    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 1), "f4"), 0, live=True)[0].tobytes()
+    assert decode(layout, raw).live
+
+
+def test_an_overlay_is_a_record_and_the_digest_of_its_input():
+    layout = Layout("value", 1, "f4")
+    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 1), "f4"), 0)[0].tobytes()
+    assert unpack_overlay(layout, pack_overlay(raw, b"d" * 16)) == (raw, b"d" * 16)
+    assert unpack_overlay(layout, raw) is None
+    with pytest.raises(ValueError):
+        pack_overlay(raw, b"short")
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "precision"),
+    [
+        ("topk", 0, "f2"),
+        ("topk", 70_000, "f2"),
+        ("topk", 3, "i1"),
+        ("matrix", 3, "f2"),
+        ("value", 3, "f8"),
+    ],
+)
+def test_an_impossible_layout_is_refused(kind, width, precision):
+    with pytest.raises(ConfigError):
+        Layout(kind, width, precision)
+
+
+@pytest.mark.parametrize(
+    ("layout", "damage"),
+    [
+        (Layout("vector", 2, "f4"), np.float32("nan")),
+        (Layout("value", 2, "f4"), np.float32("inf")),
+        (Layout("vector", 2, "f2"), np.float16("inf")),
+        (Layout("topk", 2, "f2"), np.float16("nan")),
+    ],
+)
+def test_a_number_that_is_not_finite_is_damage_and_no_answer(layout, damage):
+    record = np.zeros(1, layout.dtype)
+    record["flags"], record["count"] = NIGHTLY, 2
+    decode(layout, record[0].tobytes())
+
+    record["numbers"][0, 1] = damage
+
+    with pytest.raises(CorruptArtefact, match="not finite"):
+        decode(layout, record[0].tobytes())
+
+
+def test_an_ordinal_beyond_the_catalogue_is_damage_to_whoever_knows_the_catalogue():
+    layout = Layout("topk", 3, "f4")
+    items = np.array([[4, 9]], np.uint32)
+    raw = encode_topk(layout, MARKS[:1], items, np.ones((1, 2), np.float32), 0)[0].tobytes()
+
+    found = decode(layout, raw, 10).items
+    assert found is not None and found.tolist() == [4, 9]
+    with pytest.raises(CorruptArtefact, match="item 9 of 9"):
+        decode(layout, raw, 9)

@@ -1,0 +1,142 @@
+"""One description of a record: dtype, offsets and every reader of bytes by position follow it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache.format.records import layout
+from cache.format.records.codec import absent, encode_numbers
+from cache.format.records.layout import (
+    HEADER,
+    HEADER_BYTES,
+    OFFSETS,
+    RECORD_FORMAT,
+    Layout,
+    are_answers_of,
+    is_answer_of,
+    is_live,
+    peek_fingerprint,
+    peek_format,
+    unpack_header,
+)
+
+ROOT = Path(__file__).parents[4]
+LAYOUTS = [
+    Layout("topk", 3, "f2"),
+    Layout("topk", 3, "f4"),
+    Layout("vector", 3, "f2"),
+    Layout("vector", 3, "f4"),
+    Layout("vector", 3, "i1"),
+    Layout("value", 3, "f4"),
+]
+BY_NUMBER = re.compile(r"\b(record|answer)\w*\[(\d\d|:\d|\d+:)|\bFLAGS_AT\b *=|>> 4\b|FORMAT << 4")
+
+
+@pytest.mark.parametrize("each", LAYOUTS)
+def test_the_dtype_has_the_fields_where_the_description_has_them(each: Layout) -> None:
+    fields: Any = each.dtype.fields
+
+    assert {field.name: fields[field.name] for field in HEADER} == {
+        field.name: (np.dtype(field.dtype), field.offset) for field in HEADER
+    }
+    payload = [at for name, (_, at) in fields.items() if name not in OFFSETS]
+    assert min(payload) == OFFSETS["payload"] == HEADER_BYTES
+    assert each.dtype.itemsize == each.size_bytes and not each.dtype.isalignedstruct
+
+
+def test_a_header_is_unpacked_as_numpy_reads_it() -> None:
+    record = encode_numbers(
+        Layout("value", 1, "f2"), np.array([2**64 - 1], np.uint64), np.ones((1, 1), "f4"), 2**32 - 1
+    )[0]
+
+    assert unpack_header(record.tobytes()) == tuple(record[field.name] for field in HEADER)
+
+
+def test_what_peeks_at_bytes_sees_what_the_fields_say() -> None:
+    each, prints = Layout("value", 2, "f4"), np.array([3, 2**63], np.uint64)
+    numbers = np.ones((2, 2), np.float32)
+    live = encode_numbers(each, prints, numbers, 1, live=True)
+    records = np.concatenate(
+        [encode_numbers(each, prints, numbers, 1), live, absent(each, prints, 1)]
+    )
+    prints = np.tile(prints, 3)
+    for fingerprints in (prints, prints + np.uint64(1)):
+        told = [
+            is_answer_of(record.tobytes(), int(own))
+            for record, own in zip(records, fingerprints, strict=True)
+        ]
+        assert told == are_answers_of(records, fingerprints).tolist()
+    assert are_answers_of(records, prints).tolist() == [True] * 4 + [False] * 2
+    assert [peek_fingerprint(each.tobytes()) for each in records] == prints.tolist()
+    assert [peek_format(each.tobytes()) for each in records] == [RECORD_FORMAT] * 4 + [15] * 2
+    assert [is_live(each.tobytes()) for each in records] == [False] * 2 + [True] * 2 + [False] * 2
+
+
+def test_nobody_else_knows_a_place_in_a_record_by_number() -> None:
+    """Offsets stood in five files; now `layout` has them, and the C sources a copy that is compared."""
+    found = [
+        f"{file.relative_to(ROOT)}: {line.strip()}"
+        for top in ("cache", "serving", "precompute")
+        for file in (ROOT / top).rglob("*.py")
+        if file != Path(layout.__file__)
+        for line in file.read_text().splitlines()
+        if BY_NUMBER.search(line)
+    ]
+
+    assert found == []
+
+
+PROGRAM = """
+import importlib.machinery, json, re, sys
+
+compiled = importlib.machinery.SourceFileLoader.source_to_code
+
+
+def edited(self, data, *given, **named):
+    data = re.sub(rf"(?m)^({sys.argv[1]}: Final) = 1$", r"\\1 = 2", bytes(data).decode())
+    return compiled(self, data.encode(), *given, **named)
+
+
+importlib.machinery.SourceFileLoader.source_to_code = edited
+import numpy as np
+from cache.format.redis_keys import Keyspace
+from cache.format.manifest import MANIFEST_FORMAT, Manifest
+from cache.format.records.codec import decode, encode_numbers
+from cache.format.records.layout import Layout, peek_format
+
+layout = Layout("value", 1, "f4")
+record = encode_numbers(layout, np.ones(1, "u8"), np.ones((1, 1), "f4"), 1)[0].tobytes()
+manifest = Manifest("shop", "g", 1, 2, "b", "i", {}, {}, {}, {}, {}, None)
+assert decode(layout, record).fingerprint == 1
+print(json.dumps([peek_format(record), json.loads(manifest.to_bytes())["format"], Keyspace("shop").live]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ("NONE", [1, 1, "larder:1:{shop}:live"]),
+        ("RECORD_FORMAT", [2, 1, "larder:1:{shop}:live"]),
+        ("MANIFEST_FORMAT", [1, 2, "larder:1:{shop}:live"]),
+        ("KEYSPACE_VERSION", [1, 1, "larder:2:{shop}:live"]),
+    ],
+)
+def test_each_version_changes_alone(changed: str, expected: list[object], tmp_path: Path) -> None:
+    """It was one number: a new format of records would have moved the pointer, and old replicas seen it vanish."""
+    said = subprocess.run(
+        [sys.executable, "-c", PROGRAM, changed],
+        cwd=ROOT,
+        env=os.environ
+        | {"PYTHONPYCACHEPREFIX": str(tmp_path)},  # nothing compiled from the sources as they are
+        check=True,
+        capture_output=True,
+    ).stdout
+
+    assert json.loads(said) == expected

@@ -1,0 +1,67 @@
+"""Functions without what is compiled: each is there, and ids of a catalogue are found whatever their length."""
+
+import inspect
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cache.format.item_bytes import Named
+from cache.format.records.layout import Layout
+from cache.native import loader, pure
+
+
+def parameters(function: Any) -> list[Any]:
+    """Number and kinds of them, whatever they are called."""
+    found = [each.kind for each in inspect.signature(function).parameters.values()]
+    return found[1:] if found and "self" in inspect.signature(function).parameters else found
+
+
+def test_every_function_has_the_parameters_that_callers_give() -> None:
+    names = [each for each in vars(loader.Kernels) if not each.startswith("_")]
+
+    assert len(names) >= 15
+    for name in names:
+        if name not in ("HashParts", "answers", "stream"):
+            assert parameters(getattr(pure, name)) == parameters(getattr(loader.Kernels, name)), (
+                name
+            )
+    for name in ("find", "places"):
+        assert parameters(getattr(pure.HashParts, name)) == parameters(
+            getattr(loader.HashSearch, name)
+        )
+
+
+@settings(deadline=None)
+@given(names=st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=30), data=st.data())
+@example(names=["x" * 90, "y"], data=None)
+def test_names_are_the_bytes_of_the_ids_whatever_their_length(
+    names: list[str], data: st.DataObject | None
+) -> None:
+    raws = [each.encode() for each in names]
+    lent = np.frombuffer(b"".join(raws), np.uint8), np.cumsum([0, *map(len, raws)]).astype("<u8")
+    row = st.lists(st.integers(0, len(names) - 1), min_size=2, max_size=2)
+    rows = [[0, 1], [1, 1]] if data is None else data.draw(st.lists(row, min_size=1, max_size=4))
+    records = np.zeros(len(rows), Layout("topk", 3, "f2").dtype)
+    records["items"][:, :2] = rows
+
+    named = Named(*pure.names(records, 3, True, 2, *lent), 2)
+
+    cuts = np.frombuffer(named.cuts, np.int32).tolist()
+    assert [named.data[a:b] for a, b in pairwise(cuts)] == [
+        raws[each] for row in rows for each in row
+    ]
+    assert cuts[-1] == len(named.data)
+    assert named.sizes.tolist() == [[len(raws[each]) for each in row] for row in rows]
+
+
+@pytest.mark.parametrize("offsets", [[0, 1, 9], [0, 2, 1], [0], [2**63, 2**64 - 1]])
+def test_a_catalogue_that_ends_early_is_no_catalogue(offsets: list[int]) -> None:
+    record = np.zeros(1, Layout("topk", 2, "f2").dtype)
+    record["items"] = [[1, 0]] if len(offsets) == 3 else [[0, 0]]
+
+    with pytest.raises(ValueError, match="the catalogue does not have"):
+        pure.names(record, 2, True, 2, b"ab", np.array(offsets, np.uint64))

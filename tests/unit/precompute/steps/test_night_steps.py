@@ -1,0 +1,71 @@
+"""The list of steps, and all that has to follow it."""
+
+import ast
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from cache.control.night_steps import NIGHT, SEALED_BY, STAGES, TIMED_APART
+from precompute.builds.seal import REPORTED
+from precompute.cli.parser import parser_of_commands
+from precompute.cli.step_commands import INSIDE_SCORE
+
+ROOT = Path(__file__).parents[4]
+STEPS = ROOT / "precompute/steps"
+
+
+def test_each_step_is_a_module_named_after_it() -> None:
+    assert {file.stem for file in STEPS.glob("*.py")} == {"__init__", *NIGHT}
+    for name in NIGHT:
+        step = import_module(f"precompute.steps.{name}")
+        assert callable(step.run) and callable(step.in_night), name
+
+
+def test_no_step_stands_twice_and_only_publish_follows_verify() -> None:
+    assert len(set(NIGHT)) == len(NIGHT)
+    assert NIGHT[NIGHT.index("verify") + 1] == "publish"
+    assert ("verify",) in STAGES and ("publish",) in STAGES
+
+
+def test_what_is_timed_apart_is_what_the_steps_time() -> None:
+    timed = {
+        str(ast.literal_eval(call.args[1]))
+        for file in STEPS.glob("*.py")
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == "timed"
+    }
+
+    assert timed == set(TIMED_APART)
+
+
+def test_the_manifest_is_made_from_the_reports_of_the_steps_before() -> None:
+    before = NIGHT[: NIGHT.index(SEALED_BY)]
+
+    assert [*REPORTED] == [name for name in before if name != "score"]
+
+
+@pytest.mark.parametrize("name", NIGHT)
+def test_each_step_has_a_command(name: str) -> None:
+    about = [] if name in ("begin", "retire") else ["20260131T000000Z-0123456789ab"]
+
+    if name not in INSIDE_SCORE:
+        assert parser_of_commands().parse_args([name, *about]).run
+
+
+@pytest.mark.parametrize(
+    ("file", "after"),
+    [
+        ("dags/nightly_precompute.py", "What it does:"),
+        ("docs/architecture.md", "## A shard of a night"),
+    ],
+)
+def test_documents_name_the_steps_in_their_order(file: str, after: str) -> None:
+    text = (ROOT / file).read_text().partition(after)[2].partition("retire")[0] + "retire"
+    words = re.sub(r"\W+", " ", text.lower())
+    places = [words.find(name.replace("_", " ")) for name in NIGHT]
+
+    assert -1 not in places and places == sorted(places), dict(zip(NIGHT, places, strict=True))
