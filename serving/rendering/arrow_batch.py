@@ -129,6 +129,8 @@ def column(field: Field, values: Sequence[Any]) -> Column:
         if values.count(values[0]) == len(values):
             return _same(field, values[0], len(values))
         return texts([None if each is None else each.encode() for each in values])
+    if field.kind == "f8" and None not in values:
+        return numbers(np.array(values, np.float64))
     there = [each is not None for each in values]
     if field.kind == "bool":
         return flags(list(map(bool, values)), there)
