@@ -37,6 +37,7 @@ _ID = fields_of(Origin)[0].arrow
 _ORIGIN = tuple([each.arrow for each in ORIGIN])
 _FIELDS = (_ID, *_ORIGIN)
 _PREDICTION = {kind: tuple([each.arrow for each in PREDICTION[kind]]) for kind in PREDICTION}
+_PACKED = {"f8": "<d", "i4": "<i"}
 
 Row = tuple[Any, ...]
 """Values of the origin's columns in one row."""
@@ -73,9 +74,9 @@ def answers_stream(
     if table.kind == "topk":
         columns += _top_columns(rows, answers, stored)
         return _stream(table, (*_FIELDS, *predicted), columns, rows)
-    field, column = _vectors(predicted[0], rows, answers, stored, table.layout.width)
+    field, vectors = _vectors(predicted[0], rows, answers, stored, table.layout.width)
     fields = (*_FIELDS, field, *predicted[1:])
-    columns.append(column)
+    columns.append(vectors)
     if table.kind == "value":
         own = table.labels
         listed = [answers[place]["labels"] if place in answers else own for place in range(rows)]
@@ -103,16 +104,18 @@ def _origins(rows: int, answers: Mapping[int, Answer], stored: StoredRows) -> li
     for place, answer in answers.items():
         origins[place] = row_of(answer)
     by_field = zip(_ORIGIN, zip(*origins, strict=True), strict=True)
-    return [_column(field, values) for field, values in by_field]
+    return [column(field, values) for field, values in by_field]
 
 
 def _same(field: Field, value: Any, rows: int) -> Column:
     """A column with one value in each row."""
-    if field.kind == "f8":
-        return Column(((rows, 0),), (b"", struct.pack("<d", value) * rows))
-    if value is None:
-        return no_text(rows) if field.kind == "utf8" else no_numbers(rows)
-    return same_text(value.encode(), rows)
+    if field.kind == "utf8":
+        return no_text(rows) if value is None else same_text(value.encode(), rows)
+    if value is None and field.kind == "i4":
+        return no_numbers(rows)
+    if value is None or field.kind == "bool":
+        return column(field, [value] * rows)
+    return Column(((rows, 0),), (b"", struct.pack(_PACKED[field.kind], value) * rows))
 
 
 def row_of(origin: Answer) -> Row:
@@ -120,15 +123,18 @@ def row_of(origin: Answer) -> Row:
     return tuple([origin.get(field.name) for field in _ORIGIN])
 
 
-def _column(field: Field, values: Sequence[Any]) -> Column:
+def column(field: Field, values: Sequence[Any]) -> Column:
+    """Column of a declared field that is no list, with at least one value; None is null."""
     if field.kind == "utf8":
         if values.count(values[0]) == len(values):
             return _same(field, values[0], len(values))
         return texts([None if each is None else each.encode() for each in values])
-    if field.kind == "f8":
+    if field.kind == "f8" and None not in values:
         return numbers(np.array(values, np.float64))
     there = [each is not None for each in values]
-    return numbers(np.array([each or 0 for each in values], np.int32), there)
+    if field.kind == "bool":
+        return flags(list(map(bool, values)), there)
+    return numbers(np.array([each or 0 for each in values], field.kind), there)
 
 
 def _top_columns(
@@ -137,9 +143,9 @@ def _top_columns(
     if not answers:
         count, width = stored.numbers.shape
         ends = np.arange(count + 1, dtype=np.int32) * np.int32(width)
-        column = _names(stored.items)
+        named = _names(stored.items)
         scores = numbers(stored.numbers.ravel())
-        return lists(ends, column), lists(ends, scores), no_flags(rows)
+        return lists(ends, named), lists(ends, scores), no_flags(rows)
     width, short = stored.numbers.shape[1], [False] * rows
     items, sent = [b""] * rows, {}
     counts = np.zeros(rows, np.int32)
@@ -159,8 +165,8 @@ def _top_columns(
     for place, answer in answers.items():
         own = slice(ends[place], ends[place + 1])
         sizes[own], flat[own] = list(map(len, sent[place])), answer["scores"]
-    column = _names(Named.of(b"".join(items), sizes))
-    return lists(ends, column), lists(ends, numbers(flat)), flags(short)
+    named = _names(Named.of(b"".join(items), sizes))
+    return lists(ends, named), lists(ends, numbers(flat)), flags(short)
 
 
 def _names(named: Named) -> Column:

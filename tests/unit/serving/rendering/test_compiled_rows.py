@@ -21,11 +21,12 @@ from cache.format.records.codec import encode_topk
 from cache.format.records.layout import NIGHTLY, NO_ITEM, Layout
 from cache.native import loader, pure
 from cache.native.number_text import Numerals
+from serving.answers.fields import ORIGIN
 from serving.arrow_ipc import writer
 from serving.arrow_ipc.reader import read
 from serving.arrow_ipc.schema import Field
 from serving.rendering import json_batch
-from serving.rendering.arrow_batch import StoredRows, answers_stream
+from serving.rendering.arrow_batch import Row, StoredRows, answers_stream, row_of
 from serving.rendering.arrow_rows import items_of
 
 COLUMNS: Any = loader.load({})
@@ -116,9 +117,16 @@ def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
     assert all(orjson.loads(each)["id"] == name for each, name in zip(texts, ids, strict=True))
 
 
+def some_row(source: str) -> Row:
+    """A row of the origin's columns, with something in each that always has something."""
+    some: dict[str, Any] = {"utf8": "g", "f8": 1.5, "i4": 1, "bool": True}
+    always = [each for each in ORIGIN if each.said.when == "always"]
+    return row_of({each.name: some[each.arrow.kind] for each in always} | {"source": source})
+
+
 def stored(numbers: NDArray[np.float32], named: Any) -> StoredRows:
     count = len(numbers)
-    row = ("l2", "batch", "g", 1.5, "2026", None, None, None, None)
+    row = some_row("l2")
     return StoredRows(np.arange(count), (row, row), np.ones(count, bool), numbers, named)
 
 

@@ -25,7 +25,7 @@ from serving.rendering.json_single import start_of
 from serving.requests.lookup_arrow import batch, read_stream
 from serving.requests.models import Limits
 from tests import hostile
-from tests.unit.serving.rendering.test_compiled_rows import COLUMNS, snapshot, table
+from tests.unit.serving.rendering.test_compiled_rows import COLUMNS, snapshot, some_row, table
 
 LAYOUTS = (Layout("topk", 2, "f2"), Layout("vector", 2, "f4"), Layout("value", 2, "f4"))
 END = b',"source":"l1"}'
@@ -109,7 +109,7 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
     layout = LAYOUTS[0]
     live, good = snapshot(names), records(layout, len(ids), len(names))
     lookup: Any = SimpleNamespace(table=table(layout), k=2, holding=SimpleNamespace(live=live))
-    row = ("l1", "batch", "g", 1.5, "2026", None, None, None, None)
+    row = some_row("l1")
 
     with patch.object(loader, "kernels", columns):
         named = items_of(lookup, SimpleNamespace(rows=good), slice(None))  # type: ignore[arg-type]

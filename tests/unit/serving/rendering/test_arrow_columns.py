@@ -1,0 +1,27 @@
+"""Columns of whatever type a field of every answer may be declared with."""
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from serving.arrow_ipc.schema import Field, Kind
+from serving.arrow_ipc.writer import stream
+from serving.rendering.arrow_batch import column
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "other"),
+    [("utf8", "a", "b"), ("f8", 0.5, 0.0), ("i4", -1, 0), ("bool", True, False)],
+)
+def test_a_field_is_read_back_whether_it_differs_by_row_or_not(
+    kind: Kind, one: Any, other: Any
+) -> None:
+    for values in ([one], [one] * 9, [one, other, one], [one, None, other], [None] * 3):
+        field = Field("x", kind, None in values)
+        sent = stream((field,), [column(field, values)], len(values), ())
+
+        read = pa.ipc.open_stream(sent).read_all()
+        read.validate(full=True)
+
+        assert read["x"].to_pylist() == values
