@@ -50,12 +50,12 @@ from airflow.sdk import (
     task,
 )
 
+from cache.config.tasks import DagConfig
+from cache.config.timetable import Timetable
 from cache.control.night_steps import STAGES
-from cache.control.schedule import Schedule
 from cache.errors import BundleError, ConfigError, Refused, SourceError
-from precompute.config.tasks import DagConfig
 
-NIGHTS = Schedule.configured(os.environ)
+NIGHTS = Timetable.configured(os.environ).nights()
 TRIES = DagConfig.configured(os.environ)
 SCORE_QUEUE = os.environ.get("LARDER_SCORE_QUEUE") or "gpu"
 

@@ -12,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import redis
 from redis.backoff import NoBackoff
@@ -25,9 +27,11 @@ from cache.l2.sync_clients import masters, open_client
 from cache.process.interrupts import never_swallowed
 from cache.process.redis_server import redis_url
 from cache.store.releases import newest_release
-from serving.config.settings import ServingConfig, check_token
 from serving.process.supervisor import Spawn, Workers
 from serving.tracing.log_setup import configure_for
+
+if TYPE_CHECKING:
+    from serving.config.settings import ServingConfig
 
 log = logging.getLogger("serving")
 
@@ -42,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] in _COMMANDS:
         command: Callable[[Sequence[str]], int] = importlib.import_module(_COMMANDS[words[0]]).main
         return command(words[1:])
-    sent = _parser().parse_args(words)
+    sent = argument_parser().parse_args(words)
+    from serving.config.settings import ServingConfig, check_token  # pydantic: not for --help
+
     # uvicorn raises what stopped it once more when it is done: the default would end us before Redis is stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logging.basicConfig(level=sent.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -60,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with (
             never_swallowed(),
             _listening(config) as listener,
-            redis_url(config.state, config.redis_url) as url,
+            redis_url(Path(config.state), config.redis_url) as url,
         ):
             is_own = not config.redis_url
-            config = config.with_redis(url)
+            config = replace(config, redis_url=url)
             configure_for(config, sent.log_level)
             _check_redis(config, is_own=is_own)
             serve = _serve if config.workers == 1 else _supervise
@@ -75,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m serving",
         description="Serve predictions; or `top`: show the dashboard of a service. "
@@ -98,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _listening(config: ServingConfig) -> socket.socket:
+def _listening(config: "ServingConfig") -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM
@@ -112,7 +119,7 @@ def _listening(config: ServingConfig) -> socket.socket:
     return listener
 
 
-def _check_redis(config: ServingConfig, *, is_own: bool) -> None:
+def _check_redis(config: "ServingConfig", *, is_own: bool) -> None:
     """Refuses a Redis that may evict published pages; fills an empty one of our own from the artefact store."""
     try:
         client = open_client(
@@ -156,14 +163,14 @@ def _policy(server: "redis.Redis") -> str:
         return ""  # there, but this user may not ask; keeping up says so
 
 
-def _restore(config: ServingConfig) -> None:
+def _restore(config: "ServingConfig") -> None:
     """Restores the newest release by another program of ours, since serving never imports precompute."""
     log.info("Redis is empty: restoring the newest release")
     environment = os.environ | {
         "REDIS_URL": config.redis_url,
         "LARDER_ARTIFACTS": config.artifacts,
         "LARDER_NAMESPACE": config.namespace,
-        "LARDER_STATE": str(config.state),
+        "LARDER_STATE": config.state,
     }
     done = subprocess.run(
         [sys.executable, "-m", "precompute", "restore"],
@@ -185,10 +192,9 @@ def _announce(listener: socket.socket) -> None:
     print(f"Larder serves on {_url(listener)}", flush=True)
 
 
-def _serve(config: ServingConfig, listener: socket.socket, log_level: str) -> int:
+def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:
     # Not above: a parent of workers needs neither the web framework nor the model's runtime.
-    from serving.app import create_app
-    from serving.process.server import make_server
+    from serving.app import create_app, make_server
 
     announce = functools.partial(_announce, listener)
     server = make_server(create_app(config), config, log_level, announce)
@@ -198,7 +204,7 @@ def _serve(config: ServingConfig, listener: socket.socket, log_level: str) -> in
     return 0
 
 
-def _supervise(config: ServingConfig, listener: socket.socket, log_level: str) -> int:
+def _supervise(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:
     announce = functools.partial(_announce, listener)
     with tempfile.TemporaryDirectory(prefix="larder-") as folder:  # nobody else may enter it
         spawn = Spawn(listener, Path(folder), config.redis_url, log_level)

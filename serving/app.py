@@ -1,7 +1,7 @@
 """The HTTP application: its routes, for as long as the service behind them runs, and its errors."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -10,9 +10,12 @@ from starlette.exceptions import HTTPException
 from serving.bootstrap import replica_id, running
 from serving.config.settings import ServingConfig, check_token
 from serving.http import openapi
-from serving.http.asgi_app import Front
+from serving.http.asgi_app import Fast, Front
 from serving.http.routes import routes
-from serving.observability import watched
+from serving.lookup.service import LookupService
+from serving.observability import Traced, watched
+from serving.process.descriptors import make_room
+from serving.process.server import Server, settings_of
 from serving.process.worker_metrics import Peers
 from serving.requests.bodies import refused
 from serving.requests.errors import Problem
@@ -31,7 +34,7 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with (
             running(config, peers) as service,
-            watched(config, service, replica_id()) as (hot, front.watch),
+            watched(config, service, replica_id()) as (front.watch, is_traced),
         ):
             app.state.service = service
             # Routes are tried in order: what is asked most comes before the documentation.
@@ -39,9 +42,12 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
             app.router.routes.clear()
             app.include_router(routes(service))
             app.router.routes.extend(documentation)
-            front.hot, front.wire = hot, None if config.traces else hot
+            front.gate = service.gate()
+            if config.fast_http:
+                front.fast = fast_lookups(service, is_traced)
+                front.wire = None if config.traces else front.fast
             yield
-            front.hot = front.wire = None
+            front.gate = front.fast = front.wire = None
 
     front = app = Front(
         title="Larder",
@@ -60,6 +66,31 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
     if config.token:
         _document_token(app)
     return app
+
+
+def fast_lookups(service: LookupService, is_traced: Traced | None) -> Fast:
+    """The fast way of plain lookups, whose room is not even imported where it is switched off."""
+    from serving.fast_lookup.dispatcher import Hot
+
+    return Hot(service, is_traced=is_traced)
+
+
+def make_server(
+    app: Front, config: ServingConfig, log_level: str, announce: Callable[[], None]
+) -> Server:
+    """A server for the application; `announce` is called once it answers.
+
+    With `fast_http` its connections answer lookups themselves, and have bounds of their own; else they are uvicorn's.
+    """
+    if not config.fast_http:
+        return Server(
+            settings_of(app, config, log_level, "httptools"), None, config.drain_s, announce
+        )
+    from serving.fast_http.connection import Shared, protocol
+
+    shared = Shared(app, config.bounds(make_room(config.connections_max)))
+    settings = settings_of(app, config, log_level, protocol(shared))
+    return Server(settings, shared.connections, config.drain_s, announce)
 
 
 def _document_token(app: FastAPI) -> None:

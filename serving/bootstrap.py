@@ -11,7 +11,7 @@ from cache.store.releases import Pointer
 from serving.collectors import Parts
 from serving.components import Answering
 from serving.config.cpu_affinity import step_back
-from serving.config.settings import ServingConfig
+from serving.config.settings import ServingConfig, limits_of
 from serving.dashboard.generation_history import GenerationHistory
 from serving.dashboard.service import Dashboard
 from serving.explain.explainer import Explainer
@@ -26,7 +26,7 @@ from serving.lookup.l1_warmup import Warming
 from serving.process.worker_metrics import Peers
 from serving.quality.monitor import QualityMonitor
 from serving.replica.background import Refresher
-from serving.replica.canary_router import Trial
+from serving.replica.canary_router import CanaryRouter
 from serving.replica.freshness import Nights
 from serving.replica.heartbeat import Heartbeat
 from serving.replica.host import LOOK_S, Host
@@ -66,11 +66,11 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     sketch = Sketch(remote.control, ladder.recent, lambda: shelf.live, clock)
     hottest = sketch.hottest if config.sketch_s else None
     warming = Warming(tiers, ladder.recent.names, hottest, metrics.warmed)
-    trial = Trial(lambda: shelf.canary, metrics)
     shelf = Shelf(
         open_snapshot, metrics, warm=warming, flipped=answering.local.absences.flipped, aside=aside,
         in_thread=reading,
     )  # fmt: skip
+    trial = CanaryRouter(shelf, metrics)
     quality = QualityMonitor(
         config, answering.watch, metrics, answering.local, remote.control, shelf, ladder.recent,
         answering.batcher, answering.admission, clock, name,
@@ -132,7 +132,7 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         follower, tiers, remote, answering.batcher, answering.admission, store, in_thread=reading
     )
     service = Service(
-        follower=follower, ladder=ladder, metrics=metrics, limits=config.limits(), token=config.token,
+        follower=follower, ladder=ladder, metrics=metrics, limits=limits_of(config), token=config.token,
         body_bytes=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
         l2_bound_s=remote.bound_s, admission=answering.admission, observes=config.observe,
         drain=refresher.drain, nights=nights, trial=trial, expose=Exposition(exposed),

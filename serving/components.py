@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from cache.config.serving import parse_cores
 from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.cluster.tier import open_tier
@@ -13,7 +14,7 @@ from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
 from serving.admission.loop_lag import Pulse
-from serving.config.cpu_affinity import check_cores, parse_cores, place_thread
+from serving.config.cpu_affinity import check_cores, place_thread
 from serving.config.settings import ServingConfig
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
@@ -21,7 +22,7 @@ from serving.lookup.leases import Lead
 from serving.lookup.micro_batcher import MicroBatcher, compute
 from serving.metrics.registry import Metrics
 from serving.usage.answer_sampling import Picks
-from serving.usage.request_observer import Watch
+from serving.usage.request_observer import UsageObserver
 
 _LOOKS = 10
 """Looks at the queues per interval of the admission."""
@@ -41,7 +42,7 @@ class Answering:
     pulse: Pulse
     lead: Lead
     inferences: Inferences
-    watch: Watch
+    watch: UsageObserver
     ladder: Ladder
     executor: ThreadPoolExecutor
 
@@ -99,7 +100,7 @@ class Answering:
             admit=admission.admit_live,
             spares_reads=config.overlay_reads == "auto",
         )
-        watch = Watch(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
+        watch = UsageObserver(metrics.l1_misses, local.absences, Picks(config.sampled_per_mille))
         ladder = Ladder(
             tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, watch=watch
         )

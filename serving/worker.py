@@ -11,9 +11,9 @@ from pathlib import Path
 
 from cache.errors import ConfigError, LarderError
 from cache.process.interrupts import never_swallowed
-from serving.app import create_app
+from serving.app import create_app, make_server
 from serving.config.settings import ServingConfig
-from serving.process.server import Server, make_server
+from serving.process.server import Server
 from serving.process.supervisor import READY
 from serving.process.worker_metrics import Peers
 from serving.tracing.log_setup import configure_for

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache.format.redis_keys import Keyspace
-from cache.process.redis_server import Server, find_server, server
+from cache.process.redis_server import RedisServer, find_server, server
 
 
 def redis_binary() -> Path:
@@ -19,20 +19,20 @@ def redis_binary() -> Path:
 
 
 @pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One server for the session, on a free loopback port and a unix socket; gone when the session is."""
     with server(tmp_path_factory.mktemp("redis"), binary=redis_binary()) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def redis_url(redis_server: Server) -> str:
+def redis_url(redis_server: RedisServer) -> str:
     """Its URL over TCP."""
     return redis_server.url
 
 
 @pytest.fixture
-def own_redis(tmp_path: Path) -> Iterator[Server]:
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
     """A server of the test's own, which it may stop, empty or kill."""
     with server(tmp_path / "redis", binary=redis_binary()) as running:
         yield running

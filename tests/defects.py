@@ -50,14 +50,14 @@ def _epoch_follows_the_clock(patch: pytest.MonkeyPatch) -> None:
 
 
 def _pointer_is_not_compared(patch: pytest.MonkeyPatch) -> None:
-    real = MemoryRedis._move
+    real = MemoryRedis.move
 
     def move(self: MemoryRedis, argv: list[bytes]) -> Any:
         found = self.data.get(self.keys.live)
         epoch = Pointer.from_bytes(found).epoch if found else 0
         return real(self, [str(epoch).encode(), *argv[1:]])
 
-    patch.setattr(MemoryRedis, "_move", move)
+    patch.setattr(MemoryRedis, "move", move)
 
 
 def _intents_count_as_done(patch: pytest.MonkeyPatch) -> None:
@@ -79,12 +79,12 @@ def _holders_are_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rows_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    real = MemoryRedis._move
-    patch.setattr(MemoryRedis, "_move", lambda self, argv: real(self, [*argv[:2], b"", *argv[3:]]))
+    real = MemoryRedis.move
+    patch.setattr(MemoryRedis, "move", lambda self, argv: real(self, [*argv[:2], b"", *argv[3:]]))
 
 
 def _an_attempt_is_recognised_however_old(patch: pytest.MonkeyPatch) -> None:
-    real = MemoryRedis._move
+    real = MemoryRedis.move
 
     def move(self: MemoryRedis, argv: list[bytes]) -> Any:
         found, to = self.data.get(self.keys.live), Pointer.from_bytes(argv[1])
@@ -94,7 +94,7 @@ def _an_attempt_is_recognised_however_old(patch: pytest.MonkeyPatch) -> None:
                 return [1, found]
         return real(self, argv)
 
-    patch.setattr(MemoryRedis, "_move", move)
+    patch.setattr(MemoryRedis, "move", move)
 
 
 def _retries_publish_again(patch: pytest.MonkeyPatch) -> None:
@@ -135,12 +135,12 @@ def _refused_is_published(patch: pytest.MonkeyPatch) -> None:
 
 
 def _canaries_are_not_protected(patch: pytest.MonkeyPatch) -> None:
-    real = MemoryRedis._mark
+    real = MemoryRedis.mark
 
     def mark(self: MemoryRedis, argv: list[bytes]) -> int:
         return real(self, [argv[0], b"", *argv[2:]])
 
-    patch.setattr(MemoryRedis, "_mark", mark)
+    patch.setattr(MemoryRedis, "mark", mark)
 
 
 DEFECTS: dict[str, Plant] = {

@@ -76,7 +76,6 @@ class FakeRemote:
     leases: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     asked: list[Lease] = field(default_factory=list)
     lease_s: Callable[[], float] = lambda: 0.0
-    leases_come_along: bool = False
     control: ControlPlane = field(default_factory=FakeControl)
     stats: DataPlaneStats = field(default_factory=DataPlaneStats)
 

@@ -509,7 +509,7 @@ class Life:
         raw = self.redis.data.get(KEYS.live)
         pointer = None if raw is None else Pointer.from_bytes(raw)
         if reader.seen is None:
-            with self._unwatched():
+            with self.unwatched():
                 newest = newest_release(self.store)
             if newest is not None and (pointer is None or pointer.epoch < newest.epoch):
                 pointer = as_pointer(newest)
@@ -546,7 +546,7 @@ class Life:
         return self.whole_since == self.disasters
 
     @contextlib.contextmanager
-    def _unwatched(self) -> Iterator[None]:
+    def unwatched(self) -> Iterator[None]:
         current, self.current = self.current, None
         try:
             yield
@@ -768,5 +768,5 @@ def states_of(states: Any, state: State) -> list[str]:
 
 def all_releases_unwatched(life: Life) -> list[Release]:
     """The history, without a pause while it is read."""
-    with life._unwatched():
+    with life.unwatched():
         return all_releases(life.store, dict(life.known))

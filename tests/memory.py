@@ -190,13 +190,14 @@ class MemoryRedis:
         """One of the two scripts of `control`."""
         self.watch("eval", script)
         argv = [_bytes(each) for each in arguments[count:]]
-        reply = self._move(argv) if script == control_keys._MOVE else self._mark(argv)
+        reply = self.move(argv) if script == control_keys._MOVE else self.mark(argv)
         if self.loses_reply:
             self.loses_reply = False
             raise redis.exceptions.ConnectionError("the reply was lost")
         return reply
 
-    def _move(self, argv: list[bytes]) -> list[Any]:
+    def move(self, argv: list[bytes]) -> list[Any]:
+        """The script that moves the pointer."""
         expected, raw, states = argv[:3]
         to, found = orjson.loads(raw), self.data.get(self.keys.live)
         if found is not None:
@@ -227,7 +228,8 @@ class MemoryRedis:
                 self._hset(self.keys.generations, field, value)
         return [1, raw]
 
-    def _mark(self, argv: list[bytes]) -> int:
+    def mark(self, argv: list[bytes]) -> int:
+        """The script that marks states under the pointer that it expects."""
         found = self.data.get(self.keys.live)
         pointer = None if found is None else orjson.loads(found)
         if (b"0" if pointer is None else str(pointer["epoch"]).encode()) != argv[0]:

@@ -3,11 +3,9 @@
 import functools
 import math
 import re
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -32,17 +30,6 @@ _DAY = timedelta(days=1)
 _RANDOM = re.compile(r"(?:^|[\s,])[rR]")
 
 
-def read_settings(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Contents of the TOML file that LARDER_CONFIG names, unchecked; empty where none is named."""
-    path = environ.get("LARDER_CONFIG")
-    if not path:
-        return {}
-    try:
-        return tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-
-
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A cron of five fields in an IANA time zone; a generation may take `grace_s` to appear after its tick.
@@ -65,23 +52,6 @@ class Schedule:
             )
         object.__setattr__(self, "_zone", _zone(self.timezone))
         object.__setattr__(self, "_is_hourly", _hours(self.cron) == ["*"])
-
-    @classmethod
-    def configured(cls, environ: Mapping[str, str]) -> "Schedule":
-        """Reads LARDER_SCHEDULE, LARDER_TIMEZONE and LARDER_SCHEDULE_GRACE_S, else LARDER_CONFIG's file."""
-        document = read_settings(environ)
-        cron = environ.get("LARDER_SCHEDULE") or document.get("schedule", CRON)
-        timezone = environ.get("LARDER_TIMEZONE") or document.get("timezone", TIMEZONE)
-        grace_s = environ.get("LARDER_SCHEDULE_GRACE_S") or document.get(
-            "schedule_grace_s", GRACE_S
-        )
-        try:
-            return cls(cron, timezone, float(grace_s))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"schedule_grace_s is a number of seconds, not {grace_s!r}",
-                field="schedule_grace_s",
-            ) from error
 
     def tick_before(self, at: float) -> float:
         """The last tick at or before `at`; both Unix seconds."""

@@ -31,7 +31,9 @@ class Directory:
         self._firsts = list(map(int, firsts))
         self._starts = list(accumulate(map(len, parts), initial=0))
         self.count = self._starts[-1]
-        self._hashes = (loader.kernels if parts else pure).Parts(tuple(self._firsts), self.parts)
+        self._hashes = (loader.kernels if parts else pure).HashParts(
+            tuple(self._firsts), self.parts
+        )
 
     @classmethod
     def open(cls, root: Path, entities: EntitySet) -> Self:

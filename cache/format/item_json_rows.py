@@ -6,7 +6,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cache.format.text_table import Kept
+from cache.format.text_table import TextTable
 
 _PAD, _END = b"\0", b"\n"
 """Bytes that no JSON string holds as they are."""
@@ -18,7 +18,7 @@ class Lines:
     def __init__(
         self, count: int, longest: int, ids_of: Callable[[NDArray[np.uint32]], Sequence[str]]
     ) -> None:
-        self._kept = Kept(count, longest + len('"",'), _PAD, _json, ids_of)
+        self._kept = TextTable(count, longest + len('"",'), _PAD, _json, ids_of)
 
     def of(self, ordinals: NDArray[np.uint32]) -> list[bytes] | None:
         """A comma-separated line of each of uint32[n, k], k > 0; None if an id's JSON is longer than the id."""

@@ -12,7 +12,7 @@ KEPT_MAX = 1 << 18
 """Number of ids kept, at most 16 MB; when it is exceeded, the cache is emptied and starts again."""
 
 
-class Kept:
+class TextTable:
     """Texts of at most `width` bytes, filled up with `pad`, which no text holds; `ids_of` reads those that are new."""
 
     def __init__(

@@ -40,12 +40,7 @@ class DataPlaneStats:
 
 
 class DataPlane(Protocol):
-    """Reads and writes of one event loop, coalesced by turn and bounded in time; nothing is retried.
-
-    `leases_come_along` where a lease lies beside its overlay: it is then taken in the pipeline that reads this.
-    """
-
-    leases_come_along: bool
+    """Reads and writes of one event loop, coalesced by turn and bounded in time; nothing is retried."""
 
     @property
     def control(self) -> ControlPlane:

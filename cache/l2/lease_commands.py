@@ -4,11 +4,7 @@ A lease is taken with `SET NX GET PX`, renewed and given back by compare-and-set
 that stores the answer. Values are the leader's token, `DONE` and its token, or empty (given back).
 """
 
-import math
-from dataclasses import dataclass
 from typing import NamedTuple
-
-from cache.errors import TierUnavailable
 
 DONE = b"done:"
 """Prefix of the value of a lease whose answer is stored."""
@@ -51,30 +47,6 @@ class Mark(NamedTuple):
 
 
 Lease = LeaseTake | LeaseSwap
-
-
-@dataclass(slots=True, eq=False)
-class Bid:
-    """A lease to be taken with the read that comes before computing, in the same pipeline; times are monotonic.
-
-    `stands` says nothing before it has landed: then None when the lease was taken, else what stands there.
-    """
-
-    mark: Mark
-    life_ms: int
-    stands: bytes | TierUnavailable | None = None
-    asked_at: float = 0.0
-    landed_at: float = math.inf
-
-    @property
-    def take(self) -> LeaseTake:
-        """The command that takes the lease."""
-        return LeaseTake(self.mark.key, self.mark.token, self.life_ms)
-
-    @property
-    def took_s(self) -> float:
-        """Seconds from the question to the answer; infinite while there is none."""
-        return self.landed_at - self.asked_at
 
 
 _DONE_LIFE = b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(DONE_MS)), DONE_MS)

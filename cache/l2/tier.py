@@ -85,9 +85,6 @@ class RemoteTier:
     Nothing is retried. Use it in one event loop only.
     """
 
-    leases_come_along = True
-    """A lease is taken in the pipeline that reads its overlay."""
-
     def __init__(
         self,
         config: RemoteConfig,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
 from cache.format.ids import FeatureValue
-from cache.model.tower import InputSpec
+from cache.model.tower_spec import InputSpec
 
 _RANGES = {name: np.iinfo(name) for name in ("int32", "int64")}
 _FLOAT_MAX = float(np.finfo(np.float32).max)

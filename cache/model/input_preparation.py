@@ -10,7 +10,7 @@ from cache.errors import InvalidInput
 from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.feature_checks import check_features
-from cache.model.tower import TowerSpec
+from cache.model.tower_spec import TowerSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from cache.model.candidate_search import Searcher
 from cache.model.feature_checks import stack_features
 from cache.model.input_preparation import LiveInput, Prepared, prepare_all
 from cache.model.ranking import Metric, rank, score
-from cache.model.tower import Histories, InputSpec, Tower, TowerSpec
+from cache.model.tower import Histories, Tower
+from cache.model.tower_spec import InputSpec, TowerSpec
 
 __all__ = ["LiveInput", "ModelPrecision", "Predictor", "Prepared"]
 

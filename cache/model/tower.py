@@ -2,86 +2,22 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import BundleError
 from cache.model.runtime import ort
-
-Bind = Literal["history", "item_index", "feature"]
-Dtype = Literal["int32", "int64", "float32", "string"]
+from cache.model.tower_spec import TowerSpec
 
 _ONNX_TYPES = {"int32": "int32", "int64": "int64", "float32": "float", "string": "string"}
 _SHORTEST_BUCKET = 16
 _TILE_NUMBERS = 1 << 21
 """Gathered numbers (rows x padded length x dims) per run: 8 MB stay in the caches, and memory stays bounded."""
 _TILE_ROWS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class InputSpec:
-    """ONNX input's specification: int [n, length] for a history, [n] for an index, [n] or [n, width] for a feature."""
-
-    name: str
-    bind: Bind
-    dtype: Dtype
-    column: str | None = None
-    width: int | None = None
-    max_length: int | None = None
-    pad: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.bind == "history" and (not self.max_length or self.pad is None):
-            raise BundleError(
-                f"history input {self.name!r} needs max_length and pad", input=self.name
-            )
-        if self.bind != "feature" and self.dtype not in ("int32", "int64"):
-            raise BundleError(
-                f"{self.bind} input {self.name!r} holds indices: int32 or int64, not {self.dtype}",
-                input=self.name,
-            )
-        if self.bind == "feature" and not self.column:
-            raise BundleError(f"feature input {self.name!r} names no column", input=self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class TowerSpec:
-    """Specification of a tower's inputs and output: the part of `bundle.json` that is copied into the manifest."""
-
-    inputs: tuple[InputSpec, ...]
-    output: str
-    output_dims: int
-
-    @property
-    def history(self) -> InputSpec | None:
-        """The history input, if the tower has one."""
-        return next((each for each in self.inputs if each.bind == "history"), None)
-
-    @property
-    def features(self) -> tuple[InputSpec, ...]:
-        """Inputs that are filled from the caller's feature columns."""
-        return tuple(each for each in self.inputs if each.bind == "feature")
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON object of the specification, as in `bundle.json` and the manifest."""
-        return {
-            "inputs": [asdict(each) for each in self.inputs],
-            "output": self.output,
-            "output_dims": self.output_dims,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Reads `to_json`; raises BundleError for anything else."""
-        try:
-            inputs = tuple(InputSpec(**each) for each in data["inputs"])
-            return cls(inputs, str(data["output"]), int(data["output_dims"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise BundleError(f"not a tower specification: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,5 @@
 /* What a batch of stored records costs per record, compiled; cache/native/loader.py says what stands in where it is not. */
 #include "answers.h"
-#include "flights.h"
 #include "hashes.h"
 #include "parts.h"
 #include "replies.h"
@@ -16,7 +15,7 @@ static PyType_Slot parts_slots[] = {
     {Py_tp_dealloc, parts_dealloc}, {Py_tp_new, parts_new}, {Py_tp_methods, parts_methods}, {0, NULL},
 };
 
-static PyType_Spec parts_spec = {"cache.native._columns.Parts", sizeof(parts_object), 0, Py_TPFLAGS_DEFAULT, parts_slots};
+static PyType_Spec parts_spec = {"cache.native._columns.HashParts", sizeof(parts_object), 0, Py_TPFLAGS_DEFAULT, parts_slots};
 
 static PyMethodDef methods[] = {
     {"hashes", hashes, METH_VARARGS, "64-bit xxh3 of each id; None if one is too long."},
@@ -25,8 +24,6 @@ static PyMethodDef methods[] = {
     {"records_of", records_of, METH_VARARGS, "(a copy of records that lie a step apart, how many are sound)."},
     {"stream", stream, METH_VARARGS, "An Arrow stream of one record batch."},
     {"joined", joined, METH_O, "(int32 cuts, bytes) of a list of bytes; None if it is none."},
-    {"board", board, METH_VARARGS, "Enters keys that are not there; the places of the others."},
-    {"leave", leave, METH_VARARGS, "Takes away keys, as far as they are there."},
     {"spread", spread, METH_VARARGS, "Records at their places among others, else zeros."},
     {"are_ids", are_ids, METH_VARARGS, "Whether each is bytes, at least one and at most so many."},
     {"getranges", getranges, METH_VARARGS, "One GETRANGE per page and offset, as bytes."},
@@ -48,7 +45,7 @@ static int add_all(PyObject *module) {
     PyObject *layout = Py_BuildValue(
         "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "payload", HEADER, "fingerprint", FINGERPRINT_AT, "count", COUNT_AT, "flags",
         FLAGS_AT, "exponent", EXPONENT_AT, "format_shift", FORMAT_SHIFT, "numeral", NUMERAL, "dropped_bits", DROPPED);
-    if (add(module, "LAYOUT", layout) || add(module, "Parts", PyType_FromSpec(&parts_spec))) return -1;
+    if (add(module, "LAYOUT", layout) || add(module, "HashParts", PyType_FromSpec(&parts_spec))) return -1;
     return PyModule_AddIntConstant(module, "VERSION", 3);
 }
 

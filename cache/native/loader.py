@@ -10,38 +10,36 @@ from cache.errors import ConfigError
 from cache.format.records.layout import OFFSETS
 from cache.native import pure
 from cache.native.number_text import DROPPED_BITS, NUMERAL_BYTES
+from cache.native.pure import Buffer
 
 VERSION = 3
 """Version of the functions and their arguments: what was built from other sources is left alone."""
 
-Lent = Any
-"""An object that lends its bytes as one contiguous buffer for the length of a call."""
-
 _log = logging.getLogger(__name__)
 
 
-class Parts(Protocol):
+class HashSearch(Protocol):
     """The sorted hashes of an entity set, uint64 part by part."""
 
-    def find(self, hashes: Lent, /) -> Lent:
+    def find(self, hashes: Buffer, /) -> Buffer:
         """int64 positions of uint64 hashes, -1 where one is absent."""
 
     def places(
-        self, positions: Lent, first_pages: Lent, per_page: int, size_bytes: int, /
-    ) -> tuple[Lent, Lent]:
+        self, positions: Buffer, first_pages: Buffer, per_page: int, size_bytes: int, /
+    ) -> tuple[Buffer, Buffer]:
         """(int64 pages, int64 offsets) of int64 positions; raises ValueError for one that no part has."""
 
 
 class Kernels(Protocol):
     """Functions that are compiled or `pure`; `is_half`: records of float16, otherwise of float32."""
 
-    def Parts(self, firsts: tuple[int, ...], parts: tuple[Lent, ...], /) -> Parts:  # noqa: N802
+    def HashParts(self, firsts: tuple[int, ...], parts: tuple[Buffer, ...], /) -> HashSearch:  # noqa: N802
         """The parts of an entity set from the first hash of each part, and its hashes, which stay lent."""
 
-    def hashes(self, ids: list[bytes], seed: int, /) -> Lent | None:
+    def hashes(self, ids: list[bytes], seed: int, /) -> Buffer | None:
         """64-bit xxh3 of each; None if one is longer than 128 bytes, unless `pure`."""
 
-    def text_hashes(self, data: Lent, cuts: Lent, seed: int, /) -> Lent | None:
+    def text_hashes(self, data: Buffer, cuts: Buffer, seed: int, /) -> Buffer | None:
         """64-bit xxh3 of each text between int32 cuts; None unless these rise within `data`, or if one is too long."""
 
     def could_be(self, data: bytes, count: int, length: int, /) -> bool:
@@ -54,10 +52,10 @@ class Kernels(Protocol):
         step: int,
         count: int,
         size: int,
-        fingerprints: Lent,
+        fingerprints: Buffer,
         record_format: int,
         /,
-    ) -> tuple[Lent, int]:
+    ) -> tuple[Buffer, int]:
         """A copy of `count` records that lie `step` apart, and how many have that format and their fingerprint."""
 
     def stream(
@@ -73,29 +71,32 @@ class Kernels(Protocol):
         buffers: list[bytes],
         after: bytes,
         /,
-    ) -> bytes:
-        """An Arrow IPC stream: `before`, metadata with its numbers, each buffer on a multiple of 8 bytes, `after`."""
+    ) -> bytes | None:
+        """An Arrow IPC stream: `before`, metadata with its numbers, each buffer on a multiple of 8 bytes, `after`.
+
+        None only if `pure`.
+        """
 
     def joined(self, texts: Any, /) -> tuple[bytes, bytes] | None:
         """(int32 cuts, the bytes) of a list of bytes one behind the other; None if it holds anything else."""
 
     def spread(
-        self, count: int, size: int, rows: Lent, places: list[int], others: dict[int, bytes], /
-    ) -> Lent:
+        self, count: int, size: int, rows: Buffer, places: list[int], others: dict[int, bytes], /
+    ) -> Buffer:
         """`count` records: those of `rows` at `places`, `others` by their places, else zeros."""
 
     def are_ids(self, ids: list[bytes], most: int, /) -> bool:
         """True if each has a length that an id may have: 1 to `most` bytes."""
 
-    def getranges(self, prefix: bytes, pages: Lent, offsets: Lent, length: int, /) -> bytes:
+    def getranges(self, prefix: bytes, pages: Buffer, offsets: Buffer, length: int, /) -> bytes:
         """RESP commands that read `length` bytes per int64 page and offset, on the key of `prefix` and page number."""
 
-    def cut_texts(self, data: Lent, cuts: Lent, /) -> list[bytes] | None:
+    def cut_texts(self, data: Buffer, cuts: Buffer, /) -> list[bytes] | None:
         """The texts between int32 cuts; None unless these rise within `data`, and each is UTF-8."""
 
     def plain(
         self,
-        rows: Lent,
+        rows: Buffer,
         width: int,
         is_list: bool,
         is_half: bool,
@@ -104,26 +105,26 @@ class Kernels(Protocol):
         safe_exponent: int,
         items: int,
         /,
-    ) -> Lent:
+    ) -> Buffer:
         """A byte per record: 1 for whole ones of these flags, with `least` numbers at least, ordinals below `items`."""
 
-    def numbers(self, rows: Lent, width: int, is_list: bool, is_half: bool, k: int, /) -> Lent:
+    def numbers(self, rows: Buffer, width: int, is_list: bool, is_half: bool, k: int, /) -> Buffer:
         """float32: the first `k` numbers of each record."""
 
     def names(
-        self, rows: Lent, width: int, is_half: bool, k: int, ids: Lent, offsets: Lent, /
+        self, rows: Buffer, width: int, is_half: bool, k: int, ids: Buffer, offsets: Buffer, /
     ) -> tuple[bytes, bytes]:
         """(ids of the first `k` items of each record, one behind the other; int32 cuts, one more than ids)."""
 
     def answers(
         self,
-        rows: Lent,
+        rows: Buffer,
         width: int,
         is_half: bool,
         k: int,
-        ids: Lent,
-        offsets: Lent,
-        numerals: Lent,
+        ids: Buffer,
+        offsets: Buffer,
+        numerals: Buffer,
         head: bytes,
         names: list[bytes],
         middle: bytes,

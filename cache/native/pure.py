@@ -3,7 +3,6 @@
 None is for whoever asked to do it in the way that it has for what the compiled function leaves to it, too.
 """
 
-import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import repeat
@@ -16,21 +15,21 @@ from numpy.typing import NDArray
 from cache.format.records.layout import FORMAT_SHIFT, HEADER_DTYPE, Layout
 from cache.format.records.quantization import dequantize
 
-Lent = Any
-_PADDING = tuple(bytes(size) for size in range(8))
+Buffer = Any
+"""An object that lends its bytes as one contiguous buffer for the length of a call."""
 _INT32_MAX = 2**31 - 1
 
 
-class Parts:
+class HashParts:
     """The sorted hashes of an entity set, uint64 part by part."""
 
-    def __init__(self, firsts: tuple[int, ...], parts: tuple[Lent, ...], /) -> None:
+    def __init__(self, firsts: tuple[int, ...], parts: tuple[Buffer, ...], /) -> None:
         # A Python int makes numpy compare in float64 (wrong above 2**53): uint64 throughout.
         self._firsts = np.array(firsts, np.uint64)
         self._parts = [np.frombuffer(each, np.uint64) for each in parts]
         self._starts = np.cumsum([0, *map(len, self._parts)], dtype=np.int64)
 
-    def find(self, hashes: Lent, /) -> Lent:
+    def find(self, hashes: Buffer, /) -> Buffer:
         """int64 positions of uint64 hashes, -1 where one is absent."""
         hashes = np.frombuffer(hashes, np.uint64)
         if len(self._parts) == 1:
@@ -48,8 +47,8 @@ class Parts:
         return found
 
     def places(
-        self, positions: Lent, first_pages: Lent, per_page: int, size_bytes: int, /
-    ) -> tuple[Lent, Lent]:
+        self, positions: Buffer, first_pages: Buffer, per_page: int, size_bytes: int, /
+    ) -> tuple[Buffer, Buffer]:
         """(int64 pages, int64 offsets) of int64 positions; raises ValueError for one that no part has."""
         at = np.frombuffer(positions, np.int64)
         if at.size and not 0 <= at.min() <= at.max() < self._starts[-1]:
@@ -68,12 +67,12 @@ def _found(part: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArray[np.i
     return places
 
 
-def hashes(ids: Sequence[bytes], seed: int, /) -> Lent:
+def hashes(ids: Sequence[bytes], seed: int, /) -> Buffer:
     """64-bit xxh3 of each, however long."""
     return np.fromiter(map(xxhash.xxh3_64_intdigest, ids, repeat(seed)), np.uint64, len(ids))
 
 
-def text_hashes(_data: Lent, _cuts: Lent, _seed: int, /) -> Lent | None:
+def text_hashes(_data: Buffer, _cuts: Buffer, _seed: int, /) -> Buffer | None:
     """None: texts are hashed as a list of bytes."""
     return None
 
@@ -110,10 +109,10 @@ def records_of(
     step: int,
     count: int,
     size: int,
-    fingerprints: Lent,
+    fingerprints: Buffer,
     record_format: int,
     /,
-) -> tuple[Lent, int]:
+) -> tuple[Buffer, int]:
     """A copy of `count` records that lie `step` apart, and how many have that format and their fingerprint."""
     heads = np.ndarray((count,), HEADER_DTYPE, data, first, (step,))
     sound = heads["flags"] >> FORMAT_SHIFT == record_format
@@ -122,8 +121,8 @@ def records_of(
 
 
 def spread(
-    count: int, size: int, rows: Lent, places: list[int], others: dict[int, bytes], /
-) -> Lent:
+    count: int, size: int, rows: Buffer, places: list[int], others: dict[int, bytes], /
+) -> Buffer:
     """`count` records: those of `rows` at `places`, `others` by their places, else zeros."""
     whole = np.zeros(count, f"V{size}")
     whole[places] = np.frombuffer(rows, whole.dtype)
@@ -131,7 +130,7 @@ def spread(
     return whole
 
 
-def getranges(prefix: bytes, pages: Lent, offsets: Lent, length: int, /) -> bytes:
+def getranges(prefix: bytes, pages: Buffer, offsets: Buffer, length: int, /) -> bytes:
     """RESP commands that read `length` bytes per int64 page and offset, on the key of `prefix` and page number."""
     keys = map(_key, repeat(prefix), np.frombuffer(pages, np.int64).tolist())
     ranges = map(_range, np.frombuffer(offsets, np.int64).tolist(), repeat(length))
@@ -150,7 +149,7 @@ def _range(offset: int, length: int) -> bytes:
     return b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(first), first, len(last), last)
 
 
-def cut_texts(_data: Lent, _cuts: Lent, /) -> list[bytes] | None:
+def cut_texts(_data: Buffer, _cuts: Buffer, /) -> list[bytes] | None:
     """None: texts are cut one by one, and what is wrong with them is told."""
     return None
 
@@ -160,41 +159,13 @@ def joined(_texts: Any, /) -> tuple[bytes, bytes] | None:
     return None
 
 
-def stream(
-    before: bytes,
-    metadata: bytes,
-    body_at: int,
-    rows_at: int,
-    nodes_at: int,
-    buffers_at: int,
-    rows: int,
-    nodes: list[int],
-    buffers: list[bytes],
-    after: bytes,
-    /,
-) -> bytes:
-    """An Arrow IPC stream: `before`, metadata with its numbers, each buffer on a multiple of 8 bytes, `after`."""
-    pieces: list[bytes] = []
-    places: list[int] = []
-    at = 0
-    for each in buffers:
-        places += at, (size := len(each))
-        if size:
-            pieces.append(each)
-            if pad := -size & 7:
-                pieces.append(_PADDING[pad])
-                size += pad
-            at += size
-    head = bytearray(metadata)
-    struct.pack_into("<q", head, body_at, at)
-    struct.pack_into("<q", head, rows_at, rows)
-    struct.pack_into(f"<{len(nodes)}q", head, nodes_at, *nodes)
-    struct.pack_into(f"<{len(places)}q", head, buffers_at, *places)
-    return b"".join((before, head, *pieces, after))
+def stream(*_given: Any) -> bytes | None:
+    """None: a stream is put together piece by piece."""
+    return None
 
 
 def plain(
-    rows: Lent,
+    rows: Buffer,
     width: int,
     is_list: bool,
     is_half: bool,
@@ -203,7 +174,7 @@ def plain(
     safe_exponent: int,
     items: int,
     /,
-) -> Lent:
+) -> Buffer:
     """A byte per record: 1 for whole ones of these flags, with `least` numbers at least, ordinals below `items`."""
     records, _ = _records(rows, width, is_list, is_half)
     counts = records["count"]
@@ -218,14 +189,14 @@ def plain(
     return usable
 
 
-def numbers(rows: Lent, width: int, is_list: bool, is_half: bool, k: int, /) -> Lent:
+def numbers(rows: Buffer, width: int, is_list: bool, is_half: bool, k: int, /) -> Buffer:
     """float32: the first `k` numbers of each record."""
     records, layout = _records(rows, width, is_list, is_half)
     return np.ascontiguousarray(dequantize(layout, records, np.float32)[:, :k])
 
 
 def names(
-    rows: Lent, width: int, is_half: bool, k: int, ids: Lent, offsets: Lent, /
+    rows: Buffer, width: int, is_half: bool, k: int, ids: Buffer, offsets: Buffer, /
 ) -> tuple[bytes, bytes]:
     """(ids of the first `k` items of each record, one behind the other; int32 cuts, one more than ids)."""
     ordinals = _records(rows, width, True, is_half)[0]["items"][:, :k].ravel().astype(np.int64)
@@ -246,6 +217,6 @@ def answers(*_given: Any) -> None:
     """None: answers are written from arrays of numbers and texts."""
 
 
-def _records(rows: Lent, width: int, is_list: bool, is_half: bool) -> tuple[NDArray[Any], Layout]:
+def _records(rows: Buffer, width: int, is_list: bool, is_half: bool) -> tuple[NDArray[Any], Layout]:
     layout = Layout("topk" if is_list else "value", width, "f2" if is_half else "f4")
     return np.frombuffer(rows, layout.dtype), layout

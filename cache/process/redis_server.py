@@ -22,7 +22,7 @@ from redis.retry import Retry
 from cache.errors import ConfigError
 from cache.process.child_process import Guarded
 
-__all__ = ["Guarded", "Server", "find_server", "redis_url", "running_server", "server"]
+__all__ = ["Guarded", "RedisServer", "find_server", "redis_url", "running_server", "server"]
 
 # What infra/redis.conf says too: nothing here is worth a disk write, since the artefact store can
 # rebuild it, and only keys with an expiry (overlays) may be evicted.
@@ -38,7 +38,7 @@ _SOCKET_PATH_MAX = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class RedisServer:
     """Address of a running server: `url` over TCP, `socket` for the unix socket if it has one."""
 
     url: str
@@ -86,7 +86,7 @@ def redis_url(state: Path, configured: str | None) -> Iterator[str]:
 
 
 @contextmanager
-def server(state: Path, *, binary: Path | None = None, password: str = "") -> Iterator[Server]:
+def server(state: Path, *, binary: Path | None = None, password: str = "") -> Iterator[RedisServer]:
     """Join the server that runs for this state folder, else run one until the block ends, with this password."""
     state.mkdir(parents=True, exist_ok=True)
     process: Guarded | None = None
@@ -108,20 +108,20 @@ def server(state: Path, *, binary: Path | None = None, password: str = "") -> It
                 process.stop()
 
 
-def running_server(state: Path) -> Server | None:
+def running_server(state: Path) -> RedisServer | None:
     """The server that already runs for this state folder, if any; starts none."""
     known = _read(state)
     return known if known is not None and _answers(known) else None
 
 
-def _read(state: Path) -> Server | None:
+def _read(state: Path) -> RedisServer | None:
     try:
-        return Server(**json.loads((state / "redis.json").read_bytes()))
+        return RedisServer(**json.loads((state / "redis.json").read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
 
 
-def _announce(state: Path, running: Server) -> None:
+def _announce(state: Path, running: RedisServer) -> None:
     beside = _write_for_us(state / "redis.json.new", json.dumps(asdict(running)))
     beside.replace(state / "redis.json")
 
@@ -134,7 +134,7 @@ def _write_for_us(path: Path, text: str) -> Path:
     return path
 
 
-def _answers(known: Server) -> bool:
+def _answers(known: RedisServer) -> bool:
     """Returns whether this very server answers: the port may belong to another process by now."""
     return _process_id(known.url) == known.pid
 
@@ -149,7 +149,7 @@ def _process_id(url: str) -> int | None:
             return None
 
 
-def _start(binary: Path, state: Path, password: str) -> tuple[Guarded, Server]:
+def _start(binary: Path, state: Path, password: str) -> tuple[Guarded, RedisServer]:
     """Start `binary`; the port is free when chosen but may be taken before it is bound: try again."""
     for _ in range(5):
         port = _free_port()
@@ -160,7 +160,7 @@ def _start(binary: Path, state: Path, password: str) -> tuple[Guarded, Server]:
         process = Guarded(_command(binary, settings, port, path), log=state / "redis.log")
         try:
             if (pid := _wait_for(process, url)) is not None:
-                return process, Server(url, path, pid)
+                return process, RedisServer(url, path, pid)
         except BaseException:
             process.stop()
             raise

@@ -252,14 +252,6 @@ def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
     return manifest
 
 
-def open_generation(store: ArtefactStore, generation: str) -> tuple[Manifest, Path]:
-    """The manifest and the local root of all files a reader needs, every checksum verified first."""
-    manifest = read_manifest(store, generation)
-    for artefact in manifest.artefacts():
-        fetch_checked(store, generation, artefact)
-    return manifest, store.local(generation_path(generation))
-
-
 def fetch_checked(store: ArtefactStore, generation: str, artefact: Artefact) -> Path:
     """A file of a generation on this host, as the manifest states it; raises CorruptArtefact otherwise.
 

@@ -52,11 +52,11 @@ class Trace(deque[Touch]):
             return ready
         spot = fingerprint ^ _salt(generation, "") ^ xxhash.xxh32_intdigest(ready.request)
         self.append((spot, -size_of(ready)))
-        return ready._replace(stamp=-ready.stamp, touch=(spot, size_of(ready)))
+        return ready._replace(touch=(spot, size_of(ready)))
 
     def one(self, generation: str, want: Want, outcome: Outcome | None) -> None:
         """Records a read with its outcome; a record that is not found is in no L1 of any size."""
-        if want[2] <= self.last and type(outcome) is Found:
+        if want.fingerprint <= self.last and type(outcome) is Found:
             size = len(outcome.record) + OVERHEAD_BYTES + LIVE_BYTES * outcome.live
             self.append((want.fingerprint ^ _salt(generation, want.table.name), size))
 
@@ -76,7 +76,7 @@ class Trace(deque[Touch]):
 
     def put(self, generation: str, want: Want, size_bytes: int) -> None:
         """Records that a live record was stored for later readers."""
-        if want[2] <= self.last:
+        if want.fingerprint <= self.last:
             spot = want.fingerprint ^ _salt(generation, want.table.name)
             self.append((spot, -(size_bytes + OVERHEAD_BYTES + LIVE_BYTES)))
 

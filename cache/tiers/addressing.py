@@ -1,5 +1,6 @@
-"""Addresses in Redis of what is wanted. Pure."""
+"""Addresses of what is wanted: in Redis, and among the reads under way."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,10 @@ from cache.l2.commands import OverlayRead, PageRead, PageReads, Read
 from cache.tiers.batches import Wants
 from cache.tiers.results import View, Want
 
+FlightKey = int | tuple[int, bytes]
+
+_KEPT_MAX = 4_096
+
 
 def reads_of(view: View, wants: Sequence[Want]) -> list[Read]:
     """Reads of L2, one per want; whatever wants of one table share is looked up once."""
@@ -17,15 +22,15 @@ def reads_of(view: View, wants: Sequence[Want]) -> list[Read]:
     table: Table | None = None
     name, size_bytes, per_page = "", 0, 1
     for want in wants:
-        if want[0] is not table:
-            table = want[0]
+        if want.table is not table:
+            table = want.table
             name, size_bytes = table.name, table.layout.size_bytes
             per_page, parts = table.records_per_page, table.parts
             place = view.directories[table.entity].place
-        if want[3] < 0:
-            reads.append(OverlayRead(view.generation, name, hash_hex(want[1])))
+        if want.position < 0:
+            reads.append(OverlayRead(view.generation, name, hash_hex(want.key)))
             continue
-        part, position = place(want[3])
+        part, position = place(want.position)
         page, slot = divmod(position, per_page)
         page += parts[part].first_page
         reads.append(PageRead(view.generation, name, page, slot * size_bytes, size_bytes))
@@ -42,3 +47,28 @@ def page_reads(view: View, wants: Wants) -> PageReads:
         wants.positions, first_pages, table.records_per_page, size_bytes
     )
     return PageReads(view.generation, table.name, pages, offsets, size_bytes)
+
+
+class FlightKeys:
+    """Keys of reads under way: whole numbers, which a dictionary takes at a fraction of what names cost.
+
+    Tables of generations are numbered, and the records in them from there on: no two records share a key.
+    """
+
+    def __init__(self) -> None:
+        self._starts: dict[tuple[str, str], int] = {}
+        self._numbers = itertools.count(1)
+
+    def start(self, generation: str, table: str) -> int:
+        """The number to add to a 64-bit hash; a table that was forgotten gets a new one, never that of another."""
+        start = self._starts.get((generation, table))
+        if start is None:
+            if len(self._starts) >= _KEPT_MAX:
+                self._starts.clear()
+            start = self._starts[generation, table] = next(self._numbers) << 64
+        return start
+
+    def of(self, generation: str, want: Want) -> FlightKey:
+        """The key of one record."""
+        start, key = self.start(generation, want[0].name), want.key
+        return start + key if isinstance(key, int) else (start, key)

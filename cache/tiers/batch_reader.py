@@ -13,15 +13,14 @@ from cache.l2.commands import Answer
 from cache.l2.data_plane import DataPlane
 from cache.l2.replies import Frames
 from cache.native import loader
-from cache.outcomes import MissReason
-from cache.tiers.addressing import page_reads
+from cache.tiers.addressing import FlightKey, FlightKeys, page_reads
 from cache.tiers.batches import Rows, Wants
-from cache.tiers.flight_keys import FlightKey, FlightKeys
 from cache.tiers.l1 import Entry, LocalTier
 from cache.tiers.results import (
     MISSED,
     Counters,
     Missed,
+    MissReason,
     Outcome,
     View,
     unavailable,

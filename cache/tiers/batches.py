@@ -45,7 +45,8 @@ class Wants:
     def one(self, place: int) -> Want:
         """The want at `place`."""
         print_, position = int(self.fingerprints[place]), int(self.positions[place])
-        return Want(self.table, self.keys[place], print_, position, self.digest)
+        digest = self.digest if position >= 0 else None
+        return Want(self.table, self.keys[place], print_, position, digest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,20 +9,21 @@ from cache.errors import TierUnavailable
 from cache.format.records.layout import is_answer_of
 from cache.l2.commands import Answer, Overlay, PageRead
 from cache.l2.data_plane import DataPlane
-from cache.outcomes import MissReason, Source
 from cache.tiers.addressing import reads_of
+from cache.tiers.checks import judge, live_key, overlay_entry
 from cache.tiers.l1 import LocalKey
 from cache.tiers.results import (
     MISSED,
     Found,
     Missed,
+    MissReason,
     Outcome,
     View,
     Want,
     unavailable,
     unsound,
 )
-from cache.tiers.tiered import Tiered, judge, live_key, overlay_entry
+from cache.tiers.tiered import Tiered
 
 _PAGE_S = 3.0
 """Seconds that a whole page may take, which has megabytes where a record has hundreds of bytes."""
@@ -44,7 +45,7 @@ class Looking:
         key = LocalKey(view.generation, want.table.name, want.key)
         entry = self._local.look(key)
         if entry is not None:
-            return judge(entry, want, Source.L1)
+            return judge(entry, want, "l1")
         if want.position < 0 and key in self._negative:
             return MISSED[MissReason.NEGATIVE]
         return None
@@ -55,7 +56,7 @@ class Looking:
             return None
         key = LocalKey(view.generation, want.table.name, want.key)
         entry = self._local.look(live_key(key, want.digest))
-        return None if entry is None else judge(entry, want, Source.L1)
+        return None if entry is None else judge(entry, want, "l1")
 
     async def l2(self, view: View, want: Want) -> Outcome:
         """The outcome of a read of L2."""
@@ -67,12 +68,12 @@ class Looking:
             if answer is None:
                 return MISSED[MissReason.NOT_IN_GENERATION]
             entry = overlay_entry(want, cast(Overlay, answer), asked_at)
-            return entry if isinstance(entry, Missed) else judge(entry, want, Source.L2)
+            return entry if isinstance(entry, Missed) else judge(entry, want, "l2")
         if not isinstance(answer, bytes):
             return MISSED[MissReason.PAGE_MISSING]
         if not is_answer_of(answer, want.fingerprint):
             return MISSED[unsound(answer, want.fingerprint)]
-        return Found(answer, Source.L2, False, None)
+        return Found(answer, "l2", False, None)
 
     async def page(self, read: PageRead) -> bytes | Missed:
         """A whole page, or why it cannot be had."""

@@ -46,9 +46,8 @@ class Entry(NamedTuple):
 class Ready(NamedTuple):
     """An answer as it is sent, but for its age, which goes between `head` and `tail`.
 
-    `stamp` is that of what it was made from, positive: under any other it counts for nothing. `asked`: table and id.
-    `touch`: its spot and bytes in the sample of what L1 is asked for (`cache.mrc`), if it is in there; then the
-    stamp is negated, so that readers of all others need not look.
+    `stamp` is that of what it was made from: under any other it counts for nothing. `asked`: table and id. `touch`: its
+    spot and bytes in the sample of what L1 is asked for (`cache.mrc`), if it is in there.
     """
 
     stamp: int
@@ -129,7 +128,7 @@ class LocalTier:
     def unsampled(self, ready: Ready) -> None:
         """Marks a ready answer that the sample has left out: from now on its readers write nothing."""
         if self._find(ready.request) is ready:
-            self._entries[ready.request] = ready._replace(stamp=abs(ready.stamp), touch=None)
+            self._entries[ready.request] = ready._replace(touch=None)
 
     def put(self, key: LocalKey, entry: Entry) -> None:
         """Stores or replaces; an entry larger than the whole tier is left out and counted."""

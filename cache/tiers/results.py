@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from enum import StrEnum
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,16 +12,68 @@ from cache.errors import TierUnavailable
 from cache.format.directory import Directory
 from cache.format.manifest import Table
 from cache.format.records.layout import is_absent
-from cache.l2.lease_commands import Bid
-from cache.outcomes import MissReason, Source
+
+Tier = Literal["l1", "l2"]
+"""Tiers: this process and Redis."""
+
+
+class MissReason(StrEnum):
+    """Reasons why an answer is no plain hit, the tiers' own first; each miss has exactly one."""
+
+    NOT_IN_GENERATION = "not_in_generation"
+    NEGATIVE = "negative"
+    UNREAD = "overlay_unread"
+    EXPIRED = "expired"
+    INPUT_CHANGED = "input_changed"
+    PAGE_MISSING = "page_missing"
+    CORRUPT = "corrupt"
+    L2_TIMEOUT = "l2_timeout"
+    L2_DOWN = "l2_down"
+    BREAKER_OPEN = "breaker_open"
+
+    FRESH = "fresh"
+    TOO_OLD = "too_old"
+    EXHAUSTED = "exhausted"
+    """Too little of a list is left without what the caller has seen or excluded."""
+    ENTITY_BLOCKED = "entity_blocked"
+    INTERNAL_ERROR = "internal_error"
+    """A defect of ours."""
+    DEADLINE = "deadline"
+    """Counted in place of `l2_timeout`."""
+
+    NOTHING_TO_COMPUTE_FROM = "nothing_to_compute_from"
+    FRESH_UNAVAILABLE = "fresh_unavailable"
+
+
+OUTAGES = frozenset(
+    {
+        MissReason.PAGE_MISSING,
+        MissReason.CORRUPT,
+        MissReason.L2_TIMEOUT,
+        MissReason.L2_DOWN,
+        MissReason.BREAKER_OPEN,
+    }
+)
+"""Reasons of a miss: what the night has computed is out of reach for a while."""
+
+
+STANDS_IN = OUTAGES | {MissReason.NOT_IN_GENERATION}
+"""Reasons of a miss where the night has a place for an entity, and a live answer kept beside it does for a while."""
+
+
+NOWHERE = frozenset({MissReason.NOT_IN_GENERATION, MissReason.NEGATIVE, MissReason.UNREAD})
+"""Reasons of a miss: nothing is stored for an id that the night did not know."""
+
+TOLD_WITH_STORED = frozenset({MissReason.NOTHING_TO_COMPUTE_FROM, MissReason.FRESH_UNAVAILABLE})
+"""Reasons that go with a stored answer where a fresh one was asked for: no miss."""
 
 
 class Want(NamedTuple):
     """A request for one entity's record in one table.
 
     `key` is the hash of its id, or the 16-byte digest of an id-less input; `position` is -1 when the night did not
-    know it; `digest` is that of the input the caller sent, None if it sent none. `bid` is for the lease of what will
-    be computed unless an overlay is read; `here_only` leaves the overlay unread, wherever L1 lacks it.
+    know it; `digest` is that of the input the caller sent, None if it sent none; `here_only` leaves the overlay unread,
+    wherever L1 lacks it.
     """
 
     table: Table
@@ -28,7 +81,6 @@ class Want(NamedTuple):
     fingerprint: int
     position: int
     digest: bytes | None = None
-    bid: Bid | None = None
     here_only: bool = False
 
 
@@ -39,7 +91,7 @@ class Found(NamedTuple):
     """
 
     record: bytes
-    tier: Source
+    tier: Tier
     live: bool
     expires_at: float | None
     reason: MissReason | None = None
@@ -100,7 +152,7 @@ class Counters:
         for outcome in outcomes:
             if type(outcome) is Missed:
                 self.missed[outcome.reason] += 1
-            elif outcome.tier == Source.L1:  # type: ignore[union-attr]
+            elif outcome.tier == "l1":  # type: ignore[union-attr]
                 self.records += 1
             else:
                 self.l2 += 1

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from cache.native import loader
-
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -70,37 +68,23 @@ class SingleFlight(Generic[K, V]):
     def __contains__(self, key: K) -> bool:
         return key in self._flights
 
-    async def do(self, key: K, work: Callable[[], Awaitable[V]]) -> V:
-        """The value of `key`: from the flight under way, else from `work()`, whose errors all waiters get."""
-        flight = self._flights.get(key)
-        if flight is None:
-            flight = self._take_off((key,), work(), is_single=True)
-        else:
-            self.shared += 1
-        return (await self._wait(flight))[flight.place(key)]
-
-    async def do_one(
-        self, key: K, work: Callable[[], asyncio.Future[list[V]]], within_s: float | None = None
+    async def do(
+        self, key: K, work: Callable[[], Awaitable[V]], within_s: float | None = None
     ) -> V:
-        """The value of `key` where the work is a future of a list of one: a caller and its work in one coroutine.
+        """The value of `key`: from the flight under way, else from `work()`, whose errors all waiters get.
 
         Raises TimeoutError for a caller that has no more than `within_s`; it leaves alone, too.
         """
-        flight = self._flights.get(key)
-        if flight is None:
-            flight = self._take_off((key,), work())
-        else:
-            self.shared += 1
-        waiter = self._join(flight)
+        boarded = self.board(key, work)
         # Less than half of what `asyncio.timeout` costs.
-        late = None if within_s is None else _call_later(within_s, waiter)
+        late = None if within_s is None else _call_later(within_s, boarded.waiter)
         try:
-            if (values := await waiter) is not _LATE:
-                return values[flight.place(key)]
+            if (values := await boarded.waiter) is not _LATE:
+                return values[boarded.place]
         finally:
             if late is not None:
                 late.cancel()
-            self._leave(flight, waiter)
+            self.leave(boarded)
         raise TimeoutError
 
     def board(self, key: K, work: Callable[[], Awaitable[V]]) -> Boarded[K, V]:
@@ -120,19 +104,13 @@ class SingleFlight(Generic[K, V]):
         self, keys: Sequence[K], work: Callable[[Sequence[K]], Awaitable[Sequence[V]]]
     ) -> list[V]:
         """Values in the order of `keys`; one `work(new keys)` for all keys that have no flight yet."""
-        flights = self._flights
-        if len(keys) == 1 and (flight := flights.get(keys[0])) is not None:
-            self.shared += 1
-            return [(await self._wait(flight))[flight.place(keys[0])]]
-        new = [key for key in dict.fromkeys(keys) if key not in flights]
-        self.shared += len(keys) - len(new)
-        if new:
-            own = self._take_off(new, work(tuple(new)))
-            if len(new) == len(keys):
-                return list(await self._wait(own))
-        joined = [flights[key] for key in keys]
-        landed = await self._wait_all(joined)
-        return [landed[id(each)][each.place(key)] for key, each in zip(keys, joined, strict=True)]
+        first, values, others = await self.do_batch(
+            keys, lambda places: work([keys[place] for place in places])
+        )
+        if not others:
+            return list(values)
+        found = others | dict(zip(first, values, strict=True))
+        return [found[place] for place in range(len(keys))]
 
     async def do_batch(
         self, keys: Sequence[K], work: Callable[[Sequence[int]], Awaitable[Sequence[V]]]
@@ -141,9 +119,8 @@ class SingleFlight(Generic[K, V]):
 
         Returns those places, what `work` gave as it gave it, and the values of all other places.
         """
-        named = list(keys)
-        flight: _Flight[K, V] = _Flight(named)
-        rest = board(self._flights, named, flight)
+        flight: _Flight[K, V] = _Flight(keys)
+        rest = board(self._flights, keys, flight)
         if not rest:
             self._begin(flight, work, range(len(keys)))
             return range(len(keys)), await self._wait(flight), {}
@@ -238,7 +215,7 @@ class SingleFlight(Generic[K, V]):
         # Nobody takes off under a key that is under way: until now all of them are this flight's.
         if flight.is_under_way:
             flight.is_under_way = False
-            leave(self._flights, flight.keys)
+            deque(map(self._flights.pop, flight.keys, repeat(None)), maxlen=0)
 
 
 def _call_later(seconds: float, waiter: asyncio.Future[Any]) -> asyncio.TimerHandle:
@@ -255,10 +232,8 @@ def _numbered(keys: Collection[K]) -> dict[K, int]:
     return dict(zip(keys, range(len(keys)), strict=True))
 
 
-def board(under_way: dict[K, V], keys: list[K], work: V) -> list[int]:
+def board(under_way: dict[K, V], keys: Sequence[K], work: V) -> list[int]:
     """Puts `work` under each key that is not there yet; returns the places of the others."""
-    if (columns := loader.columns()) is not None:
-        return columns.board(under_way, keys, work)
     new = dict.fromkeys(keys, work)
     if len(new) == len(keys) and under_way.keys().isdisjoint(new):
         under_way.update(new)
@@ -270,12 +245,3 @@ def board(under_way: dict[K, V], keys: list[K], work: V) -> list[int]:
         else:
             under_way[key] = work
     return rest
-
-
-def leave(under_way: dict[K, V], keys: Collection[K]) -> None:
-    """Takes away each key that is there."""
-    columns = loader.columns()
-    if columns is not None and type(keys) is list:
-        columns.leave(under_way, keys)
-    else:
-        deque(map(under_way.pop, keys, repeat(None)), maxlen=0)

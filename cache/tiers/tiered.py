@@ -3,34 +3,29 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 from cache.errors import TierUnavailable
-from cache.format.records.codec import pack_overlay, unpack_overlay
-from cache.format.records.layout import (
-    RECORD_FORMAT,
-    is_answer_of,
-    is_live,
-    peek_fingerprint,
-    peek_format,
-)
+from cache.format.records.codec import pack_overlay
+from cache.format.records.layout import is_answer_of
 from cache.format.redis_keys import hash_hex
-from cache.l2.commands import Answer, Overlay, OverlayWrite, Read
+from cache.l2.commands import Answer, Overlay, OverlayWrite
 from cache.l2.data_plane import DataPlane
-from cache.l2.lease_commands import Bid, LeaseTake, Mark
-from cache.outcomes import STANDS_IN, MissReason, Source
+from cache.l2.lease_commands import Mark
 from cache.tiers.access_sample import Trace
-from cache.tiers.addressing import reads_of
+from cache.tiers.addressing import FlightKey, FlightKeys, reads_of
 from cache.tiers.batch_reader import RowReads
 from cache.tiers.batches import Rows, Wants
-from cache.tiers.flight_keys import FlightKey, FlightKeys
+from cache.tiers.checks import check_live, judge, live_key, overlay_entry
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.tiers.results import (
     MISSED,
+    STANDS_IN,
     Counters,
     Found,
     Missed,
+    MissReason,
     Outcome,
     View,
     Want,
@@ -47,9 +42,10 @@ T = TypeVar("T")
 
 
 class Tiered:
-    """Both tiers as one; `flights` joins readers of the same key, whatever input each of them sent.
+    """Both tiers as one: `get` reads one record, `get_many` several, `get_rows` a batch of one table as columns.
 
-    `l2_deadline_s` is the one that `remote` keeps by itself: callers with more time than that need no clock of theirs.
+    `flights` joins readers of the same key, whatever input each of them sent. `l2_deadline_s` is the one that `remote`
+    keeps by itself: callers with more time than that need no clock of theirs.
     """
 
     def __init__(
@@ -75,44 +71,47 @@ class Tiered:
         self._timer = timer
 
     def peek(self, view: View, want: Want) -> Found | None:
-        """The record if L1 has it: the hot path, no awaiting; counts a hit, and leaves a miss to `get`."""
-        found = self._local(view, want)
-        if isinstance(found, Found):
-            self.counters.records += 1
-            self.trace.one(view.generation, want, found)
-            return found
-        return None
+        """The record if L1 has it, without awaiting; counts a hit, and leaves a miss to `get`."""
+        entry = self.local.get(LocalKey(view.generation, want.table.name, want.key))
+        found = None if entry is None else judge(entry, want, "l1")
+        if not isinstance(found, Found):
+            return None
+        self.counters.records += 1
+        self.trace.one(view.generation, want, found)
+        return found
 
-    async def read(self, view: View, want: Want) -> Outcome:
-        """The record of an id that the night knows, which L1 lacks, within the deadline of L2 itself."""
+    async def get(self, view: View, want: Want, deadline: float | None = None) -> Outcome:
+        """The record, or why there is none; `deadline` is monotonic and this caller's own, None: L2's is enough."""
         key = LocalKey(view.generation, want.table.name, want.key)
-        flight = self._flight_keys.of(view.generation, want)
-        entry = await self.flights.do_one(flight, lambda: self._fetch(view, (key,), (want,)))
-        outcome = self._judged(key, entry, want)
+        outcome = self._here(key, want)
+        if outcome is None:
+            entry = await self._read_one(view, key, want, deadline)
+            outcome = self._judged(key, entry, want)
         self._count(view, (want,), (outcome,))
         return outcome
 
-    async def get(self, view: View, want: Want, deadline: float) -> Outcome:
-        """The record, or why there is none; `deadline` is monotonic and this caller's own."""
-        outcome = await self._resolve_one(view, want, deadline)
-        self._count(view, (want,), (outcome,))
-        return outcome
-
-    async def get_many(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
+    async def get_many(
+        self, view: View, wants: Sequence[Want], deadline: float, *, is_counted: bool = True
+    ) -> list[Outcome]:
         """Outcomes, one per want, in order; all that L1 lacks is read from L2 together."""
-        if len(wants) == 1:
-            outcomes = [await self._resolve_one(view, wants[0], deadline)]
-        else:
-            outcomes = await self._resolve(view, wants, deadline)
-        self._count(view, wants, outcomes)
-        return outcomes
+        if len(wants) == 1 and is_counted:
+            return [await self.get(view, wants[0], deadline)]
+        keys = [LocalKey(view.generation, want.table.name, want.key) for want in wants]
+        outcomes = [self._here(key, want) for key, want in zip(keys, wants, strict=True)]
+        if absent := [place for place, outcome in enumerate(outcomes) if outcome is None]:
+            read_keys = [keys[place] for place in absent]
+            read_wants = [wants[place] for place in absent]
+            entries = await self._read(view, read_keys, read_wants, deadline)
+            for place, key, want, entry in zip(absent, read_keys, read_wants, entries, strict=True):
+                outcomes[place] = self._judged(key, entry, want)
+        found = cast(list[Outcome], outcomes)
+        if is_counted:
+            self._count(view, wants, found)
+        return found
 
     async def get_rows(self, view: View, wants: Wants, deadline: float | None) -> Rows:
         """Rows for entities of one table that the night knows; `deadline` None: L2's own deadline is enough."""
-        left_s = None if deadline is None else deadline - self._timer()
-        if left_s is not None and left_s >= self._l2_deadline_s:
-            left_s = None
-        rows = await self._rows.read(view, wants, left_s)
+        rows = await self._rows.read(view, wants, self._within_s(deadline))
         for place, outcome in rows.others.items():
             if isinstance(outcome, Missed):
                 key = LocalKey(view.generation, wants.table.name, wants.keys[place])
@@ -121,19 +120,13 @@ class Tiered:
         self.trace.rows(view.generation, wants, rows.others)
         return rows
 
-    async def warm(self, view: View, wants: Sequence[Want], deadline: float) -> int:
-        """Reads into L1 ahead of requests, uncounted; returns how many records are there now."""
-        outcomes = await self._resolve(view, wants, deadline)
-        return sum(isinstance(each, Found) for each in outcomes)
-
     async def look_again(self, view: View, want: Want) -> Found | None:
         """The answer that another process may have stored for this very input since it was missed; L1 keeps it, too."""
         key = LocalKey(view.generation, want.table.name, want.key)
-        if isinstance(found := self._local(view, want), Found):
+        if isinstance(found := self._here(key, want), Found):
             return found
         self.local.discard(key)  # an answer to another input, which a read would not replace
-        flight = self._flight_keys.of(view.generation, want)
-        entry = await self.flights.do_one(flight, lambda: self._fetch(view, (key,), (want,)))
+        entry = await self._read_one(view, key, want, None)
         if isinstance(entry, Entry):
             self.negative.discard(key)
         outcome = self._judged(key, entry, want)
@@ -150,7 +143,7 @@ class Tiered:
         def keep(answers: Sequence[Answer]) -> None:
             if isinstance(answer := answers[0], Overlay):
                 entry = overlay_entry(want, answer, asked_at)
-                tell(isinstance(entry, Entry) and isinstance(judge(entry, want, Source.L2), Found))
+                tell(isinstance(entry, Entry) and isinstance(judge(entry, want, "l2"), Found))
             elif answer is None:
                 tell(False)
 
@@ -170,7 +163,7 @@ class Tiered:
         `mark` is the lease that ends when the answer is stored. Raises ValueError for anything but a whole live record
         of this entity: defaults and partial answers are never stored.
         """
-        _check_live(want, record)
+        check_live(want, record)
         key = LocalKey(view.generation, want.table.name, want.key)
         entry = Entry(record, want.fingerprint, digest, self._timer() + ttl_s)
         if want.position >= 0:
@@ -205,175 +198,102 @@ class Tiered:
         for want, outcome in zip(wants, outcomes, strict=True):
             self.trace.one(view.generation, want, outcome)
 
-    def _local(self, view: View, want: Want) -> Outcome | None:
-        key = LocalKey(view.generation, want.table.name, want.key)
-        entry = self.local.get(key)
-        return None if entry is None else judge(entry, want, Source.L1)
+    def _within_s(self, deadline: float | None) -> float | None:
+        """Seconds that a caller has for L2; None if L2's own deadline ends first."""
+        left_s = None if deadline is None else deadline - self._timer()
+        return None if left_s is None or left_s >= self._l2_deadline_s else left_s
 
-    async def _resolve_one(self, view: View, want: Want, deadline: float) -> Outcome:
-        key = LocalKey(view.generation, want[0].name, want[1])
-        if (here := self.local.get(key)) is not None:
-            return judge(here, want, Source.L1)
-        if want[6]:
+    def _here(self, key: LocalKey, want: Want) -> Outcome | None:
+        """The outcome without L2; None if L2 has to be asked."""
+        if (entry := self.local.get(key)) is not None:
+            return judge(entry, want, "l1")
+        if want.here_only:
             return MISSED[MissReason.UNREAD]
-        if want[3] < 0 and key in self.negative:
+        if want.position < 0 and key in self.negative:
             return MISSED[MissReason.NEGATIVE]
-        entry: Entry | Missed = MISSED[MissReason.L2_TIMEOUT]
-        if (left_s := deadline - self._timer()) > 0:
-            flight = self._flight_keys.of(view.generation, want)
-            within_s = None if left_s >= self._l2_deadline_s else left_s
-            # A flight ends within the tier's deadline; a caller's own, if shorter, ends nobody else's waiting.
-            with contextlib.suppress(TimeoutError):
-                entry = await self.flights.do_one(
-                    flight, lambda: self._fetch(view, (key,), (want,)), within_s
-                )
-        return self._judged(key, entry, want)
-
-    async def _resolve(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
-        generation, get = view.generation, self.local.get
-        outcomes: list[Outcome | None] = []
-        absent: dict[int, LocalKey] = {}
-        for index, want in enumerate(wants):
-            key = LocalKey(generation, want[0].name, want[1])
-            entry = get(key)
-            if entry is not None:
-                outcomes.append(judge(entry, want, Source.L1))
-            elif want[6]:
-                outcomes.append(MISSED[MissReason.UNREAD])
-            elif want[3] < 0 and key in self.negative:
-                outcomes.append(MISSED[MissReason.NEGATIVE])
-            else:
-                outcomes.append(None)
-                absent[index] = key
-        if absent:
-            entries = await self._read(view, [wants[index] for index in absent], deadline)
-            for index, read in zip(absent, entries, strict=True):
-                outcomes[index] = self._judged(absent[index], read, wants[index])
-        return cast(list[Outcome], outcomes)
+        return None
 
     def _judged(self, key: LocalKey, entry: Entry | Missed, want: Want) -> Outcome:
         """The outcome of a read of L2; a live answer kept beside the page counts only while that gives none."""
         if isinstance(entry, Entry):
-            return judge(entry, want, Source.L2)
+            return judge(entry, want, "l2")
         if want.position < 0 or want.digest is None or entry.reason not in STANDS_IN:
             return entry
         kept = self.local.get(live_key(key, want.digest))
-        outcome = entry if kept is None else judge(kept, want, Source.L1)
+        outcome = entry if kept is None else judge(kept, want, "l1")
         return outcome._replace(reason=entry.reason) if isinstance(outcome, Found) else entry
 
-    async def _read(
-        self,
-        view: View,
-        wants: Sequence[Want],
-        deadline: float,
-    ) -> Sequence[Entry | Missed]:
-        left_s = deadline - self._timer()
-        if left_s <= 0:
-            return [MISSED[MissReason.L2_TIMEOUT]] * len(wants)
-        keys = [self._flight_keys.of(view.generation, want) for want in wants]
-        # Of equal ones the first is read: what it bids for is its own, and it is the first to compute.
-        by_key = dict(zip(reversed(keys), reversed(wants), strict=True))
+    async def _read_one(
+        self, view: View, key: LocalKey, want: Want, deadline: float | None
+    ) -> Entry | Missed:
+        within_s = self._within_s(deadline)
+        if within_s is None or within_s > 0:
+            flight = self._flight_keys.of(view.generation, want)
+            with contextlib.suppress(TimeoutError):
+                return await self.flights.do(
+                    flight, lambda: self._fetch_one(view, key, want), within_s
+                )
+        return MISSED[MissReason.L2_TIMEOUT]
 
-        def work(new: Sequence[FlightKey]) -> Awaitable[Sequence[Entry | Missed]]:
-            named = [by_key[key] for key in new]
-            locals_ = [LocalKey(view.generation, want.table.name, want.key) for want in named]
-            return self._fetch(view, locals_, named)
+    async def _read(
+        self, view: View, keys: Sequence[LocalKey], wants: Sequence[Want], deadline: float
+    ) -> Sequence[Entry | Missed]:
+        within_s = self._within_s(deadline)
+        if within_s is not None and within_s <= 0:
+            return [MISSED[MissReason.L2_TIMEOUT]] * len(wants)
+        flights = [self._flight_keys.of(view.generation, want) for want in wants]
+        by_flight = dict(zip(flights, zip(keys, wants, strict=True), strict=True))
+
+        def work(new: Sequence[FlightKey]) -> asyncio.Future[list[Entry | Missed]]:
+            return self._fetch(view, [by_flight[each] for each in new])
 
         try:
             # A flight ends within the tier's deadline; a caller's own, if shorter, ends nobody else's waiting.
-            if left_s >= self._l2_deadline_s:
-                return await self.flights.do_many(keys, work)
-            async with asyncio.timeout(left_s):
-                return await self.flights.do_many(keys, work)
+            async with asyncio.timeout(within_s):
+                return await self.flights.do_many(flights, work)
         except TimeoutError:
-            return [MISSED[MissReason.L2_TIMEOUT]] * len(keys)
+            return [MISSED[MissReason.L2_TIMEOUT]] * len(wants)
 
     def _fetch(
-        self, view: View, keys: Sequence[LocalKey], wants: Sequence[Want]
+        self, view: View, asked: Sequence[tuple[LocalKey, Want]]
     ) -> asyncio.Future[list[Entry | Missed]]:
-        self.counters.l2_reads += len(keys)
+        self.counters.l2_reads += len(asked)
         # What is left of a life is left from then on: an answer that comes late must not make it longer.
         asked_at = self._timer()
-        bids = [want[5] for want in wants if want[5] is not None]
 
+        # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
         def keep(answers: Sequence[Answer]) -> list[Entry | Missed]:
-            if bids:
-                self._land_bids(bids, answers[len(wants) :], asked_at)
-            # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
             return [
                 self._keep(key, want, answer, asked_at)
-                for key, want, answer in zip(keys, wants, answers, strict=not bids)
+                for (key, want), answer in zip(asked, answers, strict=True)
             ]
 
-        reads: list[Read | LeaseTake] = [*reads_of(view, wants), *(bid.take for bid in bids)]
-        return self._remote.submit(reads, keep)
+        return self._remote.submit(reads_of(view, [want for _, want in asked]), keep)
 
-    def _land_bids(self, bids: Sequence[Bid], answers: Sequence[Answer], asked_at: float) -> None:
-        landed_at = self._timer()
-        for bid, answer in zip(bids, answers, strict=True):
-            bid.stands = cast(bytes | TierUnavailable | None, answer)
-            bid.asked_at, bid.landed_at = asked_at, landed_at
+    def _fetch_one(self, view: View, key: LocalKey, want: Want) -> asyncio.Future[Entry | Missed]:
+        self.counters.l2_reads += 1
+        asked_at = self._timer()  # as for many
+        return self._remote.submit(
+            reads_of(view, (want,)), lambda answers: self._keep(key, want, answers[0], asked_at)
+        )
 
     def _keep(self, key: LocalKey, want: Want, answer: Answer, asked_at: float) -> Entry | Missed:
         if type(answer) is bytes:
-            if not is_answer_of(answer, want[2]):
-                return MISSED[unsound(answer, want[2])]
-            entry = Entry(answer, want[2])
-            self.local.put(key, entry)
-            return entry
-        if isinstance(answer, TierUnavailable):
+            if not is_answer_of(answer, want.fingerprint):
+                return MISSED[unsound(answer, want.fingerprint)]
+            entry: Entry | Missed = Entry(answer, want.fingerprint)
+        elif isinstance(answer, TierUnavailable):
             return unavailable(answer)
-        if want.position >= 0:
+        elif want.position >= 0:
             return MISSED[MissReason.PAGE_MISSING]
         # Written by this process while the read was under way: newer than what the read found.
-        if (newer := self.local.get(key)) is not None:
+        elif (newer := self.local.get(key)) is not None:
             return newer
-        if answer is None:
+        elif answer is None:
             self.negative.add(key)
             return MISSED[MissReason.NOT_IN_GENERATION]
-        return self._keep_overlay(key, want, cast(Overlay, answer), asked_at)
-
-    def _keep_overlay(
-        self, key: LocalKey, want: Want, overlay: Overlay, asked_at: float
-    ) -> Entry | Missed:
-        entry = overlay_entry(want, overlay, asked_at)
+        else:
+            entry = overlay_entry(want, cast(Overlay, answer), asked_at)
         if isinstance(entry, Entry):
             self.local.put(key, entry)
         return entry
-
-
-def overlay_entry(want: Want, overlay: Overlay, asked_at: float) -> Entry | Missed:
-    """The entry in an overlay asked for at `asked_at` (monotonic), or why it is a miss."""
-    unpacked = unpack_overlay(want.table.layout, overlay.payload)
-    if unpacked is None or peek_format(unpacked[0]) != RECORD_FORMAT:
-        return MISSED[MissReason.CORRUPT]
-    if overlay.ttl_s <= 0:
-        return MISSED[MissReason.EXPIRED]
-    record, digest = unpacked
-    if peek_fingerprint(record) != want.fingerprint:
-        return MISSED[MissReason.CORRUPT]
-    return Entry(record, want.fingerprint, digest, asked_at + overlay.ttl_s)
-
-
-def live_key(key: LocalKey, digest: bytes) -> LocalKey:
-    """Key in L1 of a live answer to this input, which is kept beside the record of the night."""
-    raw = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
-    return key._replace(key=raw + digest)
-
-
-def judge(entry: Entry, want: Want, tier: Source) -> Outcome:
-    """The outcome of what a tier holds for this want: found, corrupt, or from another input."""
-    if entry.fingerprint != want.fingerprint:
-        return MISSED[MissReason.CORRUPT]
-    # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.
-    if entry.digest is not None and want.digest is not None and entry.digest != want.digest:
-        return MISSED[MissReason.INPUT_CHANGED]
-    return Found(entry.record, tier, entry.digest is not None, entry.expires_at)
-
-
-def _check_live(want: Want, record: bytes) -> None:
-    size_bytes = want.table.layout.size_bytes
-    if len(record) != size_bytes:
-        raise ValueError(f"a record of {want.table.name} has {size_bytes} bytes, not {len(record)}")
-    if peek_fingerprint(record) != want.fingerprint or not is_live(record):
-        raise ValueError(f"not a live record of the wanted entity in {want.table.name}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from cache.errors import ConfigError
 from cache.process.redis_server import find_server, server
 from infra.celery.postgres import find_postgres, postgres
-from infra.celery.workers import Workers
+from infra.celery.workers import CeleryWorkers
 from infra.local.airflow import LocalAirflow
 from infra.local.airflow_client import AirflowFailed
 from infra.local.lock import alone
@@ -30,7 +30,7 @@ class CeleryAirflow:
     """An Airflow and the workers of its queues."""
 
     airflow: LocalAirflow
-    workers: Workers
+    workers: CeleryWorkers
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def celery_airflow(
             pools={"gpu": queues["gpu"]},
             parallelism=sum(queues.values()),
         ) as airflow,
-        Workers(airflow, queues) as workers,
+        CeleryWorkers(airflow, queues) as workers,
     ):
         yield CeleryAirflow(airflow, workers)
 

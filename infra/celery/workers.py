@@ -11,7 +11,7 @@ from infra.local.airflow_client import AirflowFailed
 START_S = 120.0
 
 
-class Workers:
+class CeleryWorkers:
     """A worker for each queue of a running Airflow, for as long as the `with` block lasts."""
 
     def __init__(self, airflow: LocalAirflow, queues: Mapping[str, int]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cache.outcomes import STORED, Source
+from serving.answers.sources import STORED, Source
 
 KEPT = 20
 """Violations told in full; the others are only counted."""

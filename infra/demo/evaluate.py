@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cache.model.runtime import ort
-from cache.outcomes import STORED
+from serving.answers.sources import STORED
 from serving.client import Answer, AsyncClient, Options, Policy
 
 TOP = 20
@@ -27,14 +27,14 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
+class RankingQuality:
     """Means over the users that have something held out."""
 
     recall: float
     ndcg: float
     users: int
 
-    def agrees_with(self, other: "Quality", tolerance: float = 5e-5) -> bool:
+    def agrees_with(self, other: "RankingQuality", tolerance: float = 5e-5) -> bool:
         """True if equal to four decimals: items whose scores tie may come in another order elsewhere."""
         return (
             self.users == other.users
@@ -43,7 +43,7 @@ class Quality:
         )
 
 
-def quality(lists: Lists, held_out: Lists, top: int = TOP) -> Quality:
+def quality(lists: Lists, held_out: Lists, top: int = TOP) -> RankingQuality:
     """Recall = hits / held-out items; NDCG with binary gain, ideal = min(top, held-out items) hits."""
     gains = 1 / np.log2(np.arange(2, top + 2))
     ideal = np.cumsum(gains)
@@ -56,8 +56,8 @@ def quality(lists: Lists, held_out: Lists, top: int = TOP) -> Quality:
         recalls.append(len(hits) / len(relevant))
         ndcgs.append(float(gains[hits].sum() / ideal[min(top, len(relevant)) - 1]))
     if not recalls:
-        return Quality(0.0, 0.0, 0)
-    return Quality(float(np.mean(recalls)), float(np.mean(ndcgs)), len(recalls))
+        return RankingQuality(0.0, 0.0, 0)
+    return RankingQuality(float(np.mean(recalls)), float(np.mean(ndcgs)), len(recalls))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 
-class Connection:
+class HttpConnection:
     """Connection for one request at a time; opened at the first one, and again after an error."""
 
     def __init__(self, url: str, timeout_s: float = 30.0) -> None:
@@ -65,11 +65,11 @@ def _head(answer: bytes) -> tuple[int, int, bool]:
 
 async def get(url: str, path: str) -> tuple[int, bytes]:
     """Send a GET request on a connection of its own; (status, body)."""
-    async with Connection(url) as connection:
+    async with HttpConnection(url) as connection:
         return await connection.request("GET", path)
 
 
 async def post(url: str, path: str, body: bytes) -> tuple[int, bytes]:
     """Send a POST request with a body on a connection of its own; (status, body)."""
-    async with Connection(url) as connection:
+    async with HttpConnection(url) as connection:
         return await connection.request("POST", path, body)

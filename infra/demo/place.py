@@ -27,7 +27,7 @@ NEVER = "0 0 29 2 *"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DemoFolder:
     """Paths under `home`, and the namespace that keeps this run apart from others in the same Redis."""
 
     home: Path
@@ -97,7 +97,7 @@ class Place:
 
 
 @contextmanager
-def place(state: Path) -> Iterator[Place]:
+def place(state: Path) -> Iterator[DemoFolder]:
     """An emptied place that no other run uses meanwhile; raises ConfigError when one does."""
     home = state.resolve() / "demo"
     home.mkdir(parents=True, exist_ok=True)
@@ -109,4 +109,4 @@ def place(state: Path) -> Iterator[Place]:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        yield Place(home, f"demo-{secrets.token_hex(4)}")
+        yield DemoFolder(home, f"demo-{secrets.token_hex(4)}")

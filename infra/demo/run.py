@@ -18,15 +18,15 @@ from infra.demo import dataset as datasets
 from infra.demo.checks import Judge, Question
 from infra.demo.dataset import Dataset
 from infra.demo.evaluate import TOP, offline_lists, quality, served_lists
-from infra.demo.place import SCORERS, Place, place
-from infra.demo.scrape import Counts, scrape
+from infra.demo.place import SCORERS, DemoFolder, place
+from infra.demo.scrape import ServiceCounts, scrape
 from infra.demo.steps import Step, Steps
-from infra.demo.summary import Found, invite, summarize
+from infra.demo.summary import Findings, invite, summarize
 from infra.demo.synthetic import World
 from infra.demo.traffic import Background, Stream, replay
 from infra.local.airflow import LocalAirflow
 from infra.local.airflow_client import RunReport
-from infra.local.service import Service
+from infra.local.service import ServiceProcess
 from serving.client import Client, Unanswered
 
 NIGHTLY = "nightly_precompute"
@@ -76,7 +76,7 @@ class Demo:
         self.plan = plan
         self.steps = steps
         self.judge = Judge()
-        self.found = Found()
+        self.found = Findings()
 
     def run(self) -> None:
         """Raises Broken, AirflowFailed, ServiceFailed or LarderError with a clear line."""
@@ -92,7 +92,9 @@ class Demo:
                 step.note(airflow.url)
             self._first_night(airflow)
             with self.steps.step("Lookup service") as step:
-                service = stack.enter_context(Service(here.home / "service.log", environment))
+                service = stack.enter_context(
+                    ServiceProcess(here.home / "service.log", environment)
+                )
                 self.found.first = self._live(service)
                 step.note(f"{service.url}, generation {self.found.first}")
             stream = Stream(data)
@@ -104,7 +106,7 @@ class Demo:
             if self.plan.serve:
                 self._serve(service, airflow, here, data)
 
-    def _data(self, here: Place) -> Dataset:
+    def _data(self, here: DemoFolder) -> Dataset:
         with self.steps.step("Data") as step:
             data = self.plan.dataset()
             data.write_first(here.data)
@@ -119,7 +121,7 @@ class Demo:
             )
         return data
 
-    def _redis(self, stack: ExitStack, here: Place) -> str:
+    def _redis(self, stack: ExitStack, here: DemoFolder) -> str:
         with self.steps.step("Redis") as step:
             configured = os.environ.get("REDIS_URL") or None
             url = stack.enter_context(redis_url(here.home, configured))
@@ -149,7 +151,7 @@ class Demo:
         step.note(f"{len(report.tasks)} task{'s' * (len(report.tasks) > 1)}, longest {longest}")
         return report
 
-    def _live(self, service: Service) -> str:
+    def _live(self, service: ServiceProcess) -> str:
         try:
             with Client(service.url) as larder:
                 return larder.generations().live.generation
@@ -157,7 +159,7 @@ class Demo:
             raise Broken(f"the service does not say what is live: {error}") from error
 
     def _follow(
-        self, service: Service, wanted: str | None = None, *, unlike: str | None = None
+        self, service: ServiceProcess, wanted: str | None = None, *, unlike: str | None = None
     ) -> str:
         """Wait until the service answers from `wanted` (or from any but `unlike`)."""
         give_up = time.monotonic() + FOLLOW_S
@@ -171,7 +173,7 @@ class Demo:
             f"the service still answers from {live} {FOLLOW_S:.0f} s after the pointer moved"
         )
 
-    def _replay(self, service: Service, stream: Stream) -> None:
+    def _replay(self, service: ServiceProcess, stream: Stream) -> None:
         with self.steps.step(f"Replay {self.plan.requests:,} requests") as step:
             bar = step.bar("requests", self.plan.requests)
             began = time.perf_counter()
@@ -191,7 +193,7 @@ class Demo:
             )
             self._stop_if_broken()
 
-    def _evaluate(self, service: Service, here: Place, data: Dataset) -> None:
+    def _evaluate(self, service: ServiceProcess, here: DemoFolder, data: Dataset) -> None:
         users = [user for user, items in data.held_out.items() if items]
         if not users:
             return
@@ -219,7 +221,12 @@ class Demo:
             self._stop_if_broken()
 
     def _second_night(
-        self, airflow: LocalAirflow, service: Service, stream: Stream, here: Place, data: Dataset
+        self,
+        airflow: LocalAirflow,
+        service: ServiceProcess,
+        stream: Stream,
+        here: DemoFolder,
+        data: Dataset,
     ) -> None:
         found = self.found
         data.write_second(here.data)
@@ -244,7 +251,7 @@ class Demo:
         if not self.judge.generations[found.second]:
             raise Broken(f"{found.second} was live and never answered")
 
-    def _audit(self, service: Service, here: Place) -> Counts:
+    def _audit(self, service: ServiceProcess, here: DemoFolder) -> ServiceCounts:
         with self.steps.step("Audit: every answer against the service's own counters") as step:
             counts = asyncio.run(scrape(service.url))
             for line in counts.disagreements(self.judge.sources, self.judge.entities):
@@ -266,7 +273,9 @@ class Demo:
             few = "\n  ".join(self.judge.violations[:5])
             raise Broken(f"{self.judge.broken} violations, the first of them:\n  {few}")
 
-    def _serve(self, service: Service, airflow: LocalAirflow, here: Place, data: Dataset) -> None:
+    def _serve(
+        self, service: ServiceProcess, airflow: LocalAirflow, here: DemoFolder, data: Dataset
+    ) -> None:
         invite(self.steps.console, service.url, airflow.url, here.home, data)
         try:
             while True:

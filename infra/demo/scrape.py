@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from cache.outcomes import STORED
 from infra.demo.http import get
+from serving.answers.sources import STORED
 
 _SAMPLE = re.compile(r"^(larder_\w+?)(?:\{(.*)\})? ([0-9.e+naif-]+)$", re.IGNORECASE | re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class ServiceCounts:
     """Totals since the service started."""
 
     entities: int
@@ -60,9 +60,9 @@ class Counts:
         return found
 
 
-async def scrape(url: str) -> Counts:
+async def scrape(url: str) -> ServiceCounts:
     """The counters now."""
     status, raw = await get(url, "/metrics")
     if status != 200:
         raise RuntimeError(f"GET /metrics: {status}")
-    return Counts.read(raw.decode())
+    return ServiceCounts.read(raw.decode())

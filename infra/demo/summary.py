@@ -9,25 +9,27 @@ from urllib.parse import quote
 from rich.console import Console
 
 from infra.demo.dataset import Dataset
-from infra.demo.evaluate import TOP, Quality
-from infra.demo.scrape import Counts
+from infra.demo.evaluate import TOP, RankingQuality
+from infra.demo.scrape import ServiceCounts
 from infra.demo.steps import Steps
 from infra.demo.traffic import Latencies
 
 
 @dataclass(slots=True)
-class Found:
+class Findings:
     """Findings that the summary tells."""
 
     first: str = ""
     second: str = ""
-    served: Quality | None = None
-    offline: Quality | None = None
+    served: RankingQuality | None = None
+    offline: RankingQuality | None = None
     quiet: Latencies = field(default_factory=Latencies)
     busy: Latencies = field(default_factory=Latencies)
 
 
-def summarize(steps: Steps, found: Found, data: str, counts: Counts, requests: int) -> None:
+def summarize(
+    steps: Steps, found: Findings, data: str, counts: ServiceCounts, requests: int
+) -> None:
     """Print where answers came from, their times, and what came of the run; `requests` were checked."""
     total = sum(counts.sources.values())
     rows = [

@@ -14,10 +14,10 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
-from cache.outcomes import Source
 from infra.demo.checks import Judge, Question
 from infra.demo.dataset import Dataset
-from infra.demo.http import Connection
+from infra.demo.http import HttpConnection
+from serving.answers.sources import Source
 
 TOPK = "user_topk"
 KINDS = {"known": 0.68, "batch": 0.05, "exclude": 0.06, "fresh": 0.02, "similar": 0.03,
@@ -26,7 +26,7 @@ KINDS = {"known": 0.68, "batch": 0.05, "exclude": 0.06, "fresh": 0.02, "similar"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TrafficRequest:
     """HTTP request and what it asks."""
 
     kind: str
@@ -54,7 +54,7 @@ class Stream:
         self._shares = np.cumsum(list(KINDS.values()))
         self._shares /= self._shares[-1]
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TrafficRequest]:
         while True:
             yield getattr(
                 self, f"_{self._kinds[int(np.searchsorted(self._shares, self._rng.random()))]}"
@@ -67,28 +67,28 @@ class Stream:
     def _some_items(self, count: int) -> list[str]:
         return [str(each) for each in self._items[self._rng.integers(len(self._items), size=count)]]
 
-    def _known(self) -> Request:
+    def _known(self) -> TrafficRequest:
         return _get("known", Question(TOPK, self._user(), int(self._rng.choice((10, 20, 50)))))
 
-    def _batch(self) -> Request:
+    def _batch(self) -> TrafficRequest:
         users = dict.fromkeys(self._user() for _ in range(20))
         return _post("batch", [(Question(TOPK, user, 20), {}) for user in users], k=20)
 
-    def _exclude(self) -> Request:
+    def _exclude(self) -> TrafficRequest:
         user, barred = self._user(), self._some_items(30)
         question = Question(TOPK, user, 20, frozenset(barred))
         return _post("exclude", [(question, {})], k=20, exclude=barred)
 
-    def _fresh(self) -> Request:
+    def _fresh(self) -> TrafficRequest:
         user = self._user()
         history = [*self._histories[user][-30:], *self._some_items(1)]
         question = Question(TOPK, user, 20, frozenset(history))
         return _post("fresh", [(question, {"history": history})], k=20, fresh=True)
 
-    def _similar(self) -> Request:
+    def _similar(self) -> TrafficRequest:
         return _get("similar", Question("item_similar", self._some_items(1)[0], 10))
 
-    def _tables(self) -> Request:
+    def _tables(self) -> TrafficRequest:
         user, item = self._user(), self._some_items(1)[0]
         questions = [
             Question(TOPK, user), Question("user_vector", user), Question("user_affinity", user),
@@ -96,10 +96,10 @@ class Stream:
         ]  # fmt: skip
         return _post("tables", [(each, {"table": each.table}) for each in questions], table=None)
 
-    def _stranger(self) -> Request:
+    def _stranger(self) -> TrafficRequest:
         return _get("stranger", Question(TOPK, f"nobody-{self._rng.integers(1 << 40)}", 20))
 
-    def _newcomer(self) -> Request:
+    def _newcomer(self) -> TrafficRequest:
         user, history = self._newcomers[int(len(self._newcomers) * self._rng.random() ** 2)]
         # Some come back having done one thing more: another input, so another answer.
         seen = list(history[: max(1, len(history) - int(self._rng.integers(3)))])
@@ -107,9 +107,9 @@ class Stream:
         return _post("newcomer", [(question, {"history": seen})], k=20)
 
 
-def _get(kind: str, question: Question) -> Request:
+def _get(kind: str, question: Question) -> TrafficRequest:
     path = f"/v1/lookup/{question.table}/{quote(str(question.id), safe='')}?k={question.k}"
-    return Request(kind, "GET", path, b"", (question,))
+    return TrafficRequest(kind, "GET", path, b"", (question,))
 
 
 def _post(
@@ -118,11 +118,11 @@ def _post(
     *,
     table: str | None = TOPK,
     **options: Any,
-) -> Request:
+) -> TrafficRequest:
     entities = [{"id": question.id, **more} for question, more in asked]
     body = orjson.dumps({"entities": entities, **options})
     path = "/v1/lookup" if table is None else f"/v1/lookup/{table}"
-    return Request(kind, "POST", path, body, tuple(question for question, _ in asked))
+    return TrafficRequest(kind, "POST", path, body, tuple(question for question, _ in asked))
 
 
 @dataclass(slots=True)
@@ -159,7 +159,7 @@ async def replay(
     began = time.perf_counter()
 
     async def worker() -> None:
-        async with Connection(url) as connection:
+        async with HttpConnection(url) as connection:
             while not stop():
                 number = next(turn)
                 if requests is not None and number >= requests:
@@ -176,7 +176,7 @@ async def replay(
 
 
 async def _ask(
-    connection: Connection, request: Request, judge: Judge, latencies: Latencies
+    connection: HttpConnection, request: TrafficRequest, judge: Judge, latencies: Latencies
 ) -> None:
     barred = set(judge.barred)
     began = time.perf_counter()

@@ -18,7 +18,7 @@ class ServiceFailed(RuntimeError):
     """The service did not come up, or ended by itself; the message holds the log's end."""
 
 
-class Service:
+class ServiceProcess:
     """`python -m serving` (or what stands in for it) on a free loopback port; `url` is set once it answers."""
 
     def __init__(
@@ -30,16 +30,16 @@ class Service:
         module: str = "serving",
     ) -> None:
         self.url = ""
-        self._log = log
+        self.log = log
         self._environment = {**os.environ, **environment, "PYTHONPATH": _search_path()}
         self._timeout_s = timeout_s
         self._module = module
         self._process: Guarded | None = None
 
     def __enter__(self) -> Self:
-        self._log.unlink(missing_ok=True)
+        self.log.unlink(missing_ok=True)
         command = [sys.executable, "-m", self._module, "--port", "0"]
-        self._process = Guarded(command, log=self._log, env=self._environment, cwd=ROOT)
+        self._process = Guarded(command, log=self.log, env=self._environment, cwd=ROOT)
         try:
             self.url = self._announced()
         except BaseException:
@@ -61,8 +61,8 @@ class Service:
         give_up = time.monotonic() + self._timeout_s
         while time.monotonic() < give_up:
             self.check()
-            if self._log.exists() and (
-                found := _ANNOUNCED.search(self._log.read_text("utf-8", "replace"))
+            if self.log.exists() and (
+                found := _ANNOUNCED.search(self.log.read_text("utf-8", "replace"))
             ):
                 return found[1]
             time.sleep(0.02)

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from cache.config.sections import GovernorConfig
 from precompute.bulk.priority import GiveWay
 from precompute.bulk.throttle import MIB, Signals, Throttle
 from precompute.bulk.watch import FOREIGN_READS_S, Look, Watch, Watcher
-from precompute.config.sections import GovernorConfig
 from precompute.control.control_keys import Control
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ class PageDigest(NamedTuple):
     size_bytes: int
 
 
-class _Asked(NamedTuple):
+class _PieceRequest(NamedTuple):
     connection: Any
     page: int
     name: bytes
@@ -38,7 +38,7 @@ class PieceReader:
     def __init__(self, client: "redis.Redis", governor: Governor) -> None:
         self._client, self._governor = client, governor
         self._connections: dict[Any, Any] = {}
-        self._waiting: deque[_Asked] = deque()
+        self._waiting: deque[_PieceRequest] = deque()
         self._digest, self._size_bytes = xxhash.xxh3_64(), 0
 
     def ask(self, page: int, name: bytes, size_bytes: int, piece: int) -> Iterator[PageDigest]:
@@ -52,7 +52,7 @@ class PieceReader:
             self._governor.pace(min(piece, size_bytes - start))
             self._governor.own_reads(1)
             connection.send_packed_command([_getrange(name, start, end)], check_health=False)
-            self._waiting.append(_Asked(connection, page, name, start, end, is_last))
+            self._waiting.append(_PieceRequest(connection, page, name, start, end, is_last))
             if len(self._waiting) > UNANSWERED:
                 yield from self._take()
 

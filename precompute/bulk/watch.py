@@ -187,7 +187,7 @@ class Watcher:
         began = self._timer()
         wire.sendall(probe)
         reply: bytes = wire.recv(REPLY_BYTES)
-        while not _is_whole(reply):
+        while not is_whole(reply):
             if not (more := wire.recv(REPLY_BYTES)):
                 raise ConnectionError("Redis closed the connection")
             reply += more
@@ -239,7 +239,7 @@ class Watcher:
         return Look(now, heard, len(replicas), foreign, busy, followers, behind)
 
 
-def _is_whole(reply: bytes) -> bool:
+def is_whole(reply: bytes) -> bool:
     """True if this is all of a bulk string (RESP); raises ValueError for another reply."""
     head, separator, rest = reply.partition(b"\r\n")
     if reply and not reply.startswith(b"$"):

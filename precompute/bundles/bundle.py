@@ -17,7 +17,8 @@ from cache.errors import BundleError
 from cache.format.ids import ID_BYTES_MAX
 from cache.format.manifest import EntityKind
 from cache.model.ranking import Metric
-from cache.model.tower import Tower, TowerSpec
+from cache.model.tower import Tower
+from cache.model.tower_spec import TowerSpec
 from precompute.bundles.digests import sha256_unchanged
 from precompute.sources.columns import raws_of
 from precompute.sources.vocabulary import Vocabulary, as_strings

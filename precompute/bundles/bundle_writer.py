@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from cache.format.manifest import EntityKind
 from cache.model.ranking import Metric
-from cache.model.tower import TowerSpec
+from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import sha256_of, write_atomically
 from precompute.bundles.bundle import FILE, FORMAT, ITEMS_FILE, Bundle
 

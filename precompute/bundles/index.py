@@ -77,7 +77,7 @@ def build_index(
         flat = _write(_flat(vectors, metric), path, metric)
         exact = _candidates(flat, sample)
         flat_ms = _search_ms(flat, sample)
-        index = _inverted(vectors, metric, seed)
+        index = inverted_file(vectors, metric, seed)
         _widen(index, Searcher(index, metric, 1), sample, exact)
         searcher = _write(index, path, metric)
         ivf_ms = _search_ms(searcher, sample)
@@ -87,8 +87,8 @@ def build_index(
         else:
             name = f"ivf{index.nlist}-nprobe{index.nprobe}"
     elif chosen == "ivf":
-        index = _inverted(vectors, metric, seed)
-        _widen(index, Searcher(index, metric, 1), sample, _exact(vectors, sample, metric))
+        index = inverted_file(vectors, metric, seed)
+        _widen(index, Searcher(index, metric, 1), sample, exact_neighbours(vectors, sample, metric))
         searcher, name = _write(index, path, metric), f"ivf{index.nlist}-nprobe{index.nprobe}"
     elif chosen == "hnsw":
         index = _graph(vectors, metric)
@@ -123,7 +123,9 @@ def measure_recall(
     searcher: Searcher, vectors: NDArray[np.float32], sample: NDArray[np.float32]
 ) -> tuple[float, float, float]:
     """(all, head, tail) share of the exact top 100 that the index finds, for `sample_queries`' sample."""
-    hits = recalls(_exact(vectors, sample, searcher.metric), _candidates(searcher, sample))
+    hits = recalls(
+        exact_neighbours(vectors, sample, searcher.metric), _candidates(searcher, sample)
+    )
     head = max(1, len(hits) // 2)
     tail = hits[head:] if len(hits) > head else hits
     return float(hits.mean()), float(hits[:head].mean()), float(tail.mean())
@@ -176,7 +178,8 @@ def list_count(items: int) -> int:
     return max(1, min(4096, round(math.sqrt(items) * 1.25), items // 8))
 
 
-def _inverted(vectors: NDArray[np.float32], metric: Metric, seed: int) -> Any:
+def inverted_file(vectors: NDArray[np.float32], metric: Metric, seed: int) -> Any:
+    """A trained FAISS inverted file over the vectors, float32 [n, dims]; `seed` chooses what it is trained on."""
     (count, dims), lists = vectors.shape, list_count(len(vectors))
     index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dims), dims, lists, faiss.METRIC_INNER_PRODUCT)
     index.cp.seed = seed + 1
@@ -213,7 +216,7 @@ def _write(index: Any, path: Path, metric: Metric) -> Searcher:
     return Searcher.open(path, metric)
 
 
-def _exact(
+def exact_neighbours(
     vectors: NDArray[np.float32], sample: NDArray[np.float32], metric: Metric
 ) -> NDArray[np.int64]:
     """int64 [n, up to 100]: ordinals of the best items of each query, best first, from one tile after another."""

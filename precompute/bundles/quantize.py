@@ -22,7 +22,8 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 
 from cache.errors import BundleError
-from cache.model.tower import Inputs, Tower, TowerSpec
+from cache.model.tower import Inputs, Tower
+from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import write_atomically
 
 _PRODUCTS = ("MatMul", "Gemm")

@@ -16,7 +16,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
-from cache.model.tower import InputSpec, TowerSpec
+from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles import graphs
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any, Literal, Self
 
-from precompute.config.sections import CanaryConfig
+from cache.config.sections import CanaryConfig
 
 Verdict = Literal["publish", "abandon", "undecided"]
 

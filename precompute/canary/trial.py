@@ -13,12 +13,13 @@ from precompute.canary.comparison import Comparison, Totals, decide
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.config.validation import demand_reason
-from precompute.control.control_keys import Control, Replica
+from precompute.control.control_keys import Control
+from precompute.control.rows import Replica
 from precompute.control.states import State, demand
 from precompute.releases.attempts import new_attempt
 from precompute.releases.registry import open_releases
 from precompute.releases.release import Releases
-from precompute.releases.staging import Stage, staged
+from precompute.releases.staging import StagingNote, staged
 from precompute.steps import publish as publish_step
 
 
@@ -64,7 +65,7 @@ def start(
                     governor=governor,
                 )  # fmt: skip
         else:
-            Stage(releases.control).clear(attempt, chosen)
+            StagingNote(releases.control).clear(attempt, chosen)
     restarted = f"the share was {changes:g} %, so counting starts anew" if changes else None
     return {"generation": chosen, "percent": share, **({"note": restarted} if restarted else {})}
 

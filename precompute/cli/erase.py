@@ -26,7 +26,7 @@ from precompute.erasing.erasing import (
     look_without_redis,
     settle,
 )
-from precompute.erasing.holders import Held, holders
+from precompute.erasing.holders import EntityHolder, holders
 from precompute.erasures.erasure import Erasure
 from precompute.erasures.host_records import declare_gone
 from precompute.releases.release import Releases
@@ -116,7 +116,7 @@ def _shown(standings: Sequence[Standing], dropped: int | None) -> list[Table | s
     return [table, *lines] if standings else ["no such erasure"]
 
 
-def _holder(held: Held) -> str:
+def _holder(held: EntityHolder) -> str:
     return f"{held.generation} on {held.host}" if held.is_copy else held.generation
 
 

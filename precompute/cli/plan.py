@@ -22,7 +22,7 @@ from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
 from precompute.gates.evidence.verdict import Verdict
 from precompute.planning.capacity import demand_room, limits_of
-from precompute.planning.forecast import Asked, Forecast, forecast, judged
+from precompute.planning.forecast import Forecast, PlanParameters, forecast, judged
 from precompute.planning.memory import step_bytes
 from precompute.planning.spent import Spent
 from precompute.sources.readers import read_features
@@ -36,7 +36,7 @@ DESCRIPTION = (
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of `plan`; what is left out is counted in the inputs."""
-    default = Asked()
+    default = PlanParameters()
     for name, text in (
         ("users", "users (default: counted)"),
         ("items", "items; scoring is extrapolated from half of those there are and all of them"),
@@ -131,7 +131,7 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
     return shown
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
+def _asked(arguments: argparse.Namespace) -> PlanParameters:
     """Reads the options; raises ConfigError for what cannot be."""
     above = ("users", "items", "k", "dims", "qps", "processes", "gpu_users_per_s", "redis_gb", "redis_nodes",
              "host_gb", "disk_gb", "sample", "seconds")  # fmt: skip
@@ -152,7 +152,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
         raise ConfigError(
             "--redis-nodes goes with --redis-gb, the memory of each", field="redis_nodes"
         )
-    return Asked(
+    return PlanParameters(
         arguments.users, arguments.items, arguments.k, arguments.dims, arguments.qps,
         arguments.processes, arguments.sample, arguments.seconds, arguments.data_until,
         tuple(arguments.l1_mb), arguments.zipf, arguments.answer_bytes, arguments.gpu_users_per_s,
@@ -185,7 +185,9 @@ def _json(found: Forecast, verdicts: list[Verdict], generations: int) -> Found:
     return [escape(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())]
 
 
-def _tables(found: Forecast, verdicts: list[Verdict], asked: Asked, generations: int) -> Found:
+def _tables(
+    found: Forecast, verdicts: list[Verdict], asked: PlanParameters, generations: int
+) -> Found:
     shape, timings = found.shape, found.timings
     sizes = Table("what", "one generation", f"{generations} at the peak", title=_title(found))
     for column in sizes.columns[1:]:

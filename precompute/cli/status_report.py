@@ -13,7 +13,8 @@ from cache.store.artefacts import read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, all_releases
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, Replica, Row, connect
+from precompute.control.control_keys import Control, connect
+from precompute.control.rows import Replica, Row
 from precompute.control.states import Ledger, State, fold
 from precompute.erasures.erasure import all_erasures
 from precompute.releases.release import Releases

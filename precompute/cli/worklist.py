@@ -30,7 +30,7 @@ from precompute.partitions import holdout
 LIMIT = 50
 
 
-class Line(NamedTuple):
+class WorklistRow(NamedTuple):
     """Row of the worklist; `standing`: known (live generation, by now), coming (it acted after the cut) or no input."""
 
     table: str
@@ -71,14 +71,14 @@ def read(control: Control) -> dict[Name, int]:
     return dict(counts)
 
 
-def lines(store: ArtefactStore, counts: Mapping[Name, int], live: str | None) -> list[Line]:
+def lines(store: ArtefactStore, counts: Mapping[Name, int], live: str | None) -> list[WorklistRow]:
     """Rows, most asked first, without what is blocked or erased, whatever a replica has told meanwhile."""
     barred = {each.raw for each in all_erasures(store) if each.is_in_force}
     blocked = latest_blocklist(store)
     barred |= set(blocked.entities) | set(blocked.users) | set(blocked.items)
     known = Known(store, live)
     found = [
-        Line(table, raw.decode(errors="replace"), count, known.standing(table, raw))
+        WorklistRow(table, raw.decode(errors="replace"), count, known.standing(table, raw))
         for (table, raw), count in counts.items()
         if raw not in barred
     ]
@@ -123,9 +123,9 @@ class Known:
         return "no input"
 
 
-def export(found: Sequence[Line], path: Path) -> None:
+def export(found: Sequence[WorklistRow], path: Path) -> None:
     """CSV with a head, for whoever fills the sources; ids are quoted where they must be."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(Line._fields)
+        writer.writerow(WorklistRow._fields)
         writer.writerows(found)

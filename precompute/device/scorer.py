@@ -18,7 +18,7 @@ from cache.model.tower import Histories
 from precompute.bundles.index import unit
 from precompute.device.exact import same_bits, unsigned
 from precompute.device.items import Columns, DeviceItems, moved
-from precompute.device.search import Shape, search
+from precompute.device.search import SearchShape, search
 from precompute.topk.compiled import fits
 from precompute.topk.flat import Compared, Top, lengths
 from precompute.topk.topk import Scorer, checked
@@ -189,7 +189,9 @@ class DeviceScorer:
             asked.told(len(piece) - len(uncertain))
         return np.concatenate(left)
 
-    def _search(self, asked: _Asked, shape: Shape, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _search(
+        self, asked: _Asked, shape: SearchShape, rows: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         with self._stream():
             users = np.ascontiguousarray(asked.users[rows])
             compared = unit(users) if self._compared.metric == "cosine" else users
@@ -223,7 +225,7 @@ class DeviceScorer:
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int((free + kept) * _SHARE / STREAMS)
 
-    def _shape(self, asked: _Asked, fetch: int) -> Shape:
+    def _shape(self, asked: _Asked, fetch: int) -> SearchShape:
         """The widest product that has room, of as many users as fill the device."""
         columns, room = asked.columns, asked.room_bytes // self._parts
         total, block = len(columns.ordinals), columns.block
@@ -232,13 +234,13 @@ class DeviceScorer:
         per_user = min(fetch * columns.size, total) * 28 + fetch * 64
         whole = int(room // (per_user + total * per_column))
         if whole >= _ROWS_LEAST:
-            return Shape(min(whole, _ROWS_MOST), total, fetch)
+            return SearchShape(min(whole, _ROWS_MOST), total, fetch)
         width = int((room / _ROWS_LEAST - per_user) / per_column) // block * block
         if width >= block:
-            return Shape(_ROWS_LEAST, width, fetch)
-        return Shape(max(1, int(room // (per_user + block * per_column))), block, fetch)
+            return SearchShape(_ROWS_LEAST, width, fetch)
+        return SearchShape(max(1, int(room // (per_user + block * per_column))), block, fetch)
 
-    def _shrink(self, asked: _Asked, shape: Shape, error: Exception) -> None:
+    def _shrink(self, asked: _Asked, shape: SearchShape, error: Exception) -> None:
         """Halves what is done at once from now on; gives up where that is nothing."""
         if shape.users == 1 and shape.columns <= asked.columns.block:
             self._give_up(error)

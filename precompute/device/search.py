@@ -23,7 +23,7 @@ _NOTHING = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SearchShape:
     """Size of what is done at once: `users` rows by `columns` of products, `fetch` candidates for each user."""
 
     users: int
@@ -74,7 +74,7 @@ def search(
     queries: Queries,
     gone: tuple[torch.Tensor, torch.Tensor],
     k: int,
-    shape: Shape,
+    shape: SearchShape,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys int64 [n, k] descending, WORST where there is no item; certain bool [n]).
 

@@ -18,7 +18,7 @@ from precompute.config.settings import NightConfig
 from precompute.config.validation import demand_reason
 from precompute.control.control_keys import Control
 from precompute.control.states import UNFINISHED, State
-from precompute.erasing.holders import Held, holders
+from precompute.erasing.holders import EntityHolder, holders
 from precompute.erasures.erasure import (
     Erasure,
     all_erasures,
@@ -27,7 +27,7 @@ from precompute.erasures.erasure import (
     mark_forgotten,
     request,
 )
-from precompute.releases.release_log import ReleaseLog, View, standing
+from precompute.releases.release_log import ReleaseLog, ReleaseView, standing
 
 UNLINK_BATCH = 256
 SEEDS = (0, 1)
@@ -43,7 +43,7 @@ class Standing:
     """Erasure and what still holds its entity, with when each of these may go."""
 
     erasure: Erasure
-    held: tuple[tuple[Held, str], ...] = ()
+    held: tuple[tuple[EntityHolder, str], ...] = ()
 
     @property
     def word(self) -> str:
@@ -218,7 +218,7 @@ def look_without_redis(store: ArtefactStore) -> list[Standing]:
     ]
 
 
-def _fate(config: NightConfig, view: View, held: Held, now: float) -> str:
+def _fate(config: NightConfig, view: ReleaseView, held: EntityHolder, now: float) -> str:
     """Words for when what holds an entity may be swept."""
     generation, ledger = held.generation, view.ledger
     if held.is_copy:
@@ -242,7 +242,7 @@ def _fate(config: NightConfig, view: View, held: Held, now: float) -> str:
     return f"{state}, swept by the next retire that finds no replica holding it"
 
 
-def _fate_of_copy(held: Held, now: float) -> str:
+def _fate_of_copy(held: EntityHolder, now: float) -> str:
     hours = max(0.0, now - held.at) / 3600
     age = (
         ""

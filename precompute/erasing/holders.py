@@ -15,7 +15,7 @@ from cache.format.directory import map_file
 from cache.format.ids import hash_ids
 from cache.format.manifest import GENERATION, EntityKind, Manifest
 from cache.store.artefacts import ArtefactStore, generation_path
-from precompute.control.control_keys import Row
+from precompute.control.rows import Row
 from precompute.control.states import UNFINISHED
 from precompute.erasures.erasure import Erasure
 from precompute.erasures.host_records import Copy, copies_on_hosts, left_out
@@ -29,7 +29,7 @@ Fetch = Callable[[str], Path]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class EntityHolder:
     """Holder of an entity: a generation; with `host`, its copies of what the store no longer has, there since `at`."""
 
     generation: str
@@ -44,22 +44,22 @@ class Held:
 
 def holders(
     store: ArtefactStore, erasures: Sequence[Erasure], rows: Mapping[str, Row]
-) -> dict[int, tuple[Held, ...]]:
+) -> dict[int, tuple[EntityHolder, ...]]:
     """Erasure number -> what still holds its entity; whatever cannot be told counts as holding it.
 
     `rows` is the registry: an unfinished generation without files may be about to write the entity down.
     """
     stored = [each for each in store.names("generations") if GENERATION.fullmatch(each)]
     begun = [each for each, row in rows.items() if row.state in UNFINISHED and each not in stored]
-    found: dict[int, list[Held]] = {each.number: [] for each in erasures}
+    found: dict[int, list[EntityHolder]] = {each.number: [] for each in erasures}
     for generation in sorted({*stored, *begun}):
         for number in _held_by(store, generation, erasures):
-            found[number].append(Held(generation))
+            found[number].append(EntityHolder(generation))
     copies = _copies(store, but={*stored, *begun})
     spared = {each: left_out(store, each) for each in {copy.generation for copy in copies}}
     for copy in copies:
         for number in found.keys() - spared[copy.generation]:
-            found[number].append(Held(copy.generation, copy.host, copy.at))
+            found[number].append(EntityHolder(copy.generation, copy.host, copy.at))
     return {number: tuple(each) for number, each in found.items()}
 
 

@@ -9,7 +9,7 @@ from cache.store.releases import Pointer
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.config.validation import demand_reason
-from precompute.control.control_keys import Row
+from precompute.control.rows import Row
 from precompute.control.states import UNFINISHED, Ledger, State, fold
 from precompute.operations.restore import restore
 from precompute.releases.registry import open_releases

@@ -13,7 +13,7 @@ from cache.errors import SourceError
 from cache.format.directory import Directory, map_file
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
-from cache.model.tower import InputSpec, TowerSpec
+from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.store.artefacts import write_atomically
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cache.errors import SourceError
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
-from cache.model.tower import InputSpec
+from cache.model.tower_spec import InputSpec
 from precompute.config.settings import NightConfig
 from precompute.erasures.erasure import NOBODY, Erased
 from precompute.partitions.shard_files import (

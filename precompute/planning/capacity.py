@@ -27,7 +27,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CapacityLimits:
     """Limits to fit into; `memory_bytes` is a reader's host, `disk_bytes` the artefact store's place."""
 
     nodes: tuple[Node, ...]
@@ -36,7 +36,7 @@ class Limits:
 
 
 def verdicts(
-    limits: Limits,
+    limits: CapacityLimits,
     thresholds: GateThresholds,
     *,
     generations: int,
@@ -87,7 +87,7 @@ def limits_of(
     nodes: int | None = None,
     host_gb: float | None = None,
     disk_gb: float | None = None,
-) -> Limits:
+) -> CapacityLimits:
     """Limits as given, else what the configured Redis, this host and its disk say of themselves.
 
     What this namespace's own generations take there by now counts as room: the planned ones would take their place.
@@ -108,7 +108,7 @@ def limits_of(
         )
     else:
         every = _nodes(config, record_bytes)
-    return Limits(
+    return CapacityLimits(
         every,
         memory_available_bytes() if host_gb is None else round(host_gb * GB),
         disk_free_bytes(folder) + own_disk if disk_gb is None else round(disk_gb * GB),

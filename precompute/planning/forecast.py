@@ -19,7 +19,7 @@ from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.control.control_keys import connect
 from precompute.partitions.catalogue import ITEM_FEATURES
-from precompute.planning.capacity import Limits, verdicts
+from precompute.planning.capacity import CapacityLimits, verdicts
 from precompute.planning.hits import Hits, Popularity, hits, popularity_of, zipf
 from precompute.planning.memory import step_bytes
 from precompute.planning.rehearsal import page_costs, time_load
@@ -37,7 +37,7 @@ ANSWER_BYTES, ANSWER_ITEM_BYTES = 250, 14
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanParameters:
     """Parameters of the plan. None: as the inputs have it, or not to be told."""
 
     users: int | None = None
@@ -111,7 +111,7 @@ class Forecast:
 
 def forecast(
     config: NightConfig,
-    asked: Asked,
+    asked: PlanParameters,
     requests: NDArray[np.int64] | None = None,
     *,
     progress: Progress = quiet,
@@ -158,7 +158,7 @@ def forecast(
     )  # fmt: skip
 
 
-def judged(config: NightConfig, found: Forecast, limits: Limits) -> list[Any]:
+def judged(config: NightConfig, found: Forecast, limits: CapacityLimits) -> list[Any]:
     """Verdicts on a forecast within these limits."""
     return verdicts(
         limits, config.gates, generations=generations_at_peak(config.keep), redis_bytes=found.redis_bytes,
@@ -177,7 +177,7 @@ def resized(config: NightConfig, bundle: Bundle, k: int | None) -> NightConfig:
     return replace(config, tables=tables)
 
 
-def _shape(config: NightConfig, trial: Trial, asked: Asked, users: int) -> Shape:
+def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int) -> Shape:
     bundle, begun, root = trial.bundle, trial.begun, trial.build.root
     items, dims = int(begun["items"]), asked.dims or bundle.dims
     tables = configured_tables(config, bundle)
@@ -223,7 +223,7 @@ def gpu_seconds(timings: Timings, users_per_s: float | None, shape: Shape) -> fl
     return timings.embed.wall_s + max(entities / users_per_s, others)
 
 
-def _hits(shape: Shape, asked: Asked, popularity: Popularity) -> list[Hits]:
+def _hits(shape: Shape, asked: PlanParameters, popularity: Popularity) -> list[Hits]:
     lists = [
         layout
         for entity, layout in shape.layouts.values()

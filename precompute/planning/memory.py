@@ -5,7 +5,8 @@ from typing import Final
 
 from precompute.partitions.shard_input import COUNTED_ROWS, SLICE_BYTES, SLICE_ROWS
 from precompute.planning.sizes import HASH_BYTES, NUMBER_BYTES, Shape
-from precompute.sources.readers import BATCH_BYTES, BATCH_ROWS
+from precompute.sources.formats import BATCH_ROWS
+from precompute.sources.readers import BATCH_BYTES
 
 BASE_BYTES: Final = 350 << 20
 """Python with NumPy, Arrow, ONNX Runtime and FAISS."""

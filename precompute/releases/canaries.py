@@ -6,11 +6,11 @@ from cache.errors import ConfigError, Conflict
 from cache.store.releases import Canary, Pointer
 from precompute.bulk.governor import Governor
 from precompute.bulk.reload import load_missing
-from precompute.control.control_keys import Row
+from precompute.control.rows import Row
 from precompute.control.states import State, demand
 from precompute.releases.attempts import earlier
 from precompute.releases.moves import Moved, Moves, Report, files_of
-from precompute.releases.release_log import LOOK_TRIES, View, standing
+from precompute.releases.release_log import LOOK_TRIES, ReleaseView, standing
 
 
 class Canaries(Moves):
@@ -59,7 +59,9 @@ class Canaries(Moves):
         )  # fmt: skip
         return self._commit(to, view, {}, "canary", live=False)
 
-    def _demand_canary(self, generation: str, view: View, verified: Report | None) -> Pointer:
+    def _demand_canary(
+        self, generation: str, view: ReleaseView, verified: Report | None
+    ) -> Pointer:
         view.demand_agreement()
         running = view.ledger.canary
         if running is not None and running.generation != generation:
@@ -87,7 +89,7 @@ class Canaries(Moves):
         return self._end_canary(running, view, attempt=attempt, reason=reason, abandon=abandon)
 
     def _end_canary(
-        self, running: Canary, view: View, *, attempt: str, reason: str, abandon: bool
+        self, running: Canary, view: ReleaseView, *, attempt: str, reason: str, abandon: bool
     ) -> Moved:
         view.demand_agreement()
         live, generation = _followed(view), running.generation
@@ -122,7 +124,7 @@ class Canaries(Moves):
         )
 
 
-def _followed(view: View) -> Pointer:
+def _followed(view: ReleaseView) -> Pointer:
     if view.pointer is None:
         raise Conflict("Redis has lost its pointer: run `python -m precompute restore` first")
     return view.pointer

@@ -6,9 +6,9 @@ from cache.errors import Conflict, UnknownGeneration
 from cache.store.artefacts import generation_path
 from cache.store.releases import Action
 from precompute.config.validation import demand_reason
-from precompute.control.control_keys import Row
+from precompute.control.rows import Row
 from precompute.control.states import UNFINISHED, State, demand
-from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, View, standing
+from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, ReleaseView, standing
 
 
 class Judgements(ReleaseLog):
@@ -27,7 +27,7 @@ class Judgements(ReleaseLog):
 
     def _mark(
         self, generation: str, state: State, reason: str = "", *, action: Action | None = None
-    ) -> View:
+    ) -> ReleaseView:
         for _ in range(LOOK_TRIES):
             view = self.view()
             if view.ledger.live == generation:

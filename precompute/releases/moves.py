@@ -8,10 +8,10 @@ from typing import Any
 from cache.errors import Conflict, UnknownGeneration
 from cache.store.artefacts import read_manifest
 from cache.store.releases import MOVES, Action, Pointer
-from precompute.control.control_keys import Row
+from precompute.control.rows import Row
 from precompute.control.states import ALLOWED, State, demand, fold
 from precompute.releases.judgements import Judgements
-from precompute.releases.release_log import CUT_CHARS, View, standing
+from precompute.releases.release_log import CUT_CHARS, ReleaseView, standing
 
 Report = Mapping[str, Any]
 """Report of verify: `baseline`, the generation that was live then (null: none), beside what others look at."""
@@ -53,14 +53,20 @@ class Moves(Judgements):
                 live=live,
             )
 
-    def _know(self, generation: str, view: View) -> None:
+    def _know(self, generation: str, view: ReleaseView) -> None:
         state = view.ledger.state(generation)
         if generation not in view.rows and state is not None:
             rows = {generation: Row(state, self.clock(), "restored")}
             self.control.mark(rows, expected_epoch=view.epoch)
 
     def _commit(
-        self, to: Pointer, view: View, rows: Mapping[str, Row], action: Action, *, live: bool = True
+        self,
+        to: Pointer,
+        view: ReleaseView,
+        rows: Mapping[str, Row],
+        action: Action,
+        *,
+        live: bool = True,
     ) -> Moved:
         """Compare-and-set the pointer to what an intent says, then write down that it is done."""
         allowed = ALLOWED[action] if live else (State.LIVE,)
@@ -77,7 +83,7 @@ class Moves(Judgements):
         self.complete(moved.epoch)
         return Moved(moved, changed=True)
 
-    def _demand_still(self, to: Pointer, view: View, action: Action) -> None:
+    def _demand_still(self, to: Pointer, view: ReleaseView, action: Action) -> None:
         """Raises Conflict when the history says otherwise by now: a Redis that lost its newest rows would not."""
         history = self.history()
         ledger = fold(history)

@@ -10,7 +10,7 @@ from precompute.control.states import State, demand
 from precompute.releases.attempts import earlier
 from precompute.releases.canaries import Canaries
 from precompute.releases.moves import Moved, Report, files_of
-from precompute.releases.release_log import View, standing
+from precompute.releases.release_log import ReleaseView, standing
 
 
 class Releases(Canaries):
@@ -55,7 +55,7 @@ class Releases(Canaries):
         return self._move("publish", generation, view, attempt=attempt)
 
     def _demand_publish(
-        self, generation: str, view: View, verified: Report | None
+        self, generation: str, view: ReleaseView, verified: Report | None
     ) -> Pointer | None:
         if view.pointer is not None and view.pointer.generation == generation:
             return view.pointer
@@ -104,7 +104,7 @@ class Releases(Canaries):
             return []
         return repair(self.control, self.control.keys, self.store, generation, governor=governor)
 
-    def _demand_roll_back(self, target: str, view: View) -> Pointer | None:
+    def _demand_roll_back(self, target: str, view: ReleaseView) -> Pointer | None:
         if view.pointer is not None and view.pointer.generation == target:
             return view.pointer
         view.demand_agreement()
@@ -113,7 +113,7 @@ class Releases(Canaries):
         return None
 
     def _move(
-        self, action: Action, generation: str, view: View, *, attempt: str, reason: str = ""
+        self, action: Action, generation: str, view: ReleaseView, *, attempt: str, reason: str = ""
     ) -> Moved:
         with files_of(generation):
             manifest = read_manifest(self.store, generation)

@@ -23,7 +23,8 @@ from cache.store.releases import (
     manifest_digest,
     released_manifest,
 )
-from precompute.control.control_keys import Control, Row
+from precompute.control.control_keys import Control
+from precompute.control.rows import Row
 from precompute.control.states import TRANSITIONS, Ledger, State, fold
 
 EPOCH_TRIES = 100
@@ -41,7 +42,7 @@ _PROVEN = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ReleaseView:
     """Pointer, registry and history that belong together: the pointer did not move while they were read."""
 
     pointer: Pointer | None
@@ -107,14 +108,14 @@ class ReleaseLog:
                 return self.history()
         return releases
 
-    def view(self) -> View:
+    def view(self) -> ReleaseView:
         """Pointer and settled history of one moment; raises Conflict when the pointer never rests."""
         for _ in range(LOOK_TRIES):
             # The pointer first: its intent was written before it, so the history read after it knows it.
             pointer = self.control.pointer()
             history, rows = self.settle(), self.control.rows()
             if self.control.pointer() == pointer:
-                return View(pointer, rows, history, without_retired(fold(history), rows))
+                return ReleaseView(pointer, rows, history, without_retired(fold(history), rows))
         raise Conflict("the pointer moved each time it was looked at; try again")
 
     def demand_agreement(self) -> None:
@@ -139,7 +140,7 @@ class ReleaseLog:
         return standing(generation, ledger or self.ledger(), self.control.rows().get(generation))
 
     def outcome(
-        self, action: Action, generation: str, view: View, *, attempt: str, reason: str = ""
+        self, action: Action, generation: str, view: ReleaseView, *, attempt: str, reason: str = ""
     ) -> tuple[Ledger, dict[str, Row]]:
         """The ledger that a move would lead to, and the rows that it changes."""
         now, epoch = self.clock(), max(view.epoch, view.ledger.epoch) + 1

@@ -11,9 +11,9 @@ from cache.store.releases import Pointer, Release
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import Progress
 from precompute.bulk.reload import is_missing, reload
-from precompute.control.control_keys import Row
+from precompute.control.rows import Row
 from precompute.control.states import Ledger, State, fold
-from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, View, without_retired
+from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, ReleaseView, without_retired
 from precompute.releases.sweep import is_back, overlays_live_s, unlink_recorded
 
 
@@ -92,7 +92,7 @@ def restore(
     )
 
 
-def forgotten(releases: ReleaseLog, before: View, pointer: Pointer) -> list[str]:
+def forgotten(releases: ReleaseLog, before: ReleaseView, pointer: Pointer) -> list[str]:
     """Facts that a Redis lost with its registry and that no release record says; in words, with the remedy.
 
     `before`: the view before the restore, `pointer`: what the restore made of it.
@@ -117,7 +117,7 @@ def forgotten(releases: ReleaseLog, before: View, pointer: Pointer) -> list[str]
     return said
 
 
-def _in_doubt(view: View) -> list[Release]:
+def _in_doubt(view: ReleaseView) -> list[Release]:
     """Intents that may have moved the pointer before their writer died and Redis forgot it: nobody can tell."""
     known = view.ledger.live_epoch
     return [
@@ -127,7 +127,7 @@ def _in_doubt(view: View) -> list[Release]:
     ]
 
 
-def _roll_back_in_doubt(view: View) -> Release | None:
+def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
     """Roll back that must be carried out: readers who followed it must not meet the bad generation again."""
     for release in reversed(_in_doubt(view)):
         is_sound = view.ledger.state(release.generation) is State.SUPERSEDED
@@ -136,7 +136,7 @@ def _roll_back_in_doubt(view: View) -> Release | None:
     return None
 
 
-def _rows(releases: ReleaseLog, view: View, overlay_ttl_s: float) -> dict[str, Row]:
+def _rows(releases: ReleaseLog, view: ReleaseView, overlay_ttl_s: float) -> dict[str, Row]:
     """Registry rows that releases prove, and one for every unfinished night with files: its loader may be at work."""
     now, ledger = releases.clock(), view.ledger
     longest_s = overlays_live_s(releases, overlay_ttl_s)
@@ -155,7 +155,7 @@ def _rows(releases: ReleaseLog, view: View, overlay_ttl_s: float) -> dict[str, R
     }
 
 
-def _restorable(releases: ReleaseLog, view: View, aim: Ledger) -> list[str]:
+def _restorable(releases: ReleaseLog, view: ReleaseView, aim: Ledger) -> list[str]:
     """The live generation, then the previous one if its files are what was released."""
     live, previous = str(aim.live), aim.previous
     try:
@@ -174,7 +174,12 @@ def _restorable(releases: ReleaseLog, view: View, aim: Ledger) -> list[str]:
 
 
 def _point(
-    releases: ReleaseLog, view: View, present: list[str], doubt: Release | None, *, attempt: str
+    releases: ReleaseLog,
+    view: ReleaseView,
+    present: list[str],
+    doubt: Release | None,
+    *,
+    attempt: str,
 ) -> Pointer | None:
     live, previous = present[0], present[1] if len(present) > 1 else None
     release = releases.record(

@@ -9,11 +9,12 @@ from typing import Any
 
 import redis
 
+from cache.config.sections import FlipConfig
 from cache.control.staging_note import Staging
 from cache.errors import Conflict
 from precompute.config.progress import Progress, quiet
-from precompute.config.sections import FlipConfig
-from precompute.control.control_keys import REPLICA_DEAD_S, Control, Replica
+from precompute.control.control_keys import REPLICA_DEAD_S, Control
+from precompute.control.rows import Replica
 
 LEASE_S = 60.0
 """Seconds that replicas hold a generation for a publisher that says nothing more, because it died."""
@@ -76,7 +77,7 @@ class Readiness:
         return "; ".join(reasons) or "no other is alive"
 
 
-class Stage:
+class StagingNote:
     """The staging note of one namespace."""
 
     def __init__(self, control: Control) -> None:
@@ -122,7 +123,7 @@ def staged(
     Without any live replica, and no minimum, there is nobody to wait for. Dead ones are forgotten. Whatever happens
     inside, the note is taken away afterwards, or runs out by itself.
     """
-    stage = Stage(control)
+    stage = StagingNote(control)
     began, renew_at, other = timer(), 0.0, None
     try:
         while True:

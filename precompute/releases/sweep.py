@@ -12,9 +12,9 @@ from cache.store.releases import POINTED, Release
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import RETIRE_BATCH, unlink_pages
 from precompute.config.generations_at_peak import retained
-from precompute.control.control_keys import Row
+from precompute.control.rows import Row
 from precompute.control.states import ALLOWED, UNFINISHED, Ledger, State, demand, fold
-from precompute.releases.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, View, standing
+from precompute.releases.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, ReleaseView, standing
 
 ABANDON_AFTER_S = 86_400.0
 ROW_KEPT_S = 2 * 86_400.0
@@ -63,7 +63,7 @@ def sweepable(
     return found
 
 
-def _left_s_ago(releases: ReleaseLog, generation: str, view: View) -> float:
+def _left_s_ago(releases: ReleaseLog, generation: str, view: ReleaseView) -> float:
     """Seconds since something last pointed at it; infinite for what was never live.
 
     A clock that was ahead then, and is set right, keeps nothing for ever: whatever moved the pointer later bounds it.
@@ -95,7 +95,11 @@ def _is_replaced(generation: str, making: str | None) -> bool:
 
 
 def _is_abandoned(
-    releases: ReleaseLog, view: View, generation: str, after_s: float, making: str | None = None
+    releases: ReleaseLog,
+    view: ReleaseView,
+    generation: str,
+    after_s: float,
+    making: str | None = None,
 ) -> bool:
     row, live = view.rows.get(generation), view.ledger.live
     if standing(generation, view.ledger, row) not in (None, *UNFINISHED):

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from cache.errors import ConfigError, SourceError
 from cache.format.item_table import ItemTable, Ordinals
-from cache.model.tower import Histories, Inputs, TowerSpec
+from cache.model.tower import Histories, Inputs
+from cache.model.tower_spec import TowerSpec
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.partitions.shard_input import ShardInput

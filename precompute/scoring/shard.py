@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.ranking import Metric
-from cache.model.tower import Histories, TowerSpec
+from cache.model.tower import Histories
+from cache.model.tower_spec import TowerSpec
 from precompute.builds.build import Build, cut_of, open_bundle
 from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of
 from precompute.bundles.bundle import Bundle, BundleModel

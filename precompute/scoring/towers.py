@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import BundleError
-from cache.model.tower import Histories, Inputs, Tower, TowerSpec, rows_of
+from cache.model.tower import Histories, Inputs, Tower, rows_of
+from cache.model.tower_spec import TowerSpec
 from cache.process.cores import usable_cores
 from precompute.builds.build import Build, fetch_model
 from precompute.bundles.bundle import BundleModel, demand_sha256

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable
 from cache.format.records.layout import NO_ITEM, Layout
-from cache.model.tower import Histories, TowerSpec
+from cache.model.tower import Histories
+from cache.model.tower_spec import TowerSpec
 from precompute.builds.build import Build, cut_of, fetch_partition
 from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of
 from precompute.bulk.headroom import demand_disk

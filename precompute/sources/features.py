@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.errors import SourceError
-from cache.model.tower import InputSpec
+from cache.model.tower_spec import InputSpec
 from precompute.sources.columns import Bad, as_rows, is_text, is_utf_8
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)

@@ -18,7 +18,7 @@ from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control
 from precompute.releases.registry import open_releases
 from precompute.releases.replication import confirm, run_ids
-from precompute.releases.staging import Stage, staged
+from precompute.releases.staging import StagingNote, staged
 
 
 @on_this_host
@@ -62,7 +62,7 @@ def run(
                 )
         else:
             # A publisher killed right after its move left its note: replicas would hold the generation on its behalf.
-            Stage(releases.control).clear(attempt, made.generation)
+            StagingNote(releases.control).clear(attempt, made.generation)
         now = releases.control.pointer()
         if now is None or now.epoch < moved.pointer.epoch:
             raise CorruptArtefact("the pointer that was written cannot be read back")

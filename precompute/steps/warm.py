@@ -10,7 +10,8 @@ from precompute.builds.night import Night, StepRow
 from precompute.builds.step_times import timed
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, Replica, connect
+from precompute.control.control_keys import Control, connect
+from precompute.control.rows import Replica
 
 WARM_POLL_S = 0.1
 

@@ -118,7 +118,7 @@ class Scorer:
             engine.top(packed, users, k, gone, bits, rows, out)
             return int(rows.stop - rows.start)
 
-        _each(run, _slabs(len(users), threads), threads, told)
+        _each(run, slabs_of(len(users), threads), threads, told)
         return out
 
     def _flat(
@@ -202,7 +202,7 @@ def checked(
     return users, gone
 
 
-def _slabs(users: int, threads: int) -> Iterator[slice]:
+def slabs_of(users: int, threads: int) -> Iterator[slice]:
     """Rows for one thread at a time, fewer towards the end, so that the threads end together.
 
     Guided self-scheduling (Polychronopoulos and Kuck, IEEE Trans. Computers 1987), in half its steps.

@@ -46,7 +46,7 @@ class Admission:
 
     def admit_costly(self) -> bool:
         """Returns whether a request costing many times what its refusal does may go on; else it is counted as shed."""
-        if self.costly.admit():
+        if self.costly.share >= 1.0 or self.costly.admit():
             return True
         self.shed["queue"] += 1
         return False

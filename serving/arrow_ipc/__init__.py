@@ -1,4 +1,4 @@
 """Arrow IPC streams, read and written without pyarrow, which is larger than the whole service.
 
-Imports cache.native. Start at `writer`.
+Imports nothing of the other rooms. Start at `writer`.
 """

@@ -51,7 +51,7 @@ class Message(NamedTuple):
     body_bytes: int
 
 
-class Layout(NamedTuple):
+class BatchLayout(NamedTuple):
     """A record batch without its body: (length, nulls) of columns, (position, size) of buffers."""
 
     rows: int
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
     buffers: list[tuple[int, int]]
 
 
-def layout(found: Message) -> Layout:
+def layout(found: Message) -> BatchLayout:
     """Layout of a record batch, cached: batches of as many rows and bytes have an equal one."""
     read = _layout if len(found.metadata) <= KEPT_MAX else _layout.__wrapped__
     return read(found.metadata)
@@ -98,11 +98,13 @@ def _message(metadata: bytes) -> Message:
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(metadata: bytes) -> Layout:
+def _layout(metadata: bytes) -> BatchLayout:
     header = root(metadata).table(2)
     if header.has(3):
         raise Unsupported("the stream is compressed: send it without compression")
-    return Layout(header.number(0, "<q"), header.pairs(1, _PARTS_MAX), header.pairs(2, _PARTS_MAX))
+    return BatchLayout(
+        header.number(0, "<q"), header.pairs(1, _PARTS_MAX), header.pairs(2, _PARTS_MAX)
+    )
 
 
 def _field(flat: Flat, depth: int) -> Field:

@@ -16,7 +16,7 @@ from serving.arrow_ipc import schema as arrow
 from serving.arrow_ipc.flatbuffers import Malformed
 from serving.arrow_ipc.messages import (
     KEPT_MAX,
-    Layout,
+    BatchLayout,
     Unsupported,
     first_message,
     layout,
@@ -88,7 +88,7 @@ class _Batch:
     """Hands out a record batch's nodes and buffers in the order of its columns."""
 
     def __init__(
-        self, described: Layout, body: memoryview, as_bytes: bool, cutter: Cutter | None
+        self, described: BatchLayout, body: memoryview, as_bytes: bool, cutter: Cutter | None
     ) -> None:
         self._nodes = iter(described.nodes)
         self._buffers = iter(described.buffers)

@@ -14,7 +14,9 @@ except ModuleNotFoundError:
         "serving.client needs httpx, not installed here: pip install 'larder[client]'", name="httpx"
     ) from None
 
-from serving.client.answers import Answer, Generations, Held, Ranking
+from serving.answers.fields import Answer, Ranking
+from serving.answers.sources import Source
+from serving.client.answers import Generations, Held
 from serving.client.calls import Entity, Id, Options
 from serving.client.clients import AsyncClient, Client
 from serving.client.errors import (
@@ -32,6 +34,6 @@ from serving.client.sender import Pace, Policy
 
 __all__ = [
     "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "Garbled", "GenerationGone", "Generations",
-    "Held", "Id", "InvalidRequest", "Options", "Pace", "Policy", "Ranking", "Refusal", "Unanswered", "Unauthorized",
-    "Unavailable", "Unreachable",
+    "Held", "Id", "InvalidRequest", "Options", "Pace", "Policy", "Ranking", "Refusal", "Source", "Unanswered",
+    "Unauthorized", "Unavailable", "Unreachable",
 ]  # fmt: skip

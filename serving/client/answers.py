@@ -1,80 +1,24 @@
 """Results that a caller of the client gets: frozen, read from JSON, numbers as read-only float32 arrays. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 
+from serving.answers.fields import Answer, Numbers, Origin, Ranking, fields_of
+from serving.answers.sources import Source
 from serving.client.errors import Garbled
 
-Numbers = NDArray[np.float32]
-_ARRAYS = frozenset({"scores", "vector", "values"})
-_NO_NUMBERS = np.zeros(0, np.float32)
-_NO_NUMBERS.setflags(write=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Origin:
-    """Origin of an answer: its table, source and generation, and reasons for anything unusual."""
-
-    id: str | None
-    table: str
-    source: Literal["l1", "l2", "live", "previous", "default"]
-    generation: str
-    age_seconds: float
-    """Seconds, now minus the generation's data_until."""
-    published_at: str
-    """Time of publication, RFC 3339, UTC."""
-    producer: str | None = None
-    reason: str | None = None
-    """Reason why this is not a plain hit."""
-    live: str | None = None
-    """Reason why live did not answer although it was asked."""
-    dropped_history: int = 0
-    stale: str | None = None
-    """Reason why the replica may lag behind."""
-
-    @classmethod
-    def of(cls, body: Mapping[str, Any]) -> Self:
-        """Reads a result from JSON; fields of a newer service are left out. Raises Garbled."""
-        known = cls.__dataclass_fields__
-        try:
-            sent: dict[str, Any] = {
-                name: _value(name, value) for name, value in body.items() if name in known
-            }
-            return cls(**sent)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise Garbled(f"this is no answer of the service: {error}") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answer(Origin):
-    """Answer for one entity; which of items with scores, vector and values is set depends on the table."""
-
-    items: tuple[str, ...] | None = None
-    scores: Numbers | None = None
-    short: bool = False
-    """True if fewer than k items remain."""
-    vector: Numbers | None = None
-    values: Numbers | None = None
-    labels: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ranking(Origin):
-    """Candidates of one user in rank order, and those that could not be ranked."""
-
-    items: tuple[str, ...] = ()
-    scores: Numbers = field(default_factory=lambda: _NO_NUMBERS)
-    score_tolerance: float | None = None
-    """Largest error of scores, relative to the vector's largest part."""
-    unknown: tuple[str, ...] = ()
-    blocked: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()
-    unscored: tuple[str, ...] = ()
+_T = TypeVar("_T", bound=Origin)
+_ARRAYS = frozenset(
+    each.name
+    for declared in (Answer, Ranking)
+    for each in fields_of(declared)
+    if each.type is Numbers
+)
+_SOURCES: Mapping[str, Source] = {each.value: each for each in Source}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +62,17 @@ def read_answers(raw: bytes, count: int) -> list[Answer]:
     if not isinstance(body, list) or len(body) != count:
         found = f"{len(body)} answers" if isinstance(body, list) else "no list of answers"
         raise Garbled(f"{count} entities were asked, and {found} came")
-    return [Answer.of(each) for each in body]
+    return [_result(Answer, each) for each in body]
 
 
 def read_answer(raw: bytes) -> Answer:
     """The answer of a single lookup. Raises Garbled."""
-    return Answer.of(_json(raw))
+    return _result(Answer, _json(raw))
 
 
 def read_ranking(raw: bytes) -> Ranking:
     """The answer of a score request. Raises Garbled."""
-    return Ranking.of(_json(raw))
+    return _result(Ranking, _json(raw))
 
 
 def read_arm(raw: bytes) -> str | None:
@@ -166,7 +110,24 @@ def _json(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _value(name: str, value: object) -> object:
+def _result(declared: type[_T], values: Mapping[str, Any]) -> _T:
+    """A result from its fields; those of a newer service are left out. Raises Garbled."""
+    known = declared.__dataclass_fields__
+    try:
+        sent = {name: _value(name, each) for name, each in values.items() if name in known}
+        return declared(**sent)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise Garbled(f"this is no answer of the service: {error}") from error
+
+
+def source_of(word: str) -> Source:
+    """The source that a word names; a word that only a newer service knows stays as it is."""
+    return _SOURCES.get(word, word)  # type: ignore[arg-type]
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "source":
+        return source_of(value)
     if not isinstance(value, list):
         return value
     if name not in _ARRAYS:

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from itertools import starmap
 from typing import Any
 
+from serving.answers.fields import Answer
 from serving.arrow_ipc.flatbuffers import Malformed
 from serving.arrow_ipc.messages import Unsupported
 from serving.arrow_ipc.reader import read
 from serving.arrow_ipc.schema import Field
 from serving.arrow_ipc.writer import stream, whole_texts
-from serving.client.answers import Answer
+from serving.client.answers import source_of
 from serving.client.errors import Garbled
 
 
@@ -35,6 +36,7 @@ def read_arrow_answers(raw: bytes, count: int) -> list[Answer]:
 
     def answer(id_: str | None, *values: Any) -> Answer:
         there = {name: each for name, each in zip(names, values, strict=True) if each is not None}
+        there["source"] = source_of(there["source"])
         return Answer(id=id_, table=table, **there)  # type: ignore[arg-type]
 
     try:

@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from serving.client.answers import Answer, read_answers
+from serving.answers.fields import Answer
+from serving.answers.sources import Source
+from serving.client.answers import read_answers
 from serving.client.arrow import read_arrow_answers
 from serving.client.calls import Asked, Options, many, many_binary, split
 from serving.client.errors import GenerationGone
@@ -56,7 +58,7 @@ async def lookup_batch(
 
 def _generation(answers: Sequence[Answer]) -> str | None:
     """Generation that one request was answered from; None if each of its answers was the previous one's."""
-    return next((each.generation for each in answers if each.source != "previous"), None)
+    return next((each.generation for each in answers if each.source != Source.PREVIOUS), None)
 
 
 async def _agreed(seen: Sequence[str], again: Callable[[str], _Works]) -> list[list[Answer]]:

@@ -6,11 +6,10 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from serving.answers.fields import Answer, Ranking
 from serving.client import calls
 from serving.client.answers import (
-    Answer,
     Generations,
-    Ranking,
     read_answer,
     read_arm,
     read_generations,

@@ -8,19 +8,6 @@ import threading
 from cache.errors import ConfigError
 
 
-def parse_cores(text: str) -> tuple[int, ...]:
-    """Cores of "0-3,8", in order; none for "". Raises ConfigError for anything else."""
-    cores: set[int] = set()
-    for part in filter(None, text.replace(" ", "").split(",")):
-        first, dash, last = part.partition("-")
-        if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
-            raise ConfigError(
-                f"live_cores is a list like 2,3 or 0-3, not {text!r}", field="live_cores"
-            )
-        cores.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(cores))
-
-
 def check_cores(cores: tuple[int, ...]) -> None:
     """Raises ConfigError when this process may not run on one of them, or the system cannot pin threads."""
     if not cores:

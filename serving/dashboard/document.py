@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cache.outcomes import Source
+from serving.answers.sources import Source
 from serving.dashboard import counters
 from serving.dashboard.aggregator import LATELY_BINS, Reading
 from serving.dashboard.counters import merged

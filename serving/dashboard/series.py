@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cache.outcomes import Source
+from serving.answers.sources import Source
 from serving.dashboard.counters import ANSWERS, MISSES, REQUESTS, STAGES, by, histograms
 from serving.dashboard.time_bins import BIN_S
 from serving.metrics.log_buckets import quantile

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from cache.outcomes import FALLBACKS, STORED
+from serving.answers.sources import FALLBACKS, STORED
 
 Level = Literal["ok", "warn", "bad"]
 Body = Mapping[str, Any]

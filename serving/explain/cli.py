@@ -23,7 +23,7 @@ class Failed(Exception):
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0 explained, 1 not (the reason goes to standard error), 2 wrong usage."""
-    parser = _parser()
+    parser = argument_parser()
     sent = parser.parse_args(arguments)
     try:
         target = _target(sent.url)
@@ -42,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m serving explain",
         description="Why a running service answers an entity as it does: which rung would answer, what each holds, the "

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from serving.answers.sources import STORED
+
 Section = tuple[str, list[tuple[str, str]]]
 _SHOWN = 10
 """Items of a list, or numbers of a vector, that are shown."""
@@ -77,7 +79,7 @@ def _where(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "checksum",
             f"{page['state']}: {_or(page['checksum'])}, expected {_or(page['expected'])}",
         )
-    for tier in ("l1", "l2"):
+    for tier in STORED:
         yield tier.upper(), _tier(told[tier])
     if (same := told["same_bytes"]) is not None:
         yield "same bytes", "yes" if same else "NO"

@@ -9,21 +9,22 @@ from cache.errors import CorruptArtefact
 from cache.format.records.codec import Record, decode
 from cache.format.records.layout import is_live, peek_format
 from cache.l2.data_plane import DataPlane
-from cache.outcomes import OUTAGES, MissReason, Source
 from cache.store.artefacts import ArtefactStore
 from cache.tiers.inspector import Looking
-from cache.tiers.results import Found, Missed, Outcome, Want
+from cache.tiers.results import Found, Missed, MissReason, Outcome, Want
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
+from serving.answers.sources import STORED, Source
 from serving.explain.difference import difference
 from serving.explain.page_check import PageChecks
-from serving.explain.rescore import Rescorer
+from serving.explain.replay import Replay, Unheard
+from serving.explain.rescore import Rescorer, Said
 from serving.explain.summary import sentence
 from serving.generations.pointer_follower import Follower
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.generations.store_threads import InThread
-from serving.lookup.entity import Case, cases_of, want_in
+from serving.lookup.entity import Case, cases_of, want_of_previous
 from serving.lookup.micro_batcher import MicroBatcher
 from serving.rendering.answer_fields import Prediction, from_defaults, from_record
 from serving.requests.errors import Problem, unprocessable
@@ -56,6 +57,7 @@ class Explainer:
         self._timer = timer
         self._clock = clock
         self._under_way = 0
+        self._unheard = Unheard()
 
     async def explain(self, holding: Holding, ask: Ask) -> dict[str, Any]:
         """Explains the one entity asked; raises Problem for several, for what never can be answered, and when busy."""
@@ -76,21 +78,16 @@ class Explainer:
         l1, l2 = self._looking.l1(snapshot.view, want), await self._looking.l2(snapshot.view, want)
         beside = self._looking.beside(snapshot.view, want)
         barred = case.history_in(snapshot).seen if table.kind == "topk" else frozenset()
-        rungs = Rungs(snapshot, case, barred)
-        chosen, reason = rungs.chosen(l1, l2, beside)
-        case.reason = reason
-        stored = rungs.of_the_night(l1, l2)
+        records = Records(snapshot, case, barred)
+        if snapshot.blocks(table, raw):
+            case.reason = "entity_blocked"
+        stored = records.of_the_night(l1, l2)
         said = await self._rescorer.say(snapshot, case, stored and stored[0])
-        previous = await self._previous(holding, case, reason)
-        answer: dict[str, Any] = {"tier": Source.DEFAULT, "reason": reason, "live": None}
-        if chosen is not None:
-            answer = {"tier": chosen.tier, "reason": reason, "live": None}
-        elif said.is_of_input and said.record is not None:
-            answer["tier"] = Source.LIVE
-        elif previous is not None and previous["found"]:
-            answer["tier"] = Source.PREVIOUS
-        if chosen is None and said.is_of_input:
-            answer["live"] = said.reason
+        replay = Replay(self._looking, l1, l2, beside, said)
+        answered = await replay.answered(holding, case, self._unheard)
+        previous = await self._previous(holding, answered, replay)
+        answer = _answer(answered, said)
+        chosen = replay.stored if answer["tier"] in STORED else None
         told: dict[str, Any] = {
             "table": table.name,
             "id": case.entity.id,
@@ -111,15 +108,15 @@ class Explainer:
             "model": said.told(),
             "difference": None,
         }
-        shown = stored or rungs.any_of(chosen, l1, l2)
+        shown = stored or records.any_of(chosen, l1, l2)
         if shown is not None:
-            prediction = rungs.prediction(shown[0])
+            prediction = records.prediction(shown[0])
             told["record"] = _record(shown[0], shown[1], prediction)
             if said.record is not None:
-                told["model"] |= rungs.prediction(said.record)
-                told["difference"] = difference(prediction, rungs.prediction(said.record))
+                told["model"] |= records.prediction(said.record)
+                told["difference"] = difference(prediction, records.prediction(said.record))
         elif said.record is not None:
-            told["model"] |= rungs.prediction(said.record)
+            told["model"] |= records.prediction(said.record)
         if answer["tier"] == Source.DEFAULT and raw is not None:
             told["default"] = from_defaults(snapshot, table, case.entity, case.k, (barred,))
         return told | {"sentence": sentence(told)}
@@ -146,58 +143,42 @@ class Explainer:
         )
 
     async def _previous(
-        self, holding: Holding, case: Case, reason: str | None
+        self, holding: Holding, case: Case, replay: Replay
     ) -> dict[str, Any] | None:
         """Result of a read from the previous generation; None where none is held."""
-        previous, raw = holding.previous, case.entity.raw
+        previous = holding.previous
         if previous is None:
             return None
-        table = previous.manifest.tables.get(case.table.name)
         told: dict[str, Any] = {"generation": previous.generation, "found": False, "reason": None}
-        if raw is None or reason in (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED):
-            return told | {"reason": reason or "no_id"}
-        if table is None or (table.entity, table.kind) != (case.table.entity, case.table.kind):
-            return told | {"reason": "no_such_table"}
-        want = want_in(previous, table, raw)
-        if want.position < 0:
-            return told | {"reason": MissReason.NOT_IN_GENERATION}
-        outcome = self._looking.l1(previous.view, want)
-        if not isinstance(outcome, Found):
-            outcome = await self._looking.l2(previous.view, want)
+        want = want_of_previous(previous, case)
+        if isinstance(want, str):
+            return told | {"reason": want}
+        outcome = await replay.look(previous.view, want)
         if isinstance(outcome, Missed):
             return told | {"reason": outcome.reason.value}
         try:
-            decode(table.layout, outcome.record, previous.items.count)
+            decode(want.table.layout, outcome.record, previous.items.count)
         except CorruptArtefact:
             return told | {"reason": MissReason.CORRUPT}
         return told | {"found": True}
 
 
-class Rungs:
-    """The stored rungs as the ladder goes down them, for one case."""
+def _answer(case: Case, said: Said) -> dict[str, Any]:
+    """The source of the answer, why it is no plain hit, and why live gave none although it had an input."""
+    source = "default" if case.answer is None else case.answer["source"]
+    is_stored = source in STORED
+    reason = None if case.reason is None else str(case.reason)
+    live = said.reason if said.is_of_input and not is_stored else None
+    return {"tier": source, "reason": reason, "live": live}
+
+
+class Records:
+    """Records that were seen of one case, as they would be answered."""
 
     def __init__(self, snapshot: Snapshot, case: Case, barred: frozenset[int]) -> None:
         self._snapshot = snapshot
         self._case = case
         self._barred = barred
-
-    def chosen(
-        self, l1: Outcome | None, l2: Outcome, beside: Outcome | None
-    ) -> tuple[Found | None, str | None]:
-        """Stored record that would answer, and why it is no plain hit; None and the miss if nothing stored would."""
-        if self._snapshot.blocks(self._case.table, self._case.entity.raw):
-            return None, MissReason.ENTITY_BLOCKED
-        outcome = l2 if l1 is None else l1
-        if isinstance(outcome, Missed):
-            if outcome.reason in OUTAGES and isinstance(beside, Found):
-                return beside, outcome.reason.value
-            return None, outcome.reason.value
-        record = self._decoded(outcome)
-        if record is None:
-            return None, MissReason.CORRUPT
-        if record.items is not None and not len(self.prediction(record)["items"]):
-            return None, MissReason.EXHAUSTED
-        return outcome, None
 
     def of_the_night(self, *outcomes: Outcome | None) -> tuple[Record, Found] | None:
         """The record that the night computed, from the first tier that has it."""

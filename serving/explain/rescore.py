@@ -12,9 +12,8 @@ import numpy as np
 from cache.errors import CorruptArtefact
 from cache.format.manifest import Table
 from cache.format.records.codec import Record
-from cache.outcomes import MissReason
 from cache.tiers.inspector import Looking
-from cache.tiers.results import Found
+from cache.tiers.results import Found, MissReason
 from serving.admission.controller import Admission
 from serving.generations.snapshot import Snapshot
 from serving.lookup.candidate_scoring import vector_table
@@ -43,6 +42,8 @@ class Said:
     computed_from: Input | None
     seconds: float
     precision: str | None
+    computed: bytes | None = None
+    """The record as inference made it, from an input."""
 
     @property
     def is_of_input(self) -> bool:
@@ -81,35 +82,40 @@ class Rescorer:
         if snapshot.predictor is None:
             return Said(None, "no_model", _input(case), 0.0, None)
         record: Record | None = None
+        computed: bytes | None = None
         reason: str | None = "nothing_to_compute_from"
         computed_from = _input(case)
         if case.may_compute(snapshot):
-            record, reason = await self._live(snapshot, case)
+            record, computed, reason = await self._live(snapshot, case)
         elif computed_from is not None:  # blocked, or without a producer
             reason = case.reason if case.reason == MissReason.ENTITY_BLOCKED else "no_producer"
         elif stored is not None and stored.items is not None:
             record = await self._from_vector(snapshot, case, stored)
             if record is not None:
                 reason, computed_from = None, "stored_vector"
-        return Said(record, reason, computed_from, self._timer() - began, precision)
+        seconds = self._timer() - began
+        return Said(record, reason, computed_from, seconds, precision, computed)
 
-    async def _live(self, snapshot: Snapshot, case: Case) -> tuple[Record | None, str | None]:
+    async def _live(
+        self, snapshot: Snapshot, case: Case
+    ) -> tuple[Record | None, bytes | None, str | None]:
+        """The record, decoded and as it is, or why there is none."""
         if not self._admission.admit_live():
-            return None, "overloaded"
+            return None, None, "overloaded"
         job = Job(
             snapshot, case.table.name, case.source, case.want.fingerprint, case.size_bytes,
             self._timer() + LIVE_S,
         )  # fmt: skip
         try:
             computed = await asyncio.wait_for(self._batcher.infer(job), LIVE_S)
-            return case.decoded(snapshot, computed.record), None
+            return case.decoded(snapshot, computed.record), computed.record, None
         except LiveUnavailable as error:
-            return None, error.reason
+            return None, None, error.reason
         except TimeoutError:
-            return None, "timeout"
+            return None, None, "timeout"
         except Exception:  # the model is a guest
             log.warning("live inference for %s failed", case.table.name, exc_info=True)
-            return None, "failed"
+            return None, None, "failed"
 
     async def _from_vector(self, snapshot: Snapshot, case: Case, stored: Record) -> Record | None:
         """The stored list, scored and ordered by the stored vector; None without one."""

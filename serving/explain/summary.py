@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cache.outcomes import FALLBACKS, MissReason, Source
+from cache.tiers.results import MissReason
+from serving.answers.sources import FALLBACKS, Source
 
 _AWAY = {
     MissReason.L2_DOWN: "Redis cannot be reached",

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Protocol
 
-from serving.config.bounds import Bounds
+from cache.config.peers import Bounds
 
 _AT_ONCE = 32
 """Connections that are looked at in one turn of the loop."""

@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import httptools
 
-from serving.fast_lookup.dispatcher import Hot
-from serving.http.asgi_app import Front
+from serving.http.asgi_app import Fast, Front
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -40,26 +39,26 @@ class Blocks:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._hot: Hot | None = None
+        self._fast: Fast | None = None
         self._known: dict[bytes, Allowed | None] = {}
 
-    def of(self, hot: Hot, block: bytes) -> Allowed | None:
-        """The known judgement of these headers for `hot`; None if there is none, or if they are not allowed."""
-        return self._known.get(block) if hot is self._hot else None
+    def of(self, fast: Fast, block: bytes) -> Allowed | None:
+        """The known judgement of these headers for `fast`; None if there is none, or if they are not allowed."""
+        return self._known.get(block) if fast is self._fast else None
 
-    def judged(self, hot: Hot, block: bytes) -> Allowed | None:
+    def judged(self, fast: Fast, block: bytes) -> Allowed | None:
         """Judges headers that have come twice, and keeps the result; None if very long or not allowed."""
         if len(block) > BLOCK_BYTES_MAX:
             return None
-        if hot is not self._hot or len(self._known) >= _BLOCKS_MAX:
-            self._hot, self._known = hot, {}
+        if fast is not self._fast or len(self._known) >= _BLOCKS_MAX:
+            self._fast, self._known = fast, {}
         if block not in self._known:
-            self._known[block] = self._judge(hot, block)
+            self._known[block] = self._judge(fast, block)
         return self._known[block]
 
-    def _judge(self, hot: Hot, block: bytes) -> Allowed | None:
+    def _judge(self, fast: Fast, block: bytes) -> Allowed | None:
         sent, watch = plain(block), self._front.watch
-        if sent is None or not hot.takes(sent):
+        if sent is None or not fast.takes(sent):
             return None
         names = [name for name, _ in sent]
         is_unwatched = watch is None or watch.leaves({"headers": sent})

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from serving.config.bounds import Bounds
+from cache.config.peers import Bounds
 
 PIECE = 16 << 10
 """Bytes that are parsed at once: what a parser keeps to itself, and what it tells at once, is bounded by that."""

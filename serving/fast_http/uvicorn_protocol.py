@@ -10,11 +10,11 @@ import socket
 import struct
 from typing import Any
 
+from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from serving.fast_http.connections import Connections
 from serving.fast_http.inbound import PIECE, Inbound, Stage
-from serving.fast_lookup.dispatcher import Message
 
 _AT_ONCE = struct.pack("ii", 1, 0)
 _REFUSALS = {

@@ -9,17 +9,19 @@ from numpy.typing import NDArray
 
 from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_bytes import Named
-from cache.outcomes import STORED, Source
 from cache.tiers.batches import Rows, Wants
-from cache.tiers.results import Found, Missed, Outcome, Want
+from cache.tiers.results import Found, Outcome, Tier, Want
+from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
+from serving.lookup.answer_builder import Turn
+from serving.lookup.entity import Case, plain_case
 from serving.lookup.service import LookupService
-from serving.rendering.answer_fields import Answer, complete
+from serving.rendering.answer_fields import JSON, Answer
 from serving.rendering.arrow_rows import items_of, resolved_stream
 from serving.rendering.batch_result import Lookup, Resolved
 from serving.rendering.json_batch import plain, texts_of
-from serving.rendering.json_single import JSON, Marks, Unfit, prediction_of
-from serving.requests.models import Ask, Entity
+from serving.rendering.json_single import Marks
+from serving.requests.models import RequestedEntity
 from serving.tracing.request_context import note
 from serving.usage.answer_sampling import Pick
 
@@ -66,36 +68,38 @@ class Batches:
         return resolved_stream(lookup, resolved, items, self._clock(), stale)
 
     async def resolve(self, lookup: Lookup) -> Resolved:
-        """Every answer, counted, in no form yet."""
-        places, wants = self._known(lookup)
+        """Every answer, counted, in no form yet: rows as they are stored, all others as the ladder has them."""
+        wants, is_plain = self._wanted(lookup)
+        places = np.flatnonzero(is_plain)
         if len(places) == len(lookup.raws):
             return await self._stored(lookup, places, wants)
-        unknown = np.setdiff1d(np.arange(len(lookup.raws)), places).tolist()
+        others = {
+            place: _case(lookup, place, wants.one(place))
+            for place in np.flatnonzero(~is_plain).tolist()
+        }
         if not len(places):
-            lower = await self._lower(lookup, unknown)
             none = np.empty(0, lookup.table.layout.dtype)
-            return Resolved(places, none, np.empty(0, bool), lower)
+            return Resolved(places, none, np.empty(0, bool), await self._resolved(lookup, others))
         # At the same time: what they read travels in one turn.
         async with asyncio.TaskGroup() as both:
-            below = both.create_task(self._lower(lookup, unknown))
-            stored = both.create_task(self._stored(lookup, places, wants))
+            below = both.create_task(self._resolved(lookup, others))
+            stored = both.create_task(self._stored(lookup, places, wants.of(places.tolist())))
         resolved = stored.result()
         resolved.answers.update(below.result())
         return resolved
 
-    def _known(self, lookup: Lookup) -> tuple[NDArray[np.int64], Wants]:
-        """Places of the ids that the night knows and nobody blocks, and what to read for them."""
+    def _wanted(self, lookup: Lookup) -> tuple[Wants, NDArray[np.bool_]]:
+        """Reads of all ids, and the mask of those that a record of the night may answer: known, and not blocked."""
         live, table = lookup.holding.live, lookup.table
         directory = live.directories[table.entity]
         hashes = hash_ids(lookup.raws, directory.seed)
         positions = directory.find_many(hashes)
         digest = live.digest_without_input(table)
         wants = Wants(table, hashes.tolist(), fingerprints(lookup.raws), positions, digest)
-        is_known = positions >= 0
+        is_plain = positions >= 0
         if live.has_blocked_entities:
-            is_known &= [not live.blocks(table, raw) for raw in lookup.raws]
-        known = np.flatnonzero(is_known)
-        return known, wants if len(known) == len(wants) else wants.of(known.tolist())
+            is_plain &= [not live.blocks(table, raw) for raw in lookup.raws]
+        return wants, is_plain
 
     async def read(self, lookup: Lookup, wants: Wants) -> tuple[Rows, NDArray[np.bool_]]:
         """Reads the rows of ids that the night knows from the tiers; the mask says which of them are plain answers."""
@@ -123,53 +127,20 @@ class Batches:
             self._count(lookup, resolved.places[~resolved.is_l2], Source.L1)
             self._count(lookup, resolved.places[resolved.is_l2], Source.L2)
         self._note(lookup, resolved, wants, is_plain)
-        if len(resolved.places) == len(places):
-            return resolved
-        lower: dict[int, str | None] = {}
-        for at in np.flatnonzero(~is_plain).tolist():
-            place = int(places[at])
-            answer = self.singly(lookup, place, wants.one(at), outcome_at(found, at))
-            if isinstance(answer, dict):
-                resolved.answers[place] = answer
-            else:
-                lower[place] = answer
-        if lower:
-            resolved.answers.update(await self._lower(lookup, list(lower), list(lower.values())))
+        if len(resolved.places) < len(places):
+            others = {}
+            for at in np.flatnonzero(~is_plain).tolist():
+                place = int(places[at])
+                others[place] = _case(lookup, place, wants.one(at))
+                others[place].take(outcome_at(found, at))
+            resolved.answers.update(await self._resolved(lookup, others))
         return resolved
 
-    def singly(
-        self, lookup: Lookup, place: int, want: Want, outcome: Outcome
-    ) -> Answer | str | None:
-        """The answer of one that is no plain row, counted; else the reason why the ladder must give it."""
-        if isinstance(outcome, Missed):
-            return outcome.reason
-        if outcome.reason is not None:  # a live answer that stands in for the night's
-            return None
-        live, table = lookup.holding.live, lookup.table
-        try:
-            prediction = prediction_of(live, table, outcome, lookup.k)
-        except Unfit as unfit:
-            if unfit.is_damaged:
-                self._tiers.discard(live.view, want)
-            return unfit.reason
-        self._count(lookup, np.array([place]), outcome.tier)
-        if outcome.tier == Source.L2:
-            self._watch.read(live.generation, table.name, want.key)
-        entity = _entity(lookup, place)
-        return complete(
-            prediction, live, table.name, entity, outcome.tier, "batch", self._clock(),
-            stale=self._service.follower.stale,
-        )  # fmt: skip
-
-    async def _lower(
-        self, lookup: Lookup, places: Sequence[int], reasons: Sequence[str | None] = ()
-    ) -> dict[int, Answer]:
-        ask = Ask(tuple([_entity(lookup, place) for place in places]), lookup.options)
-        answers = await self._ladder.lookup(lookup.holding, ask, lookup.started, reasons)
-        if (stale := self._service.follower.stale) is not None:
-            for answer in answers:
-                answer["stale"] = stale
-        return dict(zip(places, answers, strict=True))
+    async def _resolved(self, lookup: Lookup, cases: dict[int, Case]) -> dict[int, Answer]:
+        """The ladder's answers, by place."""
+        turn = Turn.of(lookup.options, lookup.started)
+        answers = await self._ladder.resolve(lookup.holding, list(cases.values()), turn)
+        return dict(zip(cases, self._service.marked(answers), strict=True))
 
     def _count(self, lookup: Lookup, places: NDArray[np.int64], tier: Source) -> None:
         """Counts the answers that a tier gave just now."""
@@ -225,13 +196,14 @@ class Batches:
         return found
 
 
-def _entity(lookup: Lookup, place: int) -> Entity:
+def _case(lookup: Lookup, place: int, want: Want) -> Case:
     raw = lookup.raws[place]
-    return Entity(lookup.table.name, raw.decode(), raw, f"entities[{place}]")
+    entity = RequestedEntity(lookup.table.name, raw.decode(), raw, f"entities[{place}]")
+    return plain_case(lookup.holding.live, lookup.table, lookup.k, want, entity)
 
 
 def outcome_at(found: Rows, at: int) -> Outcome:
     """The outcome of row `at`, as a single read would have it."""
     other = found.others.get(at)
-    tier = STORED[bool(found.is_l2[at])]
+    tier: Tier = "l2" if found.is_l2[at] else "l1"
     return Found(found.records[at].tobytes(), tier, False, None) if other is None else other

@@ -9,12 +9,12 @@ from cache.format.manifest import Table
 from serving.fast_lookup.batch import Batches
 from serving.generations.served_set import Holding
 from serving.lookup.service import LookupService
+from serving.rendering.answer_fields import JSON
 from serving.rendering.batch_result import Lookup
-from serving.rendering.json_single import JSON
 from serving.requests import fast_parse, lookup_arrow
 from serving.requests.content import LARGE, Scope, beside, lookup_of, peek, refuse
 from serving.requests.errors import Problem
-from serving.requests.models import Ask, Options
+from serving.requests.models import Ask, RequestOptions
 from serving.requests.negotiation import Form, Forms
 
 _JSON_BOTH = Forms("json", "json")
@@ -45,7 +45,7 @@ class Posted:
             return await self._from_ladder(scope, body, table.name, deadline_s, holding, started)
         if refuses(table, batch.k):
             return None
-        options = Options(self._service.limits.deadline_ms / 1000, batch.k)
+        options = RequestOptions(self._service.limits.deadline_ms / 1000, batch.k)
         options = fast_parse.tighter(options, deadline_s)
         lookup = Lookup(holding, table, batch.raws, options, started)
         answered = self.batches.stream if form.wanted == "arrow" else self.batches.answer

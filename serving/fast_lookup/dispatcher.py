@@ -4,35 +4,27 @@ What it does not recognise (other options, bad input, inputs to compute from, a 
 behind it, and ids without a stored answer to the ladder.
 """
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import orjson
-from starlette.types import Receive
+from starlette.types import Message, Receive, Scope
 
-from serving.admission.deadline_check import Lateness
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.fast_lookup.batch_request import Posted, refuses
-from serving.fast_lookup.coalescer import Told
 from serving.fast_lookup.ready_counts import SentReady
 from serving.fast_lookup.single import Singles
 from serving.fast_lookup.single_request import Get
 from serving.generations.served_set import Holding
-from serving.lookup.entity import want_in
+from serving.lookup.entity import plain_want
 from serving.lookup.service import LookupService
 from serving.metrics.fast_counters import GET_ROUTE
 from serving.requests import fast_parse
-from serving.requests.bodies import is_longer, whole_body
+from serving.requests.bodies import Messages
 from serving.requests.errors import Problem
-from serving.requests.fast_parse import Headers, Queries, credentials
+from serving.requests.fast_parse import QueryParser
 from serving.requests.negotiation import JSON_TYPE, forms
-
-Message = MutableMapping[str, Any]
-Messages = tuple[Message, Message]
-Tell = Callable[[Messages | None], None]
 
 _STARTS_MAX = 8_192
 _START = {"type": "http.response.start", "status": 200}
@@ -43,29 +35,15 @@ POST_ROUTE = "POST /v1/lookup/{table}"
 log = logging.getLogger(__name__)
 
 
-class _Joined:
-    """Receiver of the result of one request that joined others."""
-
-    __slots__ = ("_get", "_hot", "_is_told", "_tell")
-
-    def __init__(self, hot: "Hot", get: Get, tell: Tell) -> None:
-        self._hot, self._get, self._tell = hot, get, tell
-        self._is_told = False
-
-    def done(self) -> bool:
-        """True if the result was told, which happens once."""
-        return self._is_told
-
-    def set_result(self, what: Told, /) -> None:
-        """Passes the result on to the hot route."""
-        self._is_told = True
-        self._hot.joined(self._get, what, self._tell)
-
-
 class Hot:
     """The hot route: needs what the routes need, and the tiers; every method answers None for what is not its own."""
 
-    def __init__(self, service: LookupService, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        service: LookupService,
+        clock: Callable[[], float] = time.time,
+        is_traced: Callable[[Scope], bool] | None = None,
+    ) -> None:
         self._service = service
         self._shelf = service.follower.shelf
         self._tiers = tiers = service.tiers
@@ -73,40 +51,23 @@ class Hot:
         self._concerns = service.follower.concerns
         self._metrics = service.metrics
         self._requests = service.metrics.tally.requests
-        self._sent = SentReady(service, clock)
         self.answer = self._answer
+        self._sent = SentReady(service, clock, self._arm if service.observes else _nothing)
         if service.observes:
-            self._sent.at_turn = self._arm
             self._metrics.at_flips.append(self._arm)
             self._metrics.tally.flushes.append(self._sent.flush)
             self._arm()
         self._timer, self._clock = service.timer, clock
-        self._queries = Queries(service.limits)
-        sent = credentials(service.token) if service.token else ()
-        self._headers = Headers(sent, service.limits)
+        self._queries = QueryParser(service.limits)
+        self._is_traced = is_traced
+        self._gate = service.gate()
         self._posted = Posted(service, clock)
         self._singles = Singles(service, self._posted.batches, clock)
-        self.admission = service.admission
-        self.is_late = Lateness(service.admission, self._headers, service.limits).is_late
         self._starts: dict[int, Message] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    def refused(self, status: int) -> None:
-        """Counts a request that was refused before anybody looked for its route."""
-        self._metrics.requested("any", status)
-
-    async def body(
-        self, scope: MutableMapping[str, Any], receive: Receive
-    ) -> tuple[bytes | None, Receive]:
-        """Reads the body within the service's bounds; None if too long or unended, and a `receive` to replay it."""
-        service = self._service
-        if is_longer(scope["headers"], service.body_bytes):  # told elsewhere, without reading it
-            return None, receive
-        return await whole_body(receive, service.body_bytes, service.body_timeout_s)
-
-    def ready(self, scope: MutableMapping[str, Any]) -> Messages | None:
-        """The ready answer to a GET whose headers allow one; None if there is none."""
-        if not self.takes(scope["headers"]):
+    def ready(self, scope: Scope) -> Messages | None:
+        """The ready answer to a GET whose headers allow one, and that is not traced; None if there is none."""
+        if not self.takes(scope["headers"]) or (self._is_traced and self._is_traced(scope)):
             return None
         query, path = scope["query_string"], scope.get("raw_path") or b""
         body = self.answer(path + b"?" + query if query else path)
@@ -114,7 +75,7 @@ class Hot:
 
     def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Returns whether a lookup with these headers may have a ready answer."""
-        return self._headers.deadline_s(headers) is not None
+        return self._gate.takes(headers)
 
     def _answer(self, target: bytes) -> bytes | None:
         """The body for a GET that was answered before (path and query as they came), from L1, its age as of now."""
@@ -124,15 +85,15 @@ class Hot:
         holding, sent = self._shelf.holding, self._sent
         if holding is None or self._shelf.canary is not None or self._concerns.text is not None:
             return None
-        if ready[0] != holding.live.stamp:
-            if ready[0] != -holding.live.stamp:
-                return None
+        if ready.stamp != holding.live.stamp:
+            return None
+        if ready.touch is not None:
             sent.touched(ready)
         sent.append(ready)
         if len(sent) >= sent.due:
             sent.turn()
-        age = orjson.dumps(round(self._clock() - ready[3], 3))
-        return b"".join((ready[1], age, ready[2]))
+        age = orjson.dumps(round(self._clock() - ready.data_until, 3))
+        return b"".join((ready.head, age, ready.tail))
 
     def _arm(self) -> None:
         self.answer = self._timed
@@ -149,66 +110,37 @@ class Hot:
                 self.answer = self._answer
         return body
 
-    async def get(self, scope: MutableMapping[str, Any]) -> Messages | None:
-        """The answer to a GET of one id that the night knows."""
-        if (get := self._asked(scope)) is None:
+    def asked(self, scope: Scope) -> Get | None:
+        """A GET of one id, parsed and looked up in the directory; None for what is not this route's."""
+        started = self._timer()
+        deadline_s, holding = self._gate.headers.deadline_s(scope["headers"]), self._holding()
+        if deadline_s is None or holding is None:  # first: what a stranger asks leaves no trace
             return None
-        return await self._told(self._singles.answer(get))
+        asked = fast_parse.single(scope.get("raw_path") or b"")
+        if asked is None or (options := self._queries.of(scope["query_string"])) is None:
+            return None
+        live = holding.live
+        table = live.manifest.tables.get(asked.table)
+        if table is None or refuses(table, options.k):
+            return None
+        want = plain_want(live, table, asked.raw)
+        options = fast_parse.tighter(options, deadline_s)
+        query = scope["query_string"]
+        request = scope["raw_path"] + (b"?" + query if query else b"")
+        is_plain = want.position >= 0 and not live.blocks(table, asked.raw)
+        return Get(holding, table, asked, want, options, started, request, is_plain)
 
-    def joins(self, scope: MutableMapping[str, Any], tell: Tell) -> bool:
-        """Returns whether a GET of one id joins others without a task: `tell` hears the answer in a later turn."""
-        get = self._asked(scope)
-        return get is not None and self._singles.joins(get, _Joined(self, get, tell))
-
-    def joined(self, get: Get, what: Told, tell: Tell) -> None:
-        """Passes on the result of a request that joined others; one that has to go on alone gets a task now."""
-        if isinstance(what, bytes):
-            self._requests[GET_ROUTE] += 1
-            tell(self._messages(what))
-            return
-
-        async def go_on() -> None:
-            tell(await self._told(self._singles.after(get, what)))
-
-        task = asyncio.get_running_loop().create_task(go_on())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _told(self, answer: Coroutine[Any, Any, bytes]) -> Messages | None:
+    async def get(self, asked: Get) -> Messages | None:
+        """The answer to a GET of one id."""
         try:
-            body = await answer
+            body = await self._singles.answer(asked)
         except Exception:  # the routes behind say what is wrong, and count it
             log.exception("the hot route failed")
             return None
         self._requests[GET_ROUTE] += 1
         return self._messages(body)
 
-    def _asked(self, scope: MutableMapping[str, Any]) -> Get | None:
-        started = self._timer()
-        deadline_s, holding = self._headers.deadline_s(scope["headers"]), self._holding()
-        if deadline_s is None or holding is None:  # first: what a stranger asks leaves no trace
-            return None
-        asked = fast_parse.single(scope.get("raw_path") or b"")
-        if asked is None or (options := self._queries.of(scope["query_string"])) is None:
-            return None
-        table = holding.live.manifest.tables.get(asked.table)
-        if table is None or refuses(table, options.k):
-            return None
-        if holding.live.blocks(table, asked.raw):
-            return None
-        want = want_in(holding.live, table, asked.raw)
-        if want.position < 0:
-            return None
-        if (digest := holding.live.digest_without_input(table)) is not None:
-            want = want._replace(digest=digest)
-        options = fast_parse.tighter(options, deadline_s)
-        query = scope["query_string"]
-        request = scope["raw_path"] + (b"?" + query if query else b"")
-        return Get(holding, table, asked, want, options, started, request)
-
-    async def post(
-        self, scope: MutableMapping[str, Any], receive: Receive
-    ) -> tuple[Messages | None, Receive]:
+    async def post(self, scope: Scope, receive: Receive) -> tuple[Messages | None, Receive]:
         """The answer to a batch for one table, and from where the request can still be read if there is none."""
         started, path = self._timer(), scope.get("raw_path") or b""
         if not path.startswith(fast_parse.PREFIX) or (holding := self._holding()) is None:
@@ -217,14 +149,14 @@ class Hot:
             table = holding.live.manifest.tables.get(path[len(fast_parse.PREFIX) :].decode("ascii"))
         except UnicodeDecodeError:
             return None, receive
-        deadline_s = self._headers.deadline_s(scope["headers"])
+        deadline_s = self._gate.headers.deadline_s(scope["headers"])
         if table is None or deadline_s is None:
             return None, receive
         try:
             form = forms(scope["headers"])
         except Problem:  # told by the routes behind
             return None, receive
-        body, again = await self.body(scope, receive)
+        body, again = await self._gate.body(scope, receive)
         # Captured once more: the body may have taken its time.
         if body is None or self._holding() is not holding:
             return None, again
@@ -255,6 +187,10 @@ class Hot:
                 "headers": [(b"content-length", b"%d" % length), _JSON_TYPE],
             }
         return start, {"type": "http.response.body", "body": body}
+
+
+def _nothing() -> None:
+    """Times no answer."""
 
 
 def _arrow(stream: bytes) -> Messages:

@@ -7,8 +7,8 @@ from operator import itemgetter
 import orjson
 
 from cache.control.hot_keys import Name
-from cache.outcomes import Source
 from cache.tiers.l1 import Ready
+from serving.answers.sources import Source
 from serving.lookup.service import LookupService
 from serving.metrics.fast_counters import GET_ROUTE
 from serving.usage.answer_sampling import Pick
@@ -28,10 +28,15 @@ class SentReady(list[Ready]):
     the next answer is to be timed.
     """
 
-    def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        service: LookupService,
+        clock: Callable[[], float],
+        at_turn: Callable[[], None],
+    ) -> None:
         super().__init__()
         self.times: list[float] = []
-        self.at_turn: Callable[[], None] = lambda: None
+        self.at_turn = at_turn
         self._clock = clock
         self._shelf = service.follower.shelf
         self._local = service.tiers.local
@@ -94,7 +99,7 @@ class SentReady(list[Ready]):
     def _pick(self, ready: Ready) -> None:
         """Samples an answer as it was sent, but with its age as of now; one from before a flip is passed over."""
         holding, now = self._shelf.holding, self._clock()
-        if holding is not None and holding.live.stamp == abs(ready.stamp):
+        if holding is not None and holding.live.stamp == ready.stamp:
             age = orjson.dumps(round(now - ready.data_until, 3))
             body = b"".join((ready.head, age, ready.tail))
             self._picks.put(

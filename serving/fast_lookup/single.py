@@ -1,25 +1,24 @@
-"""A lookup of one plain id on the hot route: L1, then one read of L2 with or without company, then the ladder."""
+"""A lookup of one plain id on the fast way: L1, then one read of L2 with or without company, else the ladder."""
 
 from collections.abc import Callable
-from typing import Any
 
 import orjson
 
-from cache.outcomes import Source
-from cache.tiers.l1 import LocalKey
 from cache.tiers.tiered import Found, Outcome
+from serving.answers.sources import Source
 from serving.fast_lookup.batch import Batches
-from serving.fast_lookup.coalescer import Lower, Telling, Together
+from serving.fast_lookup.coalescer import Together
 from serving.fast_lookup.single_request import Get
+from serving.lookup.answer_builder import Turn
 from serving.lookup.service import LookupService
-from serving.rendering.json_single import JSON, Unfit, start_of
-from serving.requests.models import Ask, Entity
+from serving.rendering.answer_fields import JSON
+from serving.rendering.json_single import start_of
 from serving.tracing.request_context import note
 from serving.usage.answer_sampling import Pick
 
 
 class Singles:
-    """Answers lookups of one id that the night knows."""
+    """Answers lookups of one id; whatever is no plain record is the ladder's to answer."""
 
     def __init__(
         self, service: LookupService, batches: Batches, clock: Callable[[], float]
@@ -35,81 +34,58 @@ class Singles:
 
     async def answer(self, get: Get) -> bytes:
         """The body of the response."""
-        live, want = get.holding.live, get.want
-        found = self._tiers.peek(live.view, want)
-        if found is not None:
-            return await self._rendered(get, found)
-        together, began = self._together, self._service.timer()
-        told = None
-        if together.have_time(get) and together.pays():
-            told = await together.ask(get)
-        outcome = await self._read(get) if told is None else told
-        note("stored", self._service.timer() - began, 1)
-        return await self._below(get, outcome)
-
-    def joins(self, get: Get, told: Telling) -> bool:
-        """Returns whether the answer comes with that of others, without a task: `told` hears of it in a later turn."""
-        together, live, want = self._together, get.holding.live, get.want
-        if not (together.is_busy and together.have_time(get)):
-            return False
-        if self._tiers.local.look(LocalKey(live.generation, get.asked.table, want.key)) is not None:
-            return False  # what is here waits for no read of others
-        together.pays()
-        together.join(get, told)
-        return True
-
-    async def after(self, get: Get, told: Lower | None) -> bytes:
-        """The body for who joined others and was told where it comes from instead."""
-        return await self._below(get, await self._read(get) if told is None else told)
-
-    async def _below(self, get: Get, outcome: Outcome | Lower | bytes) -> bytes:
+        if not get.is_plain:
+            self._metrics.stage("parse", self._service.timer() - get.started)
+            return await self._resolved(get, None)
+        outcome: Outcome | bytes | None = self._tiers.peek(get.holding.live.view, get.want)
+        if outcome is None:
+            together, began = self._together, self._service.timer()
+            if together.have_time(get) and together.pays():
+                outcome = await together.ask(get)
+            if outcome is None:
+                outcome = await self._read(get)
+            note("stored", self._service.timer() - began, 1)
         if isinstance(outcome, bytes):
             return outcome
-        if not isinstance(outcome, Found):
-            return await self._lower(get, outcome.reason)
-        if outcome.reason is not None:  # a live answer that stands in for the night's
-            return await self._lower(get, None)
-        return await self._rendered(get, outcome)
+        rendered = self._rendered(get, outcome) if isinstance(outcome, Found) else None
+        return await self._resolved(get, outcome) if rendered is None else rendered
 
     async def _read(self, get: Get) -> Outcome:
         """Reads L2; under a deadline of its own if the request has less time than L2 may take."""
-        live, want = get.holding.live, get.want
-        if self._together.have_time(get):
-            return await self._tiers.read(live.view, want)
-        deadline = self._ladder.l2_deadline(get.options, get.started)  # a clock of its own
-        return await self._tiers.get(live.view, want, deadline)
+        deadline = None
+        if not self._together.have_time(get):
+            deadline = self._ladder.l2_deadline(get.options, get.started)  # a clock of its own
+        return await self._tiers.get(get.holding.live.view, get.want, deadline)
 
-    async def _rendered(self, get: Get, found: Found) -> bytes:
+    def _rendered(self, get: Get, found: Found) -> bytes | None:
+        """The body made of a stored record, counted; None if that is no plain answer."""
         live, asked = get.holding.live, get.asked
-        try:
-            start = start_of(live, get.table, found, asked.id, get.k)
-        except Unfit as unfit:
-            if unfit.is_damaged:
-                self._tiers.discard(live.view, get.want)
-            return await self._lower(get, unfit.reason)
+        start = start_of(live, get.table, found, asked.id, get.k)
+        if start is None:
+            return None
         name = asked.table, asked.raw
         self._ladder.recent.append(name)
-        self._metrics.hot(asked.table, found.tier, self._service.timer() - get.started)
-        if found.tier == Source.L2:
+        source = Source(found.tier)
+        self._metrics.hot(asked.table, source, self._service.timer() - get.started)
+        if source is Source.L2:
             self._watch.read(live.generation, asked.table, get.want.key)
         picks = self._watch.picks
         picks.left -= 1
         if picks.left < 0:
             picks.places(1)
             picks.put(Pick(
-                live.generation, *name, found.tier, "batch", self._clock(), get.k, found.record
+                live.generation, *name, source, "batch", self._clock(), get.k, found.record
             ))  # fmt: skip
         marks = self._batches.marks(live)
-        if found.tier == Source.L1 and marks.stale is None:
+        if source is Source.L1 and marks.stale is None:
             self._tiers.keep(live.view, get.want, marks.ready(start, name, get.request))
-        return start + marks.end(found.tier, self._clock())
+        return start + marks.end(source, self._clock())
 
-    async def _lower(self, get: Get, reason: str | None) -> bytes:
-        """The body with the ladder's answer, from what lies below the tiers."""
-        asked = get.asked
-        ask = Ask((Entity(asked.table, asked.id, asked.raw, "id"),), get.options)
-        answer: dict[str, Any]
-        (answer,) = await self._ladder.lookup(get.holding, ask, get.started, (reason,))
-        if (stale := self._service.follower.stale) is not None:
-            answer["stale"] = stale
-        return orjson.dumps(answer, option=JSON)
+    async def _resolved(self, get: Get, outcome: Outcome | None) -> bytes:
+        """The body with the ladder's answer, which knows how the read of the tiers ended, if there was one."""
+        case = get.case
+        if outcome is not None:
+            case.take(outcome)
+        turn = Turn.of(get.options, get.started)
+        answers = await self._ladder.resolve(get.holding, [case], turn)
+        return orjson.dumps(self._service.marked(answers)[0], option=JSON)

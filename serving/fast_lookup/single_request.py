@@ -1,12 +1,13 @@
-"""A request for one plain id on the hot route."""
+"""A request for one plain id on the fast way."""
 
 from typing import NamedTuple
 
 from cache.format.manifest import Table
 from cache.tiers.tiered import Want
 from serving.generations.served_set import Holding
+from serving.lookup.entity import Case, plain_case
 from serving.requests.fast_parse import Single
-from serving.requests.models import Options
+from serving.requests.models import RequestedEntity, RequestOptions
 
 
 class Get(NamedTuple):
@@ -16,12 +17,21 @@ class Get(NamedTuple):
     table: Table
     asked: Single
     want: Want
-    options: Options
+    options: RequestOptions
     started: float
     request: bytes
     """Path and query, by which a ready answer is kept."""
+    is_plain: bool
+    """True if a record of the night may answer it."""
 
     @property
     def k(self) -> int:
         """Items of the list: as many as asked for, else the table's width."""
         return self.table.layout.width if self.options.k is None else self.options.k
+
+    @property
+    def case(self) -> Case:
+        """The request as the ladder has it."""
+        asked = self.asked
+        entity = RequestedEntity(asked.table, asked.id, asked.raw, "id")
+        return plain_case(self.holding.live, self.table, self.k, self.want, entity)

@@ -139,8 +139,11 @@ class Snapshot:
 
     def digest_without_input(self, table: Table) -> bytes | None:
         """Input digest where nothing is sent: an item of the catalogue is its own input; others have none (None)."""
-        if table.entity != "item":
-            return None
+        return self.digest_of_nothing if table.entity == "item" else None
+
+    @property
+    def digest_of_nothing(self) -> bytes:
+        """Input digest where nothing is sent."""
         return _digest_of_nothing("" if self.predictor is None else self.predictor.model_digest)
 
     def knows(self, table: Table, raw: bytes) -> bool:

@@ -1,17 +1,19 @@
-"""The application itself: FastAPI, with the hot route ahead of its router."""
+"""The application itself: FastAPI behind admission and an observer, ahead of both a shorter way if there is one."""
 
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
+from urllib.parse import unquote
 
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from serving.admission.controller import Admission
-from serving.fast_lookup.dispatcher import Hot, Messages, Tell
-from serving.requests.bodies import refused
+from serving.admission.gate import OVERLOADED, AdmissionGate, refusal_of
+from serving.requests.bodies import Messages
 from serving.requests.body_budget import BYTES_MAX, Bodies
 from serving.requests.errors import Problem
-from serving.tracing.observer import Below, Watch
+from serving.tracing.observer import RequestObserver
 
 ADMITTED = "larder.admitted"
 """Key in the scope of a request that `refusal` let go on."""
@@ -19,14 +21,34 @@ ADMITTED = "larder.admitted"
 _LIMITED = ("/v1/lookup", "/v1/score", "/v1/explain")
 
 
-def _refusal(problem: Problem) -> Messages:
-    response = refused(problem)
-    head = {"status": response.status_code, "headers": response.raw_headers}
-    body = {"type": "http.response.body", "body": response.body}
-    return {"type": "http.response.start", **head}, body
+class Asked(Protocol):
+    """A GET of one id that was read already; `is_plain` if a record of the night may answer it."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the night knows the id and nobody blocks it."""
 
 
-_OVERLOADED = _refusal(Problem(503, "overloaded", "more is asked than can be answered in time"))
+class Fast(Protocol):
+    """A shorter way to some answers; what each method gives None for goes the complete way."""
+
+    def answer(self, target: bytes) -> bytes | None:
+        """The body of a ready answer to a GET of this path and query."""
+
+    def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Returns whether a lookup with these headers may have a ready answer."""
+
+    def ready(self, scope: Scope) -> Messages | None:
+        """The ready answer to a GET."""
+
+    def asked(self, scope: Scope) -> Asked | None:
+        """A GET of one id, read."""
+
+    async def get(self, asked: Any) -> Messages | None:
+        """The answer to a GET that was read."""
+
+    async def post(self, scope: Scope, receive: Receive) -> tuple[Messages | None, Receive]:
+        """The answer to a batch for one table, and from where the request can still be read if there is none."""
 
 
 class _Place:
@@ -51,119 +73,155 @@ class _Place:
 
 
 class Front(FastAPI):
-    """FastAPI behind the hot route: whatever that does not take goes on as it came."""
+    """FastAPI as its callers meet it: observed, admitted, within bounds. Without a `gate` it is FastAPI alone."""
 
     def __init__(self, *, bodies_bytes: int = BYTES_MAX, **settings: Any) -> None:
         super().__init__(**settings)
         self.bodies = Bodies(bodies_bytes)
-        self.hot: Hot | None = None
-        self.wire: Hot | None = None  # the same, unless each request may be traced
-        self.watch: Watch | None = None
+        self.gate: AdmissionGate | None = None
+        self.watch: RequestObserver | None = None
+        self.fast: Fast | None = None
+        self.wire: Fast | None = None  # the same, unless each request may be traced
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a request or the application's life; what is ready is sent under any load: a refusal costs as much."""
-        hot = self.hot
-        if hot is None or scope["type"] != "http":
+        gate, fast = self.gate, self.fast
+        if gate is None or scope["type"] != "http":
             await super().__call__(scope, receive, send)
-            return
-        method = scope["method"]
-        if method == "GET" and (answer := hot.ready(scope)) is not None:
-            await send(answer[0])
-            await send(answer[1])
-        elif method == "GET":
-            await self._watched(hot, scope, receive, send)
-        else:
+        elif scope["method"] != "GET":
             with self.bodies.of(receive) as counted:
-                await self._watched(hot, scope, counted, send)
-
-    async def _watched(self, hot: Hot, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request that has no ready answer, under the observer if one is set."""
-        watch, behind = self.watch, super().__call__
-        if watch is None:
-            await self._below(hot, behind, scope, receive, send)
-        elif scope["method"] == "GET" and watch.leaves(scope):
-            # Unless the hot route leaves it, too.
-            await self._below(hot, functools.partial(watch, behind), scope, receive, send)
+                await self._watched(gate, scope, counted, send)
+        elif fast is not None and (answer := fast.ready(scope)) is not None:
+            await _sent(answer, send)
         else:
-            await watch(functools.partial(self._below, hot, behind), scope, receive, send)
+            await self._watched(gate, scope, receive, send)
 
-    def joins(self, hot: Hot, scope: Scope, tell: Tell) -> bool:
-        """Returns whether a GET of one id joins others: then `tell` hears the answer in a later turn, once."""
-        admission = hot.admission
+    async def _watched(
+        self, gate: AdmissionGate, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answers a request that has no ready answer, under the observer if one is set."""
+        watch = self.watch
+        if watch is None:
+            await self._below(gate, scope, receive, send)
+        elif self.fast is not None and scope["method"] == "GET" and watch.leaves(scope):
+            # Unless the fast way leaves it, too.
+            await self._below(gate, scope, receive, send, watch)
+        else:
+            await watch(functools.partial(self._below, gate), scope, receive, send)
 
-        def told(answer: Messages | None) -> None:
-            admission.leave()
-            tell(answer)
-
-        is_full = admission.under_way >= admission.requests_max
-        if is_full or admission.is_behind or not hot.joins(scope, told):
-            return False
-        return admission.enter()
-
-    async def stored(self, hot: Hot, scope: Scope) -> Messages | None:
-        """The answer to a GET of one id, which may be a refusal, for who needs no router; None if it takes one."""
-        admission, answer = hot.admission, _OVERLOADED
-        if admission.enter():
+    async def _below(
+        self,
+        gate: AdmissionGate,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        watch: RequestObserver | None = None,
+    ) -> None:
+        """Answers a request without a ready answer; lookups, scores and explanations need admission."""
+        if not scope["path"].startswith(_LIMITED):  # decoded, as the router reads it
+            await self._behind(None, scope, receive, send, watch)
+            return
+        answer = OVERLOADED
+        if gate.admission.enter():
+            place = _Place(gate.admission, send)
             try:
-                if not (admission.is_behind and hot.is_late(scope, b"")):
-                    found = await hot.get(scope)
+                judged = await gate.late(scope, receive) if gate.admission.is_behind else receive
+                if judged is not None:
+                    found, asked, receive = await self._plain(gate, scope, judged)
                     if found is None:
-                        return None
+                        await self._behind(asked, scope, receive, place.send, watch)
+                        return
                     answer = found
+            except Problem as problem:
+                answer = refusal_of(problem)
             finally:
-                admission.leave()
-        if (status := answer[0]["status"]) != 200:
-            hot.refused(status)
+                place.leave()
+        gate.count(answer)
+        await _sent(answer, send)
+
+    async def _plain(
+        self, gate: AdmissionGate, scope: Scope, receive: Receive
+    ) -> tuple[Messages | None, Asked | None, Receive]:
+        """The answer of the fast way, or a refusal; else what it has read of the request, for who goes on."""
+        fast, answer, asked = self.fast, None, None
+        is_post = scope["method"] == "POST"
+        if fast is not None and scope["method"] == "GET" and (asked := fast.asked(scope)):
+            answer = await fast.get(asked) if asked.is_plain else None
+        if answer is None and ADMITTED not in scope and not gate.admission.admit_costly():
+            return OVERLOADED, None, receive
+        if fast is not None and is_post:
+            answer, receive = await fast.post(scope, receive)
+        return answer, asked, receive
+
+    async def _behind(
+        self,
+        asked: Asked | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        watch: RequestObserver | None,
+    ) -> None:
+        """The complete way: what was read already goes to the ladder, all else through the router."""
+        below = super().__call__
+        if asked is not None and not asked.is_plain:
+            below = functools.partial(self._resolved, asked)
+        if watch is not None:
+            await watch(below, scope, receive, send)
+        else:
+            await below(scope, receive, send)
+
+    async def _resolved(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = None if self.fast is None else await self.fast.get(asked)
+        if answer is not None:
+            await _sent(answer, send)
+        elif "type" in scope:  # of a connection that reads requests itself it is not whole
+            await super().__call__(scope, receive, send)
+
+    async def stored(self, scope: Scope) -> Messages | None:
+        """The answer to a GET of one id, which may be a refusal, for who needs no router; None if it takes one."""
+        gate, fast = self.gate, self.fast
+        if gate is None or fast is None:
+            return None
+        answer: Messages | None = OVERLOADED
+        if gate.admission.enter():
+            try:
+                if not (gate.admission.is_behind and gate.is_late(scope, b"")):
+                    if (asked := fast.asked(scope)) is None:
+                        return None
+                    if asked.is_plain:
+                        answer = await fast.get(asked)
+                    elif gate.admission.admit_costly():
+                        answer = await self._told(asked, scope)
+            finally:
+                gate.admission.leave()
+        if answer is not None:
+            gate.count(answer)
         return answer
+
+    async def _told(self, asked: Asked, scope: Scope) -> Messages | None:
+        """The answer of the ladder under the observer."""
+        sent: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            sent.append(message)
+
+        scope = {**scope, "path": unquote(scope["raw_path"].decode("ascii"))}
+        await self._behind(asked, scope, _no_body, keep, self.watch)
+        return (sent[0], sent[1]) if sent else None
 
     def refusal(self) -> Messages | None:
         """The refusal of a request with a body before anybody looks at it, counted; None if it may go on."""
-        hot = self.hot
-        if hot is None or hot.admission.admit_costly():
+        gate = self.gate
+        if gate is None or gate.admission.admit_costly():
             return None
-        hot.refused(503)
-        return _OVERLOADED
+        gate.count(OVERLOADED)
+        return OVERLOADED
 
-    async def _below(
-        self, hot: Hot, behind: Below, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Answers a request without a ready answer; lookups, scores and explanations need admission."""
-        answer: Messages | None
-        if not scope["path"].startswith(_LIMITED):  # decoded, as the router reads it
-            await behind(scope, receive, send)
-            return
-        if not hot.admission.enter():
-            answer = _OVERLOADED
-        else:
-            place = _Place(hot.admission, send)
-            try:
-                answer, receive = await self._judged(hot, scope, receive)
-                if answer is None:
-                    await behind(scope, receive, place.send)
-                    return
-            except Problem as problem:
-                answer = _refusal(problem)
-            finally:
-                place.leave()
-        if (status := answer[0]["status"]) != 200:
-            hot.refused(status)
-        await send(answer[0])
-        await send(answer[1])
 
-    async def _judged(
-        self, hot: Hot, scope: Scope, receive: Receive
-    ) -> tuple[Messages | None, Receive]:
-        """The answer, which may be a refusal; None if the routes behind have it. Raises Problem for a body too slow."""
-        method, admission = scope["method"], hot.admission
-        if admission.is_behind:
-            body: bytes | None = b""
-            if method == "POST" and hot.takes(scope["headers"]):  # of a stranger nothing is read
-                body, receive = await hot.body(scope, receive)
-            if hot.is_late(scope, body):
-                return _OVERLOADED, receive
-        answer = await hot.get(scope) if method == "GET" else None
-        if answer is None and ADMITTED not in scope and not admission.admit_costly():
-            return _OVERLOADED, receive
-        if method == "POST":
-            return await hot.post(scope, receive)
-        return answer, receive
+async def _sent(answer: Messages, send: Send) -> None:
+    await send(answer[0])
+    await send(answer[1])
+
+
+async def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}

@@ -1,6 +1,7 @@
 """OpenAPI description of a route: parameters, body, responses. Pure."""
 
-from serving.http.json_schema import ARROW_ANSWERS, ARROW_LOOKUP, ERROR, HEALTH, OPTIONS, Json
+from serving.http.answer_schema import ARROW_ANSWERS, ERROR, HEALTH
+from serving.http.json_schema import ARROW_LOOKUP, OPTIONS, Json
 
 BEARER = "bearer"
 _QUERY: Json = {name: OPTIONS[name] for name in OPTIONS if name != "exclude"}

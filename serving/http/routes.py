@@ -11,7 +11,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from serving.dashboard.document_schema import DASHBOARD
 from serving.dashboard.static_files import page_routes
 from serving.generations.snapshot import Snapshot
-from serving.http import json_schema, openapi
+from serving.http import answer_schema, json_schema, openapi
 from serving.http.endpoint import Guard, Handler
 from serving.http.generations_view import overview
 from serving.http.service import Service
@@ -22,7 +22,7 @@ from serving.rendering.arrow_batch import answers_stream
 from serving.requests.bodies import as_arrow, as_json, read_body
 from serving.requests.content import beside, lookup_of, take
 from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
-from serving.requests.models import Ask, Options
+from serving.requests.models import Ask, RequestOptions
 from serving.requests.negotiation import JSON_TYPE, Form, forms
 from serving.requests.options import with_headers
 
@@ -142,40 +142,43 @@ def routes(service: Service) -> APIRouter:
     described = functools.partial(openapi.described, has_token=bool(service.token))
     add(
         "/v1/lookup/{table}/{entity:rest}", "GET", lookup_one,
-        described(json_schema.ANSWER, path=("table", "entity"), query=True),
+        described(answer_schema.ANSWER, path=("table", "entity"), query=True),
     )  # fmt: skip
     add(
         "/v1/lookup/{table}", "POST", lookup_table,
         described(
-            json_schema.ANSWERS, body=json_schema.lookup(service.limits), path=("table",), has_arrow=True
+            answer_schema.ANSWERS, body=json_schema.lookup(service.limits), path=("table",), has_arrow=True
         ),
     )  # fmt: skip
     add(
         "/v1/lookup",
         "POST",
         lookup_tables,
-        described(json_schema.ANSWERS, body=json_schema.lookup_many(service.limits)),
+        described(answer_schema.ANSWERS, body=json_schema.lookup_many(service.limits)),
     )
     add(
         "/v1/score",
         "POST",
         score,
-        described(json_schema.SCORES, body=json_schema.score(service.limits)),
+        described(answer_schema.SCORES, body=json_schema.score(service.limits)),
     )
     add(
         "/v1/feedback", "POST", feedback,
-        described(json_schema.FEEDBACK, body=json_schema.FEEDBACK_BODY, has_options=False),
+        described(answer_schema.FEEDBACK, body=json_schema.FEEDBACK_BODY, has_options=False),
     )  # fmt: skip
     add(
         "/v1/explain/{table}/{entity:rest}", "GET", explain_one,
-        described(json_schema.EXPLAINED, path=("table", "entity"), query=True),
+        described(answer_schema.EXPLAINED, path=("table", "entity"), query=True),
     )  # fmt: skip
     add(
         "/v1/explain/{table}", "POST", explain_input,
-        described(json_schema.EXPLAINED, body=json_schema.lookup(service.limits, 1), path=("table",)),
+        described(answer_schema.EXPLAINED, body=json_schema.lookup(service.limits, 1), path=("table",)),
     )  # fmt: skip
     add(
-        "/v1/generations", "GET", generations, described(json_schema.GENERATIONS, has_options=False)
+        "/v1/generations",
+        "GET",
+        generations,
+        described(answer_schema.GENERATIONS, has_options=False),
     )
     # Not counted, as no probe is: who looks on is not what is looked at.
     add(
@@ -203,17 +206,19 @@ async def _answers(
 
 async def _asked(service: Service, request: Request, form: Form, table: str | None) -> Ask:
     body, limits = await _body(service, request), service.limits
-    return await beside(body, lambda: lookup_of(request.scope, body, form, table, limits))
+    return await beside(
+        body, functools.partial(lookup_of, request.scope, body, form, table, limits)
+    )
 
 
 async def _json(service: Service, request: Request) -> object:
     body, limits = await _body(service, request), service.limits
-    return await beside(body, lambda: take(request.scope, body, "json", limits))
+    return await beside(body, functools.partial(take, request.scope, body, "json", limits))
 
 
 async def _body(service: Service, request: Request) -> bytes:
     return await read_body(request, service.body_bytes, service.body_timeout_s)
 
 
-def _with_headers(service: Service, request: Request, options: Options) -> Options:
+def _with_headers(service: Service, request: Request, options: RequestOptions) -> RequestOptions:
     return with_headers(options, request.scope["headers"], service.limits)

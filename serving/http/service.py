@@ -7,7 +7,7 @@ from serving.dashboard.service import Dashboard
 from serving.explain.explainer import Explainer
 from serving.lookup.service import LookupService
 from serving.quality.monitor import QualityMonitor
-from serving.replica.canary_router import Trial
+from serving.replica.canary_router import CanaryRouter
 from serving.replica.freshness import Nights
 
 
@@ -17,7 +17,7 @@ class Service(LookupService):
 
     drain: Callable[[], Awaitable[None]]
     nights: Nights
-    trial: Trial
+    trial: CanaryRouter
     expose: Callable[[], Awaitable[bytes]]
     dashboard: Dashboard
     explainer: Explainer

@@ -2,26 +2,33 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 from cache.format.records.codec import Record
-from cache.outcomes import STORED, MissReason, Source
+from cache.tiers.results import MissReason
+from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Barred, Prediction, complete, from_defaults, from_record
-from serving.requests.models import Options
+from serving.requests.models import RequestOptions
 from serving.usage.answer_sampling import Pick
-from serving.usage.request_observer import Watch
+from serving.usage.request_observer import UsageObserver
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """State that all entities of one request share; times are monotonic."""
 
-    options: Options
+    options: RequestOptions
     started: float
     deadline: float
     _excluded: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: RequestOptions, started: float) -> Self:
+        """The state of a request that came at `started`."""
+        return cls(options, started, started + options.deadline_s)
 
     def excluded(self, snapshot: Snapshot) -> frozenset[int]:
         """Ordinals of `exclude`, looked up once per generation and not once per entity."""
@@ -44,7 +51,7 @@ class Reply:
     def __init__(
         self,
         metrics: Metrics,
-        watch: Watch,
+        watch: UsageObserver,
         timer: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
@@ -67,7 +74,7 @@ class Reply:
         table = snapshot.manifest.tables[case.table.name]
         barred: Barred = (turn.excluded(snapshot),)
         # A live record was computed from this very history, and leaves it out.
-        if source is not Source.LIVE and table.kind == "topk":
+        if source is not Source.LIVE and table.kind == "topk" and case.entity.history:
             barred += (case.history_in(snapshot).seen,)
         prediction = from_record(snapshot, table, record, case.k, barred)
         if record.items is not None:

@@ -69,11 +69,13 @@ def _ranked(
     return {
         "items": snapshot.items.ids_of(ordinals[order].astype(np.uint32)),
         "scores": scores[order],
-        "score_tolerance": _tolerance(layout, vector, snapshot.items.vectors[ordinals], metric),
+        "score_tolerance": score_tolerance(
+            layout, vector, snapshot.items.vectors[ordinals], metric
+        ),
     }
 
 
-def _tolerance(
+def score_tolerance(
     layout: Layout, vector: NDArray[np.float32], items: NDArray[np.float32], metric: Metric
 ) -> float:
     """The most that rounding the vector to its layout can have moved any of these scores."""

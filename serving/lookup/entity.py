@@ -9,23 +9,25 @@ from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
 from cache.format.records.codec import Record, decode
 from cache.model.predictor import LiveInput
-from cache.outcomes import MissReason
-from cache.tiers.tiered import Found, Want
+from cache.tiers.results import Found, Missed, MissReason, Outcome, Want
 from serving.generations.snapshot import Snapshot
 from serving.rendering.answer_fields import Answer, History, history_in
 from serving.requests.errors import Problem, from_input
-from serving.requests.models import Ask, Entity
+from serving.requests.models import Ask, RequestedEntity
 
 _TURN = 64
 
+_NO_OTHER_NIGHT = (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED)
+"""Reasons that hold for the previous generation as well."""
 
-class Pace:
+
+class LoopShare:
     """Lets others use the event loop now and then while a large request is worked through."""
 
     def __init__(self) -> None:
         self._done = 0
 
-    async def step(self, entity: Entity) -> None:
+    async def step(self, entity: RequestedEntity) -> None:
         """Counts one more entity, a long input as several."""
         features = (entity.features or {}).values()
         numbers = sum([len(each) if type(each) is tuple else 1 for each in features])
@@ -42,7 +44,7 @@ class Case:
     `dropped` counts the ids of the history that the model lacked, where live has counted them.
     """
 
-    entity: Entity
+    entity: RequestedEntity
     table: Table
     k: int
     want: Want
@@ -53,6 +55,13 @@ class Case:
     answer: Answer | None = None
     dropped: int | None = None
     _history: tuple[str, History] | None = None
+
+    def take(self, outcome: Outcome) -> None:
+        """Takes over how a read of the tiers ended."""
+        if isinstance(outcome, Missed):
+            self.reason = outcome.reason
+        else:
+            self.found = outcome
 
     @property
     def size_bytes(self) -> int:
@@ -113,7 +122,7 @@ def _feature_bytes(value: FeatureValue) -> int:
 async def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
     """Builds a case per entity; raises Problem for what this generation can never answer."""
     cases = []
-    pace = Pace()
+    pace = LoopShare()
     for entity in ask.entities:
         await pace.step(entity)
         table = snapshot.table(entity.table)
@@ -125,6 +134,21 @@ async def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
     return cases
 
 
+def plain_case(
+    snapshot: Snapshot, table: Table, k: int, want: Want, entity: RequestedEntity
+) -> Case:
+    """The case of an entity that came with nothing but an id, which was looked up as `want`."""
+    digest = want.digest or snapshot.digest_of_nothing
+    return Case(entity, table, k, want, digest)
+
+
+def plain_want(snapshot: Snapshot, table: Table, raw: bytes) -> Want:
+    """Read request for an id that came without an input, with the digest of an item, which is its own input."""
+    want = want_in(snapshot, table, raw)
+    is_input = table.entity == "item" and want.position >= 0
+    return want._replace(digest=snapshot.digest_of_nothing) if is_input else want
+
+
 def want_in(snapshot: Snapshot, table: Table, raw: bytes) -> Want:
     """Read request (`Want`) for an id that came without an input."""
     directory = snapshot.directories[table.entity]
@@ -132,12 +156,12 @@ def want_in(snapshot: Snapshot, table: Table, raw: bytes) -> Want:
     return Want(table, key, fingerprint(raw), directory.find(key))
 
 
-def _digest(snapshot: Snapshot, entity: Entity) -> bytes:
+def _digest(snapshot: Snapshot, entity: RequestedEntity) -> bytes:
     model = "" if snapshot.predictor is None else snapshot.predictor.model_digest
     return input_digest(model, entity.history or None, entity.features or None)
 
 
-def _want(snapshot: Snapshot, table: Table, entity: Entity, digest: bytes) -> Want:
+def _want(snapshot: Snapshot, table: Table, entity: RequestedEntity, digest: bytes) -> Want:
     if entity.raw is None:
         return Want(table, digest, fingerprint(digest), -1, digest)
     want = want_in(snapshot, table, entity.raw)
@@ -157,7 +181,7 @@ def _checked_k(table: Table, k: int | None) -> int:
     return k
 
 
-def _check_features(snapshot: Snapshot, table: Table, entity: Entity) -> None:
+def _check_features(snapshot: Snapshot, table: Table, entity: RequestedEntity) -> None:
     predictor = snapshot.predictor
     if predictor is None or not predictor.supports(table.name):
         return
@@ -170,3 +194,16 @@ def _check_features(snapshot: Snapshot, table: Table, entity: Entity) -> None:
 def still_open(cases: Sequence[Case]) -> list[Case]:
     """Cases without an answer yet."""
     return [case for case in cases if case.answer is None]
+
+
+def want_of_previous(previous: Snapshot, case: Case) -> Want | str:
+    """The record that a case may be answered with from the previous generation, or why there is none."""
+    raw = case.entity.raw
+    if raw is None or case.reason in _NO_OTHER_NIGHT:
+        return case.reason or "no_id"
+    table = previous.manifest.tables.get(case.table.name)
+    if table is None or (table.entity, table.kind) != (case.table.entity, case.table.kind):
+        return "no_such_table"
+    want = want_in(previous, table, raw)
+    # Never an overlay: it was computed for another night.
+    return want if want.position >= 0 else "not_in_generation"

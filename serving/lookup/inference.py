@@ -3,15 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from cache.l2.lease_commands import Mark
-from cache.outcomes import STANDS_IN, MissReason
+from cache.tiers.results import STANDS_IN, MissReason
 from cache.tiers.singleflight import Boarded, SingleFlight
 from cache.tiers.tiered import Found, View, Want
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import Case, Pace
+from serving.lookup.entity import Case, LoopShare
 from serving.lookup.leases import Lead
 from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
 from serving.lookup.repeat_rate import Repeats
@@ -88,6 +88,10 @@ class Inferences:
         self._admit = admit
         self._spares_reads = spares_reads
 
+    def found_again(self) -> None:
+        """Counts an input that was answered from an overlay."""
+        self.repeats.saw(True)
+
     async def run(
         self, snapshot: Snapshot, cases: Sequence[Case], limit_s: float
     ) -> list[Computed | LiveUnavailable]:
@@ -96,7 +100,7 @@ class Inferences:
             return [LiveUnavailable("no_model")] * len(cases)
         give_up = time.monotonic() + limit_s
         boarded: list[Boarded[Key, Computed] | None] = []
-        pace = Pace()
+        pace = LoopShare()
         try:
             for case in cases:
                 if time.monotonic() >= give_up:
@@ -127,22 +131,14 @@ class Inferences:
         joins = key in self.flights
         if want.position < 0 and case.reason in _LOOKED_UP:
             self.repeats.saw(joins)
-        is_left_out = not joins and not self._admit()  # who joins a flight costs nothing
-        is_led = lead is not None and want.position < 0 and case.reason in SHARED
-        if lead is not None and want.bid is not None and (joins or is_left_out or not is_led):
-            lead.give_back(want.bid)
-        if is_left_out:
+        if not joins and not self._admit():  # who joins a flight costs nothing
             return None
+        is_led = want.position < 0 and case.reason in SHARED
 
         def work() -> asyncio.Future[Computed]:
             job = Job(snapshot, table, case.source, want.fingerprint, case.size_bytes, deadline)
             self._jobs[key] = job
             if lead is None or not is_led:
-                computing = self._infer(job, case)
-            elif want.bid is not None and (mark := lead.won(want.bid)) is not None:
-                computing = self._infer(job, case, mark)
-                lead.hold(want.bid, computing)
-            elif want.bid is None and lead.rests():
                 computing = self._infer(job, case)
             else:
                 computing = asyncio.ensure_future(self._led(lead, job, case))
@@ -151,20 +147,16 @@ class Inferences:
 
         return self.flights.board(key, work)
 
-    def approach(self, snapshot: Snapshot, cases: Iterable[Case]) -> None:
-        """Has leases asked for with the overlays that are read next, or these left unread, as far as either pays."""
-        if snapshot.predictor is None:
+    def approach(self, snapshot: Snapshot, cases: Sequence[Case]) -> None:
+        """Has the overlays that would be read next left unread where that pays, but for probes."""
+        if snapshot.predictor is None or not (self._spares_reads and self.repeats.are_rare):
             return
-        lead, spares = self._lead, self._spares_reads and self.repeats.are_rare
         for case in cases:
             want = case.want
             if want.position < 0 and want.digest is not None and case.may_compute(snapshot):
-                if spares:
-                    case.want = Want(*want[:5], here_only=True)
-                    if self.repeats.spare():
-                        self._keeper.probe(snapshot.view, want, self.repeats.probed)
-                elif lead is not None:
-                    case.want = Want(*want[:5], lead.bid(snapshot.view, want, want.digest))
+                case.want = want._replace(here_only=True)
+                if self.repeats.spare():
+                    self._keeper.probe(snapshot.view, want, self.repeats.probed)
 
     def _infer(self, job: Job, case: Case, mark: Mark | None = None) -> asyncio.Future[Computed]:
         # An id of the night gets a live answer kept (beside, here only) while its page is out of reach, or has none.
@@ -188,7 +180,7 @@ class Inferences:
         answer = await lead.answer(job.snapshot.view, case.want, case.digest, limit_s, compute)
         if not isinstance(answer, Found):
             return answer
-        self.repeats.saw(True)
+        self.found_again()
         return Computed(answer.record)
 
     def _forget(self, key: Key, job: Job) -> None:

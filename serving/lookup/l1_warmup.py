@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from cache.control.hot_keys import Name
-from cache.tiers.tiered import View, Want
+from cache.tiers.tiered import Found, Outcome, View, Want
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import want_in
 
@@ -18,11 +18,13 @@ _LONGEST_S = 5.0
 _MANY = 256
 
 
-class Reads(Protocol):
+class WarmupReads(Protocol):
     """Protocol of the tiers, as far as reading ahead needs it."""
 
-    async def warm(self, view: View, wants: Sequence[Want], deadline: float) -> int:
-        """Reads into L1, uncounted; `deadline` is monotonic."""
+    async def get_many(
+        self, view: View, wants: Sequence[Want], deadline: float, *, is_counted: bool
+    ) -> Sequence[Outcome]:
+        """Reads into L1; `deadline` is monotonic."""
 
 
 class Warming:
@@ -34,7 +36,7 @@ class Warming:
 
     def __init__(
         self,
-        tiers: Reads,
+        tiers: WarmupReads,
         recent: Callable[[], Sequence[Name]],
         hottest: Callable[[], Awaitable[Sequence[Name]]] | None = None,
         observe: Callable[[int, float], None] = lambda _records, _seconds: None,
@@ -66,7 +68,8 @@ class Warming:
                 break
             part = new[start : start + _SLICE]
             if wants := _wants(coming, part):
-                records += await self._tiers.warm(coming.view, wants, give_up)
+                read = await self._tiers.get_many(coming.view, wants, give_up, is_counted=False)
+                records += sum(isinstance(each, Found) for each in read)
             self._done.update(part)
             await asyncio.sleep(_PAUSE_S)
         if new:

@@ -7,26 +7,23 @@ from typing import Protocol
 
 from cache.format.records.codec import Record, decode
 from cache.l2.pool import deadline_for
-from cache.outcomes import MissReason, Source
-from cache.tiers.tiered import Found, Missed, Outcome, View, Want
+from cache.tiers.tiered import Found, MissReason, Outcome, View, Want
+from serving.answers.sources import Source
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Reply, Turn
-from serving.lookup.entity import Case, Pace, cases_of, still_open, want_in
-from serving.lookup.inference import Inferences
-from serving.lookup.micro_batcher import Computed
+from serving.lookup.entity import Case, LoopShare, cases_of, still_open, want_of_previous
+from serving.lookup.micro_batcher import Computed, LiveUnavailable
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
-from serving.requests.models import Ask, Options
+from serving.requests.models import Ask, RequestOptions
 from serving.usage.hot_keys import Recent
-from serving.usage.request_observer import Watch
+from serving.usage.request_observer import UsageObserver
 
 log = logging.getLogger(__name__)
 
 _SETTLED_FOR = (None, MissReason.TOO_OLD, MissReason.EXHAUSTED)
 """Reasons for which a stored record is still an answer, once live has none."""
-_NO_OTHER_NIGHT = (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED)
-"""Reasons that hold for the previous generation as well."""
 
 
 class Stored(Protocol):
@@ -41,22 +38,37 @@ class Stored(Protocol):
         """Forgets a record that turned out to be damaged."""
 
 
+class Computes(Protocol):
+    """Protocol of live inference, as far as the ladder needs it."""
+
+    def approach(self, snapshot: Snapshot, cases: Sequence[Case]) -> None:
+        """Has overlays left unread where that pays."""
+
+    def found_again(self) -> None:
+        """Counts an input that was answered from an overlay."""
+
+    async def run(
+        self, snapshot: Snapshot, cases: Sequence[Case], limit_s: float
+    ) -> Sequence[Computed | LiveUnavailable]:
+        """Outcomes within `limit_s` seconds, one per case, in order."""
+
+
 class Ladder:
     """Answers every entity exactly once; only a request that can never be answered raises (Problem)."""
 
     def __init__(
         self,
         tiers: Stored,
-        inferences: Inferences,
+        inferences: Computes,
         metrics: Metrics,
         *,
         l2_deadline_s: float,
-        watch: Watch | None = None,
+        watch: UsageObserver | None = None,
         timer: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.recent = Recent()
-        self.watch = watch or Watch(metrics.l1_misses)
+        self.watch = watch or UsageObserver(metrics.l1_misses)
         self._tiers = tiers
         self._inferences = inferences
         self._metrics = metrics
@@ -64,76 +76,79 @@ class Ladder:
         self._l2_deadline_s = l2_deadline_s
         self._timer = timer
         self._clock = clock
+        self._rungs = (
+            self._read_stored,
+            self._compute,
+            self._settle_for_stored,
+            self._read_previous,
+            self._give_default,
+        )
 
-    async def lookup(
-        self, holding: Holding, ask: Ask, started: float, reasons: Sequence[str | None] = ()
-    ) -> list[Answer]:
-        """Answers each entity once, in order, from what `holding` had when the request came.
-
-        `reasons`, if any, say per entity why what is stored is no answer: it is not read again.
-        """
+    async def lookup(self, holding: Holding, ask: Ask, started: float) -> list[Answer]:
+        """Answers each entity once, in order, from what `holding` had when the request came."""
         holding = holding.pinned(ask.options.generation)
         cases = await cases_of(holding.live, ask)
-        self._metrics.asked(case.table.name for case in cases)
+        return await self.resolve(holding, cases, Turn.of(ask.options, started))
+
+    async def resolve(self, holding: Holding, cases: Sequence[Case], turn: Turn) -> list[Answer]:
+        """Answers each case once, in order: from the first rung that can.
+
+        The one way to an answer, whoever asks. A case may come with what the tiers hold of it (`Case.take`), read in
+        whatever way was cheapest for many: then that is judged here, and not read again.
+        """
+        live = holding.live
+        self._metrics.asked([case.table.name for case in cases])
         # Only ids of the night: a flood of random ones must not push out what is hot.
         self.recent.extend(
             (case.table.name, case.entity.raw)
             for case in cases
             if case.want.position >= 0 and case.entity.raw is not None
         )
-        for case, reason in zip(cases, reasons, strict=False):
-            case.reason = reason
-        turn = Turn(ask.options, started, started + ask.options.deadline_s)
         try:
-            await self._descend(holding, cases, turn)
+            for rung in self._rungs:
+                if waiting := still_open(cases):
+                    await rung(holding, waiting, turn)
         except Exception:  # a defect of ours costs an answer its quality, not its caller the answer
             log.exception("answering failed")
             for case in still_open(cases):
                 case.reason = MissReason.INTERNAL_ERROR
-                self._reply.default(case, holding.live, turn)
+                self._reply.default(case, live, turn)
         return [case.answer for case in cases if case.answer is not None]
 
-    def l2_deadline(self, options: Options, started: float, commands: int = 1) -> float:
+    def now(self) -> float:
+        """Monotonic time by which requests begin and deadlines end."""
+        return self._timer()
+
+    def l2_deadline(self, options: RequestOptions, started: float, commands: int = 1) -> float:
         """Monotonic time until which the stored records of a request may be waited for."""
         tier_s = deadline_for(self._l2_deadline_s, commands)
         return min(started + options.deadline_s, self._timer() + tier_s)
 
-    async def _descend(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
-        live = holding.live
+    async def _read_stored(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+        """L1 and L2."""
+        snapshot = holding.live
         for case in cases:
-            if live.blocks(case.table, case.entity.raw):
-                case.reason = MissReason.ENTITY_BLOCKED
-            elif turn.options.fresh and case.may_compute(live):
+            if snapshot.blocks(case.table, case.entity.raw):
+                case.reason, case.found = MissReason.ENTITY_BLOCKED, None
+            elif turn.options.fresh and case.may_compute(snapshot):
                 case.reason = MissReason.FRESH
-        unread = [case for case in cases if case.reason is None]
-        self._inferences.approach(live, unread)
-        await self._read_stored(live, unread, turn)
-        if waiting := still_open(cases):
-            await self._compute(live, [case for case in waiting if _is_worth(case, live)], turn)
-            await self._settle_for_stored(live, still_open(cases), turn)
-            if holding.previous is not None:
-                await self._read_previous(holding.previous, still_open(cases), turn)
-            pace = Pace()
-            for case in still_open(cases):
-                await pace.step(case.entity)
-                self._reply.default(case, live, turn)
-
-    async def _read_stored(self, snapshot: Snapshot, cases: Sequence[Case], turn: Turn) -> None:
-        await self._read(snapshot, cases, turn)
-        pace = Pace()
+        unread = [case for case in cases if case.reason is None and case.found is None]
+        self._inferences.approach(snapshot, unread)
+        await self._read(snapshot, unread, turn)
+        pace = LoopShare()
         for case in cases:
             if (found := case.found) is None:
                 continue
             await pace.step(case.entity)
             if case.want.position < 0 and case.want.digest is not None:
-                self._inferences.repeats.saw(True)
+                self._inferences.found_again()
             try:
                 self._take_stored(case, snapshot, found, turn)
             except Exception:  # whatever a record holds, it costs no other entity its answer
                 self._spoilt(case, snapshot)
 
     def _take_stored(self, case: Case, snapshot: Snapshot, found: Found, turn: Turn) -> None:
-        record = case.decoded(snapshot, found.record)
+        record = decode(case.table.layout, found.record, snapshot.items.count)
         case.reason = found.reason
         if self._too_old(snapshot, record, turn.options.max_age_s):
             case.reason = MissReason.TOO_OLD
@@ -144,7 +159,7 @@ class Ladder:
         # Live knows more than fits into a record; an answer that is live itself would only come out the same.
         deeper = case.entity.has_input and case.may_compute(snapshot) and not record.live
         least = turn.options.k if deeper and turn.options.k is not None else 1
-        self._reply.answer(case, snapshot, record, found.tier, turn, least=least)
+        self._reply.answer(case, snapshot, record, Source(found.tier), turn, least=least)
 
     def _spoilt(self, case: Case, snapshot: Snapshot) -> None:
         log.warning("a stored record of %s cannot be read", case.table.name, exc_info=True)
@@ -159,10 +174,7 @@ class Ladder:
         deadline = self.l2_deadline(turn.options, turn.started, _commands(wants))
         outcomes = await self._tiers.get_many(snapshot.view, wants, deadline)
         for case, outcome in zip(cases, outcomes, strict=True):
-            if isinstance(outcome, Missed):
-                case.reason = outcome.reason
-            else:
-                case.found = outcome
+            case.take(outcome)
         self._metrics.stage("stored", self._timer() - began, len(cases))
 
     def _too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
@@ -172,7 +184,10 @@ class Ladder:
         since = record.scored_at if record.live else snapshot.manifest.data_until
         return self._clock() - since > max_age_s
 
-    async def _compute(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
+    async def _compute(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+        """Live inference."""
+        snapshot = holding.live
+        cases = [case for case in cases if _is_worth(case, snapshot)]
         if not cases:
             return
         began = self._timer()
@@ -180,7 +195,7 @@ class Ladder:
         # What comes after live needs a little time too.
         limit_s = left_s - min(self._l2_deadline_s, left_s / 4)
         outcomes = await self._inferences.run(snapshot, cases, limit_s)
-        pace = Pace()
+        pace = LoopShare()
         for case, outcome in zip(cases, outcomes, strict=True):
             await pace.step(case.entity)
             if isinstance(outcome, Computed):
@@ -204,8 +219,9 @@ class Ladder:
         if case.answer is None and case.live_reason is None:
             case.reason, case.live_reason = missed, MissReason.EXHAUSTED
 
-    async def _settle_for_stored(self, snapshot: Snapshot, cases: list[Case], turn: Turn) -> None:
-        """Answers from stored records when fresher ones could not be had: they beat another night's answer."""
+    async def _settle_for_stored(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+        """Stored records where fresher ones could not be had: they beat another night's answer."""
+        snapshot = holding.live
         # Under overload an overlay that is hardly ever there is not looked for either.
         unread = [
             case
@@ -223,29 +239,24 @@ class Ladder:
                 record = case.decoded(snapshot, found.record)
                 if turn.options.fresh:
                     case.reason = case.reason or MissReason.FRESH_UNAVAILABLE
-                self._reply.answer(case, snapshot, record, found.tier, turn)
+                self._reply.answer(case, snapshot, record, Source(found.tier), turn)
             except Exception:  # as above
                 self._spoilt(case, snapshot)
 
-    async def _read_previous(self, previous: Snapshot, cases: list[Case], turn: Turn) -> None:
-        asked: list[tuple[Case, Want]] = []
-        for case in cases:
-            table = previous.manifest.tables.get(case.table.name)
-            raw = case.entity.raw
-            if table is None or raw is None or case.reason in _NO_OTHER_NIGHT:
-                continue
-            if (table.entity, table.kind) != (case.table.entity, case.table.kind):
-                continue
-            want = want_in(previous, table, raw)
-            if want.position >= 0:  # never an overlay: it was computed for another night
-                asked.append((case, want))
+    async def _read_previous(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+        """The previous generation's records."""
+        previous = holding.previous
+        if previous is None:
+            return
+        wants_of = [(case, want_of_previous(previous, case)) for case in cases]
+        asked = [(case, want) for case, want in wants_of if isinstance(want, Want)]
         if not asked:
             return
         began = self._timer()
         wants = [want for _, want in asked]
         deadline = self.l2_deadline(turn.options, turn.started, _commands(wants))
         outcomes = await self._tiers.get_many(previous.view, wants, deadline)
-        pace = Pace()
+        pace = LoopShare()
         for (case, want), outcome in zip(asked, outcomes, strict=True):
             if not isinstance(outcome, Found):
                 continue
@@ -261,6 +272,13 @@ class Ladder:
                 case.reason = missed
         self._metrics.stage("previous", self._timer() - began, len(asked))
 
+    async def _give_default(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
+        """Defaults, which hold for everybody."""
+        pace = LoopShare()
+        for case in cases:
+            await pace.step(case.entity)
+            self._reply.default(case, holding.live, turn)
+
 
 def _is_worth(case: Case, snapshot: Snapshot) -> bool:
     """True if live may compute, unless the very answer that it would compute is the one that was used up."""
@@ -269,5 +287,5 @@ def _is_worth(case: Case, snapshot: Snapshot) -> bool:
 
 
 def _commands(wants: Sequence[Want]) -> int:
-    # An overlay has a life, and perhaps a lease.
-    return sum(1 if want.position >= 0 else 2 + (want.bid is not None) for want in wants)
+    # An overlay has a life, too.
+    return sum(1 if want.position >= 0 else 2 for want in wants)

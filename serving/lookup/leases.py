@@ -1,8 +1,6 @@
 """Leases for cold answers: one process computes, the others wait for it, but neither for long nor for a dead one."""
 
 import asyncio
-import functools
-import math
 import random
 import secrets
 import time
@@ -13,7 +11,7 @@ from typing import Protocol, TypeVar
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.data_plane import DataPlane
-from cache.l2.lease_commands import DONE, GIVEN_BACK, Bid, LeaseSwap, LeaseTake, Mark
+from cache.l2.lease_commands import DONE, GIVEN_BACK, LeaseSwap, LeaseTake, Mark
 from cache.tiers.tiered import Found, View, Want
 
 REST_S = 1.0
@@ -58,9 +56,6 @@ class Lead:
     Whoever computes marks the lease as done, also without holding it: what matters is that the answer is there.
     A follower polls with jitter, takes the stored answer as soon as the lease says that it is there, and leads itself
     once the leader's lease has ended. After `wait_s`, or half of its caller's time, it computes without one.
-
-    Who is going to read an overlay and to compute what it misses bids for the lease in that very read. A lease that was
-    won so and not needed, since the overlay was there, ends by itself.
     """
 
     def __init__(
@@ -92,37 +87,12 @@ class Lead:
         """Monotonic time since when each lease stands as it is in Redis."""
         self._renewal: asyncio.TimerHandle | None = None
 
-    def bid(self, view: View, want: Want, digest: bytes) -> Bid | None:
-        """Bid for a lease, to be sent with the overlay's read; None while leases rest, and where they lie elsewhere."""
-        if not self._leases.leases_come_along or self._timer() < self._resting_until:
-            return None
-        return Bid(self._mark(view, want, digest), self._life_ms)
-
-    def won(self, bid: Bid | None) -> Mark | None:
-        """The lease to compute under, if the bid took it, just now and soon enough; what came of it otherwise is for
-        `answer`."""
-        if bid is None or not _has_won(bid):
-            return None
-        # Until now, not until it landed: a loop that is late is slow, too, and leases are work.
-        self._judge(None, self._timer() - bid.asked_at)
-        return bid.mark if self._is_recent(bid) else None
-
-    def rests(self) -> bool:
-        """True while leases rest: who has no bid computes without one, which is counted."""
+    def _rests(self) -> bool:
+        """True while leases rest: who computes then does so without one, which is counted."""
         if self._timer() >= self._resting_until:
             return False
         self.counts.unavailable += 1
         return True
-
-    def hold(self, bid: Bid, computing: asyncio.Future[T]) -> None:
-        """Keeps a lease that was won until `computing` has ended; without an answer somebody else may try at once."""
-        self._begin(bid.mark, bid.asked_at)
-        computing.add_done_callback(functools.partial(self._ended, bid.mark))
-
-    def give_back(self, bid: Bid | None) -> None:
-        """Lets others try at once if a lease was won and is not used."""
-        if bid is not None and _has_won(bid):
-            self._give_back(bid.mark)
 
     async def answer(
         self,
@@ -136,19 +106,11 @@ class Lead:
 
         `compute` stores its answer with the mark that it is given; its errors are the caller's.
         """
-        began, bid = self._timer(), want.bid
-        since = began
-        if bid is not None and bid.took_s < math.inf:
-            self._judge(bid.stands, bid.took_s)
-        if bid is not None and self._is_recent(bid):
-            mark, since, stands = bid.mark, bid.asked_at, bid.stands
-        elif not _has_won(bid) and self.rests():
+        if self._rests():
             return await compute(None)
-        else:
-            mark = self._mark(view, want, digest) if bid is None else bid.mark
-            stands = await self._take(mark)
-            if stands == mark.token:  # from the read on
-                stands = None
+        since = began = self._timer()
+        mark = self._mark(view, want, digest)
+        stands = await self._take(mark)
         if stands is not None:
             give_up = began + min(self._wait_s, limit_s / 2)
             found = await self._follow(mark, stands, view, want, give_up)
@@ -173,20 +135,11 @@ class Lead:
             del self._held[mark]
         return computed
 
-    def _is_recent(self, bid: Bid) -> bool:
-        """True if what the bid found still holds, and will until the next renewal."""
-        return bid.took_s < math.inf and self._timer() - bid.asked_at <= self._life_s / 2
-
     def _begin(self, mark: Mark, since: float) -> None:
         self.counts.led += 1
         self._held[mark] = since
         if self._renewal is None:
             self._renew_later()
-
-    def _ended(self, mark: Mark, computing: asyncio.Future[T]) -> None:
-        del self._held[mark]
-        if computing.cancelled() or computing.exception() is not None:
-            self._give_back(mark)
 
     def _give_back(self, mark: Mark) -> None:
         self._leases.lease(LeaseSwap(mark.key, mark.token, GIVEN_BACK, 1))
@@ -260,7 +213,3 @@ class Lead:
             self._leases.submit([self._instead(mark, mark.token) for mark in old], len)
         if self._held:
             self._renew_later()
-
-
-def _has_won(bid: Bid | None) -> bool:
-    return bid is not None and bid.stands is None and bid.took_s < math.inf

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from cache.tiers.tiered import Tiered
 from serving.admission.controller import Admission
+from serving.admission.deadline_check import Lateness
+from serving.admission.gate import AdmissionGate
 from serving.generations.pointer_follower import Follower
 from serving.generations.served_set import Holding
 from serving.lookup.ladder import Ladder
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
 from serving.requests.errors import Problem
+from serving.requests.fast_parse import Headers, credentials
 from serving.requests.models import Limits
 
 
@@ -37,7 +40,7 @@ class LookupService:
 
     def holding(self) -> Holding:
         """The generations to answer one request from, captured once; raises Problem (503) before any is loaded."""
-        held = self.follower.holding
+        held = self.follower.shelf.holding
         if held is None:
             why = self.follower.failed or "no generation has been published yet"
             raise Problem(503, "not_ready", why)
@@ -45,7 +48,16 @@ class LookupService:
 
     def marked(self, answers: list[Answer]) -> list[Answer]:
         """The answers, each with why this replica may lag behind, if it may."""
-        if (stale := self.follower.stale) is not None:
+        if (stale := self.follower.concerns.text) is not None:
             for answer in answers:
                 answer["stale"] = stale
         return answers
+
+    def gate(self) -> AdmissionGate:
+        """The gate before all that lies below L1, with the service's token and bounds."""
+        headers = Headers(credentials(self.token) if self.token else (), self.limits)
+        lateness = Lateness(self.admission, headers, self.limits)
+        requested = self.metrics.requested
+        return AdmissionGate(
+            self.admission, headers, lateness, requested, self.body_bytes, self.body_timeout_s
+        )

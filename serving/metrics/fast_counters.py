@@ -18,7 +18,7 @@ GET_ROUTE = "GET /v1/lookup/{table}"
 
 
 @dataclass(slots=True)
-class Spent:
+class LabelHistogram:
     """Histogram of one label value, such as the answers of one source: how many by bucket, and seconds in all."""
 
     counts: list[int]
@@ -37,7 +37,7 @@ class Seconds(Collector):
         self.bounds = finer(bounds)
         self._name, self._text, self._label = name, text, label
         self._shown = [(bound, self.bounds.index(bound)) for bound in bounds]
-        self.spent = {value: Spent([0] * (len(self.bounds) + 1)) for value in values}
+        self.spent = {value: LabelHistogram([0] * (len(self.bounds) + 1)) for value in values}
 
     def observe(self, value: str, seconds: float, times: int = 1) -> None:
         """Adds `times` observations of the same length."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from cache.outcomes import TOLD_WITH_STORED, MissReason
 from cache.tiers.eviction_history import Absence
+from cache.tiers.results import TOLD_WITH_STORED, MissReason
 
 WORDS: Mapping[str, MissReason] = {
     MissReason.NEGATIVE: MissReason.NOT_IN_GENERATION,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from cache.outcomes import Source
+from serving.answers.sources import Source
 from serving.metrics.fast_counters import Seconds, Tally
 from serving.metrics.miss_reasons import WORDS, L1Misses
 from serving.tracing.request_context import note

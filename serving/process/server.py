@@ -7,39 +7,45 @@ import socket
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from serving.config.settings import ServingConfig
-from serving.fast_http.connection import Shared, protocol
-from serving.fast_http.connections import Connections
-from serving.http.asgi_app import Front
-from serving.process.descriptors import make_room
 from serving.process.gc_tuning import settle
 from serving.process.listening import Listening
 
 _BACKLOG = 2_048
 _LOOK_S = 0.05
 _QUIET_LOOKS = 5
+_LISTENING_LOOK_S = 1.0
 _SWITCH_S = 0.0005
 """Seconds that a thread opening the next generation may keep the loop from going on; Python's own 5 ms is felt."""
 
 log = logging.getLogger(__name__)
 
 
-def make_server(
-    app: Front, config: ServingConfig, log_level: str, announce: Callable[[], None]
-) -> "Server":
-    """A server for the application; `announce` is called once it answers."""
+class ConnectionSweep(Protocol):
+    """Bounds of a server's connections, which are looked at now and then."""
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two looks."""
+
+    async def look(self, connections: Any, now: float) -> None:
+        """Ends those that stand still."""
+
+
+def settings_of(app: ASGIApp, config: ServingConfig, log_level: str, http: Any) -> uvicorn.Config:
+    """uvicorn's settings; `http` names its protocol, or makes connections."""
     sys.setswitchinterval(_SWITCH_S)
-    shared = Shared(app, config.bounds(make_room(config.connections_max)))
-    settings = uvicorn.Config(
+    return uvicorn.Config(
         app,
         loop="uvloop",
         ws="none",  # nobody here speaks it, and a connection given to it would be out of bounds
         timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # seconds, whole or not
-        http=protocol(shared),  # type: ignore[arg-type]  # called like the class that it makes
+        http=http,
         lifespan="on",
         access_log=False,
         proxy_headers=False,  # nobody here asks who called
@@ -47,7 +53,6 @@ def make_server(
         log_level=log_level,
         backlog=_BACKLOG,
     )
-    return Server(settings, shared.connections, drain_s=config.drain_s, announce=announce)
 
 
 class Server(uvicorn.Server):
@@ -56,8 +61,7 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        connections: Connections,
-        *,
+        connections: ConnectionSweep | None,
         drain_s: float,
         announce: Callable[[], None],
     ) -> None:
@@ -94,9 +98,10 @@ class Server(uvicorn.Server):
         """Ends connections that stand still, and listens again where that ended."""
         loop, connections = asyncio.get_running_loop(), self._connections
         while True:
-            await asyncio.sleep(connections.every_s)
+            await asyncio.sleep(_LISTENING_LOOK_S if connections is None else connections.every_s)
             try:
-                await connections.look(self.server_state.connections, loop.time())  # type: ignore[arg-type]
+                if connections is not None:
+                    await connections.look(self.server_state.connections, loop.time())
                 await self._listening.look()
             except Exception:  # the next look comes whatever this one met
                 log.exception("looking at the connections failed")

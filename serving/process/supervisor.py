@@ -86,7 +86,7 @@ class Spawn:
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _WorkerSlot:
     worker: Worker | None = None
 
 
@@ -99,7 +99,7 @@ class Workers:
     drain_s: float
     announce: Callable[[], None]
     pause_s: Callable[[int], float] = pause_s
-    _places: list[_Place] = field(default_factory=list)
+    _places: list[_WorkerSlot] = field(default_factory=list)
     _slots: set[int] = field(default_factory=set)
     _living: set[Worker] = field(default_factory=set)
     _reaping: set[asyncio.Task[None]] = field(default_factory=set)
@@ -114,7 +114,7 @@ class Workers:
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(each, self._stop)
         loop.add_signal_handler(signal.SIGHUP, self._rolling.set)
-        self._places = [_Place() for _ in range(self.count)]
+        self._places = [_WorkerSlot() for _ in range(self.count)]
         rolling = asyncio.create_task(self._roll_when_told())
         await asyncio.gather(*map(self._keep, self._places))
         while self._reaping:  # one that a rolling restart has just started or retired
@@ -137,7 +137,7 @@ class Workers:
             log.warning("%s did not stop in time and is killed", each)
             each.tell(signal.SIGKILL)
 
-    async def _keep(self, place: _Place) -> None:
+    async def _keep(self, place: _WorkerSlot) -> None:
         failures = 0
         while not self._stopping.is_set():
             worker: Worker | None = await self._start()

@@ -14,7 +14,7 @@ from cache.format.manifest import Table
 from cache.format.records.codec import decode
 from cache.model.agreement import cosine, overlap, relative_errors
 from cache.model.input_preparation import LiveInput
-from cache.model.tower import TowerSpec
+from cache.model.tower_spec import TowerSpec
 from serving.generations.snapshot import Snapshot
 from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable, compute
 from serving.quality.night_inputs import Inputs

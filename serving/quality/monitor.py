@@ -22,7 +22,7 @@ from serving.quality.night_inputs import open_inputs
 from serving.quality.results import Results
 from serving.quality.shared_report import SharedReport
 from serving.usage.hot_keys import Recent, Sketch
-from serving.usage.request_observer import Watch
+from serving.usage.request_observer import UsageObserver
 from serving.usage.table_usage import Usage
 
 Step = Callable[[], Coroutine[Any, Any, None]]
@@ -34,7 +34,7 @@ class QualityMonitor:
     def __init__(
         self,
         config: ServingConfig,
-        watch: Watch,
+        watch: UsageObserver,
         metrics: Metrics,
         local: LocalTier,
         control: ControlPlane,

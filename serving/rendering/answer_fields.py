@@ -4,16 +4,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from cache.format.manifest import Table
 from cache.format.records.codec import Record
-from cache.outcomes import Source
+from serving.answers.sources import Source
 from serving.generations.snapshot import Snapshot
-from serving.requests.models import Entity
+from serving.requests.models import RequestedEntity
 
 Answer = dict[str, Any]
 Prediction = dict[str, Any]
+JSON = orjson.OPT_SERIALIZE_NUMPY
 Barred = tuple[frozenset[int], ...]
 """Ordinals to leave out, as sets that are each made once and shared by many entities."""
 
@@ -40,7 +42,7 @@ def from_record(
 
 
 def from_defaults(
-    snapshot: Snapshot, table: Table, entity: Entity, k: int, barred: Barred
+    snapshot: Snapshot, table: Table, entity: RequestedEntity, k: int, barred: Barred
 ) -> Prediction:
     """A popular list for top-K without the sent history; null elsewhere: a made-up vector would be a wrong answer."""
     if table.kind == "vector":
@@ -85,25 +87,40 @@ def _top(
     return {"items": snapshot.items.ids_of(items), "scores": scores, "short": len(items) < k}
 
 
+def age_s(snapshot: Snapshot, now: float) -> float:
+    """Seconds that the generation's data are old at a time in Unix seconds."""
+    return round(now - snapshot.manifest.data_until, 3)
+
+
+def origin_of(
+    snapshot: Snapshot, source: Source, producer: str | None, now: float, **told: object
+) -> Answer:
+    """The fields of `Origin` behind a prediction, in their order; those `told` that are None are left out."""
+    origin: Answer = {
+        "source": source,
+        "producer": producer,
+        "generation": snapshot.generation,
+        "age_seconds": age_s(snapshot, now),
+        "published_at": snapshot.published_at,
+    }
+    for name, value in told.items():
+        if value is not None:
+            origin[name] = value
+    return origin
+
+
 def complete(
     prediction: Prediction,
     snapshot: Snapshot,
     table: str,
-    entity: Entity,
+    entity: RequestedEntity,
     source: Source,
     producer: str | None,
     now: float,
-    **marks: object,
+    **told: object,
 ) -> Answer:
-    """The prediction with where it came from; marks that are None are left out."""
+    """The prediction with where it came from."""
     answer: Answer = {"id": entity.id, "table": table}
     answer |= prediction
-    answer["source"] = source
-    answer["producer"] = producer
-    answer["generation"] = snapshot.generation
-    answer["age_seconds"] = round(now - snapshot.manifest.data_until, 3)
-    answer["published_at"] = snapshot.published_at
-    for name, value in marks.items():
-        if value is not None:
-            answer[name] = value
+    answer |= origin_of(snapshot, source, producer, now, **told)
     return answer

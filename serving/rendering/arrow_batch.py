@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cache.format.item_bytes import Named
 from cache.format.manifest import Table
 from cache.native import loader
+from serving.answers.fields import ORIGIN, PREDICTION, Origin, fields_of
 from serving.arrow_ipc.schema import Field
 from serving.arrow_ipc.writer import (
     Column,
@@ -32,36 +33,20 @@ from serving.rendering.answer_fields import Answer
 TABLE = "table"
 """Schema metadata key whose value names the table that was asked."""
 
-_NUMBER = Field("item", "f4")
-_ORIGIN = (
-    Field("source", "utf8"),
-    Field("producer", "utf8", True),
-    Field("generation", "utf8"),
-    Field("age_seconds", "f8"),
-    Field("published_at", "utf8"),
-    Field("reason", "utf8", True),
-    Field("live", "utf8", True),
-    Field("dropped_history", "i4", True),
-    Field("stale", "utf8", True),
-)
-_ITEMS = (
-    Field("items", "list", False, Field("item", "utf8")),
-    Field("scores", "list", False, _NUMBER),
-    Field("short", "bool"),
-)
-_LABELS = Field("labels", "list", False, Field("item", "utf8"))
-_FIELDS = (Field("id", "utf8", True), *_ORIGIN)
-_TOP_FIELDS = (*_FIELDS, *_ITEMS)
+_ID = fields_of(Origin)[0].arrow
+_ORIGIN = tuple([each.arrow for each in ORIGIN])
+_FIELDS = (_ID, *_ORIGIN)
+_PREDICTION = {kind: tuple([each.arrow for each in PREDICTION[kind]]) for kind in PREDICTION}
 
-Origin = tuple[Any, ...]
+Row = tuple[Any, ...]
 """Values of the origin's columns in one row."""
 
 
-class Stored(NamedTuple):
+class StoredRows(NamedTuple):
     """Rows that stand as plain records: scores of whole lists, vectors or values float32[n, width]."""
 
     places: NDArray[np.int64]
-    by_tier: tuple[Origin, Origin]
+    by_tier: tuple[Row, Row]
     """Origin of rows from L1, and of rows from L2."""
     is_l2: NDArray[np.bool_]
     numbers: NDArray[np.float32]
@@ -70,7 +55,7 @@ class Stored(NamedTuple):
 
 
 NO_ITEMS = Named.of(b"", np.zeros((0, 0), np.int32))
-_NOTHING = Stored(
+_NOTHING = StoredRows(
     np.zeros(0, np.int64), ((), ()), np.zeros(0, bool), np.zeros((0, 0), np.float32), NO_ITEMS
 )
 
@@ -79,19 +64,19 @@ def answers_stream(
     table: Table,
     ids: Sequence[bytes | None],
     answers: Mapping[int, Answer],
-    stored: Stored = _NOTHING,
+    stored: StoredRows = _NOTHING,
 ) -> bytes:
     """The body of the response: row i is one of `stored`, or else `answers[i]`."""
     rows = len(ids)
     columns = [_ids(ids), *_origins(rows, answers, stored)]
+    predicted = _PREDICTION[table.kind]
     if table.kind == "topk":
-        return _stream(table, _TOP_FIELDS, [*columns, *_top_columns(rows, answers, stored)], rows)
-    name = "vector" if table.kind == "vector" else "values"
-    field, column = _vectors(name, rows, answers, stored, table.layout.width)
-    fields: tuple[Field, ...] = (*_FIELDS, field)
+        columns += _top_columns(rows, answers, stored)
+        return _stream(table, (*_FIELDS, *predicted), columns, rows)
+    field, column = _vectors(predicted[0], rows, answers, stored, table.layout.width)
+    fields = (*_FIELDS, field, *predicted[1:])
     columns.append(column)
-    if name == "values":
-        fields += (_LABELS,)
+    if table.kind == "value":
         own = table.labels
         listed = [answers[place]["labels"] if place in answers else own for place in range(rows)]
         columns.append(_text_lists(listed))
@@ -99,7 +84,7 @@ def answers_stream(
 
 
 def _stream(table: Table, fields: tuple[Field, ...], columns: list[Column], rows: int) -> bytes:
-    return stream(fields, columns, rows, ((TABLE, table.name),))
+    return stream(fields, columns, rows, ((TABLE, table.name),), loader.kernels.stream)
 
 
 def _ids(ids: Sequence[bytes | None]) -> Column:
@@ -107,16 +92,16 @@ def _ids(ids: Sequence[bytes | None]) -> Column:
     return texts(ids) if found is None else Column(((len(ids), 0),), (b"", *found))
 
 
-def _origins(rows: int, answers: Mapping[int, Answer], stored: Stored) -> list[Column]:
+def _origins(rows: int, answers: Mapping[int, Answer], stored: StoredRows) -> list[Column]:
     l1, l2 = stored.by_tier
     if not answers and (count := np.count_nonzero(stored.is_l2)) in (0, rows):
         one = l2 if count else l1
         return [_same(field, value, rows) for field, value in zip(_ORIGIN, one, strict=True)]
-    origins: list[Origin] = [()] * rows
+    origins: list[Row] = [()] * rows
     for place, is_l2 in zip(stored.places.tolist(), stored.is_l2.tolist(), strict=True):
         origins[place] = l2 if is_l2 else l1
     for place, answer in answers.items():
-        origins[place] = origin_of(answer)
+        origins[place] = row_of(answer)
     by_field = zip(_ORIGIN, zip(*origins, strict=True), strict=True)
     return [_column(field, values) for field, values in by_field]
 
@@ -130,9 +115,9 @@ def _same(field: Field, value: Any, rows: int) -> Column:
     return same_text(value.encode(), rows)
 
 
-def origin_of(answer: Answer) -> Origin:
-    """Row of an answer in the origin's columns."""
-    return tuple([answer.get(field.name) for field in _ORIGIN])
+def row_of(origin: Answer) -> Row:
+    """Row of an answer, or of its origin alone, in the origin's columns."""
+    return tuple([origin.get(field.name) for field in _ORIGIN])
 
 
 def _column(field: Field, values: Sequence[Any]) -> Column:
@@ -147,7 +132,7 @@ def _column(field: Field, values: Sequence[Any]) -> Column:
 
 
 def _top_columns(
-    rows: int, answers: Mapping[int, Answer], stored: Stored
+    rows: int, answers: Mapping[int, Answer], stored: StoredRows
 ) -> tuple[Column, Column, Column]:
     if not answers:
         count, width = stored.numbers.shape
@@ -183,25 +168,25 @@ def _names(named: Named) -> Column:
 
 
 def _vectors(
-    name: str, rows: int, answers: Mapping[int, Answer], stored: Stored, width: int
+    field: Field, rows: int, answers: Mapping[int, Answer], stored: StoredRows, width: int
 ) -> tuple[Field, Column]:
     """Field and column of the table's width; where another night's answers have another, of lists of any size."""
     values: list[NDArray[np.float32] | None] = [None] * rows
     for place, vector in zip(stored.places.tolist(), stored.numbers, strict=True):
         values[place] = vector
     for place, answer in answers.items():
-        values[place] = answer[name]
+        values[place] = answer[field.name]
     there = [each is not None for each in values]
     present = [each for each in values if each is not None]
     if all(len(each) == width for each in present):
         whole = np.zeros((rows, width), np.float32)
         if present:
             whole[np.flatnonzero(there)] = present
-        field = Field(name, "fixed", True, _NUMBER, width)
-        return field, fixed_lists(rows, numbers(whole.ravel()), there)
+        fixed = field._replace(kind="fixed", width=width)
+        return fixed, fixed_lists(rows, numbers(whole.ravel()), there)
     sizes = [0 if each is None else len(each) for each in values]
     flat = np.concatenate(present)
-    return Field(name, "list", True, _NUMBER), lists(_ends(sizes), numbers(flat), there)
+    return field, lists(_ends(sizes), numbers(flat), there)
 
 
 def _text_lists(values: Sequence[Sequence[str]]) -> Column:

@@ -6,7 +6,9 @@ import numpy as np
 
 from cache.format.item_bytes import Named
 from cache.native import loader
-from serving.rendering.arrow_batch import NO_ITEMS, Origin, Stored, answers_stream
+from serving.answers.sources import STORED
+from serving.rendering.answer_fields import origin_of
+from serving.rendering.arrow_batch import NO_ITEMS, StoredRows, answers_stream, row_of
 from serving.rendering.batch_result import Lookup, Resolved
 from serving.rendering.json_batch import numbers
 
@@ -26,11 +28,9 @@ def resolved_stream(
 ) -> bytes:
     """The body of the response, from `items_of` all rows; `now` in Unix seconds, `stale` as the service says it."""
     live, table = lookup.holding.live, lookup.table
-    age = round(now - live.manifest.data_until, 3)
-    after = ("batch", live.generation, age, live.published_at, None, None, None, stale)
-    by_tier: tuple[Origin, Origin] = ("l1", *after), ("l2", *after)
+    l1, l2 = [row_of(origin_of(live, each, "batch", now, stale=stale)) for each in STORED]
     found = numbers(table, resolved.rows, lookup.k)
-    stored = Stored(resolved.places, by_tier, resolved.is_l2, found, _whole(items))
+    stored = StoredRows(resolved.places, (l1, l2), resolved.is_l2, found, _whole(items))
     return answers_stream(table, lookup.raws, resolved.answers, stored)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cache.format.manifest import Table
 from serving.generations.served_set import Holding
 from serving.rendering.answer_fields import Answer
-from serving.requests.models import Options
+from serving.requests.models import RequestOptions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,7 +20,7 @@ class Lookup:
     holding: Holding
     table: Table
     raws: Sequence[bytes]
-    options: Options
+    options: RequestOptions
     started: float
 
     @property

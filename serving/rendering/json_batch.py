@@ -13,10 +13,15 @@ from cache.format.records.layout import NIGHTLY
 from cache.format.records.quantization import SAFE_EXPONENT, dequantize
 from cache.native import loader
 from cache.native.number_text import Numerals
+from serving.answers.fields import PREDICTION
 from serving.generations.snapshot import Snapshot
-from serving.rendering.json_single import JSON
+from serving.rendering.answer_fields import JSON
 
-_ITEMS, _SCORES, _WHOLE = b',"items":[', b'],"scores":[', b'],"short":false'
+_ITEM_LIST, _SCORE_LIST, _SHORT = [each.key for each in PREDICTION["topk"]]
+_ITEMS, _SCORES, _WHOLE = _ITEM_LIST + b"[", b"]" + _SCORE_LIST + b"[", b"]" + _SHORT + b"false"
+(_VECTOR,), (_VALUES, _LABELS) = [
+    [each.key for each in PREDICTION[kind]] for kind in ("vector", "value")
+]
 _NUMERALS = Numerals()
 
 
@@ -74,10 +79,10 @@ def texts_of(
         items = snapshot.items.texts.lines(rows["items"][:, :k])
         pieces = head, names, middle, items, after, lists, repeat(_WHOLE), ends
         return [b"".join(each) for each in zip(*pieces, strict=False)]
-    field, last = (b',"vector":[', b"]")
+    field, last = _VECTOR, b"]"
     if table.kind == "value":
-        field, last = b',"values":[', b'],"labels":' + orjson.dumps(table.labels)
-    middle = repeat(named + field)
+        field, last = _VALUES, b"]" + _LABELS + orjson.dumps(table.labels)
+    middle = repeat(named + field + b"[")
     parts = head, names, middle, lists, repeat(last), ends
     return [b"".join(each) for each in zip(*parts, strict=False)]
 

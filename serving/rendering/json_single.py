@@ -1,26 +1,19 @@
 """JSON answers of the hot route from stored records, the very bytes that the ladder's would be. Pure."""
 
+import numpy as np
 import orjson
 
 from cache.format.manifest import Table
-from cache.format.records.codec import Record, decode
-from cache.outcomes import STORED, MissReason, Source
+from cache.format.records.codec import decode
 from cache.tiers.l1 import Ready
 from cache.tiers.results import Found
+from serving.answers.sources import STORED, Source
 from serving.generations.snapshot import Snapshot
-from serving.rendering.answer_fields import Prediction, from_record
+from serving.rendering.answer_fields import JSON, Answer, age_s, from_record, origin_of
+from serving.rendering.json_batch import plain, texts_of
 
-JSON = orjson.OPT_SERIALIZE_NUMPY
-_AGE = b',"age_seconds":'
-
-
-class Unfit(Exception):
-    """A stored record that is no plain answer; `reason` is what the ladder goes on with, None: it reads it itself."""
-
-    def __init__(self, reason: str | None, *, is_damaged: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.is_damaged = is_damaged
+AGE = "age_seconds"
+"""The one field of a stored answer that differs each time it is sent."""
 
 
 class Marks:
@@ -28,18 +21,13 @@ class Marks:
 
     def __init__(self, snapshot: Snapshot, stale: str | None) -> None:
         self.snapshot, self.stale = snapshot, stale
-        generation, published_at = map(orjson.dumps, (snapshot.generation, snapshot.published_at))
-        middle = b'","producer":"batch","generation":' + generation + _AGE
-        self._heads = {tier: b',"source":"' + tier.encode() + middle for tier in STORED}
-        self._tail = b',"published_at":' + published_at
-        if stale is not None:
-            self._tail += b',"stale":' + orjson.dumps(stale)
-        self._tail += b"}"
-        self._data_until = snapshot.manifest.data_until
+        origins = {tier: origin_of(snapshot, tier, "batch", 0.0, stale=stale) for tier in STORED}
+        self._heads = {tier: _around_age(origin)[0] for tier, origin in origins.items()}
+        self._tail = _around_age(origins[Source.L1])[1]
 
     def age(self, now: float) -> bytes:
         """`age_seconds` at a time in Unix seconds."""
-        return orjson.dumps(round(now - self._data_until, 3))
+        return orjson.dumps(age_s(self.snapshot, now))
 
     def ends(self, age: bytes) -> dict[Source, bytes]:
         """Ends of an answer by tier, from the comma after the prediction to the closing brace."""
@@ -52,49 +40,39 @@ class Marks:
     def ready(self, start: bytes, asked: tuple[str, bytes], request: bytes) -> Ready:
         """An answer from L1 whose prediction is `start`, for when it is asked for again."""
         head = start + self._heads[Source.L1]
-        return Ready(self.snapshot.stamp, head, self._tail, self._data_until, asked, request)
+        data_until = self.snapshot.manifest.data_until
+        return Ready(self.snapshot.stamp, head, self._tail, data_until, asked, request)
 
 
-def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes:
-    """The answer's JSON up to its source, for an entity that sent nothing to compute from; raises Unfit."""
+def _around_age(origin: Answer) -> tuple[bytes, bytes]:
+    """JSON of an origin behind a prediction: up to its age, which is a number, and on from there to the brace."""
+    fields = list(origin.items())
+    at = list(origin).index(AGE)
+    before, after = dict(fields[:at]), dict(fields[at + 1 :])
+    head = b",%b,%b:" % (orjson.dumps(before)[1:-1], orjson.dumps(AGE))
+    return head, b"," + orjson.dumps(after)[1:]
+
+
+def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes | None:
+    """The answer's JSON up to its source, for an entity that sent nothing to compute from.
+
+    None for what is no plain answer: a live record, one that cannot be read, a list of which nothing is left.
+    """
     try:
-        record = _of_the_night(snapshot, table, found)
-        items, numbers = record.items, record.numbers
-        if items is not None and len(items) >= k and not snapshot.blocked:
-            listed = snapshot.items.texts.row(items[:k])
-            scores = orjson.dumps(numbers[:k], option=JSON)
-            name, of = orjson.dumps(id_), orjson.dumps(table.name)
-            return b'{"id":%b,"table":%b,"items":[%b],"scores":%b,"short":false' % (
-                name, of, listed, scores,
-            )  # fmt: skip
-        prediction = _prediction(snapshot, table, record, k)
-        return orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)[:-1]
-    except Unfit:
-        raise
-    except Exception as error:  # whatever a record holds, it costs nobody an answer
-        raise Unfit(MissReason.CORRUPT, is_damaged=True) from error
-
-
-def prediction_of(snapshot: Snapshot, table: Table, found: Found, k: int) -> Prediction:
-    """Prediction of a stored record as fields, for an entity that sent nothing to compute from; raises Unfit."""
-    try:
-        return _prediction(snapshot, table, _of_the_night(snapshot, table, found), k)
-    except Unfit:
-        raise
-    except Exception as error:  # as above
-        raise Unfit(MissReason.CORRUPT, is_damaged=True) from error
-
-
-def _of_the_night(snapshot: Snapshot, table: Table, found: Found) -> Record:
-    record = decode(table.layout, found.record, snapshot.items.count)
-    if record.live:
-        raise Unfit(None)
-    return record
-
-
-def _prediction(snapshot: Snapshot, table: Table, record: Record, k: int) -> Prediction:
-    width = k if table.kind == "topk" else table.layout.width
-    prediction = from_record(snapshot, table, record, width, ())
+        if table.kind == "topk" and len(found.record) == table.layout.size_bytes:
+            row = np.frombuffer(found.record, table.layout.dtype)
+            if plain(snapshot, table, row, k)[0]:
+                return texts_of(snapshot, table, [id_], row, k, [b""])[0]
+        # For vectors and values a row alone costs as much as its fields do.
+        record = decode(table.layout, found.record, snapshot.items.count)
+        if record.live:
+            return None
+        width = k if table.kind == "topk" else table.layout.width
+        prediction = from_record(snapshot, table, record, width, ())
+    except (
+        Exception
+    ):  # whatever a record holds, it costs nobody an answer: the ladder says what is wrong
+        return None
     if record.items is not None and not prediction["items"]:
-        raise Unfit(MissReason.EXHAUSTED)
-    return prediction
+        return None
+    return orjson.dumps({"id": id_, "table": table.name, **prediction}, option=JSON)[:-1]

@@ -59,7 +59,7 @@ class Refresher:
             asyncio.Event(), asyncio.Event(), asyncio.Event(),
         )  # fmt: skip
         self._steps: list[tuple[Callable[[], float], Step, asyncio.Event]] = [
-            (self._look_s, follower.look, self._wake_pointer),
+            (self.look_s, follower.look, self._wake_pointer),
             (lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
             (lambda: heartbeat_s, self.beat, self._wake_beat),
             (lambda: _SWEEP_S, self.sweep_copies, asyncio.Event()),
@@ -100,7 +100,7 @@ class Refresher:
         self.follower.is_draining = True
         await self._sign_off()
 
-    def _look_s(self) -> float:
+    def look_s(self) -> float:
         """Seconds to the next look: a replica that a publisher waits for must not be the one that flips late."""
         return min(self._poll_s, _EXPECTING_S) if self.follower.is_expecting else self._poll_s
 

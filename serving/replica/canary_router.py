@@ -1,31 +1,39 @@
 """A canary at work: which requests it answers, and what is counted of both arms."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from cache.store.releases import Canary
 from serving.generations.served_set import Holding
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
 from serving.replica.canary_stats import ARMS, EVENTS_MAX, OTHER, Arm, ArmCounts, ArmShare
-from serving.requests.models import Entity, Options
+from serving.requests.models import RequestedEntity, RequestOptions
 
 
-class Trial:
+class CanarySource(Protocol):
+    """Protocol of what knows the canary that runs now."""
+
+    @property
+    def canary(self) -> Canary | None:
+        """The canary, None while there is none."""
+
+
+class CanaryRouter:
     """Routes by the caller's key alone, so that every replica sends the same requests to the same generation."""
 
-    def __init__(self, canary: Callable[[], Canary | None], metrics: Metrics) -> None:
-        self._canary = canary
+    def __init__(self, running: CanarySource, metrics: Metrics) -> None:
+        self._running = running
         self._metrics = metrics
         self._counted: Canary | None = None
         self._counts: dict[Arm, ArmCounts] = {}
         self._events: set[str] = set()
 
     def route(
-        self, holding: Holding, entities: Sequence[Entity], options: Options
+        self, holding: Holding, entities: Sequence[RequestedEntity], options: RequestOptions
     ) -> tuple[Holding, ArmShare | None]:
         """Holding that answers the whole request, and the arm and key by which it is counted; None for neither arm."""
-        if (canary := self._canary()) is None:
+        if (canary := self._running.canary) is None:
             return holding, None
         if options.generation is not None:
             return self._aside(holding, "pinned")
@@ -54,7 +62,7 @@ class Trial:
         self, holding: Holding, generation: str | None, key: bytes | None, event: str, count: int
     ) -> Arm | None:
         """Counts what a caller reports of answers of a generation, or to a key; the arm, None if it is neither."""
-        canary = self._canary()
+        canary = self._running.canary
         if canary is None or holding.canary is None:
             return None
         self._begin(canary)
@@ -79,7 +87,7 @@ class Trial:
 
     def report(self) -> dict[str, Any] | None:
         """Counts of both arms that the heartbeat carries while a canary runs; None while none does."""
-        if (canary := self._canary()) is None:
+        if (canary := self._running.canary) is None:
             return None
         self._begin(canary)
         return {
@@ -100,7 +108,7 @@ class Trial:
         return holding, None
 
 
-def _user(holding: Holding, entities: Sequence[Entity]) -> bytes | None:
+def _user(holding: Holding, entities: Sequence[RequestedEntity]) -> bytes | None:
     """The one user that a request is about."""
     if len(entities) != 1:
         return None

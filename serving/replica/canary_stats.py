@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-from cache.outcomes import FALLBACKS, Source
+from serving.answers.sources import FALLBACKS, Source
 
 Arm = Literal["live", "canary"]
 ARMS: tuple[Arm, ...] = ("live", "canary")

@@ -13,26 +13,31 @@ from serving.requests.errors import Problem
 
 _JSON = "application/json"
 
+Messages = tuple[Message, Message]
+"""Both ASGI messages of a whole response: its start, its body."""
+
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """Reads the whole body; the length that a caller declares can only make it refuse earlier."""
-    too_large = Problem(
-        413, "body_too_large", f"a body has at most {limit} bytes", field="body", limit=limit
-    )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
-        raise too_large
+        raise _too_large(limit)
     pieces, size = [], 0
     try:
         async with asyncio.timeout(timeout_s):
             async for piece in request.stream():
                 size += len(piece)
                 if size > limit:
-                    raise too_large
+                    raise _too_large(limit)
                 pieces.append(piece)
     except TimeoutError as error:
         raise _too_slow(timeout_s) from error
     return b"".join(pieces)
+
+
+def _too_large(limit: int) -> Problem:
+    why = f"a body has at most {limit} bytes"
+    return Problem(413, "body_too_large", why, field="body", limit=limit)
 
 
 def is_longer(headers: Iterable[tuple[bytes, bytes]], limit: int) -> bool:

@@ -9,7 +9,7 @@ from urllib.parse import unquote_to_bytes
 
 from cache.format.ids import ID_BYTES_MAX, are_ids
 from serving.requests.errors import Problem
-from serving.requests.models import Limits, Options
+from serving.requests.models import Limits, RequestOptions
 from serving.requests.options import query_options
 from serving.tracing.observer import ASKED
 
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     k: int | None
 
 
-class Queries:
+class QueryParser:
     """The options of a URL by its query, for those that do no more than choose `k` and a deadline.
 
     Short ones are remembered: what a caller repeats is short, and no number of others can fill the memory.
@@ -44,9 +44,9 @@ class Queries:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._known: dict[bytes, Options | None] = {}
+        self._known: dict[bytes, RequestOptions | None] = {}
 
-    def of(self, query: bytes) -> Options | None:
+    def of(self, query: bytes) -> RequestOptions | None:
         """The options, read as everywhere else, once per distinct query."""
         if len(query) > _QUERY_BYTES_MAX:
             return self._read(query)
@@ -58,12 +58,12 @@ class Queries:
             found = self._known[query] = self._read(query)
             return found
 
-    def _read(self, query: bytes) -> Options | None:
+    def _read(self, query: bytes) -> RequestOptions | None:
         try:
             options = query_options(query, self._limits)
         except Problem:
             return None
-        return options if options == Options(options.deadline_s, options.k) else None
+        return options if options == RequestOptions(options.deadline_s, options.k) else None
 
 
 class Headers:
@@ -139,7 +139,7 @@ def _k(data: Mapping[str, Any]) -> int | None:
     return k if k is None or (type(k) is int and k > 0) else 0
 
 
-def tighter(options: Options, deadline_s: float) -> Options:
+def tighter(options: RequestOptions, deadline_s: float) -> RequestOptions:
     """Options with the tighter of their deadline and the headers'."""
     if deadline_s >= options.deadline_s:
         return options

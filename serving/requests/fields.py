@@ -53,7 +53,12 @@ def read_id(value: object, field: str) -> bytes:
     try:
         return canonical_id(value)
     except InvalidId as error:
-        raise Problem(422, error.code, error.message, field=field, **error.details) from error
+        raise refused_id(error, field) from error
+
+
+def refused_id(error: InvalidId, field: str) -> Problem:
+    """The refusal of an id that stands in `field`."""
+    return Problem(422, error.code, error.message, field=field, **error.details)
 
 
 def read_ids(value: object, field: str, longest: int, code: str) -> tuple[bytes, ...]:

@@ -11,7 +11,7 @@ from serving.arrow_ipc.schema import Field
 from serving.requests.errors import unprocessable
 from serving.requests.fast_parse import Batch
 from serving.requests.fields import check_length, read_id
-from serving.requests.models import Ask, Entity, Limits
+from serving.requests.models import Ask, Limits, RequestedEntity
 from serving.requests.options import text_options
 
 ID = "id"
@@ -66,7 +66,7 @@ def stream_ask(sent: Sent, table: str, limits: Limits) -> Ask:
     ids = [each.decode() for each in sent.ids]
     raws = [read_id(each, f"entities[{place}]") for place, each in enumerate(ids)]
     entities = tuple(
-        Entity(table, id_, raw, f"entities[{place}]")
+        RequestedEntity(table, id_, raw, f"entities[{place}]")
         for place, (id_, raw) in enumerate(zip(ids, raws, strict=True))
     )
     return Ask(entities, text_options(sent.options, limits))

@@ -5,9 +5,18 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from cache.errors import InvalidId
+from cache.format.ids import canonical_id
 from serving.requests.errors import Problem, unprocessable
-from serving.requests.fields import check_length, read_features, read_id, read_ids, read_object
-from serving.requests.models import Ask, Entity, Limits, ScoreAsk
+from serving.requests.fields import (
+    check_length,
+    read_features,
+    read_id,
+    read_ids,
+    read_object,
+    refused_id,
+)
+from serving.requests.models import Ask, Limits, RequestedEntity, ScoreAsk
 from serving.requests.options import body_options, query_options
 
 _ENTITY_FIELDS = frozenset({"id", "history", "features"})
@@ -29,8 +38,11 @@ def lookup_url(raw_path: bytes, prefix: bytes, query: bytes, limits: Limits) -> 
         id_ = unquote_to_bytes(entity).decode()
     except UnicodeDecodeError as error:
         raise unprocessable("invalid_id", "the id in the path is not UTF-8", "id") from error
-    raw = read_id(id_, "id")
-    return Ask((Entity(_text(table), id_, raw, "id"),), query_options(query, limits))
+    try:
+        raw = canonical_id(id_)
+    except InvalidId as error:
+        raise refused_id(error, "id") from error
+    return Ask((RequestedEntity(_text(table), id_, raw, "id"),), query_options(query, limits))
 
 
 def lookup_ask(content: object, table: str | None, limits: Limits) -> Ask:
@@ -81,7 +93,7 @@ def feedback_of(content: object) -> tuple[str | None, bytes | None, str, int]:
     return generation, None if key is None else read_id(key, "canary_key"), event, count
 
 
-def _entity(value: object, table: str | None, field: str, limits: Limits) -> Entity:
+def _entity(value: object, table: str | None, field: str, limits: Limits) -> RequestedEntity:
     if isinstance(value, str | int) and table is not None:
         value = {"id": value}
     known = _ENTITY_FIELDS if table is not None else _ENTITY_FIELDS | {"table"}
@@ -105,7 +117,9 @@ def _entity(value: object, table: str | None, field: str, limits: Limits) -> Ent
         raise unprocessable(
             "missing_field", f"{field} has neither id nor history nor features", field
         )
-    return Entity(table, None if raw is None else raw.decode(), raw, field, history, features)
+    return RequestedEntity(
+        table, None if raw is None else raw.decode(), raw, field, history, features
+    )
 
 
 def _check_total(entities: list[Any], data: Mapping[str, Any], limits: Limits) -> None:

@@ -26,7 +26,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Entity:
+class RequestedEntity:
     """Entity asked for; `field` is where it stands in the request, for messages."""
 
     table: str
@@ -47,7 +47,7 @@ class Entity:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RequestOptions:
     """Options that apply to every entity of a request."""
 
     deadline_s: float
@@ -63,18 +63,18 @@ class Options:
 class Ask:
     """Lookup request: entities and the options for all of them."""
 
-    entities: tuple[Entity, ...]
-    options: Options
+    entities: tuple[RequestedEntity, ...]
+    options: RequestOptions
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreAsk:
     """Score request: a user and the candidates to put in order."""
 
-    user: Entity
+    user: RequestedEntity
     items: tuple[bytes, ...]
-    options: Options
+    options: RequestOptions
 
-    def with_options(self, options: Options) -> Self:
+    def with_options(self, options: RequestOptions) -> Self:
         """Copy of the request with other options."""
         return replace(self, options=options)

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 
 from serving.requests.errors import unprocessable
 from serving.requests.fields import read_id, read_ids, read_object
-from serving.requests.models import Limits, Options
+from serving.requests.models import Limits, RequestOptions
 
 _QUERY_FIELDS = frozenset(
     {"k", "fresh", "max_age_seconds", "generation", "deadline_ms", "canary_key"}
@@ -19,7 +19,7 @@ _DIGITS_MAX = 18
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?")
 
 
-def body_options(data: Mapping[str, Any], limits: Limits) -> Options:
+def body_options(data: Mapping[str, Any], limits: Limits) -> RequestOptions:
     """The options of a JSON body."""
     exclude = data.get("exclude")
     fresh = data.get("fresh", False)
@@ -28,7 +28,7 @@ def body_options(data: Mapping[str, Any], limits: Limits) -> Options:
     generation = data.get("generation")
     if generation is not None and not isinstance(generation, str):
         raise unprocessable("invalid_field", "generation is a string", "generation")
-    return Options(
+    return RequestOptions(
         deadline_s=_deadline(data.get("deadline_ms"), "deadline_ms", limits),
         k=_k(data.get("k")),
         exclude=()
@@ -47,20 +47,20 @@ def body_deadline_s(data: object, limits: Limits) -> float:
     return _deadline(sent, "deadline_ms", limits)
 
 
-def query_options(query: bytes, limits: Limits) -> Options:
+def query_options(query: bytes, limits: Limits) -> RequestOptions:
     """The options of a URL's query; nothing sent means all defaults."""
     if not query:
-        return Options(limits.deadline_ms / 1000)
+        return RequestOptions(limits.deadline_ms / 1000)
     return text_options(_pairs(query), limits)
 
 
-def text_options(pairs: Mapping[str, str], limits: Limits) -> Options:
+def text_options(pairs: Mapping[str, str], limits: Limits) -> RequestOptions:
     """The options where each is a text by its name, as in a query."""
     data = read_object(dict(pairs), "body", _QUERY_FIELDS)
     k, fresh = data.get("k"), data.get("fresh", "false").lower()
     if fresh not in ("true", "false", "1", "0"):
         raise unprocessable("invalid_field", "fresh is true or false", "fresh")
-    return Options(
+    return RequestOptions(
         deadline_s=_deadline(
             _number(data.get("deadline_ms"), "deadline_ms"), "deadline_ms", limits
         ),
@@ -72,15 +72,15 @@ def text_options(pairs: Mapping[str, str], limits: Limits) -> Options:
     )
 
 
-def with_deadline_header(options: Options, header: str, limits: Limits) -> Options:
+def with_deadline_header(options: RequestOptions, header: str, limits: Limits) -> RequestOptions:
     """Options with the header X-Deadline-Ms applied; the tighter of the two deadlines counts."""
     sent = _deadline(_number(header, "x-deadline-ms"), "x-deadline-ms", limits)
     return replace(options, deadline_s=min(options.deadline_s, sent))
 
 
 def with_headers(
-    options: Options, headers: Iterable[tuple[bytes, bytes]], limits: Limits
-) -> Options:
+    options: RequestOptions, headers: Iterable[tuple[bytes, bytes]], limits: Limits
+) -> RequestOptions:
     """Options with the request's headers applied; these are as they came (names in lower case), looked through once."""
     for name, value in headers:
         if name == b"x-deadline-ms":
@@ -90,7 +90,7 @@ def with_headers(
     return options
 
 
-def with_canary_header(options: Options, header: bytes) -> Options:
+def with_canary_header(options: RequestOptions, header: bytes) -> RequestOptions:
     """Options with the header X-Larder-Canary-Key applied; what the body or the query says counts first."""
     if options.canary_key is not None:
         return options

@@ -58,7 +58,7 @@ class Tracer(Protocol):
         """Ends the request's span, with a span for each stage that was seen."""
 
 
-class Watch:
+class RequestObserver:
     """Request observer. `times`: stage times go into `Server-Timing`; `tables`: names that logs and spans may hold."""
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from serving.tracing.trace_context import Parent
 
 
-class Stage(NamedTuple):
+class StageTime(NamedTuple):
     """Time in one stage, which ended then (monotonic), for so many entities (0: not counted)."""
 
     name: str
@@ -24,7 +24,7 @@ class Seen:
     started: float
     id: str
     parent: Parent | None = None
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[StageTime] = field(default_factory=list)
     status: int = 0
     body: bytes = b""
     """The last piece of the response's body, not a copy."""
@@ -57,4 +57,4 @@ def current() -> Seen | None:
 def note(stage: str, seconds: float, entities: int = 0) -> None:
     """Records that one stage of the current request, if any, has ended."""
     if (seen := current()) is not None:
-        seen.stages.append(Stage(stage, time.monotonic(), seconds, entities))
+        seen.stages.append(StageTime(stage, time.monotonic(), seconds, entities))

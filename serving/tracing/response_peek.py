@@ -2,7 +2,7 @@
 
 import re
 
-from cache.outcomes import Source
+from serving.answers.sources import Source
 
 _GENERATION = re.compile(rb'"generation":"([^"\\]+)"')
 

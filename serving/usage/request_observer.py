@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from cache.outcomes import NOWHERE, MissReason
 from cache.tiers.eviction_history import Absences
+from cache.tiers.results import NOWHERE, MissReason
 from serving.metrics.miss_reasons import L1Misses
 from serving.usage.answer_sampling import Picks
 from serving.usage.hot_keys import Recent
 from serving.usage.read_counts import Reads
 
 
-class Watch:
+class UsageObserver:
     """Observer for the event loop of one process only. `cold`: ids asked for that the night did not know."""
 
     def __init__(

@@ -11,7 +11,7 @@ from cache.control.hot_keys import Name
 from cache.errors import TierUnavailable
 from cache.format.ids import hash_id
 from cache.l2.control_plane import ControlPlane
-from cache.outcomes import STORED
+from serving.answers.sources import STORED
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics, counts_of
 from serving.usage.read_counts import LIFE_S, Reads, Taken, packed, pieces

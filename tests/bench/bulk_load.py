@@ -18,7 +18,7 @@ import redis
 from cache.format.manifest import Artefact, ItemFiles, Manifest, Producer, Table, TablePart
 from cache.format.records.layout import Layout
 from cache.format.redis_keys import Keyspace
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from precompute.builds.tables import records_per_page
 from precompute.bulk.load import Part, load_part
 from precompute.config.settings import NightConfig
@@ -116,7 +116,9 @@ def writers(case: Case, config: NightConfig) -> dict[str, Write]:
     return {"SET pipeline": one_by_one, "MSET": mset, "load_part": load}
 
 
-def measure(report: Report, case: Case, server: Server, config: NightConfig, rounds: int) -> None:
+def measure(
+    report: Report, case: Case, server: RedisServer, config: NightConfig, rounds: int
+) -> None:
     """Rates are entities per second."""
     client = redis.Redis.from_url(server.url, protocol=3)
     count = len(case.records)

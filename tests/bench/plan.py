@@ -25,7 +25,7 @@ import redis
 from numpy.typing import NDArray
 
 from cache.format.manifest import Manifest
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from cache.store.artefacts import generation_path, read_manifest
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, Ready
 from infra.demo.synthetic import World, synthesize
@@ -33,7 +33,7 @@ from precompute.bulk.load import page_keys
 from precompute.bulk.server_info import cpu_s
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.operations.train import train_reference
-from precompute.planning.forecast import DAY_S, MIB, Asked, Forecast, forecast
+from precompute.planning.forecast import DAY_S, MIB, Forecast, PlanParameters, forecast
 from precompute.planning.spent import Spent, timed
 from precompute.steps import assemble, begin, embed_items, index, quantize
 from precompute.steps import load as load_step
@@ -119,7 +119,7 @@ def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
 
 def foretell(config: NightConfig, case: Case, seconds: float) -> Forecast:
     """As the command does, for the requests that `drive` will send."""
-    asked = Asked(
+    asked = PlanParameters(
         qps=REQUESTS / DAY_S, l1_mib=case.l1_mib, zipf=case.zipf, answer_bytes=ANSWER_BYTES,
         seconds=seconds, data_until=UNTIL,
     )  # fmt: skip
@@ -130,7 +130,7 @@ def foretell(config: NightConfig, case: Case, seconds: float) -> Forecast:
 class Night:
     """A real night whose scoring and loading can be repeated."""
 
-    def __init__(self, config: NightConfig, running: Server) -> None:
+    def __init__(self, config: NightConfig, running: RedisServer) -> None:
         self.config = config
         self._client = redis.Redis.from_url(running.url)
         self._build = begin.run(config, data_until=UNTIL, run_after=None)

@@ -10,12 +10,12 @@ import numpy as np
 import redis
 
 from cache.format.redis_keys import Keyspace
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from cache.store.releases import Pointer
 from infra.demo.place import NEVER
 from infra.local.airflow import LocalAirflow
 from infra.local.airflow_client import RunReport, TaskReport
-from infra.local.service import Service
+from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig, night_config
 from precompute.control.control_keys import Control
 from tests.integration.nights import environment, top_lists
@@ -114,7 +114,7 @@ class Place:
         )
         items = [f"item-{number}" for number in range(ITEMS)]
         with ExitStack() as stack:
-            service = stack.enter_context(Service(self.folder / "service.log", told))
+            service = stack.enter_context(ServiceProcess(self.folder / "service.log", told))
             watch = Watch(service.url, self.users, items, seed=0)
             self.expect(watch, self.config, self.live.generation)
             yield stack.enter_context(watch)
@@ -132,7 +132,11 @@ class Place:
 
 @contextmanager
 def airflow_over(
-    folder: Path, server: Server, *, config: str = CONFIG, settings: Mapping[str, str] | None = None
+    folder: Path,
+    server: RedisServer,
+    *,
+    config: str = CONFIG,
+    settings: Mapping[str, str] | None = None,
 ) -> Iterator[Place]:
     """Airflow with nothing published yet."""
     path = folder / "larder.toml"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from infra.local.airflow_client import AirflowFailed
 from precompute.control.states import State
 from tests.dags.place import CONFIG, RUN_S, Place, airflow_over, now, write_interactions
@@ -20,7 +20,7 @@ percent = 10.0
 
 
 @pytest.fixture
-def place(tmp_path: Path, own_redis: Server) -> Iterator[Place]:
+def place(tmp_path: Path, own_redis: RedisServer) -> Iterator[Place]:
     write_interactions(tmp_path / "interactions.csv", seed=7)
     with airflow_over(tmp_path, own_redis, config=CONFIG + CANARY) as place:
         yield place

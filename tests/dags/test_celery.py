@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from infra.demo.place import NEVER
 from infra.local.airflow import ROOT
 from precompute.config.settings import NightConfig, night_config
@@ -140,7 +140,7 @@ def configured(folder: Path, redis_url: str) -> NightConfig:
 
 
 def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     # given: data and a bundle, and the same night undisturbed, in files and a Redis database of its own
     config = configured(tmp_path, own_redis.url)
@@ -196,7 +196,7 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
     ],
 )
 def test_a_stop_leaves_nothing_running(
-    tmp_path: Path, own_redis: Server, how: signal.Signals, after: str
+    tmp_path: Path, own_redis: RedisServer, how: signal.Signals, after: str
 ) -> None:
     configured(tmp_path, own_redis.url)
     with celery(tmp_path, own_redis.url) as running:

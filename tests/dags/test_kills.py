@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from precompute.steps import retire
 from tests.dags.place import (
     CONFIG,
@@ -85,7 +85,7 @@ def differences(place: Place) -> list[str]:
 
 @pytest.mark.storm
 def test_killed_tasks_are_tried_again_and_the_night_ends_as_if_undisturbed(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     seed = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"seed {seed} (LARDER_SEED repeats it)")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from infra.local.airflow_client import AirflowFailed, TaskReport
 from tests.dags.place import (
     CONFIG,
@@ -21,7 +21,7 @@ from tests.dags.place import (
 
 
 @pytest.fixture
-def place(tmp_path: Path, own_redis: Server) -> Iterator[Place]:
+def place(tmp_path: Path, own_redis: RedisServer) -> Iterator[Place]:
     """Airflow with nothing published yet."""
     write_interactions(tmp_path / "interactions.csv", seed=7)
     with airflow_over(tmp_path, own_redis) as place:

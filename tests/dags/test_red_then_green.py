@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from infra.local.airflow_client import AirflowFailed
 from precompute.builds.night import Night
 from precompute.operations.night import run_night
@@ -17,7 +17,7 @@ NIGHT = "nightly_precompute"
 
 @pytest.mark.slow
 def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_of_them(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     # given: a night that went well, and a service that callers ask
     source = tmp_path / "interactions.csv"

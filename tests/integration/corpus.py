@@ -20,7 +20,8 @@ from cache.store.artefacts import describe, read_manifest
 from infra.demo.synthetic import World, synthesize
 from precompute.bulk.load import unlink_pages
 from precompute.config.settings import NightConfig, parse_time
-from precompute.control.control_keys import Control, Row, connect
+from precompute.control.control_keys import Control, connect
+from precompute.control.rows import Row
 from precompute.control.states import State
 from precompute.operations.train import train_reference
 from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify

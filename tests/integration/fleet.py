@@ -7,9 +7,10 @@ from pathlib import Path
 
 import redis
 
-from infra.local.service import Service
+from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, Replica
+from precompute.control.control_keys import Control
+from precompute.control.rows import Replica
 from tests.integration.nights import environment
 from tests.polling import until
 
@@ -17,11 +18,11 @@ from tests.polling import until
 @contextmanager
 def fleet(
     config: NightConfig, folder: Path, *, count: int = 3, **more: str
-) -> Iterator[list[Service]]:
+) -> Iterator[list[ServiceProcess]]:
     """All started, all beating."""
     folder.mkdir(parents=True, exist_ok=True)
     services = [
-        Service(folder / f"service-{number}.log", environment(config, **more))
+        ServiceProcess(folder / f"service-{number}.log", environment(config, **more))
         for number in range(count)
     ]
     with ExitStack() as stack:

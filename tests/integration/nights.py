@@ -15,7 +15,6 @@ from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
 from cache.format.records.codec import decode
 from cache.format.records.layout import NO_ITEM
-from cache.store.artefacts import open_generation
 from infra.demo.synthetic import Clicks, World, synthesize
 from precompute.builds.night import Night
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
@@ -23,8 +22,18 @@ from precompute.operations.night import run_night
 from precompute.operations.roll_back import roll_back as move_back
 from precompute.operations.train import train_reference
 from precompute.releases.registry import open_releases
-from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
+from precompute.steps import (
+    assemble,
+    begin,
+    embed_items,
+    index,
+    load,
+    quantize,
+    score,
+    verify,
+)
 from precompute.steps import publish as publish_step
+from tests.opened import open_generation
 
 UNTIL = "2026-01-29T00:00:00Z"
 NEXT = "2026-01-30T00:00:00Z"

@@ -13,11 +13,11 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
-from cache.outcomes import STORED, Source
-from infra.demo.http import Connection, get
-from infra.demo.scrape import Counts
-from infra.local.service import Service
+from infra.demo.http import HttpConnection, get
+from infra.demo.scrape import ServiceCounts
+from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
+from serving.answers.sources import STORED, Source
 from tests.integration import troubled_service
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.nights import environment
@@ -70,7 +70,7 @@ class Seen:
     seconds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    async def ask(self, connection: Connection) -> None:
+    async def ask(self, connection: HttpConnection) -> None:
         """One request: a known user, a batch of them, or strangers with and without a history."""
         kind = self.rng.choice(("one", "batch", "live", "stranger"), p=(0.5, 0.2, 0.2, 0.1))
         entities: list[dict[str, Any]] = [{"id": f"new-{self.rng.integers(1 << 40)}"}]
@@ -119,7 +119,12 @@ class Ordeal:
     """The service, what troubles it, and its callers."""
 
     def __init__(
-        self, service: Service, proxy: FaultProxy, model: Path, seen: Seen, callers: int = CALLERS
+        self,
+        service: ServiceProcess,
+        proxy: FaultProxy,
+        model: Path,
+        seen: Seen,
+        callers: int = CALLERS,
     ) -> None:
         self.service = service
         self.proxy = proxy
@@ -136,7 +141,7 @@ class Ordeal:
         self.seen.seconds.clear()
 
         async def call() -> None:
-            async with Connection(self.service.url) as connection:
+            async with HttpConnection(self.service.url) as connection:
                 while time.monotonic() < until or self.seen.requests - first < requests:
                     await self.seen.ask(connection)
                     await asyncio.sleep(self.seen.rng.exponential(PAUSE_S))
@@ -192,9 +197,9 @@ class Ordeal:
             await asyncio.sleep(0.05)
         return False
 
-    async def counts(self) -> Counts:
+    async def counts(self) -> ServiceCounts:
         """Its own counters."""
-        return Counts.read((await get(self.service.url, "/metrics"))[1].decode())
+        return ServiceCounts.read((await get(self.service.url, "/metrics"))[1].decode())
 
     async def held(self) -> dict[str, float]:
         """What the process holds: tasks, descriptors, threads and private memory in kB."""
@@ -220,7 +225,7 @@ async def ordeal(config: NightConfig, folder: Path, seen: Seen) -> AsyncIterator
             LARDER_OVERLAY_TTL_S="5",
             **{troubled_service.FAULT_FILE: str(model)},
         )
-        service = Service(folder / "log", environ, module=troubled_service.__name__)
+        service = ServiceProcess(folder / "log", environ, module=troubled_service.__name__)
         await asyncio.to_thread(service.__enter__)
         try:
             yield Ordeal(service, proxy, model, seen)

@@ -81,10 +81,10 @@ class Racer:
 
     def _night(self, make: Make) -> None:
         generation = self.rng.choice(self._near(self._newest() - 2))
-        self._prepare(generation, make)
+        self.prepare(generation, make)
         self.releases.publish(generation, attempt=self._attempt())
 
-    def _prepare(self, generation: str, make: Make) -> None:
+    def prepare(self, generation: str, make: Make) -> None:
         releases = self.releases
         state = releases.state(generation)
         if state in (State.LIVE, State.SUPERSEDED):
@@ -123,7 +123,7 @@ class Racer:
             self.releases.end_canary(self._attempt(), "enough", self.rng.random() < 0.3)
             return
         generation = self.rng.choice(self._near(self._newest() + 1))
-        self._prepare(generation, make)
+        self.prepare(generation, make)
         self.releases.start_canary(generation, 5.0, self._attempt())
 
     def _retry(self, _make: Make) -> None:

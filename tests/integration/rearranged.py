@@ -4,8 +4,8 @@ import numpy as np
 import redis
 
 from cache.format.redis_keys import Keyspace
-from cache.store.artefacts import open_generation
 from precompute.config.settings import NightConfig
+from tests.opened import open_generation
 
 
 def rearrange(night: NightConfig, generation: str, table: str) -> None:

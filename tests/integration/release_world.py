@@ -23,7 +23,8 @@ from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
 from cache.store.releases import Pointer
 from precompute.bulk.reload import reload
-from precompute.control.control_keys import Control, Row
+from precompute.control.control_keys import Control
+from precompute.control.rows import Row
 from precompute.control.states import State
 from precompute.releases.release import Releases
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import orjson
 
-from infra.demo.http import Connection
+from infra.demo.http import HttpConnection
 from tests.polling import until
 
 BATCH, K = 8, 10
@@ -85,7 +85,7 @@ class Watch:
         await asyncio.gather(*(self._ask(number) for number in range(len(self._seen))))
 
     async def _ask(self, number: int) -> None:
-        async with Connection(self._url, SLOWEST_S) as connection:
+        async with HttpConnection(self._url, SLOWEST_S) as connection:
             for turn in range(1 << 60):
                 if self._over.is_set():
                     return
@@ -95,7 +95,7 @@ class Watch:
                     self.wrong.append(f"no answer: {error!r}")
                 await asyncio.sleep(PAUSE_S)
 
-    async def _ask_once(self, connection: Connection, number: int, turn: int) -> None:
+    async def _ask_once(self, connection: HttpConnection, number: int, turn: int) -> None:
         stored = self._stored
         history = [str(each) for each in self._rng.choice(self._items, 5, replace=False)]
         if turn % 16 == 15:

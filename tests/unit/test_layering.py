@@ -34,6 +34,9 @@ THIRD_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
         "onnxruntime": ("cache/", "precompute/"),
         "orjson": ("cache/", "serving/", "precompute/"),
         "prometheus_client": ("serving/",),
+        "pydantic": ("cache/config/", "serving/"),
+        "pydantic_core": ("cache/config/",),
+        "pydantic_settings": ("cache/config/reading.py",),
         "redis": ("cache/", "serving/", "precompute/"),
         "starlette": ("serving/",),
         "uvicorn": ("serving/",),
@@ -59,6 +62,8 @@ REQUIREMENTS = {
     "hiredis": "redis",
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
+    "pydantic_core": "pydantic",
+    "pydantic_settings": "pydantic-settings",
     "starlette": "fastapi",
 }
 NEVER = {"pickle", "dill", "cloudpickle", "tests", "infra"}

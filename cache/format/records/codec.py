@@ -13,12 +13,14 @@ from cache.format.records.layout import (
     HEADER_BYTES,
     NIGHTLY,
     NO_ITEM,
+    NUMBER,
     ORDINAL,
     RECORD_FORMAT,
+    SCALE,
     Layout,
     unpack_header,
 )
-from cache.format.records.quantization import dequantize_one, quantize
+from cache.format.records.quantization import SAFE_EXPONENT, quantize
 
 DIGEST_BYTES: Final = 16
 
@@ -110,7 +112,7 @@ def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = 
             format=flags >> FORMAT_SHIFT,
             count=count,
         )
-    numbers = dequantize_one(layout, record, count, exponent)
+    numbers = _numbers_of(layout, record, count, exponent)
     if not np.logical_and.reduce(np.isfinite(numbers)):
         raise CorruptArtefact("a record holds a number that is not finite", rule="non_finite")
     items = None
@@ -127,6 +129,25 @@ def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = 
         numbers=numbers,
         items=items,
     )
+
+
+def _numbers_of(
+    layout: Layout, record: bytes | memoryview, count: int, exponent: int
+) -> NDArray[np.float32]:
+    """The first `count` numbers of one record, float32[count]; infinite where they exceed float32."""
+    width, precision = layout.width, layout.precision
+    stored = NUMBER[precision]
+    at = len(record) - width * stored.itemsize
+    numbers = np.frombuffer(record, stored, width, at)[:count].astype(np.float32)
+    if precision == "f2" and exponent <= SAFE_EXPONENT:
+        return np.ldexp(numbers, exponent)
+    if precision == "f4":
+        return numbers
+    with np.errstate(over="ignore", invalid="ignore"):  # who asked judges what overflows
+        if precision == "f2":
+            return np.ldexp(numbers, exponent)
+        found: NDArray[np.float32] = numbers * np.frombuffer(record, SCALE, 1, HEADER_BYTES)[0]
+        return found
 
 
 def pack_overlay(record: bytes, digest: bytes) -> bytes:

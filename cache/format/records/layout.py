@@ -67,7 +67,7 @@ _FLAGS_AT: Final = OFFSETS["flags"]
 _FINGERPRINT: Final = slice(OFFSETS["fingerprint"], OFFSETS["fingerprint"] + 8)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what follows from the fields is kept beside them
 class Layout:
     """Shape and precision of a table's records; `width` is K, the dimensions or the number of labels."""
 
@@ -90,7 +90,7 @@ class Layout:
         """The numpy structured dtype, packed and little-endian."""
         return _dtype(self.kind, self.width, self.precision)
 
-    @property
+    @functools.cached_property
     def size_bytes(self) -> int:
         """Bytes per record."""
         return self.dtype.itemsize

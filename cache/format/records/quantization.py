@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import UnfitValue
-from cache.format.records.layout import HEADER_BYTES, NUMBER, SCALE, Layout, Precision
+from cache.format.records.layout import Layout, Precision
 
 SAFE_EXPONENT: Final = 111
 """Greatest exponent at which any float16 times its record's power of two stays within float32."""
@@ -67,25 +67,6 @@ def dequantize(
     elif layout.precision == "i1":
         numbers *= records["scale"].astype(dtype)[:, None]
     return numbers
-
-
-def dequantize_one(
-    layout: Layout, record: bytes | memoryview, count: int, exponent: int
-) -> NDArray[np.float32]:
-    """The first `count` numbers of one record, float32[count]; infinite where they exceed float32."""
-    width, precision = layout.width, layout.precision
-    stored = NUMBER[precision]
-    at = len(record) - width * stored.itemsize
-    numbers = np.frombuffer(record, stored, width, at)[:count].astype(np.float32)
-    if precision == "f2" and exponent <= SAFE_EXPONENT:
-        return np.ldexp(numbers, exponent)
-    if precision == "f4":
-        return numbers
-    with np.errstate(over="ignore", invalid="ignore"):  # who asked judges what overflows
-        if precision == "f2":
-            return np.ldexp(numbers, exponent)
-        found: NDArray[np.float32] = numbers * np.frombuffer(record, SCALE, 1, HEADER_BYTES)[0]
-        return found
 
 
 def _check_finite(numbers: NDArray[np.float32]) -> None:

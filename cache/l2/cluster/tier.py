@@ -23,9 +23,6 @@ T = TypeVar("T")
 class ClusterTier:
     """Sends each command to the node that holds its key; a node that is down costs only the keys that it holds."""
 
-    leases_come_along = False
-    """A lease lies on another node than its overlay: one that hangs must not hold up the other."""
-
     def __init__(
         self,
         config: RemoteConfig,

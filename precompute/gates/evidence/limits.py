@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Final, Self
 
-from precompute.config.sections import GateThresholds, GovernorConfig
+from cache.config.gates import GateThresholds
+from cache.config.sections import GovernorConfig
 
 MIB: Final = 1 << 20
 PASSES: Final = 3

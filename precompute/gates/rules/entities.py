@@ -119,13 +119,13 @@ def known_ids(candidate: Candidate) -> Measured:
     for shard in sampled_shards(entities):
         part = directories["user"].parts[shard]
         named = np.zeros(len(part), np.bool_)
-        for _, places in _named(candidate, shard):
+        for _, places in named_entities(candidate, shard):
             named[places] = True
         unknown += int((~named).sum())
     return none_of(unknown, "users with a record whom the sources do not name")
 
 
-def _named(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+def named_entities(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
     """(Arrow strings, their places) of the users of a shard that the sources name and that have a record."""
     entities = candidate.manifest.entity_sets["user"]
     part = candidate.evidence.directories["user"].parts[shard]
@@ -181,6 +181,6 @@ def _expected(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint6
     starts = np.cumsum([0, *map(len, parts)]).tolist()
     for shard in sampled_shards(candidate.manifest.entity_sets["user"]):
         expected = np.zeros(len(parts[shard]), np.uint64)
-        for texts, places in _named(candidate, shard):
+        for texts, places in named_entities(candidate, shard):
             expected[places] = text_hashes(texts, FINGERPRINT_SEED)
         yield "user", starts[shard], expected

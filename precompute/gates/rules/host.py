@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cache.format.gate_rules import DISK_HEADROOM
 from precompute.config.generations_at_peak import generations_at_peak
-from precompute.control.control_keys import Replica
+from precompute.control.rows import Replica
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity
 from precompute.gates.evidence.verdict import Measured, at_least

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from cache.format.item_table import Ordinals
 from cache.format.manifest import Model
 from cache.model.agreement import row_cosines
-from cache.model.tower import Histories, Tower, TowerSpec
+from cache.model.tower import Histories, Tower
+from cache.model.tower_spec import TowerSpec
 from precompute.bundles.agreement import list_overlaps
 from precompute.bundles.bundle import BundleModel
 from precompute.gates.evidence.candidate import Candidate

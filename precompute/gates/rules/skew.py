@@ -12,7 +12,7 @@ from cache.format.records.codec import decode
 from cache.format.records.layout import is_absent
 from cache.model.agreement import overlap, row_cosines
 from cache.model.predictor import LiveInput, Predictor, Prepared
-from cache.model.tower import TowerSpec
+from cache.model.tower_spec import TowerSpec
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.evidence import few
 from precompute.gates.evidence.gate import judgement

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cache.model.tower import Histories, InputSpec, TowerSpec
+from cache.model.tower import Histories
+from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles import graphs
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import NightConfig, Sources, TableConfig

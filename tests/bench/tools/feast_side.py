@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 
 from cache.format.item_table import ItemTable
 from cache.format.records.codec import decode
-from cache.store.artefacts import open_generation
 from tests.bench.read_path import TABLE, Case
 from tests.bench.tools import feast_store
 from tests.bench.tools.http_load import Program, program
 from tests.bench.tools.sockets import request
 from tests.integration.nights import raw_records
+from tests.opened import open_generation
 
 ENVIRONMENT = Path(".venv-feast/bin")
 ABSENT = "skipped: there is no Feast here; `make feast-env` installs it in .venv-feast"

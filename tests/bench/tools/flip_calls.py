@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.demo.http import Connection
+from infra.demo.http import HttpConnection
 
 CONNECTIONS = 8
 """Per replica; as many requests may be under way there."""
@@ -121,7 +121,7 @@ async def _lane(
     every: float,
 ) -> None:
     due, drawn, at = first, np.empty(0, np.int64), 0
-    async with Connection(url) as connection:
+    async with HttpConnection(url) as connection:
         while not over.is_set():
             if at == len(drawn):
                 drawn, at = (rng.zipf(1.3, 1_000) - 1) % len(paths), 0

@@ -7,8 +7,7 @@ from unittest.mock import patch
 
 import serving.components
 from cache.l2.lease_commands import Mark
-from cache.outcomes import MissReason
-from cache.tiers.results import Missed, Outcome, View, Want
+from cache.tiers.results import Missed, MissReason, Outcome, View, Want
 from cache.tiers.tiered import Found, Tiered
 from serving.__main__ import main
 
@@ -22,7 +21,9 @@ class NoTiers(Tiered):
         """Never a hit."""
         return None
 
-    async def get_many(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
+    async def get_many(
+        self, view: View, wants: Sequence[Want], deadline: float, *, is_counted: bool = True
+    ) -> list[Outcome]:
         """Nothing is stored."""
         return [_NOWHERE] * len(wants)
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from onnx import TensorProto, helper
 
-from cache.model.tower import InputSpec, TowerSpec
+from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.builds.tables import layout_of
 from precompute.bundles import graphs
 from precompute.bundles.bundle import Bundle

@@ -307,7 +307,7 @@ class Simulation:
         except Conflict:
             self.count("refused as a conflict")
 
-    def _keys(self) -> list[bytes]:
+    def stored_keys(self) -> list[bytes]:
         found: list[bytes] = []
         for pattern in (
             f"larder:1:{self.keys.namespace}:*",
@@ -318,12 +318,12 @@ class Simulation:
 
     def _lose_redis(self) -> None:
         self.count("Redis lost")
-        if names := self._keys():
+        if names := self.stored_keys():
             self.client.delete(*names)
         self.at(self.now + self.rng.uniform(MINUTE, 12 * HOUR), self._restore)
 
     def _keep_snapshot(self) -> None:
-        names: list[bytes] = self._keys()
+        names: list[bytes] = self.stored_keys()
         dumped: Any = [self.client.dump(name) for name in names]
         self.snapshot = {n: raw for n, raw in zip(names, dumped, strict=True) if raw is not None}
 
@@ -331,7 +331,7 @@ class Simulation:
         if not self.snapshot:
             return
         self.count("Redis of an older day")
-        self.client.delete(*self._keys() or [b"nothing"])
+        self.client.delete(*self.stored_keys() or [b"nothing"])
         for name, raw in self.snapshot.items():
             self.client.restore(name, 0, raw)
         self.at(self.now + self.rng.uniform(MINUTE, 12 * HOUR), self._restore)

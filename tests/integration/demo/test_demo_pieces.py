@@ -17,7 +17,7 @@ from infra.demo.checks import Judge, Question
 from infra.demo.dataset import Dataset, synthetic, user_data
 from infra.demo.evaluate import quality
 from infra.demo.place import place
-from infra.demo.scrape import Counts
+from infra.demo.scrape import ServiceCounts
 from infra.demo.synthetic import World, synthesize
 from infra.demo.traffic import Stream
 from precompute.config.settings import NightConfig
@@ -250,7 +250,7 @@ larder_requests_total{route="POST /v1/lookup",status="200"} 3.0
 """
 
     # when
-    counts = Counts.read(text)
+    counts = ServiceCounts.read(text)
 
     # then
     assert counts.disagreements({"l2": 2, "default": 1}, 3) == []

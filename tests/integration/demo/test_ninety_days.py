@@ -70,7 +70,7 @@ def check_history(season: Simulation) -> None:
 def check_leaks(season: Simulation) -> None:
     pages = {
         found[1].decode()
-        for name in season._keys()
+        for name in season.stored_keys()
         if (found := re.match(rb"larder:1:[^:]+:g:([^:]+):", name))
     }
     rows = set(season.control.rows())

@@ -9,9 +9,10 @@ from urllib.parse import unquote
 from precompute.config.settings import NightConfig
 from serving.app import create_app
 from serving.fast_lookup.coalescer import LEAST
-from serving.fast_lookup.dispatcher import Hot, Messages
+from serving.fast_lookup.dispatcher import Hot
 from serving.http.asgi_app import Front
 from serving.http.service import Service
+from serving.requests.bodies import Messages
 from tests.integration.serving_app import settings
 
 NOW = 1_800_000_000.125
@@ -44,13 +45,9 @@ class Ways:
     app: Front
     runner: asyncio.Runner
     hot: Hot = field(init=False)
-    joins: bool = False
-    """Whether requests of one turn come as from a connection that needs no task for them."""
-    joined: int = 0
-    """How many did."""
 
     def __post_init__(self) -> None:
-        assert self.app.hot is not None
+        assert self.app.fast is not None
         self.hot = Hot(self.service, clock=lambda: NOW)
         ladder: Any = self.service.ladder
         ladder._clock = ladder._reply._clock = lambda: NOW
@@ -70,29 +67,23 @@ class Ways:
 
     def ask(self, asked: Asked, *, hot: bool = True) -> Sent:
         """One request one way."""
-        self.app.hot = self.hot if hot else None
+        self.app.fast = self.hot if hot else None
         return self.runner.run(_call(self.app, asked))
 
     def ask_at_once(self, asked: Iterable[Asked]) -> list[Sent]:
         """Requests of one turn of the loop, the hot way, as if as many had come together before."""
-        self.app.hot = self.hot
+        self.app.fast = self.hot
         self.hot._singles._together._expected = LEAST
 
         async def all_of_them() -> list[Sent]:
-            call = self._joined if self.joins else _call
-            return await asyncio.gather(*(call(self.app, each) for each in asked))
+            return await asyncio.gather(*(_call(self.app, each) for each in asked))
 
         return self.runner.run(all_of_them())
 
-    async def _joined(self, app: Front, asked: Asked) -> Sent:
-        answer: asyncio.Future[Messages | None] = asyncio.get_running_loop().create_future()
-        if app.joins(self.hot, _scope(asked), answer.set_result):
-            assert not answer.done()
-            self.joined += 1
-            if (messages := await answer) is not None:
-                start, end = messages
-                return Sent(start["status"], _plain(start["headers"]), end["body"])
-        return await _call(app, asked)
+    async def alone(self, scope: dict[str, Any]) -> Messages | None:
+        """The fast way's own answer to a GET of one id."""
+        asked = self.hot.asked(scope)
+        return None if asked is None else await self.hot.get(asked)
 
     def both(self, asked: Asked, times: int = 3) -> tuple[list[Sent], list[Sent]]:
         """The request several times each way, from an empty L1: what Redis, L1 and a ready answer give."""

@@ -13,10 +13,10 @@ import redis
 
 from cache.store.blocklist import Blocklist
 from precompute.config.settings import NightConfig
+from serving.answers.fields import Answer
 from serving.app import create_app
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.client import AsyncClient, Entity, InvalidRequest, Options, Policy
-from serving.client.answers import Answer
 from serving.client.arrow import write_arrow_ids
 from tests.integration.http.hot_way import Asked, Sent, Ways
 from tests.integration.nights import K, build_night, histories, publish_night

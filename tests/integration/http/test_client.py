@@ -19,6 +19,7 @@ from serving.client import (
     InvalidRequest,
     Options,
     Policy,
+    Source,
     Unreachable,
 )
 from tests.integration.nights import UNTIL, build_night, build_verified, histories, publish
@@ -107,7 +108,7 @@ async def test_results_are_typed_and_cannot_be_changed(app: Running, night: Nigh
     assert held.live.generation == top.generation and held.ready and held.canary is None
     assert "user_topk" in held.live.details["tables"]
     with pytest.raises(AttributeError):
-        top.source = "live"  # type: ignore[misc]
+        top.source = Source.LIVE  # type: ignore[misc]
     with pytest.raises(ValueError, match="read-only"):
         vector[0] = 0
 

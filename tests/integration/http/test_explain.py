@@ -12,7 +12,7 @@ import orjson
 import pytest
 import redis
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from cache.store.blocklist import change_blocklist
 from precompute.config.settings import NightConfig
 from serving.explain import console
@@ -200,7 +200,7 @@ async def test_a_blocked_entity_gets_the_default_and_a_blocked_item_is_left_out(
     assert item not in other["record"]["items"] and other["answer"]["tier"] == "l2"
 
 
-async def test_damage_in_redis_is_found(tmp_path: Path, own_redis: Server) -> None:
+async def test_damage_in_redis_is_found(tmp_path: Path, own_redis: RedisServer) -> None:
     own = prepare(tmp_path / "night", own_redis.url, users=60, items=40)
     publish_night(own, UNTIL)
     publish_night(own, NEXT)
@@ -231,7 +231,7 @@ async def test_damage_in_redis_is_found(tmp_path: Path, own_redis: Server) -> No
 
 
 async def test_with_redis_away_it_says_who_answers_instead(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     own = build_night(tmp_path / "night", own_redis.url, users=60, items=40)
     users = sorted(histories(own))

@@ -31,10 +31,9 @@ def users(night: NightConfig) -> list[str]:
     return sorted(histories(night))
 
 
-@pytest.fixture(params=["tasks", "joined"])
-def ways(night: NightConfig, request: pytest.FixtureRequest) -> Iterator[Ways]:
+@pytest.fixture
+def ways(night: NightConfig) -> Iterator[Ways]:
     for found in running(night):
-        found.joins = request.param == "joined"
         yield found
         assert found.service.admission.under_way == 0
 
@@ -58,7 +57,6 @@ def test_a_turn_is_one_read_and_its_answers_are_those_of_the_routes(
     together = ways.ask_at_once(asked)
 
     assert batches(ways) - before == 1
-    assert ways.joined == (len(asked) if ways.joins else 0)
     ways.forget()
     assert together == [ways.ask(each, hot=False) for each in asked]
 
@@ -77,7 +75,7 @@ def test_nobody_waits_for_company_unless_many_came_of_late(
     monkeypatch.setattr(together, "ask", watched)
 
     async def wave(names: list[str]) -> None:
-        await asyncio.gather(*(ways.hot.get(_scope(name)) for name in names))
+        await asyncio.gather(*(ways.alone(_scope(name)) for name in names))
         while together._is_open:  # noqa: ASYNC110 - a few turns
             await asyncio.sleep(0)
 
@@ -147,11 +145,11 @@ def test_each_request_of_a_turn_is_counted_once(ways: Ways, users: list[str]) ->
 def test_a_caller_that_leaves_takes_nobody_along_and_is_not_counted(
     ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hot, together = ways.hot, ways.hot._singles._together
+    together = ways.hot._singles._together
     together._expected = LEAST
 
     async def turn() -> list[object]:
-        tasks = [asyncio.ensure_future(hot.get(_scope(user))) for user in users[: 2 * LEAST]]
+        tasks = [asyncio.ensure_future(ways.alone(_scope(user))) for user in users[: 2 * LEAST]]
         tell = together._tell
 
         async def leaving(*known: Any) -> None:
@@ -195,7 +193,7 @@ def test_who_has_less_time_than_a_read_may_take_has_a_clock_of_its_own(
 
     ways.forget()
     together = ways.hot._singles._together
-    monkeypatch.setattr(together, "have_time", lambda *_: not together._tasks)
+    monkeypatch.setattr(together, "_still_have_time", lambda _members: False)
     assert {sent.status for sent in ways.ask_at_once(asked)} == {200}
     assert len(read_as_rows) == 1
 
@@ -243,9 +241,9 @@ def test_a_turn_over_a_flip_mixes_nothing(ways: Ways, users: list[str]) -> None:
 
     async def turn() -> list[Any]:
         loop = asyncio.get_running_loop()
-        first = [loop.create_task(hot.get(_scope(user))) for user in users[:10]]
+        first = [loop.create_task(ways.alone(_scope(user))) for user in users[:10]]
         loop.call_soon(setattr, shelf, "holding", new)
-        second = [loop.create_task(hot.get(_scope(user))) for user in users[:10]]
+        second = [loop.create_task(ways.alone(_scope(user))) for user in users[:10]]
         return await asyncio.gather(*first, *second)
 
     try:
@@ -309,7 +307,7 @@ def test_what_lies_in_memory_waits_for_no_read(
 
     async def turn() -> list[bool]:
         ways.hot._singles._together._expected = LEAST
-        tasks = [asyncio.ensure_future(ways.hot.get(_scope(user))) for user in users[:10]]
+        tasks = [asyncio.ensure_future(ways.alone(_scope(user))) for user in users[:10]]
         for _ in range(20):
             await asyncio.sleep(0)
         done = [task.done() for task in tasks]

@@ -142,7 +142,7 @@ def court(night: NightConfig) -> Iterator[Court]:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         life = app.router.lifespan_context(app)
         runner.run(life.__aenter__())
-        app.hot = app.wire = Hot(app.state.service, clock=lambda: NOW)
+        app.fast = app.wire = Hot(app.state.service, clock=lambda: NOW)
         ladder: Any = app.state.service.ladder
         ladder._clock = ladder._reply._clock = lambda: NOW
         found = Court(

@@ -9,22 +9,28 @@ import numpy as np
 import pytest
 
 from cache.format.item_table import ItemTable
-from cache.store.artefacts import open_generation
 from cache.store.releases import newest_release
 from precompute.config.settings import NightConfig
 from serving.client import AsyncClient, InvalidRequest, Options
 from tests.integration.nights import K, build_night, histories, top_lists
 from tests.integration.serving_app import BASE, Running, serving
+from tests.opened import open_generation
+
+
+@pytest.fixture(scope="module", params=["fast", "plain"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Which way the service answers."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
-    return build_night(tmp_path_factory.mktemp("night"), redis_url)
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str, way: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp(way), redis_url)
 
 
 @pytest.fixture
-async def app(night: NightConfig) -> AsyncIterator[Running]:
-    async with serving(night) as running:
+async def app(night: NightConfig, way: str) -> AsyncIterator[Running]:
+    async with serving(night, fast_http=way == "fast") as running:
         yield running
 
 

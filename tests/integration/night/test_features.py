@@ -16,8 +16,8 @@ from cache.format.item_table import ItemTable, Ordinals
 from cache.format.records.codec import decode
 from cache.format.records.layout import NO_ITEM
 from cache.model.predictor import LiveInput, Predictor
-from cache.model.tower import InputSpec, TowerSpec
-from cache.store.artefacts import open_generation, sha256_of
+from cache.model.tower_spec import InputSpec, TowerSpec
+from cache.store.artefacts import sha256_of
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import TableConfig
@@ -25,10 +25,11 @@ from precompute.gates.rules import skew
 from precompute.partitions import catalogue
 from precompute.partitions.partition import partition
 from precompute.partitions.shard_input import read_shard
-from precompute.planning.forecast import Asked, forecast
+from precompute.planning.forecast import PlanParameters, forecast
 from precompute.sources.unusable import Unusable, ids_in
 from precompute.steps import begin, embed_items, index, quantize, score
 from tests.integration import nights
+from tests.opened import open_generation
 
 Kind = Literal["user_topk", "user_vector", "item_vector", "item_similar"]
 DIMS, COUNTRIES = 16, 5
@@ -300,7 +301,7 @@ def test_a_live_path_that_answers_otherwise_refuses_the_night(config, monkeypatc
 
 
 def test_a_plan_samples_the_features_that_the_models_want(config):
-    asked = Asked(seconds=0.1, data_until=nights.UNTIL)
+    asked = PlanParameters(seconds=0.1, data_until=nights.UNTIL)
 
     found = forecast(config, asked)
 

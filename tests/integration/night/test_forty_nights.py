@@ -16,15 +16,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache.errors import BundleError, ConfigError, LarderError, Refused, SourceError
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from cache.store.releases import all_releases
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import connect
 from precompute.gates.judge import GATES
-from precompute.planning.capacity import Limits, limits_of
-from precompute.planning.forecast import Asked, forecast, judged
+from precompute.planning.capacity import CapacityLimits, limits_of
+from precompute.planning.forecast import PlanParameters, forecast, judged
 from precompute.steps import (
     assemble,
     begin,
@@ -70,7 +70,7 @@ def take(step: Callable[[], T]) -> T:
 
 
 @contextmanager
-def outage(server: Server, at: int) -> Iterator[Progress]:
+def outage(server: RedisServer, at: int) -> Iterator[Progress]:
     """Redis hangs for `OUTAGE_S` from the gate of that number on (0: before the first), once."""
     timer = threading.Timer(OUTAGE_S, os.kill, (server.pid, signal.SIGCONT))
 
@@ -111,14 +111,14 @@ def night(
 
 def planned_bytes(config: NightConfig) -> tuple[int, int]:
     """What `plan` says of Redis: all that it holds at the peak, and `maxmemory` for that."""
-    plan = forecast(config, Asked(seconds=0.2, sample=0.5))
+    plan = forecast(config, PlanParameters(seconds=0.2, sample=0.5))
     record_bytes = max(each.size_bytes for _, each in plan.shape.layouts.values())
     (node,) = limits_of(config, record_bytes=record_bytes).nodes
     planned = node.other_bytes + generations_at_peak(config.keep) * plan.redis_bytes
     print(f"planned are {planned:,} bytes, {plan.redis_bytes:,} a generation")
     limit = int(planned / config.gates.redis_headroom) + 1
     for size, fits in ((limit, True), (limit - 20, False)):
-        sized = Limits((replace(node, limit_bytes=size),), 1 << 50, 1 << 50)
+        sized = CapacityLimits((replace(node, limit_bytes=size),), 1 << 50, 1 << 50)
         assert all(each.passed for each in judged(config, plan, sized)) == fits
     return planned, limit
 

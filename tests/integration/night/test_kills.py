@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.process.redis_server import Server
-from infra.local.service import Service
+from cache.process.redis_server import RedisServer
+from infra.local.service import ServiceProcess
 from tests.integration.killed_steps import night
 from tests.integration.killing import run
 from tests.integration.killing_ground import LOSSES, Ground
@@ -27,7 +27,7 @@ KILLS, AT_LEAST = 210, 4
 
 
 @pytest.fixture
-def ground(tmp_path: Path, own_redis: Server) -> Iterator[Ground]:
+def ground(tmp_path: Path, own_redis: RedisServer) -> Iterator[Ground]:
     """Two namesakes in two Redis databases, one generation live in each, and a service over the first."""
     seed = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"seed {seed} (LARDER_SEED repeats it)")
@@ -51,7 +51,7 @@ def ground(tmp_path: Path, own_redis: Server) -> Iterator[Ground]:
         told = environment(
             config, LARDER_L1_BYTES="4096", LARDER_POLL_S="0.1", LARDER_HEARTBEAT_S="0.2"
         )
-        service = stack.enter_context(Service(tmp_path / "service.log", told))
+        service = stack.enter_context(ServiceProcess(tmp_path / "service.log", told))
         watch = Watch(service.url, users, items, seed=seed)
         watch.expected[live] = top_lists(config, live, users)
         stack.enter_context(watch)

@@ -15,7 +15,7 @@ import redis
 
 from cache.errors import ConfigError, Conflict, NotJudged, Refused, StoreError, TierUnavailable
 from cache.process.child_process import Guarded
-from cache.process.redis_server import SETTINGS, Server, server
+from cache.process.redis_server import SETTINGS, RedisServer, server
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import all_releases
 from precompute.builds.build import Build
@@ -23,7 +23,8 @@ from precompute.builds.seal import seal
 from precompute.bulk.load import Part, loaded_pages, page_keys, parts_of, unlink_pages, verify_part
 from precompute.bulk.page_stream import PageStream
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, Row, connect
+from precompute.control.control_keys import Control, connect
+from precompute.control.rows import Row
 from precompute.control.states import State
 from precompute.operations.restore import restore
 from precompute.releases.registry import open_releases
@@ -38,7 +39,7 @@ class Night:
     """One generation live in a Redis of the test's own, the next one scored and ready to be loaded."""
 
     config: NightConfig
-    server: Server
+    server: RedisServer
     live: str
     build: dict[str, str]
 
@@ -89,7 +90,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[NightConfig, str, d
 
 @pytest.fixture
 def night(
-    tmp_path: Path, own_redis: Server, first: tuple[NightConfig, str, dict[str, str]]
+    tmp_path: Path, own_redis: RedisServer, first: tuple[NightConfig, str, dict[str, str]]
 ) -> Night:
     """The same in a folder and a Redis of the test's own."""
     config, live, build = first
@@ -173,7 +174,7 @@ def test_a_redis_that_was_killed_and_came_back_empty_is_restored_and_then_loaded
         night.finishes()
 
 
-def restarted(running: Server, log: Path) -> Guarded:
+def restarted(running: RedisServer, log: Path) -> Guarded:
     command = [str(redis_binary()), "--port", running.url.split(":")[2].split("/")[0]]
     for name, value in SETTINGS.items():
         command += [f"--{name}", value]

@@ -8,7 +8,8 @@ import pytest
 from cache.errors import Conflict
 from cache.format.redis_keys import Keyspace
 from cache.store.releases import Canary, Pointer
-from precompute.control.control_keys import Control, Row, connect
+from precompute.control.control_keys import Control, connect
+from precompute.control.rows import Row
 from precompute.control.states import State
 from tests.memory import MemoryRedis
 

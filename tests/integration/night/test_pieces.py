@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from cache.config.sections import GovernorConfig
 from cache.errors import Conflict, CorruptArtefact
 from cache.format.manifest import Manifest
 from cache.format.redis_keys import Keyspace
@@ -20,7 +21,6 @@ from precompute.bulk.priority import GiveWay
 from precompute.bulk.readback import lengths
 from precompute.bulk.reload import load_missing, repair
 from precompute.bulk.watch import FOREIGN_READS_S, Watcher
-from precompute.config.sections import GovernorConfig
 from precompute.control.control_keys import Control, connect
 from tests.integration.release_world import A, World
 from tests.polling import until

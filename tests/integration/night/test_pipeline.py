@@ -31,14 +31,15 @@ from cache.errors import (
 )
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Producer
-from cache.store.artefacts import ArtefactStore, open_generation, read_manifest, sha256_of
+from cache.store.artefacts import ArtefactStore, read_manifest, sha256_of
 from cache.store.releases import all_releases
 from precompute.builds.build import Build
 from precompute.bulk.headroom import REDIS_USED_MAX
 from precompute.bundles import bundle_store
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import GateThresholds, Sources, TableConfig
-from precompute.control.control_keys import Control, Row, connect
+from precompute.control.control_keys import Control, connect
+from precompute.control.rows import Row
 from precompute.control.states import State
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.gate import integrity
@@ -54,6 +55,7 @@ from precompute.sources import files
 from precompute.steps import assemble, begin, embed_items, load, publish, quantize, score, verify
 from precompute.steps import index as index_step
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night, roll_back
+from tests.opened import open_generation
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from cache.errors import ConfigError, Conflict, CorruptArtefact
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from cache.store.releases import all_releases
 from precompute.canary import trial
 from precompute.cli import step_commands
@@ -174,7 +174,7 @@ def test_the_commands_are_those_of_the_parser() -> None:
 
 
 def test_a_roll_back_that_cannot_mend_says_that_readers_have_moved(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     config = prepare(tmp_path / "n", own_redis.url, users=150, items=60)
     first = build_verified(config, UNTIL)

@@ -8,7 +8,7 @@ import orjson
 import pytest
 import redis
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from precompute import __main__ as shell
 from precompute.cli.status_report import look, report
 from precompute.cli.status_table import shown
@@ -21,7 +21,7 @@ SOON = {"schedule": "* * * * *", "schedule_grace_s": 86_400.0}
 
 
 @pytest.fixture
-def config(tmp_path: Path, own_redis: Server) -> NightConfig:
+def config(tmp_path: Path, own_redis: RedisServer) -> NightConfig:
     return prepare(tmp_path / "night", own_redis.url, users=60, items=40)
 
 

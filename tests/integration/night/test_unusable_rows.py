@@ -13,8 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import Refused, SourceError
 from cache.format.records.layout import ABSENT
-from cache.model.tower import InputSpec, TowerSpec
-from cache.store.artefacts import open_generation
+from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
 from precompute.config.settings import TableConfig
@@ -31,6 +30,7 @@ from tests.integration.night.test_features import (
     from_looks,
     vectors_column,
 )
+from tests.opened import open_generation
 
 MOODS = ("glad", "sad")
 MOOD = InputSpec("mood", "feature", "float32", column="mood", width=len(MOODS))

@@ -9,9 +9,8 @@ import redis
 
 from cache.control.hot_keys import COLD, hour_of
 from cache.errors import ConfigError
-from cache.store.artefacts import open_generation
 from cache.store.blocklist import change_blocklist
-from precompute.cli.worklist import Line, lines, read, worklist
+from precompute.cli.worklist import WorklistRow, lines, read, worklist
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
@@ -19,6 +18,7 @@ from precompute.erasing.erasing import begin_erasing
 from precompute.partitions.holdout import FILE
 from tests.integration.nights import build_night, histories
 from tests.integration.serving_app import Running, eventually, serving
+from tests.opened import open_generation
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def night(tmp_path: Path, redis_url: str) -> NightConfig:
     return build_night(tmp_path / "night", redis_url, users=120, items=60)
 
 
-def found(night: NightConfig) -> list[Line]:
+def found(night: NightConfig) -> list[WorklistRow]:
     with connect(night.redis_url, 5.0) as client:
         control = Control(client, night.keyspace())
         pointer = control.pointer()
@@ -109,7 +109,7 @@ def test_the_command_shows_and_exports_with_what_is_known_of_each(
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file))
     assert rows == [
-        list(Line._fields),
+        list(WorklistRow._fields),
         ["user_topk", known, "5", "known"],
         ["user_topk", "later", "3", "coming"],
         ["user_topk", "a,b", "1", "no input"],

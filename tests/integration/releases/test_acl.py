@@ -18,9 +18,10 @@ from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.child_process import Guarded
 from cache.process.redis_server import SETTINGS, find_server
 from cache.store.releases import Pointer
-from precompute.control.control_keys import Control, Row
+from precompute.control.control_keys import Control
+from precompute.control.rows import Row
 from precompute.control.states import State
-from precompute.releases.staging import Stage
+from precompute.releases.staging import StagingNote
 from tests.l2_reads import answers_of
 from tests.polling import until
 
@@ -252,7 +253,7 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
     assert control.pointer() == POINTER
     assert control.rows()[POINTER.generation].state == State.LIVE
     assert control.replicas() == []
-    stage = Stage(control)
+    stage = StagingNote(control)
     assert stage.set("g2", "test") is None and stage.get() is not None
     stage.clear("test")
     assert loader.get(KEYS.next) is None

@@ -11,13 +11,13 @@ from typing import Any
 import orjson
 import pytest
 
+from cache.config.sections import CanaryConfig
 from cache.control.canary_split import Split
 from cache.errors import ConfigError, Conflict, Refused
 from infra.demo.http import get, post
-from infra.local.service import Service
+from infra.local.service import ServiceProcess
 from precompute.builds.build import cut_of
 from precompute.canary import trial
-from precompute.config.sections import CanaryConfig
 from precompute.config.settings import NightConfig
 from precompute.control.states import State
 from precompute.operations.roll_back import roll_back
@@ -32,7 +32,7 @@ KEYS = [f"key-{number}" for number in range(120)]
 @pytest.fixture(scope="module")
 def served(
     tmp_path_factory: pytest.TempPathFactory, redis_url: str
-) -> Iterator[tuple[NightConfig, list[Service]]]:
+) -> Iterator[tuple[NightConfig, list[ServiceProcess]]]:
     folder = tmp_path_factory.mktemp("canary")
     config = replace(
         build_night(folder / "night", redis_url, users=200, items=60),
@@ -68,7 +68,7 @@ def follow(config: NightConfig) -> None:
 
 
 async def ask(
-    service: Service, entities: list[Any], status: int = 200, **options: Any
+    service: ServiceProcess, entities: list[Any], status: int = 200, **options: Any
 ) -> list[dict[str, Any]]:
     body = orjson.dumps({"entities": entities, "k": 5, **options})
     found, raw = await post(service.url, "/v1/lookup/user_topk", body)
@@ -77,7 +77,7 @@ async def ask(
     return answers
 
 
-async def generations(service: Service, users: list[str]) -> dict[str, str]:
+async def generations(service: ServiceProcess, users: list[str]) -> dict[str, str]:
     """What answers each key; several entities each, so that a torn request would show."""
     found = {}
     for key in KEYS:
@@ -92,7 +92,7 @@ def start(config: NightConfig, generation: str, percent: float = PERCENT) -> Non
 
 
 async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_abandoned(
-    served: tuple[NightConfig, list[Service]],
+    served: tuple[NightConfig, list[ServiceProcess]],
 ) -> None:
     config, services = served
     live, tried = live_of(config), await asyncio.to_thread(verified, config)
@@ -143,7 +143,7 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
 
 
 async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_is_not(
-    served: tuple[NightConfig, list[Service]],
+    served: tuple[NightConfig, list[ServiceProcess]],
 ) -> None:
     config, services = served
     tried = await asyncio.to_thread(verified, config)
@@ -184,7 +184,7 @@ async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_i
 
 
 async def test_starting_a_canary_that_runs_keeps_its_share_unless_another_is_named(
-    served: tuple[NightConfig, list[Service]],
+    served: tuple[NightConfig, list[ServiceProcess]],
 ) -> None:
     config, _ = served
     tried = await asyncio.to_thread(verified, config)
@@ -203,7 +203,7 @@ async def test_starting_a_canary_that_runs_keeps_its_share_unless_another_is_nam
 
 
 async def test_what_may_not_be_published_is_not_tried_out_either(
-    served: tuple[NightConfig, list[Service]],
+    served: tuple[NightConfig, list[ServiceProcess]],
 ) -> None:
     config, _ = served
     live = live_of(config)
@@ -219,7 +219,7 @@ async def test_what_may_not_be_published_is_not_tried_out_either(
 
 
 async def test_a_publish_ends_a_canary_and_a_rollback_does_too(
-    served: tuple[NightConfig, list[Service]],
+    served: tuple[NightConfig, list[ServiceProcess]],
 ) -> None:
     config, services = served
     first, tried = live_of(config), await asyncio.to_thread(verified, config)

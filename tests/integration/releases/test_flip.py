@@ -19,14 +19,14 @@ import orjson
 import pytest
 import redis
 
+from cache.config.sections import FlipConfig
 from cache.errors import Conflict, LarderError
-from cache.process.redis_server import Server
-from infra.demo.http import Connection, get
-from infra.local.service import ROOT, Service
-from precompute.config.sections import FlipConfig
+from cache.process.redis_server import RedisServer
+from infra.demo.http import HttpConnection, get
+from infra.local.service import ROOT, ServiceProcess
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import REPLICA_DEAD_S
-from precompute.releases.staging import Stage, staged
+from precompute.releases.staging import StagingNote, staged
 from precompute.steps import publish as publish_step
 from precompute.steps import warm
 from tests.integration.fleet import beating, control_of, fleet
@@ -46,7 +46,7 @@ from tests.polling import until
 class Nights:
     """One live generation behind three replicas; each test asks for a later one."""
 
-    def __init__(self, config: NightConfig, services: list[Service]) -> None:
+    def __init__(self, config: NightConfig, services: list[ServiceProcess]) -> None:
         self.config = config
         self.services = services
         self._cut = datetime.fromisoformat(UNTIL)
@@ -122,7 +122,7 @@ def test_the_pointer_moves_once_every_replica_holds_the_generation_ready(nights:
     print(f"skew {warmed['skew_ms']} ms, lag {warmed['lag_ms']}")
     assert warmed["skew_ms"] is not None and len(warmed["lag_ms"]) == 3
     for service in nights.services:
-        log = service._log.read_text()
+        log = service.log.read_text()
         ready = log.index(f"generation {generation} is ready")
         assert ready < log.index(f"serving generation {generation}")
 
@@ -185,7 +185,7 @@ def test_without_replicas_a_publish_waits_for_nobody(tmp_path: Path, redis_url: 
 
 _PUBLISHER = """
 import sys
-from precompute.config.sections import FlipConfig
+from cache.config.sections import FlipConfig
 from precompute.releases.staging import staged
 from tests.integration.fleet import control_of
 from tests.integration.nights import prepare
@@ -218,7 +218,7 @@ def test_a_publisher_killed_while_it_waits_leaves_nothing_behind(nights: Nights)
         # They go on holding it until the note runs out; then it is nobody's.
         assert until(lambda: holding() == [False] * 3, 10)
         with control_of(config) as control:
-            assert Stage(control).get() is None
+            assert StagingNote(control).get() is None
     assert nights.live == before
 
     publish(config, generation)
@@ -228,7 +228,7 @@ def test_a_publisher_killed_while_it_waits_leaves_nothing_behind(nights: Nights)
 
 def test_one_publisher_waits_for_another_and_a_retry_goes_on_where_it_was(nights: Nights) -> None:
     with control_of(nights.config) as control:
-        stage = Stage(control)
+        stage = StagingNote(control)
         assert stage.set("first", "one", lease_s=60) is None
         found = stage.set("second", "two")
         assert found is not None and (found.generation, found.attempt) == ("first", "one")
@@ -259,7 +259,7 @@ async def test_a_rollback_is_visible_within_a_second_and_no_answer_mixes_generat
     async def caller(url: str) -> None:
         nonlocal answered
         body = orjson.dumps({"entities": users, "k": 20})
-        async with Connection(url) as connection:
+        async with HttpConnection(url) as connection:
             while not over.is_set():
                 status, raw = await connection.request("POST", "/v1/lookup/user_topk", body)
                 found = orjson.loads(raw)["answers"] if status == 200 else []
@@ -301,7 +301,7 @@ async def test_a_rollback_is_visible_within_a_second_and_no_answer_mixes_generat
 
 
 async def test_a_redis_that_dies_while_a_generation_is_staged_costs_no_answer(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     config = build_night(tmp_path / "night", own_redis.url, users=100, items=40)
     user = min(histories(config))

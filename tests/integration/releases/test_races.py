@@ -122,7 +122,7 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
         # The next night finds nothing in its way.
         racer = Racer(url, folder, keys, 99, SEED)
         racer.rng.random = lambda: 1.0  # type: ignore[method-assign]
-        racer._prepare("20270101T000000Z-" + "d" * 12, make)
+        racer.prepare("20270101T000000Z-" + "d" * 12, make)
         releases.publish("20270101T000000Z-" + "d" * 12, attempt="the last night")
     return sum(each.action in MOVES and each.done for each in history)
 

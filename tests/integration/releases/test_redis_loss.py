@@ -14,10 +14,10 @@ import pytest
 import redis
 
 from cache.process.child_process import Guarded
-from cache.process.redis_server import SETTINGS, Server
+from cache.process.redis_server import SETTINGS, RedisServer
 from cache.store.artefacts import read_manifest
-from infra.demo.scrape import Counts
-from infra.local.service import ROOT, Service
+from infra.demo.scrape import ServiceCounts
+from infra.local.service import ROOT, ServiceProcess
 from precompute.bulk.load import page_keys
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
@@ -53,13 +53,13 @@ class Asked:
         body: dict[str, Any] = self.http.get("/readyz").json()
         return body
 
-    def counts(self) -> Counts:
+    def counts(self) -> ServiceCounts:
         """Its counters."""
-        return Counts.read(self.http.get("/metrics").text)
+        return ServiceCounts.read(self.http.get("/metrics").text)
 
 
 @pytest.fixture
-def night(tmp_path: Path, own_redis: Server) -> NightConfig:
+def night(tmp_path: Path, own_redis: RedisServer) -> NightConfig:
     config = build_night(tmp_path / "night", own_redis.url)
     publish_night(config, NEXT)
     return config
@@ -95,13 +95,13 @@ def run_restore(environ: Mapping[str, str]) -> None:
 
 
 def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
-    night: NightConfig, own_redis: Server, tmp_path: Path
+    night: NightConfig, own_redis: RedisServer, tmp_path: Path
 ) -> None:
     environ = environment(night)
     known = sorted(histories(night, NEXT))
     hot, cold = known[:50], known[50:150]
     history = histories(night, NEXT)[known[0]][:5]
-    with Service(tmp_path / "service.log", environ) as service:
+    with ServiceProcess(tmp_path / "service.log", environ) as service:
         # given: a service that has answered some users, so that they are in L1
         caller = Asked(service.url)
         before = {each["id"]: each for each in caller.ask([{"id": user} for user in hot])}

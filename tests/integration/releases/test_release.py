@@ -21,7 +21,8 @@ from cache.store.releases import (
     newest_release,
 )
 from precompute.bulk.load import load_part, page_keys, parts_of, verify_part
-from precompute.control.control_keys import Control, Row, connect
+from precompute.control.control_keys import Control, connect
+from precompute.control.rows import Row
 from precompute.control.states import State
 from tests.integration.release_world import A, B, C, World, pages_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cache.errors import Conflict
-from cache.process.redis_server import Server, server
+from cache.process.redis_server import RedisServer, server
 from cache.store.artefacts import ArtefactStore
 from precompute.control.control_keys import connect
 from precompute.releases import replication
@@ -27,7 +27,7 @@ def primary(own_redis, tmp_path, keyspace) -> Iterator[World]:
 
 
 @pytest.fixture
-def replica(own_redis, tmp_path, primary) -> Iterator[Server]:
+def replica(own_redis, tmp_path, primary) -> Iterator[RedisServer]:
     with server(tmp_path / "replica", binary=redis_binary()) as running:
         port = int(own_redis.url.rsplit(":", 1)[1].split("/")[0])
         with connect(running.url, 5.0) as client:

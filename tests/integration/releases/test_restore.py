@@ -17,7 +17,8 @@ from cache.store.releases import (
 )
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import page_keys
-from precompute.control.control_keys import Row, connect
+from precompute.control.control_keys import connect
+from precompute.control.rows import Row
 from precompute.control.states import State
 from precompute.releases.restore import forgotten, restore
 from precompute.releases.sweep import retire

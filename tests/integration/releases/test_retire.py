@@ -16,7 +16,8 @@ from cache.store.releases import (
 )
 from precompute.bulk.load import parts_of
 from precompute.config.generations_at_peak import generations_at_peak
-from precompute.control.control_keys import Row, connect
+from precompute.control.control_keys import connect
+from precompute.control.rows import Row
 from precompute.control.states import State
 from precompute.releases.sweep import drop_old_rows, is_back, note_loaded, retire, sweepable
 from tests.integration.release_world import A, B, C, D, World, pages_of

@@ -13,9 +13,9 @@ import numpy as np
 import orjson
 import pytest
 
-from infra.demo.http import Connection, get
+from infra.demo.http import HttpConnection, get
 from infra.demo.scrape import scrape
-from infra.local.service import Service
+from infra.local.service import ServiceProcess
 from tests.integration.nights import (
     NEXT,
     UNTIL,
@@ -49,7 +49,7 @@ class Callers:
     wrong: list[str] = field(default_factory=list)
     _progress: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def ask(self, connection: Connection, number: int) -> None:
+    async def ask(self, connection: HttpConnection, number: int) -> None:
         """One request: mostly a batch of known users, now and then a stranger with a history."""
         barred = set(self.barred)
         history = [str(each) for each in self.rng.choice(self.items, 5)]
@@ -124,12 +124,12 @@ async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
     rng = np.random.default_rng(SEED)
     items = sorted({item for seen in histories(config).values() for item in seen})
     callers = Callers(expected, users, items, rng)
-    service = Service(tmp_path / "service.log", environment(config))
+    service = ServiceProcess(tmp_path / "service.log", environment(config))
     with service:
         finished = asyncio.Event()
 
         async def caller(numbers: "itertools.count[int]") -> None:
-            async with Connection(service.url) as connection:
+            async with HttpConnection(service.url) as connection:
                 while not finished.is_set():
                     await callers.ask(connection, next(numbers))
 

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from cache.errors import Refused
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from infra.demo.checks import Judge
-from infra.local.service import Service
+from infra.local.service import ServiceProcess
 from precompute.cli.override import override
 from precompute.config.settings import NightConfig
 from precompute.steps import publish as publish_step
@@ -70,7 +70,7 @@ def watched(
     """A service under load, scraped."""
     environ = environment(night, LARDER_FIGURES_S="0.3", **more)
     with (
-        Service(folder / "log", environ, module=module) as service,
+        ServiceProcess(folder / "log", environ, module=module) as service,
         prometheus(folder / "prometheus", [service.url], faster=FASTER) as server,
         traffic(service.url, night, Judge(), rate=RATE),
     ):
@@ -85,7 +85,7 @@ def stays(server: Prometheus, expected: set[str]) -> bool:
 
 
 def test_killing_redis_raises_what_follows_from_it_and_nothing_else(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     night = build_night(tmp_path / "night", own_redis.url, users=200, items=60)
     # Nothing stays in memory, so that everybody feels it.

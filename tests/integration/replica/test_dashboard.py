@@ -11,7 +11,7 @@ import pytest
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from precompute.config.settings import NightConfig
 from serving.dashboard.time_bins import BIN_S
 from tests.integration.fault_proxy import Fault, FaultProxy
@@ -136,7 +136,7 @@ async def data(app: Running) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fault", ["gone", "silent"])
 async def test_without_redis_a_worker_shows_its_own_and_with_it_the_whole_again(
-    tmp_path: Path, own_redis: Server, fault: Fault
+    tmp_path: Path, own_redis: RedisServer, fault: Fault
 ) -> None:
     night = build_night(tmp_path / "night", own_redis.url, users=50, items=40)
     async with (

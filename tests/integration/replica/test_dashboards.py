@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from infra.demo.checks import Judge
-from infra.local.service import Service
+from infra.local.service import ServiceProcess
 from precompute.canary import trial
 from precompute.config.settings import NightConfig
 from tests.integration.nights import UNTIL, build_night, build_verified, environment, publish
@@ -58,7 +58,7 @@ def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str)
     }
     judge = Judge()
     with (
-        Service(tmp_path / "log", environment(night, **more)) as service,
+        ServiceProcess(tmp_path / "log", environment(night, **more)) as service,
         prometheus(tmp_path / "prometheus", [service.url]) as server,
         traffic(service.url, night, judge, rate=100.0),
         httpx.Client(base_url=service.url) as http,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from tests.integration.nights import UNTIL, histories, prepare, publish_night, top_lists
 from tests.integration.ordeal import DEADLINE_MS, TROUBLES, Seen, Trouble, ordeal
 
@@ -15,7 +15,7 @@ SECONDS = 1.5
 
 
 async def test_no_trouble_costs_a_request_its_answer_or_its_mark(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     config = prepare(tmp_path / "night", own_redis.url, seed=SEED, users=300)
     live = publish_night(config, UNTIL)

@@ -15,13 +15,13 @@ from cache.format.ids import hash_id
 from cache.format.item_table import ItemTable
 from cache.format.redis_keys import Keyspace
 from cache.model.input_sample import FACT, Probe
-from cache.store.artefacts import open_generation
 from precompute.config.settings import NightConfig
 from precompute.control.control_keys import Control, connect
 from serving.quality.monitor import QualityMonitor
 from tests.integration.nights import build_night, histories
 from tests.integration.rearranged import rearrange
 from tests.integration.serving_app import Running, eventually, serving
+from tests.opened import open_generation
 
 ALL: dict[str, Any] = {"quality_per_mille": 1_000.0, "quality_cpu_share": 1.0, "quality_s": 0.1}
 WITHIN = 25

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import redis
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from cache.store.artefacts import read_manifest
 from cache.store.blocklist import change_blocklist
 from precompute.config.settings import NightConfig
@@ -28,7 +28,7 @@ from tests.integration.serving_app import Running, eventually, serving
 
 
 @pytest.fixture
-def night(tmp_path: Path, own_redis: Server) -> NightConfig:
+def night(tmp_path: Path, own_redis: RedisServer) -> NightConfig:
     return build_night(tmp_path / "night", own_redis.url)
 
 
@@ -229,7 +229,7 @@ async def test_without_redis_a_replica_starts_from_the_newest_release(
 
 
 async def test_before_anything_is_published_the_service_says_so(
-    tmp_path: Path, own_redis: Server
+    tmp_path: Path, own_redis: RedisServer
 ) -> None:
     from tests.integration.nights import prepare
 

@@ -11,7 +11,7 @@ import orjson
 import pytest
 import redis.asyncio
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from infra.demo.http import get
 from precompute.config.settings import NightConfig
 from tests.integration.nights import (
@@ -52,7 +52,7 @@ class Held:
 
 
 @pytest.fixture
-def night(tmp_path: Path, own_redis: Server) -> NightConfig:
+def night(tmp_path: Path, own_redis: RedisServer) -> NightConfig:
     config = prepare(tmp_path / "night", own_redis.url, seed=SEED, users=300)
     publish_night(config, UNTIL)
     return config

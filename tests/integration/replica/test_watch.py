@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from precompute.config.settings import NightConfig
 from serving import observability
 from serving.tracing.otel_spans import Spans
@@ -312,7 +312,7 @@ async def test_a_server_error_is_logged_with_its_request_and_its_trace(
 
 
 def test_a_program_writes_json_lines_without_its_token_or_password(
-    night: NightConfig, users: list[str], own_redis: Server, tmp_path: Path
+    night: NightConfig, users: list[str], own_redis: RedisServer, tmp_path: Path
 ) -> None:
     import redis
 

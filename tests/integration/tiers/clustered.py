@@ -4,7 +4,6 @@ from typing import Any
 
 from cache.format.directory import Directory
 from cache.format.ids import hash_id
-from cache.store.artefacts import open_generation
 from cache.store.releases import newest_release
 from precompute.config.settings import NightConfig
 from tests.clusters import Node, TestCluster
@@ -12,6 +11,7 @@ from tests.integration.nights import (
     histories,
 )
 from tests.integration.serving_app import Running
+from tests.opened import open_generation
 
 OUTAGES = {"l2_down", "l2_timeout", "breaker_open", "page_missing"}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
+from cache.config.sections import GovernorConfig
 from cache.store.artefacts import read_manifest
 from precompute.bulk.load import page_keys
 from precompute.bulk.reload import damaged
-from precompute.config.sections import GovernorConfig
 from precompute.config.settings import NightConfig
 from precompute.operations.restore import restore
 from precompute.releases.registry import open_releases

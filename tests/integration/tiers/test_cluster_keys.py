@@ -20,7 +20,8 @@ from cache.l2.tier import RemoteConfig
 from cache.store.artefacts import ArtefactStore
 from precompute.bulk.load import page_keys, unlink_pages
 from precompute.bulk.reload import reload
-from precompute.control.control_keys import Row, connect
+from precompute.control.control_keys import connect
+from precompute.control.rows import Row
 from precompute.control.states import State
 from tests.certificates import self_signed
 from tests.clusters import TestCluster, cluster

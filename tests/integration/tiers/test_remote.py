@@ -20,7 +20,7 @@ from cache.format.redis_keys import Keyspace
 from cache.l2.circuit_breaker import Breaker
 from cache.l2.commands import Answer, Overlay, OverlayRead, OverlayWrite, PageRead
 from cache.l2.tier import RemoteConfig, RemoteTier
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from precompute.control.control_keys import Control, connect
 from tests.certificates import self_signed
 from tests.conftest import redis_binary
@@ -237,7 +237,7 @@ async def elapsed_after(seconds: float) -> float:
 
 
 async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_nobody(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     """C10, C16."""
     keyspace = Keyspace("paused")
@@ -262,7 +262,7 @@ async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_
     await remote.aclose()
 
 
-async def test_one_stall_is_one_failure_whatever_waited_for_it(own_redis: Server) -> None:
+async def test_one_stall_is_one_failure_whatever_waited_for_it(own_redis: RedisServer) -> None:
     breaker = Breaker(threshold=2, cooldown_s=60.0)
     config = RemoteConfig(own_redis.url, deadline_s=0.1, connections_max=1)
     remote = RemoteTier(config, Keyspace("stalled"), breaker)
@@ -284,7 +284,7 @@ async def test_one_stall_is_one_failure_whatever_waited_for_it(own_redis: Server
 
 
 async def test_a_callers_shorter_deadline_ends_its_wait_and_keeps_the_connection(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     """C10, C16."""
     remote = RemoteTier(
@@ -307,7 +307,7 @@ async def test_a_callers_shorter_deadline_ends_its_wait_and_keeps_the_connection
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(
-    own_redis: Server, run: Callable[[Coroutine[None, None, list[Answer]]], list[Answer]]
+    own_redis: RedisServer, run: Callable[[Coroutine[None, None, list[Answer]]], list[Answer]]
 ) -> None:
     """After a long socket callback uvloop fires its timers before it looks at the other sockets."""
 
@@ -337,7 +337,7 @@ def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(
 
 
 async def test_a_dead_redis_is_reported_at_once_then_left_alone_then_probed(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     """C10."""
     now = [0.0]
@@ -358,7 +358,7 @@ async def test_a_dead_redis_is_reported_at_once_then_left_alone_then_probed(
     await remote.aclose()
 
 
-async def test_reads_recover_by_themselves_when_redis_answers_again(own_redis: Server) -> None:
+async def test_reads_recover_by_themselves_when_redis_answers_again(own_redis: RedisServer) -> None:
     breaker = Breaker(threshold=1, cooldown_s=0.01)
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.05), Keyspace("a"), breaker)
     await answers_of(remote, [read_of(0, 0)])
@@ -376,7 +376,9 @@ async def test_reads_recover_by_themselves_when_redis_answers_again(own_redis: S
     await remote.aclose()
 
 
-async def test_connections_stay_within_their_bound_and_end_with_the_tier(own_redis: Server) -> None:
+async def test_connections_stay_within_their_bound_and_end_with_the_tier(
+    own_redis: RedisServer,
+) -> None:
     client = redis.Redis.from_url(own_redis.url, protocol=2)
     remote = RemoteTier(
         RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=2), Keyspace("a")
@@ -397,7 +399,7 @@ async def test_connections_stay_within_their_bound_and_end_with_the_tier(own_red
 
 
 async def test_a_server_that_accepts_no_more_connections_is_not_asked_again_and_again(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     client = redis.Redis.from_url(own_redis.url, protocol=2)
     remote = RemoteTier(
@@ -416,7 +418,7 @@ async def test_a_server_that_accepts_no_more_connections_is_not_asked_again_and_
     await remote.aclose()
 
 
-async def test_what_is_under_way_ends_when_the_tier_is_closed(own_redis: Server) -> None:
+async def test_what_is_under_way_ends_when_the_tier_is_closed(own_redis: RedisServer) -> None:
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=30.0), Keyspace("a"))
     await answers_of(remote, [read_of(0, 0)])
     os.kill(own_redis.pid, signal.SIGSTOP)
@@ -542,7 +544,9 @@ async def test_listening_survives_a_silence_longer_than_any_timeout(
     await remote.aclose()
 
 
-async def test_listening_ends_with_the_reason_when_the_connection_does(own_redis: Server) -> None:
+async def test_listening_ends_with_the_reason_when_the_connection_does(
+    own_redis: RedisServer,
+) -> None:
     remote = RemoteTier(RemoteConfig(own_redis.url), Keyspace("a"))
     listening = asyncio.ensure_future(anext(remote.control.subscribe()))
     client = redis.Redis.from_url(own_redis.url, protocol=2)
@@ -582,7 +586,7 @@ async def test_pointer_heartbeat_and_policy(remote: RemoteTier, client: redis.Re
     assert client.zcard(keyspace.replicas) == 1
 
 
-async def test_a_replica_is_alive_at_full_memory(own_redis: Server) -> None:
+async def test_a_replica_is_alive_at_full_memory(own_redis: RedisServer) -> None:
     keyspace = Keyspace("full")
     remote = RemoteTier(RemoteConfig(own_redis.url), keyspace)
     with connect(own_redis.url, 5.0) as client:
@@ -605,7 +609,7 @@ async def test_a_replica_is_alive_at_full_memory(own_redis: Server) -> None:
 
 
 async def test_a_replica_with_the_rights_of_an_earlier_version_beats_all_the_same(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     keyspace = Keyspace("a")
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
@@ -634,7 +638,7 @@ async def test_an_unreachable_redis_is_one_kind_of_error_for_control_commands_to
 
 
 async def test_a_user_and_password_in_the_url_are_used_and_a_wrong_one_is_no_answer(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
         client.execute_command(
@@ -657,7 +661,7 @@ async def test_a_user_and_password_in_the_url_are_used_and_a_wrong_one_is_no_ans
 
 
 @pytest.fixture
-def tls(tmp_path: Path, own_redis: Server) -> tuple[int, Path]:
+def tls(tmp_path: Path, own_redis: RedisServer) -> tuple[int, Path]:
     """A port of the server that speaks TLS, and the certificate to trust."""
     settings = self_signed(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -671,7 +675,7 @@ def tls(tmp_path: Path, own_redis: Server) -> tuple[int, Path]:
     return int(settings["tls-port"]), Path(settings["tls-ca-cert-file"])
 
 
-async def test_tls_is_a_matter_of_the_url(own_redis: Server, tls: tuple[int, Path]) -> None:
+async def test_tls_is_a_matter_of_the_url(own_redis: RedisServer, tls: tuple[int, Path]) -> None:
     port, certificate = tls
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
         client.set(Keyspace("a").page("g", "t", 0), page_bytes(0))
@@ -712,7 +716,7 @@ async def test_what_the_slowest_round_trips_of_the_last_seconds_took_is_known(
 
 
 async def test_what_one_caller_cannot_keep_costs_the_others_of_its_turn_nothing(
-    own_redis: Server,
+    own_redis: RedisServer,
 ) -> None:
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=5.0), Keyspace("a"))
 
@@ -728,7 +732,7 @@ async def test_what_one_caller_cannot_keep_costs_the_others_of_its_turn_nothing(
     await remote.aclose()
 
 
-async def test_no_read_takes_longer_than_its_bound_says(own_redis: Server) -> None:
+async def test_no_read_takes_longer_than_its_bound_says(own_redis: RedisServer) -> None:
     """Who has more time than that needs no clock of its own."""
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.02), Keyspace("a"))
     idle_s = remote.bound_s()

@@ -12,7 +12,7 @@ import redis
 
 from cache.format.redis_keys import Keyspace
 from cache.l2.tier import RemoteConfig, RemoteTier
-from cache.process.redis_server import Server
+from cache.process.redis_server import RedisServer
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.tiered import Tiered
 from serving.generations.served_set import Holding
@@ -20,7 +20,7 @@ from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
 from serving.lookup.leases import Lead
 from serving.lookup.micro_batcher import MicroBatcher, compute
-from serving.requests.models import Entity
+from serving.requests.models import RequestedEntity
 from tests.unit.serving.world import World, ask, entity, ids
 
 BATCH = 64
@@ -36,7 +36,7 @@ class Replica:
     ladder: Ladder
     lead: Lead
 
-    async def __call__(self, entities: Sequence[Entity]) -> list[Any]:
+    async def __call__(self, entities: Sequence[RequestedEntity]) -> list[Any]:
         """One request for each of them, all at once."""
         holding = Holding(self.world.snapshot())
         requests = [
@@ -52,7 +52,7 @@ class Replica:
 
 
 @pytest.fixture
-async def replica(own_redis: Server, keyspace: Keyspace) -> AsyncIterator[Replica]:
+async def replica(own_redis: RedisServer, keyspace: Keyspace) -> AsyncIterator[Replica]:
     """One with generous deadlines: what is counted here must not depend on the machine's speed."""
     world = World()
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=30.0), keyspace)
@@ -69,7 +69,7 @@ async def replica(own_redis: Server, keyspace: Keyspace) -> AsyncIterator[Replic
     await remote.aclose()
 
 
-def calls(server: Server) -> dict[str, int]:
+def calls(server: RedisServer) -> dict[str, int]:
     """What Redis was asked so far, by command."""
     with redis.Redis.from_url(server.url, protocol=2) as connection:
         stats = connection.info("commandstats")
@@ -77,7 +77,7 @@ def calls(server: Server) -> dict[str, int]:
 
 
 async def test_ten_thousand_waiters_for_one_cold_answer_cost_one_inference_and_one_read(
-    replica: Replica, own_redis: Server
+    replica: Replica, own_redis: RedisServer
 ) -> None:
     answers = await replica([entity("stranger", history=ids("i1"))] * WAITERS)
 
@@ -106,7 +106,7 @@ async def test_waiters_with_different_inputs_never_share_an_inference(replica: R
 
 
 async def test_a_thousand_cold_answers_with_ten_waiters_each_are_inferred_once_and_in_batches(
-    replica: Replica, own_redis: Server
+    replica: Replica, own_redis: RedisServer
 ) -> None:
     strangers = [entity(f"stranger-{number}", history=ids("i1")) for number in range(1_000)]
 

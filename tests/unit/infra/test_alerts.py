@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from precompute.cli.parser import parser_of_commands
-from serving.__main__ import _parser as parser_of_service
-from serving.explain.cli import _parser as parser_of_explain
+from serving.__main__ import argument_parser as parser_of_service
+from serving.explain.cli import argument_parser as parser_of_explain
 from tests.unit.infra.test_monitoring import ALERTS, INFRA
 
 CASES: dict[str, list[Any]] = {

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from cache.outcomes import FALLBACKS, STORED, Source
+from cache.config.gates import GateThresholds
+from cache.config.sections import CanaryConfig
 from cache.tiers.eviction_history import ABSENCES
-from precompute.config.sections import CanaryConfig, GateThresholds
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
+from serving.answers.sources import FALLBACKS, STORED, Source
 from serving.metrics.miss_reasons import REASONS
 from serving.metrics.registry import OUTCOMES, STAGES
 from serving.replica.canary_stats import ARMS

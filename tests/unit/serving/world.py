@@ -1,8 +1,8 @@
 """A small generation in memory, with everything a request meets: tables, items, a model that can be told to fail."""
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,17 @@ from cache.store.blocklist import Blocklist
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.results import View
 from cache.tiers.tiered import Tiered
+from serving.admission.controller import Admission
+from serving.admission.deadline_check import Lateness
+from serving.admission.gate import AdmissionGate
 from serving.config.settings import ServingConfig
 from serving.generations.snapshot import Default, Snapshot
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
 from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable, compute
 from serving.metrics.registry import Metrics
-from serving.requests.models import Ask, Entity, Limits, Options
+from serving.requests.fast_parse import Headers
+from serving.requests.models import Ask, Limits, RequestedEntity, RequestOptions
 from tests.fakes import FakeClock, FakeRemote
 
 GENERATION = "20261120T000000Z-000000000001"
@@ -258,14 +262,16 @@ class World:
         return [self.items.id_of(each) for each in ordinals]
 
 
-def ask(*entities: Entity, **options: Any) -> Ask:
+def ask(*entities: RequestedEntity, **options: Any) -> Ask:
     """A lookup with generous time."""
-    return Ask(entities, Options(**({"deadline_s": 5.0} | options)))
+    return Ask(entities, RequestOptions(**({"deadline_s": 5.0} | options)))
 
 
-def entity(id_: str | None, table: str = "user_topk", **fields: Any) -> Entity:
+def entity(id_: str | None, table: str = "user_topk", **fields: Any) -> RequestedEntity:
     """One entity asked for."""
-    return Entity(table, id_, None if id_ is None else id_.encode(), "entities[0]", **fields)
+    return RequestedEntity(
+        table, id_, None if id_ is None else id_.encode(), "entities[0]", **fields
+    )
 
 
 def ids(*names: str) -> tuple[bytes, ...]:
@@ -276,3 +282,16 @@ def ids(*names: str) -> tuple[bytes, ...]:
 def config(**changes: Any) -> ServingConfig:
     """Settings for tests."""
     return ServingConfig(**changes)
+
+
+def gate_of(
+    admission: Admission,
+    credentials: Sequence[bytes] = (),
+    requested: Callable[[str, int], None] = lambda _route, _status: None,
+    deadline_ms: float = 300.0,
+) -> AdmissionGate:
+    """The gate of an application that is tested without its service."""
+    limits = replace(LIMITS, deadline_ms=deadline_ms, deadline_max_ms=deadline_ms)
+    headers = Headers(credentials, limits)
+    lateness = Lateness(admission, headers, limits)
+    return AdmissionGate(admission, headers, lateness, requested, 1 << 20, 10.0)

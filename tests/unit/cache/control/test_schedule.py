@@ -111,21 +111,6 @@ def test_a_grace_is_a_number_of_seconds_up_to_a_year(grace_s: float) -> None:
         Schedule(grace_s=grace_s)
 
 
-def test_the_environment_outranks_the_file(tmp_path) -> None:
-    file = tmp_path / "larder.toml"
-    file.write_text('schedule = "0 1 * * *"\ntimezone = "Asia/Tokyo"\nschedule_grace_s = 60\n')
-    from_file = Schedule.configured({"LARDER_CONFIG": str(file)})
-    from_both = Schedule.configured({"LARDER_CONFIG": str(file), "LARDER_SCHEDULE": "5 5 * * *"})
-
-    assert from_file == Schedule("0 1 * * *", "Asia/Tokyo", 60.0)
-    assert from_both == Schedule("5 5 * * *", "Asia/Tokyo", 60.0)
-    assert Schedule.configured({"LARDER_SCHEDULE": "", "LARDER_TIMEZONE": ""}) == Schedule()
-    with pytest.raises(ConfigError, match="cannot read"):
-        Schedule.configured({"LARDER_CONFIG": str(tmp_path / "none.toml")})
-    with pytest.raises(ConfigError, match="schedule_grace_s"):
-        Schedule.configured({"LARDER_SCHEDULE_GRACE_S": "long"})
-
-
 def test_nights_that_are_missed_are_counted_one_by_one_up_to_a_bound() -> None:
     weekdays = Schedule("0 3 * * 1-5", grace_s=HOUR_S)
     friday = at("2026-05-01T03:10")

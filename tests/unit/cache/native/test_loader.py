@@ -23,7 +23,6 @@ from cache.l2.replies import Frames, could_be, stride
 from cache.native import loader, pure
 from cache.tiers import batch_reader
 from cache.tiers.batch_reader import Landed
-from cache.tiers.singleflight import board, leave
 from tests.fakes import Night
 
 COLUMNS: Any = loader.load({})
@@ -183,24 +182,6 @@ def test_records_of_several_flights_come_to_their_places(data: st.DataObject, co
         assert found[place].tobytes() == records[place].tobytes()
 
 
-@given(
-    there=st.dictionaries(st.integers(0, 9), st.just("other"), max_size=5),
-    keys=st.lists(st.integers(0, 9), max_size=12),
-)
-def test_keys_enter_and_leave_alike(there: dict[int, object], keys: list[int]) -> None:
-    ours, theirs, flight = dict(there), dict(there), object()
-    rest = board(ours, keys, flight)
-    with interpreted():
-        assert rest == board(theirs, keys, flight)
-        assert ours == theirs and set(ours) == {*there, *keys}
-        own = [key for place, key in enumerate(keys) if place not in rest]
-        leave(theirs, own)
-    leave(ours, own)
-    leave(ours, own)  # once more changes nothing
-
-    assert ours == theirs == there
-
-
 @settings(deadline=None, max_examples=300)
 @given(
     name=st.sampled_from(
@@ -209,7 +190,7 @@ def test_keys_enter_and_leave_alike(there: dict[int, object], keys: list[int]) -
     given_=st.lists(HOSTILE, min_size=1, max_size=14),
 )
 def test_nothing_that_is_handed_over_can_break_it(name: str, given_: list[Any]) -> None:
-    parts = COLUMNS.Parts((0, 5), (bytes(16), bytes(8)))
+    parts = COLUMNS.HashParts((0, 5), (bytes(16), bytes(8)))
     call = getattr(parts if name in ("find", "places") else COLUMNS, name)
 
     with_errors(call, *given_)
@@ -239,7 +220,7 @@ def test_nothing_of_the_right_kind_but_the_wrong_size_can_break_it(data: st.Data
     }  # fmt: skip
     name = data.draw(st.sampled_from(sorted(shapes)))
     with_errors(getattr(COLUMNS, name), *(data.draw(each) for each in shapes[name]))
-    parts = COLUMNS.Parts((0, 5), (bytes(16), bytes(8)))
+    parts = COLUMNS.HashParts((0, 5), (bytes(16), bytes(8)))
     with_errors(parts.places, *(data.draw(each) for each in (raw, raw, number, number)))
 
 
@@ -251,7 +232,7 @@ def with_errors(call: Any, *given_: Any) -> None:
 def test_parts_need_as_many_hashes() -> None:
     for firsts, parts in (((0,), ()), ((), ()), ((0,), (1,)), ((-1,), (b"",)), (("a",), (b"",))):
         with pytest.raises((ValueError, TypeError, OverflowError)):
-            COLUMNS.Parts(firsts, parts)
+            COLUMNS.HashParts(firsts, parts)
 
 
 def test_a_catalogue_that_ends_early_is_no_catalogue() -> None:

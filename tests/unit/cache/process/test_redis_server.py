@@ -11,7 +11,7 @@ import redis
 from cache.errors import ConfigError
 from cache.process.redis_server import (
     SETTINGS,
-    Server,
+    RedisServer,
     find_server,
     redis_url,
     running_server,
@@ -119,7 +119,7 @@ def test_only_who_may_read_the_note_may_ask_the_server_of_a_state_folder(tmp_pat
 def test_a_server_of_another_folder_that_took_the_port_is_not_joined(tmp_path: Path) -> None:
     with server(tmp_path / "other") as other:
         (tmp_path / "state").mkdir()
-        stale = Server(other.url, None, pid=other.pid + 1)
+        stale = RedisServer(other.url, None, pid=other.pid + 1)
         (tmp_path / "state" / "redis.json").write_text(
             f'{{"url": "{stale.url}", "socket": null, "pid": {stale.pid}}}'
         )

@@ -80,7 +80,7 @@ async def test_every_way_of_reading_writes_the_same(bench: Bench) -> None:
     written.append(bench.taken())
     bench.cache.local.discard(next(iter(bench.cache.local._entries)))  # type: ignore[arg-type]
     bench.cache.peek(VIEW, want)
-    await bench.cache.read(VIEW, want)
+    await bench.cache.get(VIEW, want)
     written.append(bench.taken())
     await bench.cache.get(VIEW, want, bench.clock() + 60)
     written.append(bench.taken())

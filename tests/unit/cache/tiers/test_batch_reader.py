@@ -15,11 +15,10 @@ from cache.format.records.codec import absent
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Packer, PageReads
 from cache.native import loader, pure
-from cache.outcomes import MissReason, Source
 from cache.tiers.addressing import page_reads, reads_of
 from cache.tiers.batches import Rows, Wants
 from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
-from cache.tiers.results import Found, Missed, Outcome, View, Want
+from cache.tiers.results import Found, Missed, MissReason, Outcome, View, Want
 from cache.tiers.singleflight import SingleFlight
 from cache.tiers.tiered import Tiered
 from tests.fakes import DIGEST_A, GENERATION, FakeClock, FakeRemote, Night
@@ -60,8 +59,7 @@ def columns(wants: Sequence[Want]) -> Wants:
 
 def outcomes(rows: Rows) -> list[Outcome]:
     return [
-        rows.others.get(place)
-        or Found(record.tobytes(), Source.L2 if is_l2 else Source.L1, False, None)
+        rows.others.get(place) or Found(record.tobytes(), "l2" if is_l2 else "l1", False, None)
         for place, (record, is_l2) in enumerate(zip(rows.records, rows.is_l2, strict=True))
     ]
 
@@ -240,5 +238,5 @@ async def test_records_without_an_answer_are_of_entities_that_the_night_did_not_
     missed = {each.reason for each in rows if isinstance(each, Missed)}
     assert missed == {MissReason.NOT_IN_GENERATION}
     assert await bench.cache.get_many(VIEW, wants, bench.clock() + 60) == [
-        each if isinstance(each, Missed) else each._replace(tier=Source.L1) for each in rows
+        each if isinstance(each, Missed) else each._replace(tier="l1") for each in rows
     ]

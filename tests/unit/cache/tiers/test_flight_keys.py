@@ -1,6 +1,6 @@
 """Numbers that stand for records under way."""
 
-from cache.tiers.flight_keys import FlightKeys
+from cache.tiers.addressing import FlightKeys
 from tests.fakes import GENERATION, Night
 
 

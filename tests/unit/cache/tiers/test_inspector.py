@@ -7,9 +7,8 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.l2.commands import PageRead
-from cache.outcomes import MissReason
 from cache.tiers.inspector import Looking
-from cache.tiers.results import Missed
+from cache.tiers.results import Missed, MissReason
 from tests.fakes import FakeRemote
 
 READ = PageRead("g", "t", 3, 0, 8 << 20)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.tiers.singleflight import Abandoned, SingleFlight
+from cache.tiers.singleflight import Abandoned, SingleFlight, board
 
 T = TypeVar("T")
 
@@ -293,23 +293,39 @@ async def test_work_that_cannot_even_start_leaves_no_flight() -> None:
 
 async def test_a_lone_caller_whose_time_is_over_leaves_alone() -> None:
     flights: SingleFlight[str, int] = SingleFlight()
-    landing: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-    patient = asyncio.create_task(flights.do_one("key", lambda: landing))
+    landing: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    patient = asyncio.create_task(flights.do("key", lambda: landing))
     await turns()
 
     with pytest.raises(TimeoutError):
-        await within(flights.do_one("key", lambda: landing, 0.0))
+        await within(flights.do("key", lambda: landing, 0.0))
 
     assert not landing.done() and not patient.done()
-    landing.set_result([42])
+    landing.set_result(42)
     assert await within(patient) == 42 and len(flights) == 0
 
 
 async def test_work_is_cancelled_when_the_time_of_its_only_caller_is_over() -> None:
     flights: SingleFlight[str, int] = SingleFlight()
-    landing: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+    landing: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     with pytest.raises(TimeoutError):
-        await within(flights.do_one("key", lambda: landing, 0.0))
+        await within(flights.do("key", lambda: landing, 0.0))
 
     assert landing.cancelled() and len(flights) == 0
+
+
+@given(
+    there=st.dictionaries(st.integers(0, 9), st.just("other"), max_size=5),
+    keys=st.lists(st.integers(0, 9), max_size=12),
+)
+def test_keys_that_enter_are_those_that_were_not_there(
+    there: dict[int, object], keys: list[int]
+) -> None:
+    under_way, flight = dict(there), object()
+
+    rest = board(under_way, keys, flight)
+
+    own = [key for place, key in enumerate(keys) if place not in rest]
+    assert len(set(own)) == len(own) and set(own) == set(keys) - set(there)
+    assert under_way == there | dict.fromkeys(own, flight)

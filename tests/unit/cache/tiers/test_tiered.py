@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from cache.errors import TierUnavailable
 from cache.format.records.codec import absent, pack_overlay
 from cache.format.redis_keys import hash_hex
-from cache.outcomes import MissReason
 from cache.tiers.l1 import LocalTier, NegativeCache
-from cache.tiers.tiered import Found, Missed, Tiered, Want
+from cache.tiers.tiered import Found, Missed, MissReason, Tiered, Want
 from tests.fakes import (
     DIGEST_A,
     DIGEST_B,
@@ -78,9 +77,9 @@ async def test_a_lone_read_shares_the_flight_of_other_readers_and_is_counted(ben
     want, view = NIGHT.want(KNOWN), NIGHT.view(GENERATION)
     bench.remote.gate = asyncio.Event()
     callers = [
-        asyncio.create_task(bench.cache.read(view, want)),
+        asyncio.create_task(bench.cache.get(view, want)),
         asyncio.create_task(bench.get(want)),
-        asyncio.create_task(bench.cache.read(view, want)),
+        asyncio.create_task(bench.cache.get(view, want)),
     ]
     await turns()
     callers[0].cancel()  # C7: takes nobody along
@@ -589,11 +588,11 @@ async def test_a_failed_write_is_counted_and_not_tried_again(bench: Bench) -> No
 
 
 async def test_warming_fills_l1_and_counts_no_request(bench: Bench) -> None:
-    there = await bench.cache.warm(
-        VIEW, [NIGHT.want(each) for each in NIGHT.ids], bench.clock() + 60
+    there = await bench.cache.get_many(
+        VIEW, [NIGHT.want(each) for each in NIGHT.ids], bench.clock() + 60, is_counted=False
     )
 
-    assert there == len(NIGHT.ids) and bench.cache.counters.total == 0
+    assert all(isinstance(each, Found) for each in there) and bench.cache.counters.total == 0
     assert bench.cache.peek(VIEW, NIGHT.want(KNOWN)) is not None
 
 
@@ -666,7 +665,7 @@ def test_each_request_has_one_outcome_and_no_answer_belongs_to_another_input(
                 case "lose":
                     bench.remote.overlays.clear()
                 case "warm":
-                    await bench.cache.warm(VIEW, [want], bench.clock() + 60)
+                    await bench.cache.get_many(VIEW, [want], bench.clock() + 60, is_counted=False)
             await asyncio.sleep(0)
         assert bench.cache.counters.total == asked
         await bench.cache.aclose()

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache.config.sections import GovernorConfig
 from cache.errors import ConfigError
 from precompute.bulk.governor import REST_S, STEP_S, WORK_S, Governor
 from precompute.bulk.throttle import JUDGED_MIN, MIB, STEPS_MIN, Signals, Throttle, p99
 from precompute.bulk.watch import Look
-from precompute.config.sections import GovernorConfig
 
 PIECE = 128 * 1024
 PROBE_S = 0.001

@@ -43,7 +43,7 @@ def test_an_index_of_the_wrong_metric_or_probes_shows_in_its_recall(tmp_path, ve
     sample = sample_queries(vectors)
 
     as_inner_product = measure_recall(Searcher.open(path, "inner_product"), vectors, sample)
-    index = indexes._inverted(vectors, "inner_product", 0)
+    index = indexes.inverted_file(vectors, "inner_product", 0)
     index.nprobe = 1
     one_probe = measure_recall(Searcher(index, "inner_product", 1), vectors, sample)
 
@@ -129,7 +129,7 @@ def test_an_exact_pass_holds_a_tile_of_the_items_at_a_time(metric, monkeypatch):
     sample = sample_queries(many)[::4]
 
     tracemalloc.start()
-    found = indexes._exact(many, sample, metric)
+    found = indexes.exact_neighbours(many, sample, metric)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 

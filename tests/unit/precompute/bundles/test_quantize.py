@@ -6,7 +6,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from cache.errors import BundleError
-from cache.model.tower import Histories, InputSpec, Tower, TowerSpec
+from cache.model.tower import Histories, Tower
+from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles.agreement import agreement, take
 from precompute.bundles.quantize import quantize_tower
 from tests.models import histories_of, train_small

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache.config.sections import CanaryConfig
 from precompute.canary.comparison import Comparison, Totals, decide, psi, shift
-from precompute.config.sections import CanaryConfig
 from serving.replica.canary_stats import ArmCounts, Keys, bucket
 
 SEED = 1_703

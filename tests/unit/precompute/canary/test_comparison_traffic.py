@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cache.config.sections import CanaryConfig
 from cache.control.canary_split import Split
 from precompute.canary.comparison import Comparison, Totals, decide
-from precompute.config.sections import CanaryConfig
 from serving.replica.canary_stats import ArmCounts
 
 USERS, REQUESTS, SPLITS, PERCENT = 20_000, 200_000, 25, 5.0

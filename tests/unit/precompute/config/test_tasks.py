@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from cache.config.tasks import DagConfig
 from cache.errors import ConfigError
 from precompute.config.settings import NightConfig
-from precompute.config.tasks import DagConfig
 
 
 def written(folder: Path, text: str) -> dict[str, str]:
@@ -40,10 +40,10 @@ def test_night_and_dag_read_the_same_section(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[dag]\nretires = 2\n", "no setting 'retires'"),
+        ("[dag]\nretires = 2\n", "unknown setting 'retires'; known are load_timeout_s"),
         ("[dag]\nload_timeout_s = 0.0\n", "load_timeout_s"),
         ("[dag]\nretries = 'two'\n", "retries must be"),
-        ("dag = 5\n", "is a section"),
+        ("dag = 5\n", "must be a section"),
         ("[dag", "cannot read"),
     ],
 )
@@ -53,5 +53,7 @@ def test_what_cannot_be_meant_is_named(tmp_path: Path, text: str, said: str) -> 
 
 
 def test_a_delay_that_is_no_number_is_named() -> None:
-    with pytest.raises(ConfigError, match="LARDER_RETRY_DELAY_S is a number of seconds"):
+    with pytest.raises(
+        ConfigError, match="LARDER_RETRY_DELAY_S: retry_delay_s must be a finite number, not 'soon'"
+    ):
         DagConfig.configured({"LARDER_RETRY_DELAY_S": "soon"})

@@ -10,7 +10,7 @@ import pytest
 from cache.errors import Conflict, CorruptArtefact, InvalidInput
 from cache.store.artefacts import ArtefactStore
 from precompute.builds.copies import record_copies
-from precompute.control.control_keys import Row
+from precompute.control.rows import Row
 from precompute.control.states import State
 from precompute.erasing.holders import holders
 from precompute.erasures.erasure import (

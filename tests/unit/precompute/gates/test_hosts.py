@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from precompute.config.sections import GateThresholds
-from precompute.control.control_keys import Replica
+from cache.config.gates import GateThresholds
+from precompute.control.rows import Replica
 from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.rules.host import disk_headroom, memory_headroom
 

@@ -134,7 +134,7 @@ def test_the_names_of_a_shard_never_become_python_objects(tmp_path: Path) -> Non
 
     tracemalloc.start()
     found = np.zeros(len(users), np.bool_)
-    for _, places in entities_gate._named(candidate, 0):
+    for _, places in entities_gate.named_entities(candidate, 0):
         found[places] = True
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

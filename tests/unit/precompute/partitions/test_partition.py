@@ -22,7 +22,7 @@ from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.records.codec import encode_numbers
 from cache.format.records.layout import Layout
-from cache.model.tower import InputSpec, TowerSpec
+from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions import shard_files
 from precompute.partitions.partition import partition, sort_unique

@@ -12,7 +12,7 @@ from cache.errors import Refused
 from cache.format.records.layout import Layout
 from precompute.config.generations_at_peak import generations_at_peak
 from precompute.config.settings import GateThresholds, NightConfig
-from precompute.planning.capacity import Limits, Node, demand_room, verdicts
+from precompute.planning.capacity import CapacityLimits, Node, demand_room, verdicts
 from precompute.planning.forecast import gpu_seconds, resized
 from precompute.planning.sizes import Pages, Shape
 from precompute.planning.spent import Run, Spent, grown, timed
@@ -108,7 +108,9 @@ def room(**changes):
         Node("primary a", 0.5, int(2.5 * GB), "maxmemory"),
         Node("primary b", 0.5, int(2.5 * GB), "maxmemory", 10**8),
     )
-    limits = Limits(**{"nodes": nodes, "memory_bytes": 4 * GB, "disk_bytes": 8 * GB, **changes})
+    limits = CapacityLimits(
+        **{"nodes": nodes, "memory_bytes": 4 * GB, "disk_bytes": 8 * GB, **changes}
+    )
     return verdicts(
         limits, GateThresholds(), generations=generations_at_peak(1),
         redis_bytes=GB, mapped_bytes=GB, disk_bytes=2 * GB,

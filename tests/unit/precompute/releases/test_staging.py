@@ -6,7 +6,7 @@ import redis
 from cache.format.redis_keys import Keyspace
 from cache.store.releases import Canary, Pointer
 from precompute.control.control_keys import Control
-from precompute.releases.staging import Stage
+from precompute.releases.staging import StagingNote
 
 ONE, TWO = "20260131T000000Z-aaaaaaaaaaaa", "20260201T000000Z-bbbbbbbbbbbb"
 
@@ -18,7 +18,7 @@ def control(redis_url: str, keyspace: Keyspace) -> Iterator[Control]:
 
 
 def test_one_publisher_at_a_time_is_told_who_is_in_the_way(control: Control) -> None:
-    stage = Stage(control)
+    stage = StagingNote(control)
 
     assert stage.set(ONE, "first") is None
     assert stage.set(ONE, "a retry under another name") is None
@@ -32,7 +32,7 @@ def test_the_note_of_a_publisher_that_died_after_its_move_is_in_nobodys_way(
     control: Control, canary: Canary | None
 ) -> None:
     # given: the pointer moved, the note was not taken away
-    stage = Stage(control)
+    stage = StagingNote(control)
     staged, other = (ONE, TWO) if canary is None else (TWO, "20260202T000000Z-cccccccccccc")
     assert stage.set(staged, "dead") is None
     pointer = Pointer(ONE, 1, None, "dead", published_at=0.0, canary=canary)
@@ -45,7 +45,7 @@ def test_the_note_of_a_publisher_that_died_after_its_move_is_in_nobodys_way(
 
 
 def test_a_retry_takes_the_note_of_the_publisher_that_died_away(control: Control) -> None:
-    stage = Stage(control)
+    stage = StagingNote(control)
     assert stage.set(ONE, "dead") is None
 
     stage.clear("retry", TWO)

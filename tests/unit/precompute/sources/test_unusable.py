@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import SourceError
-from cache.model.tower import InputSpec
+from cache.model.tower_spec import InputSpec
 from precompute.config.settings import Sources, parse_time
 from precompute.sources.features import demand_type, read_values
 from precompute.sources.moments import times_of_texts

@@ -114,7 +114,7 @@ def test_k_out_of_range_is_refused(k):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 20_000), st.integers(1, 64))
 def test_slabs_are_all_rows_once_and_end_small(users, threads):
-    slabs = [range(each.start, each.stop) for each in topk._slabs(users, threads)]
+    slabs = [range(each.start, each.stop) for each in topk.slabs_of(users, threads)]
 
     assert [row for slab in slabs for row in slab] == list(range(users))
     sizes = [len(slab) for slab in slabs]

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
 from serving.lookup.micro_batcher import Computed, Job, MicroBatcher, compute
 from tests.fakes import FakeClock
-from tests.unit.serving.world import World, ask, entity, ids
+from tests.unit.serving.world import World, ask, entity, gate_of, ids
 
 TARGET_S, INTERVAL_S, LOOK_S = 0.02, 0.1, 0.01
 
@@ -375,9 +374,7 @@ def front(gate: Admission, open_: asyncio.Event, crowd: list[int]) -> Front:
     app.add_api_route("/v1/lookup/slow", slow, methods=["PUT"])
     app.add_api_route("/v1/lookup/fails", fails, methods=["PUT"])
     app.add_api_route("/healthz", lambda: {"status": "ok"}, methods=["PUT"])
-    app.hot = SimpleNamespace(  # type: ignore[assignment]
-        admission=gate, refused=lambda _status: None, is_late=lambda *_: gate.is_late(0.3)
-    )
+    app.gate = gate_of(gate)
     return app
 
 
@@ -415,7 +412,7 @@ def test_a_request_with_a_body_is_judged_once_where_it_arrives() -> None:
     gate, told = admission(), list[int]()
     app = Front()
     assert app.refusal() is None  # nothing to answer from: the routes say so
-    app.hot = SimpleNamespace(admission=gate, refused=told.append)  # type: ignore[assignment]
+    app.gate = gate_of(gate, requested=lambda _route, status: told.append(status))
     assert app.refusal() is None and gate.shed["queue"] == 0
     gate.costly.share = 0.0
 

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from cache.config.serving import parse_cores
 from cache.errors import ConfigError
-from serving.config.cpu_affinity import check_cores, parse_cores, pin_thread, place_thread
+from serving.config.cpu_affinity import check_cores, pin_thread, place_thread
 from serving.config.settings import ServingConfig
 
 needs_pinning = pytest.mark.skipif(

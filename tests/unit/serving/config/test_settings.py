@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from cache.config.peers import Bounds
+from cache.config.timetable import Timetable
 from cache.control.schedule import Schedule
 from cache.errors import ConfigError
 from precompute.config.settings import NightConfig
-from serving.config.bounds import Bounds
 from serving.config.settings import ServingConfig
 
 
@@ -85,7 +86,7 @@ def test_one_file_leads_night_and_service_to_the_same_places(tmp_path: Path, tex
     )
 
     assert service.store().url == night.store().url
-    assert service.state == night.path(night.state)
+    assert Path(service.state) == night.path(night.state)
     assert service.namespace == night.namespace
 
 
@@ -99,5 +100,5 @@ def test_one_schedule_above_the_sections_is_the_nights_the_services_and_the_dags
     service, night = ServingConfig.load(environment), NightConfig.from_toml(file)
 
     assert service.nights() == Schedule("30 1 * * *", "Europe/Berlin", 60.0)
-    assert Schedule.configured(environment) == service.nights()
+    assert Timetable.configured(environment).nights() == service.nights()
     assert (night.schedule, night.timezone) == ("30 1 * * *", "Europe/Berlin")

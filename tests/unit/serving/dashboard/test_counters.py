@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.outcomes import Source
+from serving.answers.sources import Source
 from serving.dashboard.counters import counted, difference, merged, pack, totals, unpack
 from serving.dashboard.time_bins import BIN_S, BINS_MAX, Bins, start_of
 from serving.metrics.registry import Metrics

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serving.config.bounds import Bounds
+from cache.config.peers import Bounds
 from serving.fast_http.inbound import BEHIND, PIECE
 from tests.unit.serving.fast_http.test_connection import KEPT, Connection, Front, Transport, get
 

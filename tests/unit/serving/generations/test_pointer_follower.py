@@ -14,7 +14,7 @@ from cache.control.staging_note import Staging
 from cache.errors import StoreError
 from cache.store.blocklist import Blocklist, change_blocklist
 from cache.store.releases import Pointer, Release, intent_path
-from precompute.control.control_keys import Replica
+from precompute.control.rows import Replica
 from serving.generations.pointer_rules import judge
 from serving.generations.snapshot import Snapshot
 from tests.unit.serving.scene import BOUND_S, A, B, C, Scene, pointer

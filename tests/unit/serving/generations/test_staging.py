@@ -59,13 +59,13 @@ async def test_a_replica_looks_ten_times_a_second_only_while_something_is_staged
     scene: Scene,
 ) -> None:
     await scene.publish(pointer(A, 1))
-    assert scene.refresher._look_s() == 1
+    assert scene.refresher.look_s() == 1
 
     await stage(scene, B)
-    assert scene.refresher._look_s() == 0.1
+    assert scene.refresher.look_s() == 0.1
 
     await scene.publish(pointer(B, 2, A))
-    assert scene.refresher._look_s() == 1
+    assert scene.refresher.look_s() == 1
 
 
 async def test_a_publisher_that_died_strands_nobody(scene: Scene) -> None:
@@ -75,7 +75,7 @@ async def test_a_publisher_that_died_strands_nobody(scene: Scene) -> None:
     scene.timer.tick(31)
     await scene.follower.look()
 
-    assert scene.held == [A] and scene.refresher._look_s() == 1
+    assert scene.held == [A] and scene.refresher.look_s() == 1
 
 
 async def test_the_note_runs_out_by_redis_clock_even_when_redis_is_gone(scene: Scene) -> None:

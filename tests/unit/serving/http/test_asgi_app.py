@@ -11,8 +11,9 @@ from serving.admission.controller import Admission
 from serving.http.asgi_app import Front
 from serving.requests.body_budget import Bodies
 from serving.requests.errors import Problem
-from serving.requests.fast_parse import Queries
+from serving.requests.fast_parse import QueryParser
 from serving.requests.models import Limits
+from tests.unit.serving.world import gate_of
 
 PATH = "/v1/lookup/x/y"
 
@@ -20,23 +21,14 @@ PATH = "/v1/lookup/x/y"
 def front(*, is_known: bool = True, is_behind: bool = False) -> Front:
     """An application without a route, whose hot route leaves everything to it."""
 
-    async def get(_scope: Any) -> None:
-        return None
-
     async def post(_scope: Any, receive: Any) -> tuple[None, Any]:
         return None, receive
-
-    async def body(_scope: Any, receive: Any) -> tuple[bytes, Any]:
-        return (await receive())["body"], receive
 
     admission = Admission(target_s=0.02, interval_s=0.1, requests_max=1)
     admission.loop.wait = 1.0 if is_behind else 0.0
     found = Front(bodies_bytes=10)
-    hot = SimpleNamespace(
-        admission=admission, ready=lambda _scope: None, get=get, post=post, body=body,
-        takes=lambda _headers: is_known, is_late=lambda *_: False, refused=lambda _status: None,
-    )  # fmt: skip
-    found.hot = hot  # type: ignore[assignment]
+    found.fast = SimpleNamespace(ready=lambda _scope: None, asked=lambda _scope: None, post=post)
+    found.gate = gate_of(admission, () if is_known else (b"Bearer sesame",), deadline_ms=100_000.0)
     return found
 
 
@@ -62,14 +54,14 @@ def test_who_does_not_read_holds_no_place(method: str) -> None:
             started.set()
             await asyncio.Event().wait()
 
-        assert app.hot is not None
+        assert app.gate is not None
         task = asyncio.create_task(app(scope(method), never, send))
         await started.wait()
-        assert app.hot.admission.under_way == 0
-        assert app.hot.admission.enter()
+        assert app.gate.admission.under_way == 0
+        assert app.gate.admission.enter()
         task.cancel()
         await asyncio.wait([task])
-        assert app.hot.admission.under_way == 1  # given back once
+        assert app.gate.admission.under_way == 1  # given back once
 
     asyncio.run(run())
 
@@ -135,7 +127,7 @@ def test_a_body_that_finds_no_room_is_refused() -> None:
 
 
 def test_long_queries_are_read_and_not_kept() -> None:
-    queries = Queries(Limits(1, 1, 1, 100.0, 100.0))
+    queries = QueryParser(Limits(1, 1, 1, 100.0, 100.0))
     short, long_ = b"k=5", b"k=5" + b"&k=5" * 100
 
     assert queries.of(short) == queries.of(long_) and queries.of(long_) is not None

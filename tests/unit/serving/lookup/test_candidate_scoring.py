@@ -9,15 +9,15 @@ from cache.format.ids import fingerprint
 from cache.format.records.codec import decode, encode_numbers
 from cache.format.records.layout import Layout
 from serving.generations.served_set import Holding
-from serving.lookup.candidate_scoring import _tolerance, rank_candidates
-from serving.requests.models import Options, ScoreAsk
+from serving.lookup.candidate_scoring import rank_candidates, score_tolerance
+from serving.requests.models import RequestOptions, ScoreAsk
 from tests.unit.serving.world import World, entity, ids
 
 
 async def test_a_sent_history_is_computed_from_although_a_vector_is_stored() -> None:
     world = World()
     holding = Holding(world.snapshot())
-    candidates, options = ids("i1", "i2"), Options(5.0)
+    candidates, options = ids("i1", "i2"), RequestOptions(5.0)
 
     async def ranked(user):
         ask = ScoreAsk(user, candidates, options)
@@ -47,7 +47,7 @@ def test_no_score_is_further_off_than_the_tolerance_says(precision: str, metric:
         raw = encode_numbers(layout, prints, exact, 0)[0].tobytes()
         stored = decode(layout, raw).numbers
 
-        tolerance = _tolerance(layout, stored, items, metric)  # type: ignore[arg-type]
+        tolerance = score_tolerance(layout, stored, items, metric)  # type: ignore[arg-type]
         off = np.abs(scores(stored, items, metric) - scores(exact[0], items, metric)).max()
 
         assert off <= tolerance * 1.01 + 1e-6

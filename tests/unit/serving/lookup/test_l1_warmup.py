@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from cache.control.hot_keys import Name
 from cache.format.ids import fingerprint
 from cache.store.blocklist import Blocklist
-from cache.tiers.tiered import View, Want
+from cache.tiers.tiered import Found, Outcome, View, Want
 from serving.lookup.l1_warmup import Warming
 from tests.fakes import FakeClock
 from tests.unit.serving.world import OLDER, USERS, World
@@ -26,10 +26,13 @@ class FakeReads:
     takes_s: float = 0.0
     read: list[tuple[str, int]] = field(default_factory=list)
 
-    async def warm(self, view: View, wants: Sequence[Want], deadline: float) -> int:
+    async def get_many(
+        self, view: View, wants: Sequence[Want], deadline: float, *, is_counted: bool
+    ) -> Sequence[Outcome]:
+        assert not is_counted
         self.timer.tick(self.takes_s)
         self.read += [(view.generation, want.fingerprint) for want in wants]
-        return len(wants)
+        return [Found(b"", "l2", False, None)] * len(wants)
 
 
 @dataclass

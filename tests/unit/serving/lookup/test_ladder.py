@@ -555,7 +555,7 @@ async def test_the_time_for_l2_grows_with_the_batch(world: World) -> None:
     deadlines: list[float] = []
     read = world.tiers.get_many
 
-    async def noted(view, wants, deadline):
+    async def noted(view, wants, deadline, **_given):
         deadlines.append(deadline)
         return await read(view, wants, now() + 60.0)
 

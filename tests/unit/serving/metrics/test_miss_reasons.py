@@ -15,7 +15,7 @@ from serving.generations.served_set import Holding
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
 from serving.metrics.miss_reasons import REASONS
-from serving.usage.request_observer import Watch
+from serving.usage.request_observer import UsageObserver
 from tests.unit.serving.world import GENERATION, OLDER, USERS, World, ask, entity, ids
 
 TABLES = ("user_topk", "user_vector", "user_affinity", "item_similar")
@@ -30,7 +30,7 @@ def small_world() -> World:
     world.inferences = Inferences(world, world.tiers, overlay_ttl_s=20.0, outage_ttl_s=5.0)
     world.ladder = Ladder(
         world.tiers, world.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock,
-        timer=world.clock, watch=Watch(world.metrics.l1_misses, local.absences),
+        timer=world.clock, watch=UsageObserver(world.metrics.l1_misses, local.absences),
     )  # fmt: skip
     world.remote.timer = world.clock
     return world

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 import uvloop
 
-from serving.config.bounds import Bounds
+from cache.config.peers import Bounds
 from serving.fast_http.connection import Shared, protocol
 from serving.process.descriptors import HEADROOM, make_room
 from serving.process.server import Server

@@ -25,7 +25,7 @@ from serving.arrow_ipc import writer
 from serving.arrow_ipc.reader import read
 from serving.arrow_ipc.schema import Field
 from serving.rendering import json_batch
-from serving.rendering.arrow_batch import Stored, answers_stream
+from serving.rendering.arrow_batch import StoredRows, answers_stream
 from serving.rendering.arrow_rows import items_of
 
 COLUMNS: Any = loader.load({})
@@ -116,10 +116,10 @@ def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
     assert all(orjson.loads(each)["id"] == name for each, name in zip(texts, ids, strict=True))
 
 
-def stored(numbers: NDArray[np.float32], named: Any) -> Stored:
+def stored(numbers: NDArray[np.float32], named: Any) -> StoredRows:
     count = len(numbers)
     row = ("l2", "batch", "g", 1.5, "2026", None, None, None, None)
-    return Stored(np.arange(count), (row, row), np.ones(count, bool), numbers, named)
+    return StoredRows(np.arange(count), (row, row), np.ones(count, bool), numbers, named)
 
 
 @settings(deadline=None)
@@ -182,7 +182,7 @@ def test_streams_are_put_together_alike(buffers: list[bytes], nodes: list[int]) 
     places = 0, 8, 16, 16 + 8 * len(nodes)
     given_ = (b"schema", b"\xff" * size, *places, 3, nodes, buffers, b"end")
 
-    assert COLUMNS.stream(*given_) == pure.stream(*given_)
+    assert COLUMNS.stream(*given_) == writer.assembled(*given_)
 
 
 @given(

@@ -16,11 +16,10 @@ from cache.format.ids import ID_BYTES_MAX, canonical_id
 from cache.format.records.codec import encode_numbers, encode_topk
 from cache.format.records.layout import Layout
 from cache.native import loader, pure
-from cache.outcomes import Source
 from cache.tiers.results import Found
 from serving.client.arrow import write_arrow_ids
 from serving.rendering import json_batch
-from serving.rendering.arrow_batch import NO_ITEMS, Stored, answers_stream
+from serving.rendering.arrow_batch import NO_ITEMS, StoredRows, answers_stream
 from serving.rendering.arrow_rows import items_of
 from serving.rendering.json_single import start_of
 from serving.requests.lookup_arrow import batch, read_stream
@@ -94,8 +93,9 @@ def test_one_row_is_written_as_one_of_many(layout: Layout, id_: str, names: list
     live, (record,) = snapshot(names), records(layout, 1, len(names))
     live.blocked = frozenset()
 
-    start = start_of(live, table(layout), Found(record.tobytes(), Source.L1, False, None), id_, 2)
+    start = start_of(live, table(layout), Found(record.tobytes(), "l1", False, None), id_, 2)
 
+    assert start is not None
     assert orjson.loads(start + END) == wanted(layout, [id_], names)[0]
 
 
@@ -114,7 +114,9 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(
     with patch.object(loader, "kernels", columns):
         named = items_of(lookup, SimpleNamespace(rows=good), slice(None))  # type: ignore[arg-type]
         numbers = json_batch.numbers(table(layout), good, 2)
-        stored = Stored(np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named)
+        stored = StoredRows(
+            np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named
+        )
         sent = answers_stream(table(layout), [each.encode() for each in ids], {}, stored)
 
     read = pa.ipc.open_stream(sent).read_all()

@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -10,12 +11,12 @@ import pytest
 from cache.control.canary_split import Split
 from cache.store.releases import Canary
 from serving.generations.served_set import Holding
-from serving.replica.canary_router import Trial
+from serving.replica.canary_router import CanaryRouter
 from serving.replica.canary_stats import EVENTS_MAX, ArmShare
 from serving.requests.errors import Problem
 from serving.requests.fields import read_id
 from serving.requests.lookup_json import feedback_of, lookup_ask
-from serving.requests.models import Limits, Options
+from serving.requests.models import Limits, RequestOptions
 from serving.requests.options import query_options, with_canary_header, with_headers
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
 
@@ -23,15 +24,24 @@ KEYS = [f"key-{number}".encode() for number in range(20_000)]
 CANARY = Canary(GENERATION, 10.0, 5.0)
 
 
-def scene(canary: Canary | None = CANARY, *, held: bool = True) -> tuple[World, Holding, Trial]:
+@dataclass
+class Runs:
+    """The canary of the moment."""
+
+    canary: Canary | None
+
+
+def scene(
+    canary: Canary | None = CANARY, *, held: bool = True
+) -> tuple[World, Holding, CanaryRouter]:
     world = World()
     live, coming = world.snapshot(OLDER), world.snapshot(GENERATION)
     split = None if canary is None or not held else Split.of(canary.generation, canary.percent)
-    return world, Holding(live, None, coming, split), Trial(lambda: canary, world.metrics)
+    return world, Holding(live, None, coming, split), CanaryRouter(Runs(canary), world.metrics)
 
 
-def options(key: bytes | None = None, **more: Any) -> Options:
-    return Options(5.0, canary_key=key, **more)
+def options(key: bytes | None = None, **more: Any) -> RequestOptions:
+    return RequestOptions(5.0, canary_key=key, **more)
 
 
 def taken(percent: float, generation: str = GENERATION) -> set[bytes]:
@@ -150,11 +160,11 @@ def test_feedback_counts_for_the_arm_that_answered() -> None:
 def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_all_canaries() -> (
     None
 ):
-    running = [Canary(GENERATION, 100.0, 5.0, "purchase")]
+    running = Runs(Canary(GENERATION, 100.0, 5.0, "purchase"))
     world, holding, _ = scene()
-    trial = Trial(lambda: running[0], world.metrics)
+    trial = CanaryRouter(running, world.metrics)
     for since in range(5):
-        running[0] = Canary(GENERATION, 100.0, float(since), "purchase")
+        running.canary = Canary(GENERATION, 100.0, float(since), "purchase")
         for number in range(30):
             trial.feedback(holding, GENERATION, None, f"junk-{since}-{number}", 1)
         trial.feedback(holding, GENERATION, None, "purchase", 7)
@@ -172,13 +182,13 @@ def test_the_event_that_decides_is_counted_by_name_and_names_are_bounded_over_al
 
 
 def test_another_canary_is_counted_from_nothing() -> None:
-    running = [Canary(GENERATION, 100.0, 5.0)]
+    running = Runs(Canary(GENERATION, 100.0, 5.0))
     world, holding, _ = scene()
-    trial = Trial(lambda: running[0], world.metrics)
+    trial = CanaryRouter(running, world.metrics)
     trial.route(holding, (), options(b"k"))
     trial.count(ArmShare("canary", b"k"), [{"source": "l1"}])
 
-    running[0] = Canary(GENERATION, 100.0, 6.0)
+    running.canary = Canary(GENERATION, 100.0, 6.0)
 
     report = trial.report()
     assert report is not None and report["arms"]["canary"]["requests"] == 0

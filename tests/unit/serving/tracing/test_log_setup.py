@@ -10,7 +10,7 @@ import pytest
 from serving.tracing.log_setup import BURST, Json, Limit, Text
 from serving.tracing.observer import Request, request_of, timing
 from serving.tracing.redaction import LENGTH_MAX, Redactor, passwords_of
-from serving.tracing.request_context import CURRENT, Seen, Stage, note
+from serving.tracing.request_context import CURRENT, Seen, StageTime, note
 from serving.tracing.request_id import accepted, new_id
 from serving.tracing.request_log import RequestLog, log
 from serving.tracing.trace_context import Parent
@@ -141,7 +141,7 @@ def test_a_line_of_a_request_says_where_time_went_and_never_whose_it_was(
     lines: list[logging.LogRecord],
 ) -> None:
     seen = Seen(0.0, "r", status=200, body=b'{"id":"u-secret","source":"l2","generation":"g"}')
-    seen.stages += [Stage("stored", 1.0, 0.25, 1), Stage("stored", 2.0, 0.5, 1)]
+    seen.stages += [StageTime("stored", 1.0, 0.25, 1), StageTime("stored", 2.0, 0.5, 1)]
     RequestLog(share=1.0, slow_s=9.0).told(logging.INFO, seen, ASKED, 1.0)
     line = orjson.loads(Json(SECRETS).format(lines[0]))
 
@@ -151,7 +151,9 @@ def test_a_line_of_a_request_says_where_time_went_and_never_whose_it_was(
 
 
 def test_server_timing_sums_each_stage_in_milliseconds() -> None:
-    seen = Seen(0.0, "r", stages=[Stage("parse", 0.1, 0.001, 0), Stage("live", 0.2, 0.0205, 3)])
+    seen = Seen(
+        0.0, "r", stages=[StageTime("parse", 0.1, 0.001, 0), StageTime("live", 0.2, 0.0205, 3)]
+    )
 
     assert timing(seen, 0.03) == b"parse;dur=1.000, live;dur=20.500, total;dur=30.000"
 

@@ -42,11 +42,11 @@ class Worker:
         self.clock, self.tiers = FakeClock(), Tiers(l1_bytes)
         self.live: Snapshot | None = World().snapshot()
         self.advisor = Advisor(self.tiers, lambda: self.live, keys_max, self.clock)
-        self._rng = random.Random(0)
+        self.rng = random.Random(0)
         self._spots: dict[int, int] = {}
 
     def spot(self, key: int) -> int:
-        return self._spots.setdefault(key, self._rng.randrange(SPACE))
+        return self._spots.setdefault(key, self.rng.randrange(SPACE))
 
     def read(self, *keys: int, size: int = 1_000) -> None:
         for key in keys:
@@ -86,7 +86,7 @@ async def test_it_says_what_more_and_less_would_give(worker: Worker) -> None:
 
 
 async def test_the_curve_grows_with_bytes_and_ends_where_it_says(worker: Worker) -> None:
-    told = await worker.reading([int(worker._rng.paretovariate(0.8)) for _ in range(4_000)])
+    told = await worker.reading([int(worker.rng.paretovariate(0.8)) for _ in range(4_000)])
 
     sizes = [point["bytes"] for point in told["curve"]]
     ratios = [point["hit_ratio"] for point in told["curve"]]
@@ -135,11 +135,11 @@ async def test_a_flip_starts_the_sample_again_and_keeps_what_was_counted(worker:
 async def test_a_busy_service_is_sampled_in_part_an_idle_one_whole(worker: Worker) -> None:
     await worker.step()
     for _ in range(60):
-        worker.read(*(worker._rng.randrange(500) for _ in range(60)))
+        worker.read(*(worker.rng.randrange(500) for _ in range(60)))
         await worker.step()
     idle = worker.tiers.trace.last + 1
     for _ in range(60):
-        worker.read(*(worker._rng.randrange(500) for _ in range(400)))
+        worker.read(*(worker.rng.randrange(500) for _ in range(400)))
         await worker.step()
 
     assert idle == SPACE
@@ -150,7 +150,7 @@ async def test_more_touches_than_it_may_afford_halve_the_sample() -> None:
     worker = Worker(l1_bytes=1 << 30, keys_max=1 << 20)
     await worker.step()
     for _ in range(40):
-        worker.read(*(worker._rng.randrange(20_000) for _ in range(12_000)))
+        worker.read(*(worker.rng.randrange(20_000) for _ in range(12_000)))
         await worker.step()
 
     rate = (worker.tiers.trace.last + 1) / SPACE
@@ -189,7 +189,7 @@ async def test_switched_off_it_samples_nothing_and_says_nothing() -> None:
 
 
 async def test_three_points_of_the_curve_are_gauges(worker: Worker) -> None:
-    told = await worker.reading([int(worker._rng.paretovariate(0.8)) for _ in range(4_000)])
+    told = await worker.reading([int(worker.rng.paretovariate(0.8)) for _ in range(4_000)])
 
     ratios = {point["bytes"]: point["hit_ratio"] for point in told["curve"]}
     predicted = next(iter(worker.advisor.collect()))

@@ -1,8 +1,7 @@
-"""Leases that travel with the read of an overlay: won, lost, not needed, and what they cost nobody."""
+"""Leases of cold answers down the ladder: taken after the read that missed, joined, given back, not needed."""
 
 import asyncio
 import time
-from collections.abc import Sequence
 
 import pytest
 
@@ -10,7 +9,6 @@ from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import OverlayRead
 from cache.l2.lease_commands import DONE, GIVEN_BACK, LeaseSwap, LeaseTake
-from cache.tiers.results import Outcome, View, Want
 from serving.generations.served_set import Holding
 from serving.lookup.inference import Inferences
 from serving.lookup.ladder import Ladder
@@ -29,7 +27,6 @@ class Service:
 
     def __init__(self, world: World, name: str = "me") -> None:
         self.world = world
-        world.remote.leases_come_along = True
         self.clock = FakeClock(time.monotonic())
         world.remote.timer = world.tiers._timer = self.clock
         self.admits = True
@@ -80,11 +77,7 @@ def stranger(id_: str = "stranger", item: str = "i1") -> Ask:
     return ask(entity(id_, history=ids(item)))
 
 
-async def test_a_cold_answer_is_led_after_one_question(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(type(service.world.remote), "lease")
-
+async def test_a_cold_answer_is_led_after_one_question(service: Service) -> None:
     assert await service(stranger()) == ["live"]
     await service.world.tiers.aclose()
 
@@ -137,20 +130,25 @@ async def test_what_another_process_leads_is_waited_for(service: Service) -> Non
     assert not other.jobs and late.lead.counts.adopted == 1
 
 
-async def test_an_overlay_that_is_there_costs_no_second_question(service: Service) -> None:
+async def test_an_overlay_that_is_there_costs_no_question(service: Service) -> None:
     await service(stranger())
     await service.world.tiers.aclose()
     other = Service(World(remote=service.world.remote), "other")
 
     assert await other(stranger()) == ["l2"]
-    assert [type(each) for each in service.asked] == [LeaseTake] * 2
+    assert [type(each) for each in service.asked] == [LeaseTake]
     assert not other.world.jobs and other.lead.counts.led == 0
 
 
-@pytest.mark.parametrize("why", ["overloaded", "busy"])
-async def test_a_lease_that_was_won_for_nothing_ends_at_once(service: Service, why: str) -> None:
-    service.admits = why != "overloaded"
-    service.world.busy = why == "busy"
+async def test_nobody_leads_what_is_left_out_under_overload(service: Service) -> None:
+    service.admits = False
+
+    assert await service(stranger()) == ["default"]
+    assert not service.asked
+
+
+async def test_a_lease_without_an_answer_ends_at_once(service: Service) -> None:
+    service.world.busy = True
 
     assert await service(stranger()) == ["default"]
 
@@ -158,14 +156,14 @@ async def test_a_lease_that_was_won_for_nothing_ends_at_once(service: Service, w
     assert isinstance(back, LeaseSwap) and back.value == GIVEN_BACK and back.seen == take[1]
 
 
-async def test_who_bids_for_an_answer_that_is_being_computed_gives_back_and_joins(
+async def test_who_asks_for_an_answer_that_is_being_computed_joins_without_a_lease(
     service: Service,
 ) -> None:
     service.gate = asyncio.Event()
     first = asyncio.create_task(service(stranger()))
     for _ in range(5):
         await asyncio.sleep(0)
-    service.world.remote.leases.clear()  # as if it had ended, so that the second bid wins
+    service.world.remote.leases.clear()  # as if it had ended, so that another would win it
     service.world.tiers.negative.discard(next(iter(service.world.tiers.negative._keys)))
     second = asyncio.create_task(service(stranger()))
     for _ in range(5):
@@ -174,29 +172,10 @@ async def test_who_bids_for_an_answer_that_is_being_computed_gives_back_and_join
 
     assert await first == await second == ["live"]
     assert len(service.world.jobs) == 1
-    assert isinstance(service.asked[-1], LeaseSwap) and service.asked[-1].value == GIVEN_BACK
+    assert len(service.asked) == 1
 
 
-async def test_a_bid_that_is_too_old_is_asked_for_again_and_known_as_ones_own(
-    service: Service,
-) -> None:
-    ladder, remote = service.ladder, service.world.remote
-    read = ladder._tiers.get_many
-
-    async def slowly(view: View, wants: Sequence[Want], deadline: float) -> Sequence[Outcome]:
-        found = await read(view, wants, deadline)
-        service.clock.tick(WAIT_S / 2 * 0.75)
-        return found
-
-    ladder._tiers.get_many = slowly  # type: ignore[method-assign]
-
-    assert await service(stranger()) == ["live"]
-    assert [type(each) for each in service.asked] == [LeaseTake] * 2
-    assert service.asked[0] == service.asked[1] and not service.slept
-    assert len(remote.leases) == 1 and service.lead.counts.led == 1
-
-
-async def test_an_outage_and_a_slow_redis_end_bids_for_a_while(service: Service) -> None:
+async def test_no_lease_is_asked_for_in_an_outage_or_while_redis_is_slow(service: Service) -> None:
     remote = service.world.remote
     remote.lease_s = lambda: WAIT_S / 5
     assert await service(stranger("a")) == ["live"]
@@ -208,14 +187,12 @@ async def test_an_outage_and_a_slow_redis_end_bids_for_a_while(service: Service)
     remote.fails_with = TierUnavailable("gone", reason="connection")
     assert await service(stranger("c")) == ["live"]
 
-    assert service.lead.counts.led == 1 and len(service.asked) == 2
+    assert service.lead.counts.led == 1 and len(service.asked) == 1
 
 
-async def test_where_leases_lie_elsewhere_they_are_asked_for_after_the_read(
+async def test_leases_are_asked_for_after_the_read(
     service: Service,
 ) -> None:
-    service.world.remote.leases_come_along = False
-
     assert await service(stranger()) == ["live"]
     assert service.lead.counts.led == len(service.asked) == 1
     assert [type(each) for call in service.world.remote.calls for each in call] == [OverlayRead]

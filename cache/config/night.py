@@ -1,0 +1,132 @@
+"""Settings of a night: what stands above the sections of `larder.toml`, and its sections."""
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+import orjson
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from cache.config.gates import GateThresholds
+from cache.config.section import Count, Filled, section
+from cache.config.sections import (
+    CanaryConfig,
+    FlipConfig,
+    GovernorConfig,
+    ReferenceConfig,
+    Sources,
+    TableConfig,
+)
+from cache.config.shared import SharedConfig, check_name
+from cache.config.tasks import DagConfig
+from cache.errors import ConfigError
+
+_DEVICE: Final = re.compile(r"auto|off|cpu|cuda(:\d{1,3})?")
+_KIB = 1024
+
+
+def _default_tables() -> dict[str, TableConfig]:
+    return {
+        "user_topk": TableConfig("user_topk"),
+        "user_vector": TableConfig("user_vector", precision="f4"),
+        "item_vector": TableConfig("item_vector"),
+        "item_similar": TableConfig("item_similar", metric="cosine"),
+        "user_affinity": TableConfig("value", precision="f4", value="user_affinity"),
+    }
+
+
+@section
+class NightConfig(SharedConfig):
+    """Everything a night needs to know. `semantic` names the part that decides the result."""
+
+    FROM_ENVIRONMENT: ClassVar = (*(SharedConfig.FROM_ENVIRONMENT or ()), "device")
+
+    bundle: Filled = ".larder/bundle"
+    """Bundle of models to score with: a folder or an fsspec URL."""
+    data_until: str | None = None
+    """Cut of the data (ISO 8601; UTC without a zone): what happened from then on is left out."""
+    shards: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Number of shards that users are scored in; Airflow maps no more."""
+    page_bytes: Annotated[int, Field(ge=4 * _KIB, le=8 * _KIB * _KIB)] = 256 * _KIB
+    """Bytes of a page of records."""
+    load_chunk_bytes: Annotated[int, Field(ge=1, le=512 * _KIB * _KIB)] = 1024 * _KIB
+    """Bytes sent to Redis at once, which takes no larger value."""
+    index: Literal["auto", "flat", "ivf", "hnsw"] = "auto"
+    """Index of candidates; `auto` goes by the number of items."""
+    history_limit: Count = 100_000
+    """Number of items of a user's history, the newest."""
+    keep: NonNegativeInt = 1
+    """Number of superseded generations left for roll backs; the previous one always is."""
+    threads: NonNegativeInt = 0
+    """Number of threads; 0: as many as affinity and the control group's `cpu.max` leave."""
+    device: str = "auto"
+    """Device that scoring runs on: `auto` takes all GPUs that torch (extra `gpu`) sees, `off` the processor; `cuda`,
+    `cuda:1` and `cpu` (torch without a GPU: for tests) are demanded. The lists have the same bits."""
+    redis_timeout_s: PositiveFloat = 30.0
+    """Seconds that Redis may take for an answer."""
+    superseded_grace_s: NonNegativeFloat = 60.0
+    """Seconds that a superseded generation is kept for readers that still have it."""
+    abandon_after_s: NonNegativeFloat = 86_400.0
+    """Seconds until a generation that was begun and not published counts as abandoned."""
+    overlay_ttl_s: PositiveFloat = 86_400.0
+    """Longest life of a stored live answer, in seconds, where no replica tells a longer one."""
+    warm_timeout_s: PositiveFloat = 30.0
+    """Seconds that `warm` may take."""
+    sources: Sources = Field(default_factory=Sources)
+    tables: dict[str, TableConfig] = Field(default_factory=_default_tables)
+    gates: GateThresholds = Field(default_factory=GateThresholds)
+    flip: FlipConfig = Field(default_factory=FlipConfig)
+    canary: CanaryConfig = Field(default_factory=CanaryConfig)
+    governor: GovernorConfig = Field(default_factory=GovernorConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    dag: DagConfig = Field(default_factory=DagConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(
+                f"device is auto, off, cpu, cuda or cuda:0 and so on, not {self.device!r}",
+                field="device",
+            )
+        if self.data_until:
+            parse_time(self.data_until)
+        if not self.tables:
+            raise ConfigError(
+                "no table is configured; leave [tables] out to build the default ones"
+            )
+        for name in self.tables:
+            check_name("the name of a table", name)
+
+    def semantic(self) -> bytes:
+        """Canonical bytes of the settings that decide what a generation holds."""
+        names = ("namespace", "shards", "page_bytes", "index", "history_limit", "tables", "sources")
+        return orjson.dumps(
+            {name: getattr(self, name) for name in names}, option=orjson.OPT_SORT_KEYS
+        )
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Self:
+        """Read a file; unknown names are errors, so that a typo cannot pass."""
+        return cls.configured({}, path)
+
+    @classmethod
+    def configured(
+        cls, environ: Mapping[str, str], path: str | Path | None = None, **overrides: Any
+    ) -> Self:
+        """The file (without a path the one that LARDER_CONFIG names), the environment over it, overrides over both."""
+        from cache.config.reading import ConfigFile, read
+
+        file = ConfigFile.named(environ, path)
+        values = {name: each for name, each in file.document.items() if name != "serving"}
+        return read(cls, values, file, environ, **overrides)
+
+
+def parse_time(text: str) -> datetime:
+    """An ISO 8601 time as UTC; one without a zone is UTC."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not an ISO 8601 time, e.g. 2026-01-31T00:00:00Z") from error
+    return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)

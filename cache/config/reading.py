@@ -1,0 +1,196 @@
+"""Reading of settings: the file, then the environment, then what the command line said, each above the one before."""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any, Self, TypeVar, get_args, get_origin
+
+from pydantic import ValidationError, create_model
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    SettingsConfigDict,
+)
+
+from cache.config.section import fields_of, is_section, refusal, variable, variables
+from cache.errors import ConfigError, masked
+
+Kind = TypeVar("Kind")
+PLACES = frozenset({"artifacts", "state"})
+"""Paths that a file has beside itself, and the environment in the current folder."""
+SECRETS = frozenset({"token", "redis_url"})
+"""Settings that hold a secret: a URL does if a password is in it."""
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The file that settings came from; `document` is what it holds, unchecked but for secrets."""
+
+    path: Path | None = None
+    document: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def named(cls, environ: Mapping[str, str], path: str | Path | None = None) -> Self:
+        """The given file, else the one that LARDER_CONFIG names, else none; raises ConfigError if it cannot be read."""
+        if not (found := path or environ.get("LARDER_CONFIG")):
+            return cls()
+        try:
+            document = tomllib.loads(Path(found).read_text())
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"cannot read configuration file {found}: it does not exist"
+            ) from error
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot read configuration file {found}: {error}") from error
+        return cls(Path(found), document)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """The values of a section, none where the file leaves it out."""
+        found = self.document.get(name, {})
+        if not isinstance(found, Mapping):
+            raise ConfigError(
+                f"{self.path} [{name}] must be a section of settings, not {found!r}", field=name
+            )
+        return found
+
+    def above(self, kind: type[Any]) -> dict[str, Any]:
+        """The values above the sections that are settings of this kind."""
+        return {name: self.document[name] for name in fields_of(kind) if name in self.document}
+
+    def beside(self, path: str) -> str:
+        """A path that stands in the file, or is a default beside it; without a file, and for URLs, as it is."""
+        return (
+            path if self.path is None or "://" in path else str(self.path.parent.absolute() / path)
+        )
+
+
+class _Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        strict=True, extra="forbid", case_sensitive=True, allow_inf_nan=False
+    )
+
+
+class _Environment(EnvSettingsSource):
+    """Variables of a section as its settings; an empty one is unset, as compose files pass those that nobody set."""
+
+    def __init__(self, settings: type[BaseSettings], named: Mapping[str, str]) -> None:
+        super().__init__(settings)
+        self.env_vars = named
+
+
+def read(
+    kind: type[Kind],
+    values: Mapping[str, Any],
+    file: ConfigFile,
+    environ: Mapping[str, str],
+    *,
+    table: str = "",
+    **overrides: Any,
+) -> Kind:
+    """A section from its values in the file, then its environment variables, then overrides that are not None.
+
+    `table` is the name that it has in the file. Raises ConfigError, which names the file and the table, or the
+    variable, that holds what is wrong.
+    """
+    known: Mapping[str, FieldInfo] = kind.__pydantic_fields__  # type: ignore[attr-defined]
+    names = variables(kind)
+    found = {name: environ[each] for name, each in names.items() if environ.get(each)}
+    given = {name: each for name, each in overrides.items() if each is not None}
+
+    def place_of(name: str) -> str:
+        if name in given or file.path is None:
+            return "" if name in given else names.get(name, "")
+        if name in found:
+            return names[name]
+        is_above = name in file.document and name not in file.document.get(table, {})
+        return str(file.path) if is_above or not table else f"{file.path} [{table}]"
+
+    _refuse_secrets(values, place_of)
+    written = _written(known, values, file, place_of)
+    for name in PLACES & found.keys():
+        if "://" not in found[name]:
+            found[name] = str(Path(found[name]).absolute())
+    fields: dict[str, Any] = {name: (each.annotation, each) for name, each in known.items()}
+    settings: type[_Settings] = create_model(kind.__name__, __base__=_Settings, **fields)
+    sources = (
+        InitSettingsSource(settings, given),
+        _Environment(settings, found),
+        InitSettingsSource(settings, written),
+    )
+    try:
+        merged = settings(_build_sources=(sources, {}))  # type: ignore[call-arg]  # sources of its own
+        return kind(**{name: getattr(merged, name) for name in known})
+    except ValidationError as error:
+        raise _placed(refusal(error, kind), place_of) from None
+    except ConfigError as error:
+        raise _placed(error, place_of) from error
+
+
+def _written(
+    known: Mapping[str, FieldInfo],
+    values: Mapping[str, Any],
+    file: ConfigFile,
+    place_of: Callable[[str], str],
+) -> dict[str, Any]:
+    """The file's values as the model holds them; paths of the file are beside it, and so are their defaults."""
+    if "base" in values:
+        raise ConfigError(f"{place_of('base')}: unknown setting 'base'", field="base")
+    written = {
+        name: _sections(known[name].annotation, each, f"{place_of(name)} [{name}]")
+        if name in known
+        else each
+        for name, each in values.items()
+    }
+    if "base" in known and file.path:
+        written["base"] = str(file.path.parent)
+    for name in PLACES & known.keys():
+        if isinstance(place := written.get(name, known[name].default), str) and place:
+            written[name] = file.beside(place)
+    return written
+
+
+def _placed(error: ConfigError, place_of: Callable[[str], str]) -> ConfigError:
+    place = place_of(str(error.details.get("field", "")))
+    return ConfigError(f"{place}: {error.message}" if place else error.message, **error.details)
+
+
+def _refuse_secrets(values: Mapping[str, Any], place_of: Callable[[str], str]) -> None:
+    for name in values.keys() & SECRETS:
+        if name == "token" or masked(str(values[name])) != str(values[name]):
+            raise ConfigError(
+                f"{place_of(name)}: {name} with a password or token is read from the environment alone: set "
+                f"{variable(name)}",
+                field=name,
+            )
+
+
+def _sections(annotation: Any, value: Any, where: str) -> Any:
+    """A value of the file as the model holds it: sections built, lists and times plain."""
+    if is_section(annotation):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} must be a section of settings, not {value!r}")
+        try:
+            return annotation(**{name: _plain(each) for name, each in value.items()})
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error.message}", **error.details) from error
+    if get_origin(annotation) is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"{where.partition(' [')[0]}: tables must hold one section per table, e.g. [tables.user_topk], "
+                f"not {value!r}"
+            )
+        kind = get_args(annotation)[1]
+        return {
+            name: _sections(kind, each, f"{where[:-1]}.{name}]") for name, each in value.items()
+        }
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return value.isoformat() if isinstance(value, date) else value

@@ -1,0 +1,87 @@
+"""The reference page of `larder.toml`: `python -m cache.config.reference > docs/reference/configuration.md`."""
+
+import sys
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from cache.config.night import NightConfig
+from cache.config.section import (
+    bounds_in_words,
+    fields_of,
+    meanings,
+    sections_of,
+    type_in_words,
+    variables,
+)
+from cache.config.serving import ServingConfig
+from cache.config.shared import SharedConfig
+
+_START = """\
+# Configuration
+
+Every setting of `larder.toml`, the file that `LARDER_CONFIG` names; made by `python -m cache.config.reference`. The
+file goes over the defaults, the environment over the file, the command line over both; an empty variable is unset.
+Paths in the file are relative to it, those in the environment to the current folder. Unknown names are refused. Secrets
+(the token, a Redis URL with a password) stand in the environment alone. Variables that are no settings:
+[infra/ENVIRONMENT.md](../../infra/ENVIRONMENT.md).
+"""
+
+
+def page() -> str:
+    """The page as Markdown."""
+    inherited, own = fields_of(SharedConfig), sections_of(NightConfig)
+    parts = [
+        _START,
+        *_part("Above the sections: night and service", SharedConfig, inherited),
+        *_part(
+            "Above the sections: the night",
+            NightConfig,
+            fields_of(NightConfig).keys() - inherited.keys() - own.keys(),
+        ),
+    ]
+    for name, kind in own.items():
+        parts += _part(
+            "`[tables.NAME]`" if name == "tables" else f"`[{name}]`", kind, fields_of(kind)
+        )
+    parts += _part("`[serving]`", ServingConfig, fields_of(ServingConfig).keys() - inherited.keys())
+    return "\n".join(parts)
+
+
+def _part(title: str, kind: type[Any], chosen: Collection[str]) -> Iterator[str]:
+    told, names = meanings(kind), variables(kind)
+    about = "" if title.startswith("Above") else str(kind.__doc__)
+    yield f"## {title}\n"
+    if about:
+        yield "\n".join(line.strip() for line in about.strip().splitlines()) + "\n"
+    yield "| key | type | default | bounds | environment | meaning |\n|---|---|---|---|---|---|"
+    for name, each in fields_of(kind).items():
+        if name not in chosen:
+            continue
+        cells = (
+            f"`{name}`",
+            type_in_words(each.annotation),
+            _default(each),
+            bounds_in_words(each),
+            f"`{names[name]}`" if name in names else "",
+            told[name],
+        )
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def _default(field: FieldInfo) -> str:
+    value: Any = field.default
+    if value is PydanticUndefined:
+        return "must be given"
+    if value is None or value in ("", ()):
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

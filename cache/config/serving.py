@@ -1,0 +1,242 @@
+"""Settings of the service: the section `[serving]`, and what stands above it."""
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from cache.config.peers import Bounds
+from cache.config.section import Share, section
+from cache.config.shared import SharedConfig
+from cache.errors import ConfigError
+
+Precision = Literal["int8", "fp32"]
+LogForm = Literal["text", "json"]
+OverlayReads = Literal["auto", "always"]
+
+
+@section
+class ServingConfig(SharedConfig, Bounds):
+    """Settings of the service, in `[serving]`; in the environment each is LARDER_<NAME>, except REDIS_URL."""
+
+    FROM_ENVIRONMENT: ClassVar = None
+
+    redis_url: str = ""
+    """Redis, as above the sections; empty: a server is started and stopped with the service."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; anything but loopback needs `LARDER_TOKEN` or `--insecure`."""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8000
+    """Port to bind; 0 is any free one."""
+    token: str = Field(default="", repr=False)
+    """Secret that callers, Prometheus included, send as `Authorization: Bearer ...`; from the environment alone."""
+    insecure: bool = False
+    """True if others may reach the service without a token."""
+    workers: PositiveInt = 1
+    """Number of processes that answer on the one port; each is a replica of its own, with L1, connections and
+    threads of its own, while a generation's files are mapped once for all."""
+
+    l1_bytes: PositiveInt = 256 << 20
+    """Bytes of the in-process tier, records and bookkeeping included; of each worker."""
+    negative_entries: PositiveInt = 100_000
+    """Number of unknown ids remembered as unknown."""
+    negative_ttl_s: PositiveFloat = 5.0
+    """Seconds for which they are."""
+    overlay_ttl_s: PositiveFloat = 600.0
+    """Life of a record that live inference wrote through, in seconds."""
+    overlay_reads: OverlayReads = "auto"
+    """Policy for overlay reads. `auto`: while inputs of new ids hardly ever come again, stored live answers are
+    looked for in one of 16 cases; `always`: each time, with a lease, so that no two replicas compute the same one."""
+    outage_ttl_s: PositiveFloat = 15.0
+    """Life of live answers for known entities while Redis is away, in seconds."""
+    lease_wait_ms: Annotated[float, Field(ge=0, le=60_000)] = 200.0
+    """Milliseconds that a replica waits for another one that computes the same cold answer before it computes itself; a
+    dead one is waited for half as long. 0: no leases, replicas do not wait for each other."""
+
+    deadline_ms: PositiveFloat = 300.0
+    """Deadline of a request that names none, in milliseconds."""
+    deadline_max_ms: PositiveFloat = 10_000.0
+    """Longest deadline that a request may name, in milliseconds."""
+    l2_deadline_ms: PositiveFloat = 75.0
+    """Longest wait for Redis within it, in milliseconds."""
+    l2_connections: PositiveInt = 2
+    """Number of connections for reads."""
+    breaker_threshold: PositiveInt = 5
+    """Number of failures in a row before Redis is left alone."""
+    breaker_cooldown_s: PositiveFloat = 1.0
+    """Seconds for which it is."""
+
+    precision: Precision = "int8"
+    """Precision of the live towers."""
+    live_workers: PositiveInt = 1
+    """Number of threads that run the model."""
+    live_threads: PositiveInt = 1
+    """Number of threads within one inference and one search (ONNX Runtime, FAISS); they never spin."""
+    live_cores: str = ""
+    """Cores like `2,3` or `4-7` that the model's threads stay on; empty: any. On several NUMA nodes: one process per
+    node under `numactl --cpunodebind=N --membind=N`, its cores of that node (`lscpu -e`)."""
+    live_nice: Annotated[int, Field(ge=0, le=19)] = 10
+    """Steps that the model's threads stand behind those that answer; 0 where other programs keep the cores busy and the
+    model must keep its share (Linux): the model computes beside answers, not after them."""
+    live_batch: PositiveInt = 256
+    """Number of inputs per inference at most; fewer where more could not end before the first deadline."""
+    live_queue: PositiveInt = 2_048
+    """Number of inputs that may wait for the model."""
+    live_queue_bytes: PositiveInt = 32 << 20
+    """Bytes that may wait for the model; more goes down the ladder."""
+
+    queue_target_ms: PositiveFloat = 20.0
+    """Milliseconds that a turn of the event loop may take throughout an interval before live is left out of more and
+    more answers (`live: "overloaded"`); where next to no live answer is left to leave out, and at once at turns of
+    five times this, batches and ids that are not stored are refused more and more, 503 `overloaded` with
+    `Retry-After`."""
+    queue_interval_ms: PositiveFloat = 100.0
+    """Length of that interval in milliseconds; after one above the target the share of live shrinks in proportion,
+    after one below it grows, by a tenth first and by twice as much each time."""
+    requests_max: PositiveInt = 4_096
+    """Number of requests that may be below L1 at once; more are refused with 503 `overloaded` and `Retry-After`."""
+
+    poll_s: PositiveFloat = 1.0
+    """Seconds between looks at the pointer, beside listening for changes."""
+    blocklist_poll_s: PositiveFloat = 1.0
+    """Seconds between looks at the blocklist."""
+    heartbeat_s: PositiveFloat = 1.0
+    """Seconds between heartbeats, which tell the night what this replica holds."""
+    sketch_s: Annotated[float, Field(ge=0, le=3_600)] = 5.0
+    """Seconds between additions of the ids that were asked for most to the sketch in Redis, from which a replica that
+    starts, or flips, reads ahead; they lie there for up to three hours. 0: no sketch, neither written nor read."""
+    figures_s: PositiveFloat = 15.0
+    """Seconds between looks at the release records and at Redis' memory for `/metrics`."""
+    dashboard_s: Annotated[float, Field(ge=0, le=5)] = 2.0
+    """Seconds between what is counted being told to Redis, for `/dashboard/data` of every replica (some 250 KB of
+    Redis per worker, gone after an hour). 0: no dashboard, neither told nor shown."""
+    quality_s: Annotated[float, Field(ge=0, le=3_600)] = 5.0
+    """Seconds between reports to Redis of what was found, read and asked for in vain; 0: nothing is reported."""
+    quality_per_mille: Annotated[float, Field(ge=0, le=1_000)] = 1.0
+    """Share of the answers served that is computed once more by the live model, per mille, off the path of requests;
+    0: no sampling."""
+    quality_cpu_share: PositiveFloat = 0.001
+    """Share of one core that this may cost each worker in processor time; what does not fit is dropped and counted."""
+    drain_s: PositiveFloat = 10.0
+    """Seconds for requests under way when the service stops."""
+    load_bound_s: PositiveFloat = 60.0
+    """Seconds that a replica that has seen a newer generation may take to load it; after that it is not ready."""
+    observe: bool = True
+    """True if answers that lie ready in L1 are counted, and the advisor runs; `false` to measure what observing
+    costs."""
+    fast_http: bool = True
+    """False: every request goes through uvicorn, the routes and the ladder, as if nothing were there for speed alone.
+    What one peer may cost is then bounded by uvicorn alone."""
+    advisor_keys: Annotated[int, Field(ge=0, le=1 << 20)] = 16_384
+    """Number of records that the L1 size advisor samples at most, of each worker; about 3 MiB. 0: no advisor."""
+
+    log: LogForm = "text"
+    """Form of a log line. `json`: one object a line on standard error (`time`, `level`, `logger`, `message`, of
+    requests also `request_id`, `trace_id`, `table`, `status`, `seconds`, `sources`, `stages`). Neither form ever
+    holds the token or a password, nor an entity's id."""
+    log_share: Share = 0.001
+    """Share of the requests that succeed in time that get a line; plain single lookups that L1 or Redis answers
+    never do."""
+    log_slow_ms: PositiveFloat = 1_000.0
+    """Milliseconds beyond which a request always gets a line, as does every status of 500 and more."""
+    log_lines_per_s: PositiveFloat = 5.0
+    """Lines a second of each place in the program, after a burst of 20; the next one says how many were `dropped`."""
+    server_timing: bool = True
+    """True if the header `Server-Timing` has stage times; a plain single lookup that L1 or Redis answers is sure to
+    have them, and `X-Request-Id`, only if the request has a header `X-Larder-Timing`."""
+    traces: bool = False
+    """True if OpenTelemetry spans are sent over OTLP/HTTP; needs the extra `otel`. Where they go, and the service's
+    name, is said by OpenTelemetry's own variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_HEADERS`,
+    `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_BSP_*`)."""
+    traces_share: Share = 0.01
+    """Share of the requests without a `traceparent` that begin a trace; one with a valid `traceparent` is traced if its
+    caller says so."""
+    traces_ids: bool = False
+    """True if the entity of a single lookup goes into its span (`larder.entity`)."""
+
+    body_bytes: PositiveInt = 8 << 20
+    """Bytes of the largest request body."""
+    bodies_bytes: PositiveInt = 64 << 20
+    """Bytes of the bodies of all requests of a worker together; a body beyond it is refused with 503 `overloaded`."""
+    max_batch: PositiveInt = 1_000
+    """Number of entities per request."""
+    max_history: PositiveInt = 10_000
+    """Number of history ids per entity."""
+    max_exclude: PositiveInt = 10_000
+    """Number of excluded ids per request."""
+    max_ids: PositiveInt = 50_000
+    """Number of ids per request in all: every history and `exclude` together."""
+    max_numbers: PositiveInt = 100_000
+    """Number of values of features per request in all: each number of a list, each feature that is none. A JSON body
+    with more lists, objects, texts and numbers than `max_ids` + 2 x `max_numbers` + 8 x `max_batch` + 64 is refused
+    unread (422 `too_many_values`), as is an Arrow stream of more than 64 record batches."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bodies_bytes < self.body_bytes:
+            raise ConfigError(
+                f"bodies_bytes must have room for one body of body_bytes ({self.body_bytes}), not {self.bodies_bytes}",
+                field="bodies_bytes",
+            )
+        parse_cores(self.live_cores)
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str], **overrides: Any) -> Self:
+        """Defaults, then the [serving] section of the TOML file LARDER_CONFIG, then the environment, then overrides.
+
+        namespace, artifacts, redis_url, state and schedule stand above the file's sections, where the night reads them.
+        Raises ConfigError for an unreadable file, an unknown setting or a value of the wrong type.
+        """
+        from cache.config.reading import ConfigFile, read
+
+        file = ConfigFile.named(environ)
+        values = file.above(SharedConfig) | dict(file.section("serving"))
+        return read(cls, values, file, environ, table="serving", **overrides)
+
+    def bounds(self, connections_max: int) -> Bounds:
+        """Bounds on what one peer may cost, with room for so many connections."""
+        shared = {each.name: getattr(self, each.name) for each in fields(Bounds)}
+        return Bounds(**shared | {"connections_max": connections_max})
+
+    @property
+    def sampled_keys(self) -> int:
+        """Bound of the advisor's sample, 0 without one."""
+        return self.advisor_keys if self.observe else 0
+
+    @property
+    def sampled_per_mille(self) -> float:
+        """Share of the answers that is judged, per mille; 0 where nothing is observed."""
+        return self.quality_per_mille if self.observe else 0
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if nobody but this machine can reach `host`."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def require_guard(self) -> None:
+        """Raises ConfigError when others could reach the service and no token keeps them out."""
+        if not (self.is_loopback or self.token or self.insecure):
+            raise ConfigError(
+                f"{self.host} can be reached from elsewhere: set LARDER_TOKEN, or pass --insecure on purpose",
+                field="host",
+            )
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """Cores of "0-3,8", in order; none for "". Raises ConfigError for anything else."""
+    cores: set[int] = set()
+    for part in filter(None, text.replace(" ", "").split(",")):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
+            raise ConfigError(
+                f"live_cores is a list like 2,3 or 0-3, not {text!r}", field="live_cores"
+            )
+        cores.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(cores))

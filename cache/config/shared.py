@@ -1,0 +1,81 @@
+"""Settings that night and service share: they stand above the file's sections."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import BeforeValidator
+
+from cache.config.section import Filled, section
+from cache.config.timetable import Timetable
+from cache.errors import ConfigError
+from cache.format.redis_keys import Keyspace
+from cache.l2 import slots
+from cache.store.artefacts import ArtefactStore
+
+NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
+_SCHEMES = ("redis://", "rediss://", "unix://", *slots.SCHEMES)
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+@section
+class SharedConfig(Timetable):
+    """Settings that night and service share."""
+
+    FROM_ENVIRONMENT: ClassVar[tuple[str, ...] | None] = (
+        *(Timetable.FROM_ENVIRONMENT or ()), "namespace", "artifacts", "state", "ephemeral_state", "redis_url",
+    )  # fmt: skip
+
+    namespace: str = "default"
+    """Part of every Redis key: several installations can share one Redis. 1 to 64 letters, digits, dots, hyphens or
+    underscores, the first one no dot."""
+    artifacts: Filled = ".larder/artifacts"
+    """Artefact store: a folder with hard links (a local disk, NFS) or any fsspec URL (install its driver) of a store
+    that creates objects exclusively (S3, GCS, Azure, what honours `If-None-Match`), which is tried at first use; the
+    truth that Redis is rebuilt from. Each namespace has a folder of its own in it."""
+    state: Annotated[Filled, BeforeValidator(_text)] = ".larder"
+    """The one folder that local runs write to: logs, sockets, copies of remote artefacts."""
+    ephemeral_state: bool = False
+    """True if that folder ends with the program (a pod without a volume): its copies are not recorded in the store,
+    so no erasure waits for them."""
+    redis_url: str | None = None
+    """Redis: `redis://`, `rediss://` or `unix://`; for a Redis Cluster `redis+cluster://` or `rediss+cluster://`
+    with one or more nodes (`host:port,host:port`). One with a password stands in the environment alone. Unset means
+    that a server is started and stopped with the command."""
+    base: str = "."
+
+    def __post_init__(self) -> None:
+        check_name("namespace", self.namespace)
+        if self.redis_url and not self.redis_url.startswith(_SCHEMES):
+            # Not the value itself: it may hold a password.
+            raise ConfigError(f"redis_url starts with {', '.join(_SCHEMES)}", field="redis_url")
+        self.nights()
+
+    def path(self, name: str) -> Path:
+        """A path of the configuration, relative to its file."""
+        return Path(self.base, name)
+
+    def store(self) -> ArtefactStore:
+        """This namespace's part of the artefact store; a remote one keeps this host's copies under the state folder."""
+        url = self.artifacts if "://" in self.artifacts else str(self.path(self.artifacts))
+        cached = self.path(self.state) / "host-cache" / self.namespace
+        return ArtefactStore(
+            f"{url.rstrip('/')}/{self.namespace}", cached, is_ephemeral=self.ephemeral_state
+        )
+
+    def keyspace(self) -> Keyspace:
+        """Redis keys of this namespace."""
+        return Keyspace(self.namespace)
+
+
+def check_name(what: str, value: str) -> None:
+    """Raises ConfigError unless `value` is fit for Redis keys and folder names alike."""
+    if not NAME.fullmatch(value):
+        raise ConfigError(
+            f"{what} has 1 to 64 letters, digits, dots, hyphens or underscores and does not start with a dot: "
+            f"{value!r}",
+            field=what,
+        )

@@ -1,0 +1,45 @@
+"""Checks of what a tier holds: whether it is a record of the wanted entity, of this input, and still alive. Pure."""
+
+from cache.format.records.codec import unpack_overlay
+from cache.format.records.layout import RECORD_FORMAT, is_live, peek_fingerprint, peek_format
+from cache.l2.commands import Overlay
+from cache.tiers.l1 import Entry, LocalKey
+from cache.tiers.results import MISSED, Found, Missed, MissReason, Outcome, Tier, Want
+
+
+def judge(entry: Entry, want: Want, tier: Tier) -> Outcome:
+    """The outcome of what a tier holds for this want: found, corrupt, or from another input."""
+    if entry.fingerprint != want.fingerprint:
+        return MISSED[MissReason.CORRUPT]
+    # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.
+    if entry.digest is not None and want.digest is not None and entry.digest != want.digest:
+        return MISSED[MissReason.INPUT_CHANGED]
+    return Found(entry.record, tier, entry.digest is not None, entry.expires_at)
+
+
+def overlay_entry(want: Want, overlay: Overlay, asked_at: float) -> Entry | Missed:
+    """The entry in an overlay asked for at `asked_at` (monotonic), or why it is a miss."""
+    unpacked = unpack_overlay(want.table.layout, overlay.payload)
+    if unpacked is None or peek_format(unpacked[0]) != RECORD_FORMAT:
+        return MISSED[MissReason.CORRUPT]
+    if overlay.ttl_s <= 0:
+        return MISSED[MissReason.EXPIRED]
+    record, digest = unpacked
+    if peek_fingerprint(record) != want.fingerprint:
+        return MISSED[MissReason.CORRUPT]
+    return Entry(record, want.fingerprint, digest, asked_at + overlay.ttl_s)
+
+
+def live_key(key: LocalKey, digest: bytes) -> LocalKey:
+    """Key in L1 of a live answer to this input, which is kept beside the record of the night."""
+    raw = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
+    return key._replace(key=raw + digest)
+
+
+def check_live(want: Want, record: bytes) -> None:
+    """Raises ValueError for anything but a whole live record of the wanted entity."""
+    size_bytes = want.table.layout.size_bytes
+    if len(record) != size_bytes:
+        raise ValueError(f"a record of {want.table.name} has {size_bytes} bytes, not {len(record)}")
+    if peek_fingerprint(record) != want.fingerprint or not is_live(record):
+        raise ValueError(f"not a live record of the wanted entity in {want.table.name}")

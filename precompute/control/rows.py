@@ -1,0 +1,64 @@
+"""Rows that the control keys hold: a generation's in the registry, a replica's last heartbeat."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from precompute.control.states import State
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A generation's row in the registry; `at` is Unix seconds."""
+
+    state: State
+    at: float
+    reason: str = ""
+
+    def to_bytes(self) -> bytes:
+        """JSON as stored."""
+        return orjson.dumps({"state": self.state, "at": self.at, "reason": self.reason})
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> "Row":
+        """Reads `to_bytes`; raises ValueError, TypeError or KeyError for anything else."""
+        data = orjson.loads(raw)
+        return cls(State(data["state"]), float(data["at"]), str(data.get("reason", "")))
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A serving replica's last heartbeat; times are Redis' own, Unix seconds.
+
+    `ready`: loaded and warmed, `failed`: generation -> why it cannot be loaded there, `l2_p99_ms`: over the last
+    few seconds, `canary`: what it counted while one runs, `overlay_ttl_s`: how long its overlays live at most,
+    `memory_available_bytes` and `disk_free_bytes`: what its host, or its container, has left.
+    """
+
+    name: str
+    beat_at: float
+    serving: str | None
+    holds: tuple[str, ...]
+    epoch: int | None = None
+    ready: tuple[str, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
+    swapped_at: float | None = None
+    warm_s: float | None = None
+    l2_p99_ms: float | None = None
+    canary: Mapping[str, Any] | None = None
+    overlay_ttl_s: float | None = None
+    memory_available_bytes: int | None = None
+    disk_free_bytes: int | None = None
+
+    @classmethod
+    def from_beat(cls, raw: bytes, beat_at: float) -> "Replica":
+        """Reads a heartbeat's payload; raises ValueError, TypeError, KeyError or AttributeError for anything else."""
+        data = orjson.loads(raw)
+        return cls(
+            str(data["replica"]), beat_at, data.get("serving"), tuple(data.get("holds", ())),
+            data.get("epoch"), tuple(data.get("ready", ())), data.get("failed") or {},
+            data.get("swapped_at"), data.get("warm_s"), data.get("l2_p99_ms"), data.get("canary"),
+            data.get("overlay_ttl_s"), data.get("memory_available_bytes"), data.get("disk_free_bytes"),
+        )  # fmt: skip

@@ -1,0 +1,67 @@
+"""Gate of the requests below L1: admission, deadlines that are gone before their turn, refusals and their count."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope
+
+from serving.admission.controller import Admission
+from serving.admission.deadline_check import Lateness
+from serving.requests.bodies import Messages, is_longer, refused, whole_body
+from serving.requests.errors import Problem
+from serving.requests.fast_parse import Headers
+
+
+def refusal_of(problem: Problem) -> Messages:
+    """The response that says what is wrong."""
+    response = refused(problem)
+    head = {"status": response.status_code, "headers": response.raw_headers}
+    body = {"type": "http.response.body", "body": response.body}
+    return {"type": "http.response.start", **head}, body
+
+
+OVERLOADED = refusal_of(Problem(503, "overloaded", "more is asked than can be answered in time"))
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionGate:
+    """Gate of one service; `headers` knows its token."""
+
+    admission: Admission
+    headers: Headers
+    lateness: Lateness
+    requested: Callable[[str, int], None]
+    """(route, status): counts a request."""
+    body_bytes: int
+    body_timeout_s: float
+
+    def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Returns whether the headers are those of a plain lookup, by somebody who may ask."""
+        return self.headers.deadline_s(headers) is not None
+
+    def is_late(self, scope: Scope, body: bytes | None) -> bool:
+        """True if the time of a request is gone before its turn; counted."""
+        return self.lateness.is_late(scope, body)
+
+    async def late(self, scope: Scope, receive: Receive) -> Receive | None:
+        """From where a request can be read that came to a standing queue; None for one that is too late.
+
+        Raises Problem for a body too slow.
+        """
+        body: bytes | None = b""
+        if scope["method"] == "POST" and self.takes(
+            scope["headers"]
+        ):  # of a stranger nothing is read
+            body, receive = await self.body(scope, receive)
+        return None if self.is_late(scope, body) else receive
+
+    async def body(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
+        """Reads the body within the service's bounds; None if too long or unended, and a `receive` to replay it."""
+        if is_longer(scope["headers"], self.body_bytes):  # told elsewhere, without reading it
+            return None, receive
+        return await whole_body(receive, self.body_bytes, self.body_timeout_s)
+
+    def count(self, answer: Messages) -> None:
+        """Counts a request that was refused before anybody looked for its route."""
+        if (status := answer[0]["status"]) != 200:
+            self.requested("any", status)

@@ -1,0 +1,153 @@
+"""Fields of an answer, each declared once: its name and type, when it is there, and what it means. Pure.
+
+A field is a line of `Origin` (every answer has it), of `Answer` (the tables of one kind have it) or of `Ranking`.
+Renderings, JSON schema and reference page read it from there; the client's results are these very classes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serving.answers.sources import Source
+from serving.arrow_ipc.schema import Field, Kind
+
+Numbers = NDArray[np.float32]
+ProducedBy = Literal["batch", "live", "defaults"]
+When = Literal["always", "told", "topk", "vector", "value"]
+"""Answers that have a field: all; those with something to tell; or all of one kind of tables."""
+TOLD: When = "told"
+
+_NO_NUMBERS = np.zeros(0, np.float32)
+_NO_NUMBERS.setflags(write=False)
+
+
+class Say(NamedTuple):
+    """Facts of a field besides name and type; one that is not there is null in Arrow, as what may be `null` is."""
+
+    meaning: str
+    when: When = "always"
+    null: bool = False
+    format: str | None = None
+
+
+# fmt: off
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Origin:
+    """Origin of an answer: its table, source and generation, and reasons for anything unusual."""
+
+    id: Annotated[str | None, Say("Id as it was asked; null: only an input was sent", null=True)]
+    table: Annotated[str, Say("Table that was asked")]
+    source: Annotated[Source, Say("Rung of the ladder that answered")]
+    producer: Annotated[ProducedBy | None, Say("What computed it; null: nothing did", null=True)] = None
+    generation: Annotated[str, Say("Generation that all of the answer is of")]
+    age_seconds: Annotated[float, Say("Now minus the generation's data_until")]
+    published_at: Annotated[str, Say("Time of publication, RFC 3339, UTC", format="date-time")]
+    reason: Annotated[str | None, Say("Why this is not a plain hit; `exhausted`: fewer than k were left", TOLD)] = None
+    live: Annotated[str | None, Say("Why live did not answer, though it could; `overloaded`: left out", TOLD)] = None
+    dropped_history: Annotated[int, Say("History ids the model does not know", TOLD)] = 0
+    stale: Annotated[str | None, Say("Why this replica may lag behind", TOLD)] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answer(Origin):
+    """Answer for one entity; which of items with scores, vector and values is set depends on the table."""
+
+    items: Annotated[tuple[str, ...] | None, Say("Item ids, best first", "topk")] = None
+    scores: Annotated[Numbers | None, Say("Scores of the items", "topk")] = None
+    short: Annotated[bool, Say("Fewer than k remain", "topk")] = False
+    vector: Annotated[Numbers | None, Say("Embedding; null: there is none", "vector", null=True)] = None
+    values: Annotated[Numbers | None, Say("Model outputs; null: there are none", "value", null=True)] = None
+    labels: Annotated[tuple[str, ...] | None, Say("Names of the values", "value")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ranking(Origin):
+    """Candidates of one user in rank order, and those that could not be ranked."""
+
+    items: Annotated[tuple[str, ...], Say("Candidates, best first")] = ()
+    scores: Annotated[Numbers, Say("Scores of the candidates")] = field(default_factory=lambda: _NO_NUMBERS)
+    score_tolerance: Annotated[
+        float | None, Say("How far scores may be off, relative to the vector's largest part; 0 for float32", TOLD)
+    ] = None
+    unknown: Annotated[tuple[str, ...], Say("Candidates that the generation does not have")] = ()
+    blocked: Annotated[tuple[str, ...], Say("Candidates on the blocklist")] = ()
+    excluded: Annotated[tuple[str, ...], Say("Candidates in the sent history")] = ()
+    unscored: Annotated[tuple[str, ...], Say("Candidates for which there is no vector of the user", TOLD)] = ()
+# fmt: on
+
+
+_JSON = {str: "string", float: "number", int: "integer", bool: "boolean"}
+_ARROW: Mapping[Any, Kind] = {str: "utf8", float: "f8", int: "i4", bool: "bool"}
+_ARROW_NAMES = {"utf8": "utf8", "f8": "float64", "f4": "float32", "i4": "int32", "bool": "bool"}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerField:
+    """A declared field; `type` is that of its values when they are not null."""
+
+    name: str
+    type: Any
+    said: Say
+
+    @property
+    def key(self) -> bytes:
+        """Name as it stands in JSON behind another field."""
+        return b',"%b":' % self.name.encode()
+
+    @property
+    def arrow(self) -> Field:
+        """Arrow column; of numbers a list, which may have its table's width instead of any."""
+        is_nullable = self.said.null or self.said.when == TOLD
+        if self.type is Numbers or get_origin(self.type) is tuple:
+            child = Field("item", "f4" if self.type is Numbers else "utf8")
+            return Field(self.name, "list", is_nullable, child)
+        return Field(self.name, _ARROW.get(self.type, "utf8"), is_nullable)
+
+    @property
+    def column(self) -> str:
+        """Name of the Arrow type."""
+        arrow = self.arrow
+        if arrow.child is None:
+            return _ARROW_NAMES[arrow.kind]
+        is_of_the_table = self.said.when in ("vector", "value") and self.type is Numbers
+        return f"{'fixed_size_' * is_of_the_table}list<{_ARROW_NAMES[arrow.child.kind]}>"
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """JSON schema of the value."""
+        own: dict[str, Any] = {"description": self.said.meaning}
+        if self.said.format is not None:
+            own["format"] = self.said.format
+        words = list(Source) if self.type is Source else get_args(self.type)
+        if words and get_origin(self.type) is not tuple and self.type is not Numbers:
+            return own | {"enum": [*map(str, words), *[None] * self.said.null]}
+        type_ = _JSON.get(self.type, "array")
+        if type_ == "array":
+            own["items"] = {"type": "number" if self.type is Numbers else "string"}
+        return own | {"type": [type_, "null"] if self.said.null else type_}
+
+
+def fields_of(declared: type[Origin]) -> tuple[AnswerField, ...]:
+    """Fields of a class, in their order."""
+    found = []
+    for name, hint in get_type_hints(declared, include_extras=True).items():
+        of, said = get_args(hint)
+        either = get_args(of) if isinstance(of, UnionType) or get_origin(of) is Union else (of,)
+        found.append(
+            AnswerField(name, next(each for each in either if each is not type(None)), said)
+        )
+    return tuple(found)
+
+
+ORIGIN = fields_of(Origin)[2:]
+"""Fields of an answer behind its id, its table and its prediction."""
+
+PREDICTION: Mapping[str, tuple[AnswerField, ...]] = {
+    kind: tuple([each for each in fields_of(Answer) if each.said.when == kind])
+    for kind in ("topk", "vector", "value")
+}
+"""Fields of a prediction, by the kind of the table."""

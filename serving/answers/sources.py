@@ -1,0 +1,20 @@
+"""Sources of an answer, listed once. Pure."""
+
+from enum import StrEnum
+
+
+class Source(StrEnum):
+    """Source of an answer, in the order of the ladder: the tiers, live inference, and what is better than nothing."""
+
+    L1 = "l1"
+    L2 = "l2"
+    LIVE = "live"
+    PREVIOUS = "previous"
+    DEFAULT = "default"
+
+
+STORED = (Source.L1, Source.L2)
+"""Sources that hold records of the live generation, ready to be read."""
+
+FALLBACKS = (Source.PREVIOUS, Source.DEFAULT)
+"""Sources that answer when the live generation cannot."""

@@ -1,0 +1,92 @@
+"""Replay of a lookup: the ladder itself over what was seen of each rung; nothing is kept, counted or asked again."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from cache.tiers.inspector import Looking
+from cache.tiers.results import OUTAGES, Found, Missed, Outcome, View, Want
+from serving.explain.rescore import Said
+from serving.generations.served_set import Holding
+from serving.generations.snapshot import Snapshot
+from serving.lookup.answer_builder import Turn
+from serving.lookup.entity import Case
+from serving.lookup.ladder import Ladder
+from serving.lookup.micro_batcher import Computed, LiveUnavailable
+from serving.metrics.registry import Metrics
+from serving.requests.models import RequestOptions
+
+_PLENTY_S = 3_600.0
+
+
+class Unheard(Metrics):
+    """Metrics of lookups that no caller asked for."""
+
+    def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
+        """Ignores a stage: the request that wants an explanation has its own."""
+
+
+class Replay:
+    """Tiers and inference of a ladder that answers one case from what was seen.
+
+    `l1`, `l2` and `beside` (a live answer that stands in while a page is out of reach) are of the live generation.
+    """
+
+    def __init__(
+        self, looking: Looking, l1: Outcome | None, l2: Outcome, beside: Outcome | None, said: Said
+    ) -> None:
+        self._looking = looking
+        self._said = said
+        self._seen: dict[str, Outcome] = {}
+        found = l2 if l1 is None else l1
+        if isinstance(found, Missed) and found.reason in OUTAGES and isinstance(beside, Found):
+            found = beside._replace(reason=found.reason)
+        self.stored = found
+
+    async def answered(self, holding: Holding, case: Case, metrics: Metrics) -> Case:
+        """The case as the ladder leaves it: its answer has the source, `reason` says why it is no plain hit."""
+        self._seen[holding.live.generation] = self.stored
+        ladder = Ladder(self, self, metrics, l2_deadline_s=_PLENTY_S)
+        options = RequestOptions(_PLENTY_S, case.k)
+        case = dataclasses.replace(case, reason=None)
+        await ladder.resolve(holding, [case], Turn.of(options, ladder.now()))
+        return case
+
+    async def look(self, view: View, want: Want) -> Outcome:
+        """The outcome of a look at both tiers, made once for each generation."""
+        if view.generation not in self._seen:
+            outcome = self._looking.l1(view, want)
+            if not isinstance(outcome, Found):
+                outcome = await self._looking.l2(view, want)
+            self._seen[view.generation] = outcome
+        return self._seen[view.generation]
+
+    async def get_many(
+        self,
+        view: View,
+        wants: Sequence[Want],
+        deadline: float,  # noqa: ARG002 - what was seen waits for nobody
+    ) -> Sequence[Outcome]:
+        """Outcomes as they were seen."""
+        return [await self.look(view, want) for want in wants]
+
+    def discard(self, view: View, want: Want) -> None:
+        """Keeps a damaged record where it is: somebody only looks."""
+
+    def approach(self, snapshot: Snapshot, cases: Sequence[Case]) -> None:
+        """Leaves nothing unread."""
+
+    def found_again(self) -> None:
+        """Counts nothing."""
+
+    async def run(
+        self,
+        snapshot: Snapshot,  # noqa: ARG002
+        cases: Sequence[Case],
+        limit_s: float,  # noqa: ARG002
+    ) -> Sequence[Computed | LiveUnavailable]:
+        """Outcome of the inference that was run already."""
+        computed, reason = self._said.computed, self._said.reason
+        return [
+            LiveUnavailable(reason or "failed") if computed is None else Computed(computed)
+            for _ in cases
+        ]

@@ -1,0 +1,81 @@
+"""The walk of a lookup through the code, traced: how far it is, that nothing is done twice, that the docs tell it."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from precompute.config.settings import NightConfig
+from tests.bench.tools.walk import Call, calls_of, hops, modules, table, walks
+from tests.integration.nights import build_night, histories
+from tests.integration.program import ROOT
+
+PLAIN_ALONE = """
+import sys
+from serving.app import create_app, make_server
+from serving.config.settings import ServingConfig
+
+config = ServingConfig(artifacts=sys.argv[1], fast_http=sys.argv[2] == "on")
+make_server(create_app(config), config, "warning", lambda: None)
+print(any(name.startswith(("serving.fast_http", "serving.fast_lookup")) for name in sys.modules))
+"""
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("night"), redis_url)
+
+
+@pytest.fixture(scope="module")
+def plain(night: NightConfig) -> dict[str, list[Call]]:
+    return asyncio.run(walks(night, sorted(histories(night)), fast_http=False))
+
+
+@pytest.fixture(scope="module")
+def fast(night: NightConfig) -> dict[str, list[Call]]:
+    return asyncio.run(walks(night, sorted(histories(night)), fast_http=True))
+
+
+def test_the_complete_way_of_a_get_is_short(plain: dict[str, list[Call]]) -> None:
+    walk = hops(plain["get"])
+
+    assert len(walk) <= 20 and len(modules(walk)) <= 12
+    assert len(hops(plain["unknown"])) <= 20
+
+
+def test_the_complete_way_of_a_batch_is_short(plain: dict[str, list[Call]]) -> None:
+    assert len(hops(plain["post"])) <= 25
+
+
+@pytest.mark.parametrize("kind", ["get", "unknown"])
+@pytest.mark.parametrize("way", ["plain", "fast"])
+def test_an_id_is_hashed_and_looked_up_once(
+    way: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    walk: list[Call] = request.getfixturevalue(way)[kind]
+
+    for function in ("hash_id", "fingerprint", "Directory.find"):
+        assert calls_of(walk, lambda call, name=function: call.function == name) == 1, function  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("way", ["plain", "fast"])
+def test_a_body_is_parsed_once(way: str, request: pytest.FixtureRequest) -> None:
+    walk: list[Call] = request.getfixturevalue(way)["post"]
+
+    assert calls_of(walk, lambda call: call.function == "read_json") == 1
+
+
+@pytest.mark.parametrize("kind", ["get", "post"])
+def test_the_documents_tell_the_walk(plain: dict[str, list[Call]], kind: str) -> None:
+    assert table(hops(plain[kind])) in (ROOT / "docs" / "architecture.md").read_text()
+
+
+@pytest.mark.parametrize("way", ["on", "off"])
+def test_without_the_fast_way_its_rooms_are_not_imported(way: str, tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", PLAIN_ALONE, tmp_path, way],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert found.stdout.strip() == str(way == "on")

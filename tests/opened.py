@@ -1,0 +1,14 @@
+"""A generation as tests read it."""
+
+from pathlib import Path
+
+from cache.format.manifest import Manifest
+from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
+
+
+def open_generation(store: ArtefactStore, generation: str) -> tuple[Manifest, Path]:
+    """The manifest and the local root of all files a reader needs, every checksum verified first."""
+    manifest = read_manifest(store, generation)
+    for artefact in manifest.artefacts():
+        fetch_checked(store, generation, artefact)
+    return manifest, store.local(generation_path(generation))

@@ -1,0 +1,28 @@
+"""The reference page of the configuration says what the model says."""
+
+from pathlib import Path
+
+from cache.config import reference
+from cache.config.night import NightConfig
+from cache.config.section import fields_of, meanings, sections_of
+from cache.config.serving import ServingConfig
+
+PAGE = Path(__file__).parents[4] / "docs/reference/configuration.md"
+
+
+def test_the_page_is_not_stale() -> None:
+    remedy = "python -m cache.config.reference > docs/reference/configuration.md"
+
+    assert PAGE.read_text() == reference.page(), remedy
+
+
+def test_every_setting_says_what_it_means() -> None:
+    inner = sections_of(NightConfig)
+    unsaid = {
+        (kind.__name__, name)
+        for kind in (NightConfig, ServingConfig, *inner.values())
+        for name in fields_of(kind)
+        if not meanings(kind).get(name) and not (kind is NightConfig and name in inner)
+    }
+
+    assert unsaid == set()

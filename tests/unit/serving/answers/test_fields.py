@@ -1,0 +1,110 @@
+"""The fields of an answer stand in one place: whatever is rendered or written about them says the same."""
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from serving.answers.fields import (
+    ORIGIN,
+    PREDICTION,
+    Answer,
+    AnswerField,
+    Origin,
+    Ranking,
+    fields_of,
+)
+from serving.answers.sources import FALLBACKS, STORED, Source
+from serving.client.answers import read_answers
+from serving.http import answer_schema
+from tests.unit.test_rooms import FILES, ROOT
+
+WHEN = {
+    "always": "always", "told": "if it applies", "topk": "top-K tables",
+    "vector": "vector tables", "value": "value tables",
+}  # fmt: skip
+KINDS = {"array": "list", "integer": "integer", "number": "number", "boolean": "boolean"}
+
+OWN = {ROOT / "cache/tiers/results.py"}
+"""The tiers, which know nothing of the other sources."""
+
+
+def row(field: AnswerField) -> str:
+    """The field's line in the reference page."""
+    null = " or null" * field.said.null
+    type_ = "word" if "enum" in field.schema else "text"
+    for name in (field.schema.get("type"), *list(field.schema.get("type") or ())):
+        type_ = KINDS.get(str(name), type_)
+    column = "metadata" if field.name == "table" else f"`{field.column}`"
+    return f"| `{field.name}` | {type_}{null} | {column} | {WHEN[field.said.when]} | {field.said.meaning} |"
+
+
+def test_the_reference_page_has_every_field_and_no_other() -> None:
+    page = (ROOT / "docs/reference/http-api.md").read_text()
+    every = [*map(row, fields_of(Answer)), *map(row, fields_of(Ranking)[len(fields_of(Origin)) :])]
+    found = [line for line in page.splitlines() if line.startswith("| `") and line.count("|") == 6]
+
+    assert "\n".join(found) == "\n".join(every)
+
+
+@pytest.mark.parametrize(
+    ("declared", "schema"), [(Answer, answer_schema.ANSWER), (Ranking, answer_schema.SCORES)]
+)
+def test_the_schema_has_every_field_and_demands_what_is_always_there(
+    declared: type[Origin], schema: dict[str, Any]
+) -> None:
+    assert list(schema["properties"]) == [each.name for each in dataclasses.fields(declared)]
+    assert {each.name for each in fields_of(declared) if each.said.when == "always"} == set(
+        schema["required"]
+    )
+
+
+def test_every_field_of_an_answer_is_of_all_or_of_one_kind_of_tables() -> None:
+    predicted = [each for kind in PREDICTION.values() for each in kind]
+
+    assert fields_of(Answer) == (*fields_of(Origin)[:2], *ORIGIN, *predicted)
+    assert {each.said.when for each in (*fields_of(Origin), *fields_of(Ranking))} == {
+        "always", "told",
+    }  # fmt: skip
+
+
+def test_a_source_or_a_field_that_only_a_newer_service_has_breaks_no_client() -> None:
+    sent = {
+        "id": "u", "table": "t", "source": "oracle", "generation": "g", "age_seconds": 1.5, "published_at": "2026",
+        "more": [1],
+    }  # fmt: skip
+    known = {**sent, "source": "l1", "producer": None}
+
+    newer, (answer,) = (
+        read_answers(orjson.dumps({"answers": [each]}), 1) for each in (sent, known)
+    )
+
+    assert str(newer[0].source) == "oracle" and answer.source is Source.L1
+
+
+def test_sources_are_those_that_are_stored_and_live_and_what_is_left() -> None:
+    assert (*STORED, Source.LIVE, *FALLBACKS) == tuple(Source)
+
+
+@pytest.mark.parametrize(
+    "file", sorted(set(FILES) - OWN), ids=lambda file: str(file.relative_to(ROOT))
+)
+def test_nobody_lists_the_sources_again(file: Path) -> None:
+    assert [each for each in listings(ast.parse(file.read_text())) if is_of_sources(each)] == []
+
+
+def listings(tree: ast.AST) -> Iterator[set[Any]]:
+    """Constants that stand in one tuple, list, set or subscript."""
+    for node in ast.walk(tree):
+        parts = getattr(node, "elts", ())
+        yield {each.value for each in parts if isinstance(each, ast.Constant)}
+
+
+def is_of_sources(words: set[Any]) -> bool:
+    """True if it is about them: generations are called live and previous as well, and documents have such fields."""
+    own = words.intersection(Source)
+    return len(own) > 1 and len(words - own) < 2 and not own <= {"live", "previous"}
