@@ -41,7 +41,7 @@ DEEDS = {
 
 
 @dataclass(frozen=True)
-class Hop:
+class WayHop:
     """A call into another module on the way to a deed."""
 
     task: str
@@ -50,15 +50,17 @@ class Hop:
     deed: str
 
 
-def way(task: str, roots: Sequence[Call]) -> list[Hop]:
+def way(task: str, roots: Sequence[Call]) -> list[WayHop]:
     """Distinct hops that lead to the deeds of a task, deed after deed."""
-    found: dict[tuple[str, str], Hop] = {}
+    found: dict[tuple[str, str], WayHop] = {}
     for deed, what in DEEDS[task].items():
         # Threads of their own first: what they do with users, the task's does with items once more.
         path = next(path for root in reversed(roots) if (path := _path_to(deed, root)))
         for place in path:
             module, function = place
-            found.setdefault(place, Hop(task, module, function, what if place == path[-1] else ""))
+            found.setdefault(
+                place, WayHop(task, module, function, what if place == path[-1] else "")
+            )
     return list(found.values())
 
 
@@ -81,7 +83,7 @@ def walked(task: Callable[[], Any]) -> list[Call]:
     return recorder.roots
 
 
-def walk(config: NightConfig) -> list[Hop]:
+def walk(config: NightConfig) -> list[WayHop]:
     """The way of one shard through both tasks, which are the first to work on their generation."""
     build: Mapping[str, Any] = begin.run(config, data_until=UNTIL, run_after=None)
     embed_items.run(config, build)
@@ -96,7 +98,7 @@ def walk(config: NightConfig) -> list[Hop]:
     return [*way("score", scored), *way("load", loaded)]
 
 
-def table(hops: Sequence[Hop]) -> str:
+def table(hops: Sequence[WayHop]) -> str:
     """A walk as a Markdown table."""
     lines = ["| hop | task | module | function | there |", "|---|---|---|---|---|"]
     for number, hop in enumerate(hops, 1):
