@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from precompute.config.settings import NightConfig
-from tests.bench.tools.walk import Call, calls_of, hops, modules, table, walks
+from tests.bench.tools.walk import walks
+from tests.call_walk import Call, calls_of, hops, modules, table
 from tests.integration.nights import build_night, histories
 from tests.integration.program import ROOT
 

@@ -1,0 +1,118 @@
+"""Walk of a shard through a night: from its task to its pages, and from there to Redis, drawn from the running steps.
+
+`python -m tests.bench.tools.night_walk` builds a small night, with a real Redis, up to the step in question, records
+the tasks `score` (of one shard) and `load`, and prints the ways to what is done with the shard as one Markdown table.
+A hop is a call from one module of ours into another that leads to one of these `DEEDS`; what is called besides (a
+setting, a path, a checksum, the sweep before a load) is no part of the way.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from cache.process.redis_server import server
+from precompute.config.settings import NightConfig
+from precompute.steps import assemble, begin, embed_items, index, load, quantize, score
+from tests.call_walk import Call, Recorder
+from tests.integration.nights import UNTIL, prepare
+
+SHARD = 1
+DEEDS = {
+    "score": {
+        "precompute.scoring.users.score_users": "one shard's users, by stages that work side by side",
+        "precompute.partitions.shard_input.read_shard": "its users are read from their partition",
+        "cache.model.tower.Tower.run": "the tower makes vectors of them",
+        "precompute.topk.topk.Scorer.top": "each is compared with all items",
+        "precompute.topk.compiled.Kernel.top": "by the kernel, a tile of items at a time",
+        "precompute.scoring.encoding.encode": "the best become records",
+        "precompute.scoring.tables.PageFile.append": "records become pages of a file",
+        "precompute.builds.build.Build.finish": "files are handed to the store",
+        "precompute.builds.build.Build.report": "the report proves that they are whole",
+    },
+    "load": {
+        "precompute.builds.seal.seal": "the manifest lists all files",
+        "precompute.bulk.page_stream.PageStream.send": "pages are `SET` in Redis",
+        "precompute.bulk.load.load_part.landed": "those that landed are marked",
+    },
+}
+"""What is done with a shard, by task and function."""
+
+
+@dataclass(frozen=True)
+class WayHop:
+    """A call into another module on the way to a deed."""
+
+    task: str
+    module: str
+    function: str
+    deed: str
+
+
+def way(task: str, roots: Sequence[Call]) -> list[WayHop]:
+    """Distinct hops that lead to the deeds of a task, deed after deed."""
+    found: dict[tuple[str, str], WayHop] = {}
+    for deed, what in DEEDS[task].items():
+        # Threads of their own first: what they do with users, the task's does with items once more.
+        path = next(path for root in reversed(roots) if (path := _path_to(deed, root)))
+        for place in path:
+            module, function = place
+            found.setdefault(
+                place, WayHop(task, module, function, what if place == path[-1] else "")
+            )
+    return list(found.values())
+
+
+def _path_to(deed: str, call: Call, above: str = "") -> tuple[tuple[str, str], ...]:
+    """Calls into other modules down to the first call of the deed; none where it is not below."""
+    here = () if call.module == above else ((call.module, call.function),)
+    if deed == f"{call.module}.{call.function}":
+        return ((call.module, call.function),)
+    for each in call.calls:
+        if path := _path_to(deed, each, call.module):
+            return (*here, *path)
+    return ()
+
+
+def walked(task: Callable[[], Any]) -> list[Call]:
+    """The calls that a task causes, in its thread and in those that it starts."""
+    recorder = Recorder()
+    with recorder.recording():
+        task()
+    return recorder.roots
+
+
+def walk(config: NightConfig) -> list[WayHop]:
+    """The way of one shard through both tasks, which are the first to work on their generation."""
+    build: Mapping[str, Any] = begin.run(config, data_until=UNTIL, run_after=None)
+    embed_items.run(config, build)
+    for shard in build["shards"]:
+        if shard != SHARD:
+            score.run_shard(config, build, shard)
+    scored = walked(lambda: score.run_shard(config, build, SHARD))
+    assemble.run(config, build)
+    index.run(config, build)
+    quantize.run(config, build)
+    loaded = walked(lambda: load.run(config, build))
+    return [*way("score", scored), *way("load", loaded)]
+
+
+def table(hops: Sequence[WayHop]) -> str:
+    """A walk as a Markdown table."""
+    lines = ["| hop | task | module | function | there |", "|---|---|---|---|---|"]
+    for number, hop in enumerate(hops, 1):
+        lines.append(f"| {number} | {hop.task} | `{hop.module}` | `{hop.function}` | {hop.deed} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints the walk."""
+    with TemporaryDirectory() as folder, server(Path(folder) / "redis") as redis:
+        hops = walk(prepare(Path(folder) / "night", redis.url))
+        print(f"{len(hops)} hops in {len({hop.module for hop in hops})} modules\n")
+        print(table(hops))
+
+
+if __name__ == "__main__":
+    main()
