@@ -77,6 +77,12 @@ class Columns(Protocol):
     def joined(self, texts: Any, /) -> tuple[bytes, bytes] | None:
         """(int32 cuts, the bytes) of a list of bytes one behind the other; None if it holds anything else."""
 
+    def board(self, flights: dict[Any, Any], keys: list[Any], flight: object, /) -> list[int]:
+        """Puts `flight` under each key that is not there yet; returns the places of the others."""
+
+    def leave(self, flights: dict[Any, Any], keys: list[Any], /) -> None:
+        """Takes away each key that is there."""
+
     def spread(
         self, count: int, size: int, rows: Lent, places: list[int], others: dict[int, bytes], /
     ) -> bytearray:

@@ -31,7 +31,7 @@ from cache.tiers.singleflight import SingleFlight
 T = TypeVar("T")
 
 
-class Remote(Protocol):
+class PageSource(Protocol):
     """L2 as far as batch reads need it."""
 
     def submit(self, reads: PageReads, keep: Callable[[Sequence[Answer]], T]) -> asyncio.Future[T]:
@@ -66,7 +66,7 @@ class RowReads:
         local: LocalTier,
         flights: SingleFlight[FlightKey, Entry | Missed],
         flight_keys: FlightKeys,
-        remote: Remote,
+        remote: PageSource,
         counters: Counters,
     ) -> None:
         self._local = local

@@ -18,7 +18,7 @@ from serving.requests.models import Ask, Entity
 _TURN = 64
 
 
-class Pace:
+class YieldPacer:
     """Lets others use the event loop now and then while a large request is worked through."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ def _feature_bytes(value: FeatureValue) -> int:
 async def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
     """Builds a case per entity; raises Problem for what this generation can never answer."""
     cases = []
-    pace = Pace()
+    pace = YieldPacer()
     for entity in ask.entities:
         await pace.step(entity)
         table = snapshot.table(entity.table)

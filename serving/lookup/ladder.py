@@ -11,7 +11,7 @@ from cache.tiers.tiered import Found, MissReason, Outcome, View, Want
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Reply, Turn
-from serving.lookup.entity import Case, Pace, cases_of, still_open, want_in
+from serving.lookup.entity import Case, YieldPacer, cases_of, still_open, want_in
 from serving.lookup.micro_batcher import Computed, LiveUnavailable
 from serving.metrics.miss_reasons import EXHAUSTED
 from serving.metrics.registry import Metrics
@@ -23,7 +23,7 @@ from serving.usage.request_observer import Watch
 log = logging.getLogger(__name__)
 
 
-class Stored(Protocol):
+class RecordReads(Protocol):
     """Protocol of the tiers, as far as the ladder needs it."""
 
     async def get_many(
@@ -55,7 +55,7 @@ class Ladder:
 
     def __init__(
         self,
-        tiers: Stored,
+        tiers: RecordReads,
         inferences: Computes,
         metrics: Metrics,
         *,
@@ -132,7 +132,7 @@ class Ladder:
         unread = [case for case in cases if case.reason is None and case.found is None]
         self._inferences.approach(snapshot, unread)
         await self._read(snapshot, unread, turn)
-        pace = Pace()
+        pace = YieldPacer()
         for case in cases:
             if (found := case.found) is None:
                 continue
@@ -192,7 +192,7 @@ class Ladder:
         # What comes after live needs a little time too.
         limit_s = left_s - min(self._l2_deadline_s, left_s / 4)
         outcomes = await self._inferences.run(snapshot, cases, limit_s)
-        pace = Pace()
+        pace = YieldPacer()
         for case, outcome in zip(cases, outcomes, strict=True):
             await pace.step(case.entity)
             if isinstance(outcome, Computed):
@@ -217,7 +217,7 @@ class Ladder:
             case.reason, case.live_reason = missed, EXHAUSTED
 
     async def _settle_for_stored(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
-        """Stored records where fresher ones could not be had: they beat another night's answer."""
+        """RecordReads records where fresher ones could not be had: they beat another night's answer."""
         snapshot = holding.live
         # Under overload an overlay that is hardly ever there is not looked for either.
         unread = [
@@ -253,7 +253,7 @@ class Ladder:
         wants = [want for _, want in asked]
         deadline = self.l2_deadline(turn.options, turn.started, _commands(wants))
         outcomes = await self._tiers.get_many(previous.view, wants, deadline)
-        pace = Pace()
+        pace = YieldPacer()
         for (case, want), outcome in zip(asked, outcomes, strict=True):
             if not isinstance(outcome, Found):
                 continue
@@ -271,7 +271,7 @@ class Ladder:
 
     async def _give_default(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
         """Defaults, which hold for everybody."""
-        pace = Pace()
+        pace = YieldPacer()
         for case in cases:
             await pace.step(case.entity)
             self._reply.default(case, holding.live, turn)
