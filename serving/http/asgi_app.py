@@ -121,23 +121,24 @@ class Front(FastAPI):
         if not scope["path"].startswith(_LIMITED):  # decoded, as the router reads it
             await self._behind(None, scope, receive, send, watch)
             return
-        answer: Messages | None = OVERLOADED
+        answer = OVERLOADED
         if gate.admission.enter():
             place = _Admitted(gate.admission, send)
             try:
                 asked = None
                 judged = await gate.late(scope, receive) if gate.admission.is_behind else receive
+                found: Messages | None = OVERLOADED
                 if judged is not None:
-                    answer, asked, receive = await self._plain(gate, scope, judged)
-                if answer is None:
+                    found, asked, receive = await self._plain(gate, scope, judged)
+                if found is None:
                     await self._behind(asked, scope, receive, place.send, watch)
                     return
+                answer = found
             except Problem as problem:
                 answer = refusal_of(problem)
             finally:
                 place.leave()
-        gate.count(answer)
-        await _sent(answer, send)
+        await _sent(gate.counted(answer), send)
 
     async def _plain(
         self, gate: Gate, scope: Scope, receive: Receive
@@ -212,20 +213,21 @@ class Front(FastAPI):
         gate, fast = self.gate, self.fast
         if gate is None or fast is None:
             return None
-        answer: Messages | None = OVERLOADED
+        answer = OVERLOADED
         if gate.admission.enter():
             try:
                 if not (gate.admission.is_behind and gate.is_late(scope, b"")):
+                    found: Messages | None = OVERLOADED
                     if asked.is_plain:
-                        answer = await fast.get(asked)
+                        found = await fast.get(asked)
                     elif gate.admission.admit_costly():
-                        answer = await self._told(asked, scope)
-                    if answer is None:
+                        found = await self._told(asked, scope)
+                    if found is None:
                         return None
+                    answer = found
             finally:
                 gate.admission.leave()
-        gate.count(answer)
-        return answer
+        return gate.counted(answer)
 
     async def _told(self, asked: ParsedGet, scope: Scope) -> Messages | None:
         """The answer of the ladder under the observer."""
@@ -243,8 +245,7 @@ class Front(FastAPI):
         gate = self.gate
         if gate is None or gate.admission.admit_costly():
             return None
-        gate.count(OVERLOADED)
-        return OVERLOADED
+        return gate.counted(OVERLOADED)
 
 
 async def _sent(answer: Messages, send: Send) -> None:

@@ -112,10 +112,6 @@ class Ladder:
                 self._reply.default(case, live, turn)
         return [case.answer for case in cases if case.answer is not None]
 
-    def now(self) -> float:
-        """Monotonic time by which requests begin and deadlines end."""
-        return self._timer()
-
     def l2_deadline(self, options: Options, started: float, commands: int = 1) -> float:
         """Monotonic time until which the stored records of a request may be waited for."""
         tier_s = deadline_for(self._l2_deadline_s, commands)

@@ -21,7 +21,9 @@ class NoTiers(Tiered):
         """Never a hit."""
         return None
 
-    async def get_many(self, view: View, wants: Sequence[Want], deadline: float) -> list[Outcome]:
+    async def get_many(
+        self, view: View, wants: Sequence[Want], deadline: float, *, is_counted: bool = True
+    ) -> list[Outcome]:
         """Nothing is stored."""
         return [_NOWHERE] * len(wants)
 

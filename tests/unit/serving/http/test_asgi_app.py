@@ -27,9 +27,7 @@ def front(*, is_known: bool = True, is_behind: bool = False) -> Front:
     admission = Admission(target_s=0.02, interval_s=0.1, requests_max=1)
     admission.loop.wait = 1.0 if is_behind else 0.0
     found = Front(bodies_bytes=10)
-    found.fast = SimpleNamespace(  # type: ignore[assignment]
-        ready=lambda _scope: None, asked=lambda _scope: None, post=post
-    )
+    found.fast = SimpleNamespace(ready=lambda _scope: None, asked=lambda _scope: None, post=post)
     found.gate = gate_of(admission, () if is_known else (b"Bearer sesame",), deadline_ms=100_000.0)
     return found
 

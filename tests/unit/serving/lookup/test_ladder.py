@@ -559,7 +559,7 @@ async def test_the_time_for_l2_grows_with_the_batch(world: World) -> None:
         deadlines.append(deadline)
         return await read(view, wants, now() + 60.0)
 
-    world.tiers.get_many = noted  # type: ignore[method-assign]
+    world.tiers.get_many = noted  # type: ignore[assignment, method-assign]
     ladder = Ladder(
         world.tiers, world.inferences, world.metrics, l2_deadline_s=0.05, timer=lambda: 10.0
     )

@@ -95,6 +95,7 @@ def test_one_row_is_written_as_one_of_many(layout: Layout, id_: str, names: list
 
     start = start_of(live, table(layout), Found(record.tobytes(), "l1", False, None), id_, 2)
 
+    assert start is not None
     assert orjson.loads(start + END) == wanted(layout, [id_], names)[0]
 
 
