@@ -1,5 +1,6 @@
 /* What a batch of stored records costs per record, compiled; cache/native/loader.py says what stands in where it is not. */
 #include "answers.h"
+#include "flights.h"
 #include "hashes.h"
 #include "parts.h"
 #include "replies.h"
@@ -24,6 +25,8 @@ static PyMethodDef methods[] = {
     {"records_of", records_of, METH_VARARGS, "(a copy of records that lie a step apart, how many are sound)."},
     {"stream", stream, METH_VARARGS, "An Arrow stream of one record batch."},
     {"joined", joined, METH_O, "(int32 cuts, bytes) of a list of bytes; None if it is none."},
+    {"board", board, METH_VARARGS, "Enters keys that are not there; the places of the others."},
+    {"leave", leave, METH_VARARGS, "Takes away keys, as far as they are there."},
     {"spread", spread, METH_VARARGS, "Records at their places among others, else zeros."},
     {"are_ids", are_ids, METH_VARARGS, "Whether each is bytes, at least one and at most so many."},
     {"getranges", getranges, METH_VARARGS, "One GETRANGE per page and offset, as bytes."},

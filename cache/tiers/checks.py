@@ -30,6 +30,12 @@ def overlay_entry(want: Want, overlay: Overlay, asked_at: float) -> Entry | Miss
     return Entry(record, want.fingerprint, digest, asked_at + overlay.ttl_s)
 
 
+def is_answer(want: Want, overlay: Overlay, asked_at: float) -> bool:
+    """True if an overlay asked for at `asked_at` (monotonic) holds an answer to this very input."""
+    entry = overlay_entry(want, overlay, asked_at)
+    return isinstance(entry, Entry) and isinstance(judge(entry, want, "l2"), Found)
+
+
 def live_key(key: LocalKey, digest: bytes) -> LocalKey:
     """Key in L1 of a live answer to this input, which is kept beside the record of the night."""
     raw = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")

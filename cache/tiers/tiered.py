@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
@@ -17,7 +18,7 @@ from cache.tiers.access_sample import Trace
 from cache.tiers.addressing import FlightKey, FlightKeys, reads_of
 from cache.tiers.batch_reader import RowReads
 from cache.tiers.batches import Rows, Wants
-from cache.tiers.checks import check_live, judge, live_key, overlay_entry
+from cache.tiers.checks import check_live, is_answer, judge, live_key, overlay_entry
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, Ready
 from cache.tiers.results import (
     MISSED,
@@ -36,7 +37,6 @@ from cache.tiers.singleflight import SingleFlight
 from cache.tiers.write_behind import WriteBehind
 
 __all__ = ["Counters", "Found", "MissReason", "Missed", "Outcome", "Tiered", "View", "Want"]
-
 
 T = TypeVar("T")
 
@@ -73,8 +73,7 @@ class Tiered:
     def peek(self, view: View, want: Want) -> Found | None:
         """The record if L1 has it, without awaiting; counts a hit, and leaves a miss to `get`."""
         entry = self.local.get(LocalKey(view.generation, want.table.name, want.key))
-        found = None if entry is None else judge(entry, want, "l1")
-        if not isinstance(found, Found):
+        if entry is None or not isinstance(found := judge(entry, want, "l1"), Found):
             return None
         self.counters.records += 1
         self.trace.one(view.generation, want, found)
@@ -83,10 +82,8 @@ class Tiered:
     async def get(self, view: View, want: Want, deadline: float | None = None) -> Outcome:
         """The record, or why there is none; `deadline` is monotonic and this caller's own, None: L2's is enough."""
         key = LocalKey(view.generation, want.table.name, want.key)
-        outcome = self._here(key, want)
-        if outcome is None:
-            entry = await self._read_one(view, key, want, deadline)
-            outcome = self._judged(key, entry, want)
+        if (outcome := self._here(key, want)) is None:
+            outcome = self._judged(key, await self._read_one(view, key, want, deadline), want)
         self._count(view, (want,), (outcome,))
         return outcome
 
@@ -98,11 +95,10 @@ class Tiered:
             return [await self.get(view, wants[0], deadline)]
         keys = [LocalKey(view.generation, want.table.name, want.key) for want in wants]
         outcomes = [self._here(key, want) for key, want in zip(keys, wants, strict=True)]
-        if absent := [place for place, outcome in enumerate(outcomes) if outcome is None]:
-            read_keys = [keys[place] for place in absent]
-            read_wants = [wants[place] for place in absent]
-            entries = await self._read(view, read_keys, read_wants, deadline)
-            for place, key, want, entry in zip(absent, read_keys, read_wants, entries, strict=True):
+        missed = [place for place, outcome in enumerate(outcomes) if outcome is None]
+        if absent := {place: (keys[place], wants[place]) for place in missed}:
+            entries = await self._read(view, list(absent.values()), deadline)
+            for (place, (key, want)), entry in zip(absent.items(), entries, strict=True):
                 outcomes[place] = self._judged(key, entry, want)
         found = cast(list[Outcome], outcomes)
         if is_counted:
@@ -133,19 +129,13 @@ class Tiered:
         return outcome if isinstance(outcome, Found) else None
 
     def probe(self, view: View, want: Want, tell: Callable[[bool], None]) -> None:
-        """Asks Redis whether it holds an answer to this very input; `tell` gets nothing if it cannot be asked.
-
-        L1 learns nothing of it, and nobody waits.
-        """
+        """Asks Redis whether it holds an answer to this very input; L1 learns nothing, `tell` only what Redis says."""
         self.counters.l2_reads += 1
         asked_at = self._timer()
 
         def keep(answers: Sequence[Answer]) -> None:
-            if isinstance(answer := answers[0], Overlay):
-                entry = overlay_entry(want, answer, asked_at)
-                tell(isinstance(entry, Entry) and isinstance(judge(entry, want, "l2"), Found))
-            elif answer is None:
-                tell(False)
+            if (answer := answers[0]) is None or isinstance(answer, Overlay):
+                tell(answer is not None and is_answer(want, answer, asked_at))
 
         self._remote.submit(reads_of(view, (want,)), keep)
 
@@ -229,20 +219,19 @@ class Tiered:
         within_s = self._within_s(deadline)
         if within_s is None or within_s > 0:
             flight = self._flight_keys.of(view.generation, want)
+            fetch = functools.partial(self._fetch_one, view, key, want)
             with contextlib.suppress(TimeoutError):
-                return await self.flights.do(
-                    flight, lambda: self._fetch_one(view, key, want), within_s
-                )
+                return await self.flights.do(flight, fetch, within_s)
         return MISSED[MissReason.L2_TIMEOUT]
 
     async def _read(
-        self, view: View, keys: Sequence[LocalKey], wants: Sequence[Want], deadline: float
+        self, view: View, asked: Sequence[tuple[LocalKey, Want]], deadline: float
     ) -> Sequence[Entry | Missed]:
         within_s = self._within_s(deadline)
         if within_s is not None and within_s <= 0:
-            return [MISSED[MissReason.L2_TIMEOUT]] * len(wants)
-        flights = [self._flight_keys.of(view.generation, want) for want in wants]
-        by_flight = dict(zip(flights, zip(keys, wants, strict=True), strict=True))
+            return [MISSED[MissReason.L2_TIMEOUT]] * len(asked)
+        flights = [self._flight_keys.of(view.generation, want) for _, want in asked]
+        by_flight = dict(zip(flights, asked, strict=True))
 
         def work(new: Sequence[FlightKey]) -> asyncio.Future[list[Entry | Missed]]:
             return self._fetch(view, [by_flight[each] for each in new])
@@ -252,7 +241,7 @@ class Tiered:
             async with asyncio.timeout(within_s):
                 return await self.flights.do_many(flights, work)
         except TimeoutError:
-            return [MISSED[MissReason.L2_TIMEOUT]] * len(wants)
+            return [MISSED[MissReason.L2_TIMEOUT]] * len(asked)
 
     def _fetch(
         self, view: View, asked: Sequence[tuple[LocalKey, Want]]

@@ -61,7 +61,8 @@ class AdmissionGate:
             return None, receive
         return await whole_body(receive, self.body_bytes, self.body_timeout_s)
 
-    def count(self, answer: Messages) -> None:
-        """Counts a request that was refused before anybody looked for its route."""
+    def counted(self, answer: Messages) -> Messages:
+        """The same response; one that refuses before anybody looked for the route is counted."""
         if (status := answer[0]["status"]) != 200:
             self.requested("any", status)
+        return answer

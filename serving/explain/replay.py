@@ -1,6 +1,7 @@
 """Replay of a lookup: the ladder itself over what was seen of each rung; nothing is kept, counted or asked again."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 from cache.tiers.inspector import Looking
@@ -48,7 +49,7 @@ class Replay:
         ladder = Ladder(self, self, metrics, l2_deadline_s=_PLENTY_S)
         options = RequestOptions(_PLENTY_S, case.k)
         case = dataclasses.replace(case, reason=None)
-        await ladder.resolve(holding, [case], Turn.of(options, ladder.now()))
+        await ladder.resolve(holding, [case], Turn.of(options, time.monotonic()))
         return case
 
     async def look(self, view: View, want: Want) -> Outcome:

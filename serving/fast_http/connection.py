@@ -21,7 +21,7 @@ from serving.fast_http.header_cache import BLOCK_BYTES_MAX, Allowed, Blocks, wit
 from serving.fast_http.inbound import BEHIND
 from serving.fast_http.response_head import Heads
 from serving.fast_http.uvicorn_protocol import Connection
-from serving.http.asgi_app import ADMITTED, Fast, Front
+from serving.http.asgi_app import ADMITTED, Fast, Front, ParsedGet
 from serving.requests.bodies import Messages
 from serving.requests.fast_parse import PREFIX
 from serving.requests.negotiation import JSON_TYPE
@@ -52,7 +52,7 @@ class Shared:
         self.heads = Heads()
 
 
-class Wire(Connection):
+class LookupConnection(Connection):
     """A connection that answers lookups itself. While one is under way, what arrives behind it has to wait."""
 
     __slots__ = ("_block", "_cycle", "_later", "_shared")
@@ -105,9 +105,8 @@ class Wire(Connection):
             return self._is_run(data[5 : end - 9], allowed, digits, data[stop:])
         target = data[4 : end - 9]
         if (body := fast.answer(target)) is None:
-            return self._is_looked_up(target, allowed, data)
-        self.transport.write(b"".join((head, b"%d" % len(body), _TYPE, body)))
-        self._done()
+            return self._is_looked_up(fast, target, allowed, data)
+        self._write(head, body)
         return True
 
     def _seen(self, fast: Fast, block: bytes) -> Allowed | None:
@@ -117,16 +116,48 @@ class Wire(Connection):
             return None
         return self._shared.blocks.judged(fast, block)
 
-    def _is_looked_up(self, target: bytes, allowed: Allowed, data: bytes) -> bool:
+    def _is_looked_up(self, fast: Fast, target: bytes, allowed: Allowed, data: bytes) -> bool:
         if not (allowed.is_unwatched and target.startswith(PREFIX) and _TARGET.fullmatch(target)):
             return False
         path, _, query = target.partition(b"?")
         scope = {
             "method": "GET", "raw_path": path, "query_string": query, "headers": allowed.headers
         }  # fmt: skip
+        front = self._shared.front
+        asked = told = None
+        try:
+            if (asked := fast.asked(scope)) is not None:
+                told = front.joins(asked)
+        except Exception:  # whoever comes next says what is wrong
+            log.exception("a lookup failed")
+        if asked is None:
+            return False
         self._is_waited_for = True
-        self._begin(self._look_up(scope, data))
+        if told is None:
+            self._begin(self._look_up(front.stored(asked, scope), data))
+        else:
+            told.add_done_callback(functools.partial(self._joined, asked, data))
         return True
+
+    def _joined(self, asked: ParsedGet, data: bytes, told: asyncio.Future[Any]) -> None:
+        """Sends the answer that came with those of others; else goes on alone, in a task."""
+        front = self._shared.front
+        if (body := front.joined(told)) is None:
+            self._begin(self._look_up(front.after(asked, told), data))
+            return
+        self._is_waited_for = False
+        if self.transport.is_closing():
+            return
+        head = self._shared.heads.of(self.server_state.default_headers)
+        if head is None or self._is_ending:
+            self._respond(*answered(body))
+        else:
+            self._write(head, body)
+        self._go_on()
+
+    def _write(self, head: bytes, body: bytes) -> None:
+        self.transport.write(b"".join((head, b"%d" % len(body), _TYPE, body)))
+        self._done()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = self.loop.create_task(work)
@@ -138,10 +169,10 @@ class Wire(Connection):
         if task.cancelled():
             self.transport.close()
 
-    async def _look_up(self, scope: dict[str, Any], data: bytes) -> None:
+    async def _look_up(self, looking: Coroutine[Any, Any, Messages | None], data: bytes) -> None:
         try:
-            answer = await self._shared.front.stored(scope)
-        except Exception:  # whoever comes next says what is wrong
+            answer = await looking
+        except Exception:  # as above
             log.exception("a lookup failed")
             answer = None
         self._answered(data, answer)
@@ -209,12 +240,17 @@ class Wire(Connection):
         head, body = self._shared.heads.of(self.server_state.default_headers), end["body"]
         is_plain = start["status"] == 200 and len(start["headers"]) == _OWN_HEADERS
         if head is not None and is_plain and not self._is_ending:
-            self.transport.write(b"".join((head, b"%d" % len(body), _TYPE, body)))
-            self._done()
+            self._write(head, body)
         else:
             self._respond(start, body)
 
 
-def protocol(shared: Shared) -> Callable[..., Wire]:
+def answered(body: bytes) -> tuple[Message, bytes]:
+    """Start and body of an answer in JSON."""
+    headers = [(b"content-length", b"%d" % len(body)), (b"content-type", JSON_TYPE.encode())]
+    return {"status": 200, "headers": headers}, body
+
+
+def protocol(shared: Shared) -> Callable[..., LookupConnection]:
     """Returns the factory that uvicorn makes its connections with."""
-    return functools.partial(Wire, shared)
+    return functools.partial(LookupConnection, shared)

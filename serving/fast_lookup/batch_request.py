@@ -51,7 +51,7 @@ class Posted:
         answered = self.batches.stream if form.wanted == "arrow" else self.batches.answer
         return await answered(lookup)
 
-    def _batch(self, scope: Scope, body: bytes, form: Form) -> fast_parse.Batch | None:
+    def _batch(self, scope: Scope, body: bytes, form: Form) -> fast_parse.IdBatch | None:
         limits = self._service.limits
         if len(body) > LARGE:  # ids alone hardly ever are
             return None

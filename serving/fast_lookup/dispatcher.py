@@ -4,6 +4,7 @@ What it does not recognise (other options, bad input, inputs to compute from, a 
 behind it, and ids without a stored answer to the ladder.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from starlette.types import Message, Receive, Scope
 
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.fast_lookup.batch_request import Posted, refuses
+from serving.fast_lookup.coalescer import Told
 from serving.fast_lookup.ready_counts import SentReady
 from serving.fast_lookup.single import Singles
 from serving.fast_lookup.single_request import Get
@@ -23,7 +25,7 @@ from serving.metrics.fast_counters import GET_ROUTE
 from serving.requests import fast_parse
 from serving.requests.bodies import Messages
 from serving.requests.errors import Problem
-from serving.requests.fast_parse import QueryParser
+from serving.requests.fast_parse import QueryOptions
 from serving.requests.negotiation import JSON_TYPE, forms
 
 _STARTS_MAX = 8_192
@@ -58,7 +60,7 @@ class Hot:
             self._metrics.tally.flushes.append(self._sent.flush)
             self._arm()
         self._timer, self._clock = service.timer, clock
-        self._queries = QueryParser(service.limits)
+        self._queries = QueryOptions(service.limits)
         self._is_traced = is_traced
         self._gate = service.gate()
         self._posted = Posted(service, clock)
@@ -130,10 +132,26 @@ class Hot:
         is_plain = want.position >= 0 and not live.blocks(table, asked.raw)
         return Get(holding, table, asked, want, options, started, request, is_plain)
 
-    async def get(self, asked: Get) -> Messages | None:
-        """The answer to a GET of one id."""
+    def joins(self, asked: Get) -> asyncio.Future[Told] | None:
+        """The future answer to a GET that goes along with others, which needs no task; None if it does not."""
+        return self._singles.joins(asked)
+
+    def joined(self, told: asyncio.Future[Told]) -> bytes | None:
+        """The body that came with those of others, counted; None if whoever joined has to go on alone."""
+        body = told.result()
+        if not isinstance(body, bytes):
+            return None
+        self._requests[GET_ROUTE] += 1
+        return body
+
+    async def get(self, asked: Get, told: asyncio.Future[Told] | None = None) -> Messages | None:
+        """The answer to a GET of one id, which may have joined others before."""
+        singles = self._singles
         try:
-            body = await self._singles.answer(asked)
+            if told is None:
+                body = await singles.answer(asked)
+            else:
+                body = await singles.after(asked, told.result())
         except Exception:  # the routes behind say what is wrong, and count it
             log.exception("the hot route failed")
             return None

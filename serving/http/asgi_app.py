@@ -1,5 +1,6 @@
 """The application itself: FastAPI behind admission and an observer, ahead of both a shorter way if there is one."""
 
+import asyncio
 import functools
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ ADMITTED = "larder.admitted"
 _LIMITED = ("/v1/lookup", "/v1/score", "/v1/explain")
 
 
-class Asked(Protocol):
+class ParsedGet(Protocol):
     """A GET of one id that was read already; `is_plain` if a record of the night may answer it."""
 
     @property
@@ -41,17 +42,23 @@ class Fast(Protocol):
     def ready(self, scope: Scope) -> Messages | None:
         """The ready answer to a GET."""
 
-    def asked(self, scope: Scope) -> Asked | None:
+    def asked(self, scope: Scope) -> ParsedGet | None:
         """A GET of one id, read."""
 
-    async def get(self, asked: Any) -> Messages | None:
-        """The answer to a GET that was read."""
+    def joins(self, asked: Any) -> asyncio.Future[Any] | None:
+        """The future answer to a GET that goes along with others, which needs no task; None if it does not."""
+
+    def joined(self, told: asyncio.Future[Any]) -> bytes | None:
+        """The body that came with those of others; None if whoever joined has to go on alone."""
+
+    async def get(self, asked: Any, told: asyncio.Future[Any] | None = None) -> Messages | None:
+        """The answer to a GET that was read, and may have joined others."""
 
     async def post(self, scope: Scope, receive: Receive) -> tuple[Messages | None, Receive]:
         """The answer to a batch for one table, and from where the request can still be read if there is none."""
 
 
-class _Place:
+class _Admitted:
     """Admission of a request below L1, until its response starts: a peer that reads nothing would hold it for ever."""
 
     __slots__ = ("_admission", "_is_held", "_send")
@@ -123,25 +130,25 @@ class Front(FastAPI):
             return
         answer = OVERLOADED
         if gate.admission.enter():
-            place = _Place(gate.admission, send)
+            place = _Admitted(gate.admission, send)
             try:
                 judged = await gate.late(scope, receive) if gate.admission.is_behind else receive
+                found: Messages | None = OVERLOADED
                 if judged is not None:
                     found, asked, receive = await self._plain(gate, scope, judged)
-                    if found is None:
-                        await self._behind(asked, scope, receive, place.send, watch)
-                        return
-                    answer = found
+                if found is None:
+                    await self._behind(asked, scope, receive, place.send, watch)
+                    return
+                answer = found
             except Problem as problem:
                 answer = refusal_of(problem)
             finally:
                 place.leave()
-        gate.count(answer)
-        await _sent(answer, send)
+        await _sent(gate.counted(answer), send)
 
     async def _plain(
         self, gate: AdmissionGate, scope: Scope, receive: Receive
-    ) -> tuple[Messages | None, Asked | None, Receive]:
+    ) -> tuple[Messages | None, ParsedGet | None, Receive]:
         """The answer of the fast way, or a refusal; else what it has read of the request, for who goes on."""
         fast, answer, asked = self.fast, None, None
         is_post = scope["method"] == "POST"
@@ -155,7 +162,7 @@ class Front(FastAPI):
 
     async def _behind(
         self,
-        asked: Asked | None,
+        asked: ParsedGet | None,
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -170,35 +177,65 @@ class Front(FastAPI):
         else:
             await below(scope, receive, send)
 
-    async def _resolved(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _resolved(self, asked: ParsedGet, scope: Scope, receive: Receive, send: Send) -> None:
         answer = None if self.fast is None else await self.fast.get(asked)
         if answer is not None:
             await _sent(answer, send)
         elif "type" in scope:  # of a connection that reads requests itself it is not whole
             await super().__call__(scope, receive, send)
 
-    async def stored(self, scope: Scope) -> Messages | None:
+    def joins(self, asked: ParsedGet) -> asyncio.Future[Any] | None:
+        """The future answer to a GET that goes along with others, for `joined` or `after`; None if it does not."""
+        gate, fast = self.gate, self.fast
+        if gate is None or fast is None:
+            return None
+        admission = gate.admission
+        if admission.under_way >= admission.requests_max or admission.is_behind:
+            return None
+        told = fast.joins(asked)
+        if told is not None:
+            admission.enter()
+        return told
+
+    def joined(self, told: asyncio.Future[Any]) -> bytes | None:
+        """The body that came with those of others; None if that is for `after` to find."""
+        gate, fast = self.gate, self.fast
+        body = None if fast is None else fast.joined(told)
+        if body is not None and gate is not None:
+            gate.admission.leave()
+        return body
+
+    async def after(self, asked: ParsedGet, told: asyncio.Future[Any]) -> Messages | None:
+        """The answer to a GET that joined others in vain; None if it takes a router."""
+        gate, fast = self.gate, self.fast
+        try:
+            return None if fast is None else await fast.get(asked, told)
+        finally:
+            if gate is not None:
+                gate.admission.leave()
+
+    async def stored(self, asked: ParsedGet, scope: Scope) -> Messages | None:
         """The answer to a GET of one id, which may be a refusal, for who needs no router; None if it takes one."""
         gate, fast = self.gate, self.fast
         if gate is None or fast is None:
             return None
-        answer: Messages | None = OVERLOADED
+        answer = OVERLOADED
         if gate.admission.enter():
             try:
                 if not (gate.admission.is_behind and gate.is_late(scope, b"")):
-                    if (asked := fast.asked(scope)) is None:
-                        return None
+                    found: Messages | None = OVERLOADED
                     if asked.is_plain:
-                        answer = await fast.get(asked)
+                        found = await fast.get(asked)
                     elif gate.admission.admit_costly():
-                        answer = await self._told(asked, scope)
+                        found = await self._told(asked, scope)
+                    if found is None:
+                        return None
+                    answer = found
             finally:
                 gate.admission.leave()
-        if answer is not None:
-            gate.count(answer)
-        return answer
+        return gate.counted(answer)
 
-    async def _told(self, asked: Asked, scope: Scope) -> Messages | None:
+    async def _told(self, asked: ParsedGet, scope: Scope) -> Messages | None:
         """The answer of the ladder under the observer."""
         sent: list[Message] = []
 
@@ -214,8 +251,7 @@ class Front(FastAPI):
         gate = self.gate
         if gate is None or gate.admission.admit_costly():
             return None
-        gate.count(OVERLOADED)
-        return OVERLOADED
+        return gate.counted(OVERLOADED)
 
 
 async def _sent(answer: Messages, send: Send) -> None:

@@ -21,7 +21,7 @@ _NO_OTHER_NIGHT = (MissReason.ENTITY_BLOCKED, MissReason.EXHAUSTED)
 """Reasons that hold for the previous generation as well."""
 
 
-class LoopShare:
+class YieldPacer:
     """Lets others use the event loop now and then while a large request is worked through."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ def _feature_bytes(value: FeatureValue) -> int:
 async def cases_of(snapshot: Snapshot, ask: Ask) -> list[Case]:
     """Builds a case per entity; raises Problem for what this generation can never answer."""
     cases = []
-    pace = LoopShare()
+    pace = YieldPacer()
     for entity in ask.entities:
         await pace.step(entity)
         table = snapshot.table(entity.table)

@@ -11,7 +11,7 @@ from cache.tiers.results import STANDS_IN, MissReason
 from cache.tiers.singleflight import Boarded, SingleFlight
 from cache.tiers.tiered import Found, View, Want
 from serving.generations.snapshot import Snapshot
-from serving.lookup.entity import Case, LoopShare
+from serving.lookup.entity import Case, YieldPacer
 from serving.lookup.leases import Lead
 from serving.lookup.micro_batcher import Computed, Job, LiveUnavailable
 from serving.lookup.repeat_rate import Repeats
@@ -100,7 +100,7 @@ class Inferences:
             return [LiveUnavailable("no_model")] * len(cases)
         give_up = time.monotonic() + limit_s
         boarded: list[Boarded[Key, Computed] | None] = []
-        pace = LoopShare()
+        pace = YieldPacer()
         try:
             for case in cases:
                 if time.monotonic() >= give_up:

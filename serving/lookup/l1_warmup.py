@@ -18,13 +18,13 @@ _LONGEST_S = 5.0
 _MANY = 256
 
 
-class WarmupReads(Protocol):
+class BatchReads(Protocol):
     """Protocol of the tiers, as far as reading ahead needs it."""
 
     async def get_many(
         self, view: View, wants: Sequence[Want], deadline: float, *, is_counted: bool
     ) -> Sequence[Outcome]:
-        """Reads into L1; `deadline` is monotonic."""
+        """BatchReads into L1; `deadline` is monotonic."""
 
 
 class Warming:
@@ -36,7 +36,7 @@ class Warming:
 
     def __init__(
         self,
-        tiers: WarmupReads,
+        tiers: BatchReads,
         recent: Callable[[], Sequence[Name]],
         hottest: Callable[[], Awaitable[Sequence[Name]]] | None = None,
         observe: Callable[[int, float], None] = lambda _records, _seconds: None,
@@ -52,7 +52,7 @@ class Warming:
         self._shared: Sequence[Name] = ()
 
     async def __call__(self, coming: Snapshot, current: Snapshot | None) -> None:
-        """Reads what is hot for the coming generation, this replica's own first; bounded in time."""
+        """BatchReads what is hot for the coming generation, this replica's own first; bounded in time."""
         if current is not None and coming.generation == current.generation:
             return
         began = self._timer()

@@ -12,7 +12,7 @@ from serving.answers.sources import Source
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
 from serving.lookup.answer_builder import Reply, Turn
-from serving.lookup.entity import Case, LoopShare, cases_of, still_open, want_of_previous
+from serving.lookup.entity import Case, YieldPacer, cases_of, still_open, want_of_previous
 from serving.lookup.micro_batcher import Computed, LiveUnavailable
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
@@ -26,7 +26,7 @@ _SETTLED_FOR = (None, MissReason.TOO_OLD, MissReason.EXHAUSTED)
 """Reasons for which a stored record is still an answer, once live has none."""
 
 
-class Stored(Protocol):
+class RecordReads(Protocol):
     """Protocol of the tiers, as far as the ladder needs it."""
 
     async def get_many(
@@ -58,7 +58,7 @@ class Ladder:
 
     def __init__(
         self,
-        tiers: Stored,
+        tiers: RecordReads,
         inferences: Computes,
         metrics: Metrics,
         *,
@@ -115,10 +115,6 @@ class Ladder:
                 self._reply.default(case, live, turn)
         return [case.answer for case in cases if case.answer is not None]
 
-    def now(self) -> float:
-        """Monotonic time by which requests begin and deadlines end."""
-        return self._timer()
-
     def l2_deadline(self, options: RequestOptions, started: float, commands: int = 1) -> float:
         """Monotonic time until which the stored records of a request may be waited for."""
         tier_s = deadline_for(self._l2_deadline_s, commands)
@@ -135,7 +131,7 @@ class Ladder:
         unread = [case for case in cases if case.reason is None and case.found is None]
         self._inferences.approach(snapshot, unread)
         await self._read(snapshot, unread, turn)
-        pace = LoopShare()
+        pace = YieldPacer()
         for case in cases:
             if (found := case.found) is None:
                 continue
@@ -195,7 +191,7 @@ class Ladder:
         # What comes after live needs a little time too.
         limit_s = left_s - min(self._l2_deadline_s, left_s / 4)
         outcomes = await self._inferences.run(snapshot, cases, limit_s)
-        pace = LoopShare()
+        pace = YieldPacer()
         for case, outcome in zip(cases, outcomes, strict=True):
             await pace.step(case.entity)
             if isinstance(outcome, Computed):
@@ -220,7 +216,7 @@ class Ladder:
             case.reason, case.live_reason = missed, MissReason.EXHAUSTED
 
     async def _settle_for_stored(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
-        """Stored records where fresher ones could not be had: they beat another night's answer."""
+        """RecordReads records where fresher ones could not be had: they beat another night's answer."""
         snapshot = holding.live
         # Under overload an overlay that is hardly ever there is not looked for either.
         unread = [
@@ -256,7 +252,7 @@ class Ladder:
         wants = [want for _, want in asked]
         deadline = self.l2_deadline(turn.options, turn.started, _commands(wants))
         outcomes = await self._tiers.get_many(previous.view, wants, deadline)
-        pace = LoopShare()
+        pace = YieldPacer()
         for (case, want), outcome in zip(asked, outcomes, strict=True):
             if not isinstance(outcome, Found):
                 continue
@@ -274,7 +270,7 @@ class Ladder:
 
     async def _give_default(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
         """Defaults, which hold for everybody."""
-        pace = LoopShare()
+        pace = YieldPacer()
         for case in cases:
             await pace.step(case.entity)
             self._reply.default(case, holding.live, turn)

@@ -35,8 +35,8 @@ class Again(Protocol):
 
 
 @dataclass(slots=True)
-class Counts:
-    """Counts of leases by outcome; each cold answer adds to `led`, `adopted`, `timed_out` or `unavailable`."""
+class LeaseCounts:
+    """LeaseCounts of leases by outcome; each cold answer adds to `led`, `adopted`, `timed_out` or `unavailable`."""
 
     led: int = 0
     waited: int = 0
@@ -46,7 +46,7 @@ class Counts:
     unavailable: int = 0
 
     def events(self) -> dict[str, float]:
-        """Counts by the names under which they are scraped."""
+        """LeaseCounts by the names under which they are scraped."""
         return {f"leases_{name}": count for name, count in asdict(self).items()}
 
 
@@ -70,7 +70,7 @@ class Lead:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self.counts = Counts()
+        self.counts = LeaseCounts()
         self._leases = leases
         self._tiers = tiers
         self._keyspace = keyspace

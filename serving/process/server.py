@@ -26,7 +26,7 @@ _SWITCH_S = 0.0005
 log = logging.getLogger(__name__)
 
 
-class ConnectionSweep(Protocol):
+class WatchedConnections(Protocol):
     """Bounds of a server's connections, which are looked at now and then."""
 
     @property
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        connections: ConnectionSweep | None,
+        connections: WatchedConnections | None,
         drain_s: float,
         announce: Callable[[], None],
     ) -> None:

@@ -11,7 +11,7 @@ from serving.replica.canary_stats import ARMS, EVENTS_MAX, OTHER, Arm, ArmCounts
 from serving.requests.models import RequestedEntity, RequestOptions
 
 
-class CanarySource(Protocol):
+class CanaryHolder(Protocol):
     """Protocol of what knows the canary that runs now."""
 
     @property
@@ -22,7 +22,7 @@ class CanarySource(Protocol):
 class CanaryRouter:
     """Routes by the caller's key alone, so that every replica sends the same requests to the same generation."""
 
-    def __init__(self, running: CanarySource, metrics: Metrics) -> None:
+    def __init__(self, running: CanaryHolder, metrics: Metrics) -> None:
         self._running = running
         self._metrics = metrics
         self._counted: Canary | None = None

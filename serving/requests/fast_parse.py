@@ -29,14 +29,14 @@ class Single(NamedTuple):
     raw: bytes
 
 
-class Batch(NamedTuple):
+class IdBatch(NamedTuple):
     """Lookup of many ids in one table; `k` None = all."""
 
     raws: list[bytes]
     k: int | None
 
 
-class QueryParser:
+class QueryOptions:
     """The options of a URL by its query, for those that do no more than choose `k` and a deadline.
 
     Short ones are remembered: what a caller repeats is short, and no number of others can fill the memory.
@@ -119,7 +119,7 @@ def single(path: bytes) -> Single | None:
         return None
 
 
-def batch(data: object, longest: int) -> Batch | None:
+def batch(data: object, longest: int) -> IdBatch | None:
     """Plain text ids, as most batches are, and perhaps `k`, from the JSON of a body."""
     if not isinstance(data, dict) or not data.keys() <= _BATCH_FIELDS:
         return None
@@ -130,7 +130,7 @@ def batch(data: object, longest: int) -> Batch | None:
         raws = [each.encode() for each in ids]
     except (AttributeError, UnicodeEncodeError):
         return None
-    return Batch(raws, k) if are_ids(raws) else None
+    return IdBatch(raws, k) if are_ids(raws) else None
 
 
 def _k(data: Mapping[str, Any]) -> int | None:

@@ -9,7 +9,7 @@ from serving.arrow_ipc.messages import Unsupported
 from serving.arrow_ipc.reader import read
 from serving.arrow_ipc.schema import Field
 from serving.requests.errors import unprocessable
-from serving.requests.fast_parse import Batch
+from serving.requests.fast_parse import IdBatch
 from serving.requests.fields import check_length, read_id
 from serving.requests.models import Ask, Limits, RequestedEntity
 from serving.requests.options import text_options
@@ -49,16 +49,16 @@ def read_stream(body: bytes, limits: Limits) -> Sent:
     return Sent(ids, options)
 
 
-def batch(sent: Sent) -> Batch | None:
+def batch(sent: Sent) -> IdBatch | None:
     """Batch for the hot route: plain ids and perhaps `k`; None for all that other routes handle."""
     raws, options = sent
     if not are_ids(raws) or not options.keys() <= {"k"}:
         return None
     k = options.get("k")
     if k is None:
-        return Batch(raws, None)
+        return IdBatch(raws, None)
     is_k = k.isascii() and k.isdigit() and len(k) <= _K_DIGITS_MAX and int(k) > 0
-    return Batch(raws, int(k)) if is_k else None
+    return IdBatch(raws, int(k)) if is_k else None
 
 
 def stream_ask(sent: Sent, table: str, limits: Limits) -> Ask:

@@ -72,7 +72,7 @@ class _Noting:
         return getattr(self._transport, name)
 
 
-class Timed(serving.fast_http.connection.Wire):
+class Timed(serving.fast_http.connection.LookupConnection):
     """A connection whose answers are timed if it is a caller's."""
 
     times: Times
@@ -93,5 +93,5 @@ class Timed(serving.fast_http.connection.Wire):
 if __name__ == "__main__":
     pin(0, 0)
     Timed.times = Times(Path(os.environ[FILE]))
-    serving.fast_http.connection.Wire = Timed  # type: ignore[misc]
+    serving.fast_http.connection.LookupConnection = Timed  # type: ignore[misc]
     sys.exit(main())

@@ -45,6 +45,10 @@ class Ways:
     app: Front
     runner: asyncio.Runner
     hot: Hot = field(init=False)
+    joins: bool = False
+    """Whether requests of one turn come as from a connection that needs no task for them."""
+    joined: int = 0
+    """How many did."""
 
     def __post_init__(self) -> None:
         assert self.app.fast is not None
@@ -76,9 +80,28 @@ class Ways:
         self.hot._singles._together._expected = LEAST
 
         async def all_of_them() -> list[Sent]:
-            return await asyncio.gather(*(_call(self.app, each) for each in asked))
+            call = self._joined if self.joins else _call
+            return await asyncio.gather(*(call(self.app, each) for each in asked))
 
         return self.runner.run(all_of_them())
+
+    async def _joined(self, app: Front, asked: Asked) -> Sent:
+        get = self.hot.asked(_scope(asked))
+        told = None if get is None else app.joins(get)
+        if get is not None and told is not None:
+            assert not told.done()
+            self.joined += 1
+            await asyncio.wait([told])
+            if (body := app.joined(told)) is not None:
+                head = (
+                    (b"content-length", b"%d" % len(body)),
+                    (b"content-type", b"application/json"),
+                )
+                return Sent(200, head, body)
+            if (messages := await app.after(get, told)) is not None:
+                start, end = messages
+                return Sent(start["status"], _plain(start["headers"]), end["body"])
+        return await _call(app, asked)
 
     async def alone(self, scope: dict[str, Any]) -> Messages | None:
         """The fast way's own answer to a GET of one id."""

@@ -94,16 +94,19 @@ def test_single_lookups(ways: Ways, lists: Any, table: str, hot: bool) -> None:
         assert {each["source"] for each in answers} == {source}
 
 
-def test_single_lookups_of_one_turn(ways: Ways, lists: Any) -> None:
+@pytest.mark.parametrize("joins", [True, False], ids=["joined", "tasks"])
+def test_single_lookups_of_one_turn(ways: Ways, lists: Any, joins: bool) -> None:
     """One caller's id must not reach into another's answer, nor into what is kept of it."""
     expected = {each: lists["user_topk"][each] for each in list(lists["user_topk"])}
     asked = [get(each, "user_topk") for each in expected]
     ways.forget()
+    ways.joins, before = joins, ways.joined
 
     for source in ("l2", "l1", "l1"):
         answers = [read(each) for each in ways.ask_at_once(asked)]
         assert told(answers) == expected
         assert {each["source"] for each in answers} == {source}
+    assert (ways.joined > before) == joins
 
 
 @pytest.mark.parametrize("table", ["user_topk", "item_similar"])

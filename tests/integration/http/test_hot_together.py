@@ -31,9 +31,10 @@ def users(night: NightConfig) -> list[str]:
     return sorted(histories(night))
 
 
-@pytest.fixture
-def ways(night: NightConfig) -> Iterator[Ways]:
+@pytest.fixture(params=["tasks", "joined"])
+def ways(night: NightConfig, request: pytest.FixtureRequest) -> Iterator[Ways]:
     for found in running(night):
+        found.joins = request.param == "joined"
         yield found
         assert found.service.admission.under_way == 0
 
@@ -57,6 +58,7 @@ def test_a_turn_is_one_read_and_its_answers_are_those_of_the_routes(
     together = ways.ask_at_once(asked)
 
     assert batches(ways) - before == 1
+    assert ways.joined == (len(asked) if ways.joins else 0)
     ways.forget()
     assert together == [ways.ask(each, hot=False) for each in asked]
 

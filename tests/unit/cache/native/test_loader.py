@@ -23,6 +23,7 @@ from cache.l2.replies import Frames, could_be, stride
 from cache.native import loader, pure
 from cache.tiers import batch_reader
 from cache.tiers.batch_reader import Landed
+from cache.tiers.singleflight import board, leave
 from tests.fakes import Night
 
 COLUMNS: Any = loader.load({})
@@ -180,6 +181,24 @@ def test_records_of_several_flights_come_to_their_places(data: st.DataObject, co
         assert found.tobytes() == batch_reader._spread(wants, landed, own, others).tobytes()
     for place in (*own, *joined):
         assert found[place].tobytes() == records[place].tobytes()
+
+
+@given(
+    there=st.dictionaries(st.integers(0, 9), st.just("other"), max_size=5),
+    keys=st.lists(st.integers(0, 9), max_size=12),
+)
+def test_keys_enter_and_leave_alike(there: dict[int, object], keys: list[int]) -> None:
+    ours, theirs, flight = dict(there), dict(there), object()
+    rest = board(ours, keys, flight)
+    with interpreted():
+        assert rest == board(theirs, keys, flight)
+        assert ours == theirs and set(ours) == {*there, *keys}
+        own = [key for place, key in enumerate(keys) if place not in rest]
+        leave(theirs, own)
+    leave(ours, own)
+    leave(ours, own)  # once more changes nothing
+
+    assert ours == theirs == there
 
 
 @settings(deadline=None, max_examples=300)

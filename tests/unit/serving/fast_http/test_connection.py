@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from cache.config.peers import Bounds
-from serving.fast_http.connection import Shared, Wire
+from serving.fast_http.connection import LookupConnection, Shared
 from serving.fast_http.header_cache import plain, without_length
 from serving.http.asgi_app import ADMITTED
 
@@ -24,8 +24,8 @@ STORED = {
     b"/v1/lookup/t/shed?k=3": (503, [(b"retry-after", b"1")], b"later"),
     b"/v1/lookup/t/b": (200, [], b'{"with":"others"}'),
 }
-OTHERS = b"/v1/lookup/t/b", b"/v1/lookup/t/gone"
-"""The last one gets no answer."""
+WITH_OTHERS = b"/v1/lookup/t/b", b"/v1/lookup/t/gone"
+"""Without a task; the last one gets no answer after all."""
 HEADERS = [(b"date", b"today"), (b"server", b"uvicorn")]
 KEPT = b"\r\nHost: a\r\nAccept: */*\r\n\r\n"
 
@@ -39,6 +39,10 @@ class Ready:
     def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether these headers allow it."""
         return all(name != b"x-not" for name, _ in headers)
+
+    def asked(self, scope: Any) -> bytes:
+        """Path and query."""
+        return target_of(scope)
 
     def answer(self, target: bytes) -> bytes | None:
         """The list's."""
@@ -54,6 +58,7 @@ class Front:
         self.wire: Any = Ready()
         self.watch: Any = None
         self.asked: list[bytes] = []
+        self.asked_with_others: list[bytes] = []
         self.run: list[bytes] = []
         self.is_overloaded = False
         self.app: Any = app
@@ -68,9 +73,27 @@ class Front:
         """As where the queue stands."""
         return messages(503, [(b"retry-after", b"1")], b"later") if self.is_overloaded else None
 
-    async def stored(self, scope: Any) -> Any:
+    def joins(self, target: bytes) -> Any:
+        """As if Redis was asked for several at once."""
+        if target not in WITH_OTHERS:
+            return None
+        self.asked_with_others.append(target)
+        loop = asyncio.get_running_loop()
+        told = loop.create_future()
+        answer = STORED[target][2] if target in STORED else None
+        loop.call_soon(loop.call_soon, told.set_result, answer)
+        return told
+
+    def joined(self, told: Any) -> Any:
+        """What came with those of others."""
+        return told.result()
+
+    async def after(self, _target: bytes, _told: Any) -> Any:
+        """Nothing."""
+        return None
+
+    async def stored(self, target: bytes, _scope: Any) -> Any:
         """As if Redis was asked, for what is stored."""
-        target = target_of(scope)
         self.asked.append(target)
         await turns()
         return messages(*STORED[target]) if target in STORED else None
@@ -158,7 +181,9 @@ class Connection:
         self.state.default_headers = list(HEADERS)
         given: tuple[Any, ...] = (config, self.state, {}, asyncio.get_running_loop())
         self.protocol = (
-            HttpToolsProtocol(*given) if front is None else Wire(Shared(front, bounds), *given)  # type: ignore[arg-type]
+            HttpToolsProtocol(*given)
+            if front is None
+            else LookupConnection(Shared(front, bounds), *given)  # type: ignore[arg-type]
         )
         self.protocol.connection_made(self.transport)
 
@@ -220,7 +245,7 @@ POSTED = st.builds(
     ]),
 )  # fmt: skip
 TARGETS = st.sampled_from([
-    *READY, *STORED, *OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/a#x", b"/other", b"http://a/ready",
+    *READY, *STORED, *WITH_OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/a#x", b"/other", b"http://a/ready",
     b"/ready#x", b"/ready ", b"", b"/v1/lookup/t/a ", b"/v1/lookup/t/a\t", b"/v1/lookup/t/\x7f", b"/v1/lookup/t/\x01",
 ])  # fmt: skip
 BLOCKS = st.sampled_from([
@@ -380,21 +405,24 @@ def known(*targets: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    "target", [*STORED, *OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/\xc3\xa9"]
+    "target", [*STORED, *WITH_OTHERS[1:], b"/v1/lookup/t/none", b"/v1/lookup/t/\xc3\xa9"]
 )
 def test_what_is_stored_is_answered_past_uvicorn_as_by_uvicorn(target: bytes) -> None:
     front, chunks = Front(), known(target, b"/ready", target)
     assert sent(chunks, front) == sent(chunks, None)
     asked = [target] * 2 if target.isascii() else []
-    assert front.asked == asked
+    assert (front.asked_with_others, front.asked) == (
+        (asked, []) if target in WITH_OTHERS else ([], asked)
+    )
 
 
-@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", OTHERS[0]])
-def test_what_comes_while_a_lookup_is_under_way_waits_for_it(target: bytes) -> None:
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_what_comes_while_a_lookup_is_under_way_waits_for_it(is_joined: bool) -> None:
+    target = WITH_OTHERS[0] if is_joined else b"/v1/lookup/t/a"
     front, chunks = Front(), known(target, b"/ready", b"/other", target)
     at_once = [False, False, True, True, True, True]
     assert sent(chunks, front, at_once) == sent(chunks, None, at_once)
-    assert front.asked[:1] == [target]
+    assert (front.asked_with_others if is_joined else front.asked)[:1] == [target]
 
 
 async def under_way(target: bytes = b"/v1/lookup/t/a") -> Connection:
@@ -404,11 +432,11 @@ async def under_way(target: bytes = b"/v1/lookup/t/a") -> Connection:
         await connection.take(chunk)
     connection.transport.written.clear()
     connection.protocol.data_received(get(target))
-    assert len(connection.state.tasks) == 1
+    assert len(connection.state.tasks) == (target not in WITH_OTHERS)
     return connection
 
 
-@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", b"/v1/lookup/t/none", *OTHERS])
+@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", b"/v1/lookup/t/none", *WITH_OTHERS])
 @pytest.mark.parametrize("is_draining", [False, True])
 def test_a_lookup_under_way_is_answered_before_the_server_stops(
     target: bytes, is_draining: bool
@@ -429,7 +457,7 @@ def test_a_lookup_under_way_is_answered_before_the_server_stops(
     assert found.endswith(STORED[target][2] if target in STORED else b"GET" + target)
 
 
-@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", OTHERS[0]])
+@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", WITH_OTHERS[0]])
 def test_a_connection_is_not_closed_for_a_lookup_that_takes_long(target: bytes) -> None:
     async def run() -> bool:
         connection = await under_way(target)
@@ -440,7 +468,7 @@ def test_a_connection_is_not_closed_for_a_lookup_that_takes_long(target: bytes) 
     assert not asyncio.run(run())
 
 
-@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", *OTHERS])
+@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", *WITH_OTHERS])
 def test_a_caller_that_left_is_not_answered(target: bytes) -> None:
     async def run() -> tuple[bytes, int]:
         connection = await under_way(target)
@@ -454,7 +482,7 @@ def test_a_caller_that_left_is_not_answered(target: bytes) -> None:
     assert asyncio.run(run()) == (b"", 0)
 
 
-@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", *OTHERS])
+@pytest.mark.parametrize("target", [b"/v1/lookup/t/a", *WITH_OTHERS])
 def test_what_waits_behind_a_lookup_is_bounded(target: bytes) -> None:
     async def run() -> list[bool]:
         connection = await under_way(target)
@@ -564,13 +592,13 @@ def test_headers_are_known_whatever_length_they_tell(
 
 
 def test_what_fails_at_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*_: object) -> bool:
+    def broken(*_: object) -> bool:
         raise RuntimeError("a defect")
 
-    front, chunks = Front(), known(b"/v1/lookup/t/a", OTHERS[0])
-    monkeypatch.setattr(front, "stored", broken)
+    front, chunks = Front(), known(b"/v1/lookup/t/a", WITH_OTHERS[0])
+    monkeypatch.setattr(front, "joins", broken)
     assert sent(chunks, front) == sent(chunks, None)
-    assert not front.asked
+    assert front.asked == [b"/v1/lookup/t/a", WITH_OTHERS[0]]
 
 
 def test_a_watched_request_goes_on() -> None:

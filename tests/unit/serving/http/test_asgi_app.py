@@ -11,7 +11,7 @@ from serving.admission.controller import Admission
 from serving.http.asgi_app import Front
 from serving.requests.body_budget import Bodies
 from serving.requests.errors import Problem
-from serving.requests.fast_parse import QueryParser
+from serving.requests.fast_parse import QueryOptions
 from serving.requests.models import Limits
 from tests.unit.serving.world import gate_of
 
@@ -127,7 +127,7 @@ def test_a_body_that_finds_no_room_is_refused() -> None:
 
 
 def test_long_queries_are_read_and_not_kept() -> None:
-    queries = QueryParser(Limits(1, 1, 1, 100.0, 100.0))
+    queries = QueryOptions(Limits(1, 1, 1, 100.0, 100.0))
     short, long_ = b"k=5", b"k=5" + b"&k=5" * 100
 
     assert queries.of(short) == queries.of(long_) and queries.of(long_) is not None

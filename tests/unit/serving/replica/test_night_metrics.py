@@ -8,7 +8,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from cache.control.schedule import MISSED_MAX, Schedule
 from cache.errors import TierUnavailable
-from serving.lookup.leases import Counts
+from serving.lookup.leases import LeaseCounts
 from serving.metrics.event_counters import TEXTS, Events
 from serving.replica.freshness import Nights
 from serving.replica.night_metrics import Figures
@@ -100,4 +100,4 @@ def test_an_event_is_a_counter_of_its_own_with_a_text() -> None:
     (family,) = Events(lambda: {"l2_reads": 3.0}).collect()
 
     assert (family.name, family.documentation) == ("larder_l2_reads", TEXTS["l2_reads"])
-    assert set(Counts().events()) <= set(TEXTS)
+    assert set(LeaseCounts().events()) <= set(TEXTS)

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serving.arrow_ipc.reader import BATCHES_MAX
-from serving.lookup.entity import LoopShare
+from serving.lookup.entity import YieldPacer
 from serving.requests import content, fields
 from serving.requests.content import LARGE, beside, lookup_of, peek, refuse, take
 from serving.requests.errors import Problem
@@ -158,6 +158,6 @@ async def test_long_features_give_way_as_long_histories_do() -> None:
     turns: list[int] = []
     asyncio.get_running_loop().call_soon(turns.append, 1)
 
-    await LoopShare().step(RequestedEntity("t", None, None, "e", features={"x": (0.5,) * 1_024}))
+    await YieldPacer().step(RequestedEntity("t", None, None, "e", features={"x": (0.5,) * 1_024}))
 
     assert turns == [1]
