@@ -1,4 +1,4 @@
-/* Keys of reads that are under way: many enter a dictionary, and leave it, in one pass. See cache/tiers/boarding.py. */
+/* Keys of reads that are under way: many enter a dictionary, and leave it, in one pass. See cache/tiers/singleflight.py. */
 #ifndef LARDER_FLIGHTS_H
 #define LARDER_FLIGHTS_H
 

@@ -80,6 +80,12 @@ class Kernels(Protocol):
     def joined(self, texts: Any, /) -> tuple[bytes, bytes] | None:
         """(int32 cuts, the bytes) of a list of bytes one behind the other; None if it holds anything else."""
 
+    def board(self, flights: dict[Any, Any], keys: list[Any], flight: object, /) -> list[int]:
+        """Puts `flight` under each key that is not there yet; returns the places of the others."""
+
+    def leave(self, flights: dict[Any, Any], keys: list[Any], /) -> None:
+        """Takes away each key that is there."""
+
     def spread(
         self, count: int, size: int, rows: Buffer, places: list[int], others: dict[int, bytes], /
     ) -> Buffer:
@@ -149,22 +155,6 @@ def __getattr__(name: str) -> Kernels:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found = load(os.environ)
     return found
-
-
-class Flights(Kernels, Protocol):
-    """The compiled functions, and those that have their other way in `cache.tiers.singleflight`."""
-
-    def board(self, flights: dict[Any, Any], keys: list[Any], flight: object, /) -> list[int]:
-        """Puts `flight` under each key that is not there yet; returns the places of the others."""
-
-    def leave(self, flights: dict[Any, Any], keys: list[Any], /) -> None:
-        """Takes away each key that is there."""
-
-
-def columns() -> Flights | None:
-    """The compiled functions if this process uses them."""
-    used: Any = globals().get("kernels") or __getattr__("kernels")
-    return None if used is PURE else used
 
 
 def load(environ: Mapping[str, str]) -> Kernels:

@@ -3,6 +3,7 @@
 None is for whoever asked to do it in the way that it has for what the compiled function leaves to it, too.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import repeat
@@ -128,6 +129,22 @@ def spread(
     whole[places] = np.frombuffer(rows, whole.dtype)
     whole[list(others)] = np.frombuffer(b"".join(others.values()), whole.dtype)
     return whole
+
+
+def board(flights: dict[Any, Any], keys: list[Any], flight: object, /) -> list[int]:
+    """Puts `flight` under each key that is not there yet; returns the places of the others."""
+    rest: list[int] = []
+    for place, key in enumerate(keys):
+        if key in flights:
+            rest.append(place)
+        else:
+            flights[key] = flight
+    return rest
+
+
+def leave(flights: dict[Any, Any], keys: list[Any], /) -> None:
+    """Takes away each key that is there."""
+    deque(map(flights.pop, keys, repeat(None)), maxlen=0)
 
 
 def getranges(prefix: bytes, pages: Buffer, offsets: Buffer, length: int, /) -> bytes:

@@ -1,10 +1,8 @@
 """Request coalescing: one computation per key at a time, whoever asks and whoever gives up."""
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from cache.native import loader
@@ -240,21 +238,9 @@ def board(under_way: dict[K, V], keys: list[K], work: V) -> list[int]:
 
     Compiled, this and `leave` take 3 us for 100 keys instead of 7, of the 300 that a batch takes.
     """
-    if (columns := loader.columns()) is not None:
-        return columns.board(under_way, keys, work)
-    rest: list[int] = []
-    for place, key in enumerate(keys):
-        if key in under_way:
-            rest.append(place)
-        else:
-            under_way[key] = work
-    return rest
+    return loader.kernels.board(under_way, keys, work)
 
 
 def leave(under_way: dict[K, V], keys: Collection[K]) -> None:
     """Takes away each key that is there."""
-    columns = loader.columns()
-    if columns is not None and type(keys) is list:
-        columns.leave(under_way, keys)
-    else:
-        deque(map(under_way.pop, keys, repeat(None)), maxlen=0)
+    loader.kernels.leave(under_way, keys if type(keys) is list else list(keys))
