@@ -176,9 +176,13 @@ BIASES: dict[str, Bias] = {
         events=_STEADY,
     ),
     "an attempt is recognised however old": Bias(
-        operations=_PLAIN | {"restore": 15, "retire": 0, "refuse": 0},
-        events={"save": 4, "load": 6, "wipe": 3},
-        again=0.6,
+        operations=_PLAIN
+        | {"restore": 30, "publish": 3, "roll_back": 2, "verify": 1, "retire": 0, "refuse": 0},
+        events=dict.fromkeys(["a day later", "clock back", "clock ahead", "cut off"], 0)
+        | {"save": 10, "load": 10, "wipe": 10, "later": 1, "much later": 1},
+        killed=0.02,
+        again=0.3,
+        steps=120,
     ),
     "a roll back may be forgotten": Bias(
         operations=_PLAIN | {"roll_back": 20, "restore": 6, "refuse": 0, "end_canary": 2},

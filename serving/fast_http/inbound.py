@@ -9,6 +9,8 @@ PIECE = 16 << 10
 BEHIND = 64 << 10
 """Bytes of requests that may wait behind one that is not answered."""
 
+_GET, _NEXT_GET = b"GET ", b"\r\n\r\nGET "
+
 Kind = Literal["silent", "head", "body", "write", "close"]
 
 
@@ -48,6 +50,11 @@ class Inbound:
         self._head = self._fields = self._quiet = 0
         if waiting >= self._bounds.pipeline_max:
             self._exceed(429)
+
+    def is_pipeline(self, data: bytes) -> bool:
+        """Returns whether new data is one GET after another, more than `pipeline_max`: seen before any is parsed."""
+        count = self._bounds.pipeline_max
+        return self.is_whole and data.startswith(_GET) and data.count(_NEXT_GET, 0, PIECE) >= count
 
     def url(self, size: int) -> None:
         """Adds `size` bytes of the request target; raises Excess (431) beyond `head_bytes`."""

@@ -65,6 +65,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses by the piece, so that what is too much is seen before all of it is taken apart."""
+        if self._inbound.is_pipeline(data) and not self._inbound.is_refused:
+            self._refuse(429)
         for at in range(0, len(data), PIECE):
             if self._inbound.is_refused or self.transport.is_closing():
                 return
@@ -103,9 +105,16 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Counts a piece of a body within the bound on what waits, then hands it to uvicorn."""
+        """Counts a piece of a body within the bound on what waits, then hands it to uvicorn.
+
+        The application reads bodies as a whole: it is not woken for a small piece before the last.
+        """
         self._inbound.body(len(body), is_behind=bool(self.pipeline) or self._is_full)
-        super().on_body(body)
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or len(cycle.body) + len(body) > PIECE:
+            super().on_body(body)
+        else:
+            cycle.body += body
 
     def on_message_complete(self) -> None:
         """Notes that the request is read as a whole, then goes on as uvicorn does."""
@@ -182,7 +191,7 @@ class Connection(HttpToolsProtocol):
         inbound, cycle = self._inbound, self.cycle
         inbound.is_refused = True
         self._connections.ended[_REFUSALS[status][0]] += 1
-        if self.pipeline or (inbound.is_head and self._is_unanswered()):
+        if self.pipeline or ((inbound.is_head or inbound.is_whole) and self._is_unanswered()):
             return
         is_begun = not inbound.is_head and not inbound.is_whole and cycle.response_started
         if cycle is not None:

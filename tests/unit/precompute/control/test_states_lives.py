@@ -15,8 +15,8 @@ QUICK, STORM, BLOCK = 2_000, 100_000, 250
 LIVES_MAX = 10_000
 """Until a planted mistake is found, from life 0 on: the same ones in every run."""
 
-RARE = {"an attempt is recognised however old", "rows are not looked at"}
-"""Mistakes that take thousands of lives to show."""
+RARE = {"rows are not looked at"}
+"""A mistake that takes thousands of lives to show."""
 
 
 def live_on(first: int) -> tuple[int, str]:

@@ -150,6 +150,50 @@ def test_so_many_requests_may_be_asked_at_once_and_more_end_the_connection() -> 
     run(test)
 
 
+@pytest.mark.parametrize("more, expected", [(0, b"200"), (1, b"429")])
+def test_a_pipeline_beyond_the_bound_is_refused_before_any_of_it_is_begun(
+    more: int, expected: bytes
+) -> None:
+    async def test() -> None:
+        connection = opened()
+        connection.protocol.data_received(get(b"/other") * (BOUNDS.pipeline_max + more))
+        assert bool(connection.protocol.cycle) is not bool(more)
+        await connection.take(b"")
+        assert status(connection) == expected and connection.transport.is_closed is bool(more)
+
+    run(test)
+
+
+def test_a_pipeline_behind_a_request_under_way_ends_after_its_answer() -> None:
+    async def test() -> None:
+        connection = opened()
+        for each in get(b"/other"), get(b"/other") * (BOUNDS.pipeline_max + 1):
+            connection.protocol.data_received(each)
+        await connection.take(b"")
+        assert status(connection) == b"200"
+        assert connection.transport.written.count(b"HTTP/1.1") == 1
+        assert connection.transport.is_closed
+
+    run(test)
+
+
+def test_small_pieces_of_a_body_wake_nobody_before_the_last() -> None:
+    async def test() -> None:
+        connection = opened()
+        body = b"x" * (PIECE - 1)
+        head = b"POST /other HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (2 * len(body))
+        for each in head, body[:-1], body[:1]:
+            connection.protocol.data_received(each)
+        is_woken = connection.protocol.cycle.message_event.is_set
+        assert not is_woken()
+        connection.protocol.data_received(body)
+        assert is_woken()
+        await connection.take(b"")
+        assert connection.transport.written.endswith(body * 2)
+
+    run(test)
+
+
 def test_a_pipeline_that_ends_unanswered_leaves_nothing_to_the_garbage_collector() -> None:
     async def test() -> Any:
         connection = opened()
