@@ -150,7 +150,7 @@ def test_so_many_requests_may_be_asked_at_once_and_more_end_the_connection() -> 
     run(test)
 
 
-@pytest.mark.parametrize("more, expected", [(0, b"200"), (1, b"429")])
+@pytest.mark.parametrize(("more", "expected"), [(0, b"200"), (1, b"429")])
 def test_a_pipeline_beyond_the_bound_is_refused_before_any_of_it_is_begun(
     more: int, expected: bytes
 ) -> None:
