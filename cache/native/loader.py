@@ -106,13 +106,14 @@ class Kernels(Protocol):
         width: int,
         is_list: bool,
         is_half: bool,
+        mask: int,
         flags: int,
         least: int,
         safe_exponent: int,
         items: int,
         /,
     ) -> Buffer:
-        """A byte per record: 1 for whole ones of these flags, with `least` numbers at least, ordinals below `items`."""
+        """A byte per record: 1 if whole, `flags` in bits `mask`, `least` numbers at least, ordinals below `items`."""
 
     def numbers(self, rows: Buffer, width: int, is_list: bool, is_half: bool, k: int, /) -> Buffer:
         """float32: the first `k` numbers of each record."""

@@ -186,16 +186,17 @@ def plain(
     width: int,
     is_list: bool,
     is_half: bool,
+    mask: int,
     flags: int,
     least: int,
     safe_exponent: int,
     items: int,
     /,
 ) -> Buffer:
-    """A byte per record: 1 for whole ones of these flags, with `least` numbers at least, ordinals below `items`."""
+    """A byte per record: 1 if whole, `flags` in bits `mask`, `least` numbers at least, ordinals below `items`."""
     records, _ = _records(rows, width, is_list, is_half)
     counts = records["count"]
-    usable = (records["flags"] == flags) & (counts >= least) & (counts <= width)
+    usable = (records["flags"] & mask == flags) & (counts >= least) & (counts <= width)
     usable &= np.isfinite(records["numbers"]).all(axis=1)
     if is_half:
         usable &= records["exponent"] <= safe_exponent

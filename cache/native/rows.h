@@ -61,17 +61,17 @@ static int are_listable(const char *record, unsigned used, uint32_t items) {
     return !bad;
 }
 
-/* A byte per record, 1: of the night (`flags`), whole, at least `least` numbers, all of them finite, `safe` exponent at
-   most, no ordinal beyond `items`. */
+/* A byte per record, 1: of the night (`flags` in the bits of `mask`), whole, at least `least` numbers, all of them
+   finite, `safe` exponent at most, no ordinal beyond `items`. */
 static PyObject *plain(PyObject *module, PyObject *args) {
     PyObject *sent, *found = NULL;
     Py_ssize_t width;
-    int is_list, is_half, flags, safe;
+    int is_list, is_half, mask, flags, safe;
     unsigned int least, items;
     records all = {0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "OnppiIiI", &sent, &width, &is_list, &is_half, &flags, &least, &safe,
-                          &items))
+    if (!PyArg_ParseTuple(args, "OnppiiIiI", &sent, &width, &is_list, &is_half, &mask, &flags, &least,
+                          &safe, &items))
         return NULL;
     if (!take_records(sent, width, is_list, is_half, &all)) goto end;
     found = PyBytes_FromStringAndSize(NULL, all.count);
@@ -79,7 +79,7 @@ static PyObject *plain(PyObject *module, PyObject *args) {
         const char *record = all.data + i * all.size;
         unsigned used = *(const any_u16 *)(record + COUNT_AT);
         PyBytes_AS_STRING(found)[i] =
-            (unsigned char)record[FLAGS_AT] == flags && used >= least && used <= width &&
+            ((unsigned char)record[FLAGS_AT] & mask) == flags && used >= least && used <= width &&
             (!is_half || (signed char)record[EXPONENT_AT] <= safe) && is_finite(&all, record) &&
             (!is_list || are_listable(record, used, items));
     }

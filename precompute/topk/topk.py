@@ -244,9 +244,8 @@ def _check_vectors(name: str, vectors: NDArray[np.float32], dims: int | None) ->
 
 
 def _check_histories(gone: Histories, users: int) -> None:
-    steps = np.diff(gone.indptr)
     shaped = len(gone) == users and gone.indptr[0] == 0 and gone.indptr[-1] == len(gone.indices)
-    if not shaped or (steps < 0).any():
+    if not shaped or (gone.indptr[1:] < gone.indptr[:-1]).any():
         raise ConfigError(
             f"excluded must have one history for each of {users} users, not {len(gone)}, with "
             f"indptr rising from 0 to {len(gone.indices)}"

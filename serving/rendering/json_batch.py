@@ -9,7 +9,7 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.format.manifest import Table
-from cache.format.records.layout import NIGHTLY
+from cache.format.records.layout import NIGHTLY, WRITER_BITS, are_nightly
 from cache.format.records.quantization import SAFE_EXPONENT, dequantize
 from cache.native import loader
 from cache.native.number_text import Numerals
@@ -33,11 +33,11 @@ def plain(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArr
         with np.errstate(over="ignore", invalid="ignore"):
             is_finite = np.isfinite(rows["scale"] * np.float32(128))
         usable: NDArray[np.bool_] = (
-            (rows["flags"] == NIGHTLY) & (rows["count"] == width) & is_finite
+            are_nightly(rows["flags"]) & (rows["count"] == width) & is_finite
         )
         return usable
     found = loader.kernels.plain(
-        rows, width, is_list, layout.precision == "f2", NIGHTLY, least, SAFE_EXPONENT,
+        rows, width, is_list, layout.precision == "f2", WRITER_BITS, NIGHTLY, least, SAFE_EXPONENT,
         snapshot.items.count,
     )  # fmt: skip
     usable = np.frombuffer(bytearray(found), np.bool_)

@@ -45,6 +45,8 @@ FLAG_LIVE: Final = 1
 """Flag of a record that live inference wrote."""
 NIGHTLY: Final = RECORD_FORMAT << FORMAT_SHIFT
 """Flags of a record that the night wrote."""
+WRITER_BITS: Final = 0xF << FORMAT_SHIFT | FLAG_LIVE
+"""Bits of the flags in which every record that the night wrote equals NIGHTLY: format, and who wrote it."""
 ABSENT: Final = 0xF0
 """Flags of a record without an answer: a format that no reader takes for an answer."""
 NO_ITEM: Final = 0xFFFFFFFF
@@ -124,6 +126,12 @@ def peek_format(record: bytes | memoryview) -> int:
 def is_live(record: bytes | memoryview) -> bool:
     """True if live inference wrote the record."""
     return bool(record[_FLAGS_AT] & FLAG_LIVE)
+
+
+def are_nightly(flags: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Mask bool[n] of the records that the night wrote in this program's format, from their flags[n]."""
+    found: NDArray[np.bool_] = flags & WRITER_BITS == NIGHTLY
+    return found
 
 
 def is_answer_of(record: bytes | memoryview, fingerprint: int) -> bool:

@@ -12,13 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from cache.format.manifest import Manifest, Table, TablePart
-from cache.format.records.layout import (
-    ABSENT,
-    FLAG_LIVE,
-    FORMAT_SHIFT,
-    NO_ITEM,
-    RECORD_FORMAT,
-)
+from cache.format.records.layout import ABSENT, NO_ITEM, are_nightly
 
 CHUNK_BYTES: Final = 16 << 20
 MARKS_AT_ONCE: Final = 1 << 22
@@ -161,11 +155,7 @@ def _records(records: NDArray[Any], manifest: Manifest, where: str, scan: Scan) 
         scan.absent += int(is_absent.sum())
         records = records[~is_absent]
     flags, counts = records["flags"], records["count"].astype(np.int64)
-    scan.note(
-        "headers",
-        (flags >> FORMAT_SHIFT != RECORD_FORMAT) | (flags & FLAG_LIVE != 0),
-        f"{where}: flags",
-    )
+    scan.note("headers", ~are_nightly(flags), f"{where}: flags")
     scan.note(
         "headers", records["scored_at"] != manifest.data_until, f"{where}: scored at another cut"
     )
