@@ -6,6 +6,8 @@ STATE  ?= .larder
 LOCK   := infra/locks/all.txt
 READY  := $(VENV)/.ready
 TORCH  ?= torch==2.13.0
+# Test files that run at once; each worker has a Redis, and an Airflow, of its own.
+WORKERS ?= 2
 UV     := $(BIN)/uv
 # The one uv that the lock names also installs it.
 UV_PIN  = $(shell sed -n 's/^\(uv==[^ ;]*\).*/\1/p' $(LOCK))
@@ -43,7 +45,7 @@ serve: env  ## the same, then keeps serving and prints what to try
 	@$(BIN)/python -m infra.demo --state $(STATE) --serve $(if $(DATA),--data "$(DATA)")
 
 test: env  ## the quick tests, with a real Redis and a real Airflow
-	@$(PYTEST) -m "not storm and not slow and not installs"
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not storm and not slow and not installs"
 
 storm: env  ## the long counts, with a printed seed
 	@$(PYTEST) -m "storm or slow"

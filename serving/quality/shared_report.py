@@ -19,6 +19,9 @@ LIFE_S = 120
 FRESH_S = 30.0
 """Age in seconds (plus two report intervals) beyond which a replica's part counts no more."""
 
+_REPORTS_A_COUNT = 6
+"""Reports from one count of the worklist to the next: a count takes the event loop 10 ms and more."""
+
 
 class SharedReport:
     """Shared report; `name` is this replica's, `clock` Redis' own, so that reports of several hosts can be compared."""
@@ -42,6 +45,8 @@ class SharedReport:
         self._fresh_s = FRESH_S + 2 * every_s
         self._parts: list[dict[str, Any]] = []
         self._worklist: int | None = None
+        self._until_count = 0
+        """Reports that still go by before the worklist is counted again."""
 
     async def report(self) -> None:
         """Writes this replica's part and reads the others'; without Redis it forgets theirs and tells only its own."""
@@ -57,9 +62,9 @@ class SharedReport:
             if gone:
                 await ask("HDEL", key, *gone)
             fresh = [part for n, part in heard.items() if n not in gone]
-            self._worklist = await self._cold(now)
+            await self._count(now)
         except TierUnavailable:
-            fresh, self._worklist = [], None
+            fresh, self._worklist, self._until_count = [], None, 0
         self._parts = [each for each in fresh if each["replica"] != self._name]
 
     async def sign_off(self) -> None:
@@ -86,11 +91,16 @@ class SharedReport:
         hits = sum(self._usage.hits().values())
         return {"replica": self._name, "at": now, "hits": hits, **self._results.to_json()}
 
-    async def _cold(self, now: float) -> int | None:
+    async def _count(self, now: float) -> None:
         live = self._live()
         if live is None:
-            return None
-        return len(still_cold(live, await self._control.hot(hour_of(now, COLD), COLD)))
+            self._worklist = None
+            return
+        if self._until_count:
+            self._until_count -= 1
+            return
+        self._worklist = len(still_cold(live, await self._control.hot(hour_of(now, COLD), COLD)))
+        self._until_count = _REPORTS_A_COUNT - 1
 
 
 def _part(raw: bytes) -> dict[str, Any] | None:

@@ -15,7 +15,13 @@ SOURCE = [ROOT / top for top in ("cache", "serving", "precompute", "dags", "infr
 
 def found(*folders: Path) -> str:
     """What the checker says of these folders' Python files; empty if nothing stands twice."""
-    only = ("--disable=all", "--enable=duplicate-code", f"--min-similarity-lines={LINES_MAX}")
+    only = (
+        "-j",
+        "0",
+        "--disable=all",
+        "--enable=duplicate-code",
+        f"--min-similarity-lines={LINES_MAX}",
+    )
     command = [sys.executable, "-m", "pylint", *only, "--persistent=n", "--score=n", "--rcfile="]
     run = subprocess.run([*command, *map(str, folders)], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode in (0, 8), run.stderr  # 8: it has something to say about the style
