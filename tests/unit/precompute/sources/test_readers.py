@@ -100,7 +100,11 @@ def test_the_cut_drops_no_row_of_a_column_in_milliseconds_silently(tmp_path):
         ("a.csv", b"", "cannot read"),
         ("a.csv", b"user,item\na\n", "more or fewer columns than the header .*line '2'"),
         ("a.txt.gz", gzip.compress(b"u1 i1\n" * 1000, mtime=0)[:-10], "cut off"),
-        ("a.csv.gz", gzip.compress(b"user,item\n" + b"u1,i1\n" * 1000, mtime=0)[:-20], "cannot read"),
+        (
+            "a.csv.gz",
+            gzip.compress(b"user,item\n" + b"u1,i1\n" * 1000, mtime=0)[:-20],
+            "cannot read",
+        ),
         (
             "a.txt.gz",
             gzip.compress(b"u1 i1\n", mtime=0)[:10] + b"\xff" * 20,
