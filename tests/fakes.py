@@ -12,7 +12,7 @@ from cache.format.directory import Directory
 from cache.format.ids import canonical_id, fingerprint, hash_id, hash_ids
 from cache.format.manifest import Artefact, Producer, Table, TablePart
 from cache.format.records.codec import encode_numbers
-from cache.format.records.layout import Layout
+from cache.format.records.layout import FLAG_LIVE, Layout
 from cache.format.redis_keys import Keyspace
 from cache.l2.commands import Answer, Command, Overlay, OverlayRead, OverlayWrite, PageRead, Read
 from cache.l2.control_plane import ControlPlane, Words
@@ -212,7 +212,9 @@ class Night:
         """What the live path would compute for `id_`."""
         prints = np.array([fingerprint(canonical_id(id_))], np.uint64)
         vectors = np.full((1, self.layout.width), value, np.float32)
-        return encode_numbers(self.layout, prints, vectors, 1_700_000_100, live=True).tobytes()
+        return encode_numbers(
+            self.layout, prints, vectors, 1_700_000_100, flags=FLAG_LIVE
+        ).tobytes()
 
     def load(self, remote: FakeRemote, generation: str = GENERATION) -> None:
         """Puts its pages where `remote` finds them."""

@@ -18,7 +18,7 @@ class GateThresholds:
     items_of_live: NonNegativeFloat = 0.8
     """Number of items, as a share of the live generation's."""
     short_lists: NonNegativeFloat = 0.05
-    """Share of lists with fewer items than asked for, at most."""
+    """Share of lists with fewer items than asked for though the catalogue has enough, at most."""
     empty_lists: NonNegativeFloat = 0.01
     """Share of lists without any item, at most."""
     index_recall: NonNegativeFloat = 0.9

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import hiredis
 import numpy as np
@@ -103,6 +103,8 @@ class Asking(NamedTuple):
     command: "Command"
 
 
+OVERLAY_COMMANDS: Final = 2
+"""Commands sent, and replies expected, for one `OverlayRead`: its life and its value."""
 Command = PageRead | OverlayRead | OverlayWrite | Lease | Mark | Asking
 _LEASES = (LeaseTake, LeaseSwap)
 Answer = bytes | Overlay | TierUnavailable | None
@@ -135,7 +137,7 @@ class Packer:
                 count += 1 if command.mark is None else 2
             elif type(command) is OverlayRead:
                 pieces += self._overlay_read(command)
-                count += 2
+                count += OVERLAY_COMMANDS
             elif type(command) is LeaseTake or type(command) is LeaseSwap:
                 pieces.append(pack_lease(command))
                 count += 1
@@ -232,7 +234,7 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answ
             answers.append(reply if is_sound else refused(f"{type(reply)} for a lease"))
             continue
         elif type(command) is Asking:
-            parts = 2 if isinstance(command.command, OverlayRead) else 1
+            parts = OVERLAY_COMMANDS if isinstance(command.command, OverlayRead) else 1
             own = [next(place), *(list(islice(place, 2))[1] for _ in range(parts - 1))]
             answers.extend(unpack((command.command,), own))
             continue

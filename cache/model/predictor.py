@@ -13,6 +13,7 @@ from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Model, Table
 from cache.format.records.codec import encode_numbers, encode_topk
+from cache.format.records.layout import FLAG_LIVE
 from cache.model.candidate_search import Searcher
 from cache.model.feature_checks import stack_features
 from cache.model.input_preparation import LiveInput, Prepared, prepare_all
@@ -118,9 +119,9 @@ class Predictor:
         outputs = self.vectors(batch)
         if layout.kind == "topk":
             found = self._best(table, batch, outputs, layout.width, blocked)
-            records = encode_topk(layout, prints, *found, scored_at, live=True)
+            records = encode_topk(layout, prints, *found, scored_at, flags=FLAG_LIVE)
         else:
-            records = encode_numbers(layout, prints, outputs, scored_at, live=True)
+            records = encode_numbers(layout, prints, outputs, scored_at, flags=FLAG_LIVE)
         data, size = records.tobytes(), layout.size_bytes
         return [data[start : start + size] for start in range(0, len(data), size)]
 

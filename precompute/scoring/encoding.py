@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import UnfitValue
-from cache.format.records.codec import absent, encode_numbers, encode_topk
+from cache.format.records.codec import Flags, absent, encode_numbers, encode_topk
 from cache.format.records.layout import Layout
 from cache.format.records.quantization import unfit
 
@@ -20,14 +20,15 @@ def encode(
     answers: Answers,
     has_answer: NDArray[np.bool_],
     at: int,
+    flags: Flags = 0,
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """(records[n], which of those with an answer do not fit their precision): both kinds of the others are absent.
 
-    An absent one has an answer in another table of the same entities only.
+    An absent one has an answer in another table of the same entities only, and none of the `flags`.
     """
     if has_answer.all():
         try:
-            return _encode(layout, marks, answers, at), np.zeros(len(marks), np.bool_)
+            return _encode(layout, marks, answers, at, flags), np.zeros(len(marks), np.bool_)
         except UnfitValue:
             pass
     numbers = answers[1] if isinstance(answers, tuple) else answers
@@ -35,7 +36,8 @@ def encode(
     rows = np.flatnonzero(has_answer & ~bad)
     some = (answers[0][rows], numbers[rows]) if isinstance(answers, tuple) else numbers[rows]
     records = absent(layout, marks, at)
-    records[rows] = _encode(layout, marks[rows], some, at)
+    some_flags = flags if isinstance(flags, int) else flags[rows]
+    records[rows] = _encode(layout, marks[rows], some, at, some_flags)
     return records, bad
 
 
@@ -48,7 +50,9 @@ def finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
     return finite
 
 
-def _encode(layout: Layout, marks: NDArray[np.uint64], answers: Answers, at: int) -> NDArray[Any]:
+def _encode(
+    layout: Layout, marks: NDArray[np.uint64], answers: Answers, at: int, flags: Flags
+) -> NDArray[Any]:
     if isinstance(answers, tuple):
-        return encode_topk(layout, marks, *answers, at)
-    return encode_numbers(layout, marks, answers, at)
+        return encode_topk(layout, marks, *answers, at, flags=flags)
+    return encode_numbers(layout, marks, answers, at, flags=flags)

@@ -9,7 +9,7 @@ PIECE = 16 << 10
 BEHIND = 64 << 10
 """Bytes of requests that may wait behind one that is not answered."""
 
-_GET, _NEXT_GET = b"GET ", b"\r\n\r\nGET "
+_GET, _HEAD_END, _NEXT_GET = b"GET ", b"\r\n\r\n", b"\r\n\r\nGET "
 
 Kind = Literal["silent", "head", "body", "write", "close"]
 
@@ -51,10 +51,21 @@ class Inbound:
         if waiting >= self._bounds.pipeline_max:
             self._exceed(429)
 
-    def is_pipeline(self, data: bytes) -> bool:
-        """Returns whether new data is one GET after another, more than `pipeline_max`: seen before any is parsed."""
-        count = self._bounds.pipeline_max
-        return self.is_whole and data.startswith(_GET) and data.count(_NEXT_GET, 0, PIECE) >= count
+    def excess(self, data: bytes) -> int:
+        """Status for new data seen to exceed a bound before any of it is parsed; 0 for what the parser may have.
+
+        One GET after another, more than `pipeline_max` (429); a head of more lines than `head_fields` (431). Told field
+        by field, the latter costs four times as much as the connection that brings it.
+        """
+        bounds = self._bounds
+        if self.is_whole and data.startswith(_GET):
+            if data.count(_NEXT_GET, 0, PIECE) >= bounds.pipeline_max:
+                return 429
+        elif not self.is_whole and (not self.is_head or data.startswith((b"\r", b"\n"))):
+            return 0  # a body, or a head whose end may have begun before
+        end = data.find(_HEAD_END, 0, PIECE)
+        lines = data.count(b"\n", 0, PIECE if end < 0 else end)
+        return 431 if lines > 1 + bounds.head_fields else 0
 
     def url(self, size: int) -> None:
         """Adds `size` bytes of the request target; raises Excess (431) beyond `head_bytes`."""

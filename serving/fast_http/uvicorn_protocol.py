@@ -65,8 +65,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses by the piece, so that what is too much is seen before all of it is taken apart."""
-        if self._inbound.is_pipeline(data) and not self._inbound.is_refused:
-            self._refuse(429)
+        if not self._inbound.is_refused and (status := self._inbound.excess(data)):
+            self._refuse(status)
         for at in range(0, len(data), PIECE):
             if self._inbound.is_refused or self.transport.is_closing():
                 return

@@ -1,6 +1,6 @@
 """Answer of an entity from a record or a default: filtered, named and counted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -83,7 +83,7 @@ class Reply:
                 case.reason = MissReason.EXHAUSTED
                 return
         producer = "live" if record.live else "batch"
-        self._finish(case, prediction, snapshot, source, producer, turn)
+        self._finish(case, prediction, snapshot, source, producer, turn, record.told)
         self._note(case, snapshot, source, producer, barred)
 
     def default(self, case: Case, snapshot: Snapshot, turn: Turn) -> None:
@@ -92,7 +92,7 @@ class Reply:
         barred = (turn.excluded(snapshot),)
         prediction = from_defaults(snapshot, case.table, case.entity, case.k, barred)
         producer = "defaults" if case.table.kind == "topk" else None
-        self._finish(case, prediction, snapshot, Source.DEFAULT, producer, turn)
+        self._finish(case, prediction, snapshot, Source.DEFAULT, producer, turn, {})
 
     def _finish(
         self,
@@ -102,6 +102,7 @@ class Reply:
         source: Source,
         producer: str | None,
         turn: Turn,
+        told: Mapping[str, bool],
     ) -> None:
         table = case.table.name
         # Of a history that only kept items out of a list of the night, nothing was used to compute.
@@ -114,7 +115,7 @@ class Reply:
         reason = _NOWHERE if case.reason in _UNTOLD else case.reason
         case.answer = complete(
             prediction, snapshot, table, case.entity, source, producer, self._clock(),
-            reason=reason, live=case.live_reason, dropped_history=dropped or None,
+            reason=reason, live=case.live_reason, dropped_history=dropped or None, **told,
         )  # fmt: skip
         self._metrics.answered(table, source, self._timer() - turn.started)
         if source not in STORED:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from cache.format.records.codec import Record, decode
+from cache.l2.commands import OVERLAY_COMMANDS
 from cache.l2.pool import deadline_for
 from cache.tiers.tiered import Found, MissReason, Outcome, View, Want
 from serving.answers.sources import Source
@@ -76,6 +77,7 @@ class Ladder:
         self._l2_deadline_s = l2_deadline_s
         self._timer = timer
         self._clock = clock
+        # No fallback before `_compute`: it would answer who demands a fresh answer.
         self._rungs = (
             self._read_stored,
             self._compute,
@@ -216,7 +218,7 @@ class Ladder:
             case.reason, case.live_reason = missed, MissReason.EXHAUSTED
 
     async def _settle_for_stored(self, holding: Holding, cases: list[Case], turn: Turn) -> None:
-        """RecordReads records where fresher ones could not be had: they beat another night's answer."""
+        """Reads records where fresher ones could not be had: they beat another night's answer."""
         snapshot = holding.live
         # Under overload an overlay that is hardly ever there is not looked for either.
         unread = [
@@ -283,5 +285,4 @@ def _is_worth(case: Case, snapshot: Snapshot) -> bool:
 
 
 def _commands(wants: Sequence[Want]) -> int:
-    # An overlay has a life, too.
-    return sum(1 if want.position >= 0 else 2 for want in wants)
+    return sum(1 if want.position >= 0 else OVERLAY_COMMANDS for want in wants)

@@ -9,7 +9,7 @@ import orjson
 from numpy.typing import NDArray
 
 from cache.format.manifest import Table
-from cache.format.records.layout import NIGHTLY, WRITER_BITS, are_nightly
+from cache.format.records.layout import NIGHTLY, plain_bits
 from cache.format.records.quantization import SAFE_EXPONENT, dequantize
 from cache.native import loader
 from cache.native.number_text import Numerals
@@ -26,18 +26,17 @@ _NUMERALS = Numerals()
 
 
 def plain(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArray[np.bool_]:
-    """Mask bool[n] of nightly records that are whole and need nothing left out: `k` items each, or all numbers."""
+    """Mask bool[n] of whole nightly records with nothing to tell or to leave out: `k` items each, or all numbers."""
     layout, is_list = table.layout, table.kind == "topk"
     width, least = layout.width, k if is_list else layout.width
     if layout.precision == "i1":
         with np.errstate(over="ignore", invalid="ignore"):
             is_finite = np.isfinite(rows["scale"] * np.float32(128))
-        usable: NDArray[np.bool_] = (
-            are_nightly(rows["flags"]) & (rows["count"] == width) & is_finite
-        )
+        is_nightly = rows["flags"] & plain_bits() == NIGHTLY
+        usable: NDArray[np.bool_] = is_nightly & (rows["count"] == width) & is_finite
         return usable
     found = loader.kernels.plain(
-        rows, width, is_list, layout.precision == "f2", WRITER_BITS, NIGHTLY, least, SAFE_EXPONENT,
+        rows, width, is_list, layout.precision == "f2", plain_bits(), NIGHTLY, least, SAFE_EXPONENT,
         snapshot.items.count,
     )  # fmt: skip
     usable = np.frombuffer(bytearray(found), np.bool_)

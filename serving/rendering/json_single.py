@@ -5,6 +5,7 @@ import orjson
 
 from cache.format.manifest import Table
 from cache.format.records.codec import decode
+from cache.format.records.layout import NIGHTLY, plain_bits
 from cache.tiers.l1 import Ready
 from cache.tiers.results import Found
 from serving.answers.sources import STORED, Source
@@ -56,7 +57,7 @@ def _around_age(origin: Answer) -> tuple[bytes, bytes]:
 def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -> bytes | None:
     """The answer's JSON up to its source, for an entity that sent nothing to compute from.
 
-    None for what is no plain answer: a live record, one that cannot be read, a list of which nothing is left.
+    None for what is no plain answer: a live record, one with a flag to tell or beyond reading, an emptied list.
     """
     try:
         if table.kind == "topk" and len(found.record) == table.layout.size_bytes:
@@ -65,7 +66,7 @@ def start_of(snapshot: Snapshot, table: Table, found: Found, id_: str, k: int) -
                 return texts_of(snapshot, table, [id_], row, k, [b""])[0]
         # For vectors and values a row alone costs as much as its fields do.
         record = decode(table.layout, found.record, snapshot.items.count)
-        if record.live:
+        if record.flags & plain_bits() != NIGHTLY:
             return None
         width = k if table.kind == "topk" else table.layout.width
         prediction = from_record(snapshot, table, record, width, ())

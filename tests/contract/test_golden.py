@@ -17,7 +17,7 @@ from cache.format.manifest import (
     TablePart,
 )
 from cache.format.records.codec import encode_numbers, encode_topk, pack_overlay
-from cache.format.records.layout import RECORD_FORMAT, Layout
+from cache.format.records.layout import FLAG_LIVE, RECORD_FORMAT, Layout
 from cache.format.redis_keys import KEYSPACE_VERSION, Keyspace, hash_hex
 from cache.store.releases import Pointer, Release
 
@@ -66,7 +66,11 @@ def test_a_top_k_record():
 
 def test_an_int8_vector_record_written_live():
     record = encode_numbers(
-        Layout("vector", 3, "i1"), MARKS, np.array([[127.0, -63.5, 0.0]], np.float32), 1, live=True
+        Layout("vector", 3, "i1"),
+        MARKS,
+        np.array([[127.0, -63.5, 0.0]], np.float32),
+        1,
+        flags=FLAG_LIVE,
     )[0].tobytes()
     assert record.hex() == "887766554433221101000000030011000000803f7fc000"
 

@@ -17,12 +17,15 @@ from cache.format.records.layout import (
     ORDINAL,
     RECORD_FORMAT,
     SCALE,
+    TOLD_FLAGS,
     Layout,
     unpack_header,
 )
 from cache.format.records.quantization import SAFE_EXPONENT, quantize
 
 DIGEST_BYTES: Final = 16
+Flags = int | NDArray[np.uint8]
+"""Bits of the low nibble, of all records or of each."""
 
 
 def encode_topk(
@@ -32,10 +35,10 @@ def encode_topk(
     scores: NDArray[np.float32],
     scored_at: int,
     *,
-    live: bool = False,
+    flags: Flags = 0,
 ) -> NDArray[Any]:
     """Records[n] from ordinals uint32[n, m <= K] (NO_ITEM = unused, at the end) and their scores float32[n, m]."""
-    records = _blank(layout, fingerprints, scored_at, live)
+    records = _blank(layout, fingerprints, scored_at, flags)
     used = items != NO_ITEM
     records["items"] = NO_ITEM
     records["items"][:, : items.shape[1]] = items
@@ -52,14 +55,14 @@ def encode_numbers(
     numbers: NDArray[np.float32],
     scored_at: int,
     *,
-    live: bool = False,
+    flags: Flags = 0,
 ) -> NDArray[Any]:
     """Records[n] from vectors float32[n, dims], or from one number per label, float32[n, labels].
 
     A component of a vector below half of the smallest number of its record's range (2**-39 of the largest) becomes
     zero: that is rounding, far under the precision of the others. A vector whose numbers would *all* vanish is refused.
     """
-    records = _blank(layout, fingerprints, scored_at, live)
+    records = _blank(layout, fingerprints, scored_at, flags)
     records["count"] = layout.width
     quantize(layout, records, numbers)
     return records
@@ -67,7 +70,7 @@ def encode_numbers(
 
 def absent(layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int) -> NDArray[Any]:
     """Records[n] of entities that have one in another table of their directory, but no answer in this one."""
-    records = _blank(layout, fingerprints, scored_at, False)
+    records = _blank(layout, fingerprints, scored_at, 0)
     records["flags"] = ABSENT
     if layout.kind == "topk":
         records["items"] = NO_ITEM
@@ -75,12 +78,12 @@ def absent(layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int) -> 
 
 
 def _blank(
-    layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int, live: bool
+    layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int, flags: Flags
 ) -> NDArray[Any]:
     records = np.zeros(len(fingerprints), layout.dtype)
     records["fingerprint"] = fingerprints
     records["scored_at"] = scored_at
-    records["flags"] = NIGHTLY | FLAG_LIVE if live else NIGHTLY
+    records["flags"] = NIGHTLY | flags
     return records
 
 
@@ -89,9 +92,19 @@ class Record(NamedTuple):
 
     fingerprint: int
     scored_at: int
-    live: bool
+    flags: int
     numbers: NDArray[np.float32]
     items: NDArray[np.uint32] | None
+
+    @property
+    def live(self) -> bool:
+        """True if live inference wrote it."""
+        return bool(self.flags & FLAG_LIVE)
+
+    @property
+    def told(self) -> dict[str, bool]:
+        """Fields of the answer that its flags say are true."""
+        return {name: True for name, bit in TOLD_FLAGS.items() if self.flags & bit}
 
 
 def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = None) -> Record:
@@ -125,7 +138,7 @@ def decode(layout: Layout, record: bytes | memoryview, item_count: int | None = 
     return Record(
         fingerprint=fingerprint,
         scored_at=scored_at,
-        live=bool(flags & FLAG_LIVE),
+        flags=flags,
         numbers=numbers,
         items=items,
     )

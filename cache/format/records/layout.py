@@ -5,6 +5,7 @@ float16: 11 bits each, fewer for those below 2**-28 of the largest.
 """
 
 import functools
+import operator
 import struct
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, get_args
@@ -47,6 +48,8 @@ NIGHTLY: Final = RECORD_FORMAT << FORMAT_SHIFT
 """Flags of a record that the night wrote."""
 WRITER_BITS: Final = 0xF << FORMAT_SHIFT | FLAG_LIVE
 """Bits of the flags in which every record that the night wrote equals NIGHTLY: format, and who wrote it."""
+TOLD_FLAGS: Final[dict[str, int]] = {}
+"""Bits that an answer tells of, by the field that is then true; a record with any of them is never rendered unread."""
 ABSENT: Final = 0xF0
 """Flags of a record without an answer: a format that no reader takes for an answer."""
 NO_ITEM: Final = 0xFFFFFFFF
@@ -132,6 +135,11 @@ def are_nightly(flags: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Mask bool[n] of the records that the night wrote in this program's format, from their flags[n]."""
     found: NDArray[np.bool_] = flags & WRITER_BITS == NIGHTLY
     return found
+
+
+def plain_bits() -> int:
+    """Bits of the flags in which a record that may be rendered unread equals NIGHTLY."""
+    return functools.reduce(operator.or_, TOLD_FLAGS.values(), WRITER_BITS)
 
 
 def is_answer_of(record: bytes | memoryview, fingerprint: int) -> bool:

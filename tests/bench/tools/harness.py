@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -147,7 +148,9 @@ class Report:
 
 
 def parse(description: str, argv: Sequence[str] | None = None) -> Options:
-    """Read `--json`, `--quick` and `--rounds`."""
+    """Read `--json`, `--quick` and `--rounds`; a bench that is terminated ends the programs that it started."""
+    if argv is None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--quick", action="store_true", help="smaller sizes, ends within 120 s")

@@ -23,7 +23,7 @@ from cache.format.manifest import (
     TablePart,
 )
 from cache.format.records.codec import encode_numbers, encode_topk
-from cache.format.records.layout import Layout
+from cache.format.records.layout import FLAG_LIVE, Layout
 from cache.model.predictor import LiveInput, Prepared
 from cache.store.blocklist import Blocklist
 from cache.tiers.l1 import LocalTier, NegativeCache
@@ -130,16 +130,16 @@ class FakePredictor:
         layout = self.tables[table]
         if layout.kind == "vector":
             vectors = np.full((len(batch), layout.width), 0.5, np.float32)
-            rows = encode_numbers(layout, wanted, vectors, scored_at, live=True)
+            rows = encode_numbers(layout, wanted, vectors, scored_at, flags=FLAG_LIVE)
         elif layout.kind == "value":
             values = np.full((len(batch), layout.width), 0.5, np.float32)
-            rows = encode_numbers(layout, wanted, values, scored_at, live=True)
+            rows = encode_numbers(layout, wanted, values, scored_at, flags=FLAG_LIVE)
         else:
             barred = set(blocked.tolist())
             lists = [self._after(each, barred) for each in batch]
             scores = np.tile(np.arange(layout.width, 0, -1).astype(np.float32), (len(batch), 1))
             rows = encode_topk(
-                layout, wanted, np.array(lists, np.uint32), scores, scored_at, live=True
+                layout, wanted, np.array(lists, np.uint32), scores, scored_at, flags=FLAG_LIVE
             )
         data, size = rows.tobytes(), layout.size_bytes
         return [data[at : at + size] for at in range(0, len(data), size)]

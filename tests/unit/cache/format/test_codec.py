@@ -16,6 +16,7 @@ from cache.format.records.codec import (
     unpack_overlay,
 )
 from cache.format.records.layout import (
+    FLAG_LIVE,
     NIGHTLY,
     NO_ITEM,
     Layout,
@@ -184,7 +185,7 @@ def test_a_count_beyond_the_width_is_corrupt():
 
 def test_the_live_flag_travels():
     layout = Layout("value", 1, "f4")
-    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 1), "f4"), 0, live=True)[0].tobytes()
+    raw = encode_numbers(layout, MARKS[:1], np.ones((1, 1), "f4"), 0, flags=FLAG_LIVE)[0].tobytes()
     assert decode(layout, raw).live
 
 

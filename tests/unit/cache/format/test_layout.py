@@ -14,6 +14,7 @@ import pytest
 from cache.format.records import layout
 from cache.format.records.codec import absent, encode_numbers
 from cache.format.records.layout import (
+    FLAG_LIVE,
     HEADER,
     HEADER_BYTES,
     OFFSETS,
@@ -62,7 +63,7 @@ def test_a_header_is_unpacked_as_numpy_reads_it() -> None:
 def test_what_peeks_at_bytes_sees_what_the_fields_say() -> None:
     each, prints = Layout("value", 2, "f4"), np.array([3, 2**63], np.uint64)
     numbers = np.ones((2, 2), np.float32)
-    live = encode_numbers(each, prints, numbers, 1, live=True)
+    live = encode_numbers(each, prints, numbers, 1, flags=FLAG_LIVE)
     records = np.concatenate(
         [encode_numbers(each, prints, numbers, 1), live, absent(each, prints, 1)]
     )

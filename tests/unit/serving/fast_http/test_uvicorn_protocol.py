@@ -1,6 +1,7 @@
 """What one peer may cost: whatever it sends or does not read, a connection keeps and waits no more than it may."""
 
 import asyncio
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Coroutine
@@ -99,6 +100,33 @@ def test_a_head_has_at_most_so_many_fields(count: int, expected: bytes) -> None:
         assert connection.transport.is_closed == (expected == b"431")
 
     run(test)
+
+
+@pytest.mark.parametrize("start", [b"", LINE[:9], LINE, LINE + b"a: b\r\n"])
+def test_a_head_of_too_many_lines_is_refused_before_its_fields_are_told(start: bytes) -> None:
+    async def test() -> None:
+        connection = opened()
+        connection.protocol.data_received(start)
+        rest = LINE[len(start) :] + b"a:b\r\n" * 900
+        connection.protocol.data_received(rest)
+        assert status(connection) == b"431" and connection.transport.is_closed
+        assert len(connection.protocol.headers or ()) <= 1
+
+    run(test)
+
+
+def test_lines_of_a_body_are_no_fields_wherever_its_head_is_cut() -> None:
+    body = b"[\n" * 450
+    request = b"POST /other HTTP/1.1\r\nContent-Length: 900\r\n\r\n" + body
+
+    async def test(cut: int) -> None:
+        connection = opened()
+        for piece in request[:cut], request[cut:]:
+            await connection.take(piece)
+        assert status(connection) == b"200" and not connection.transport.is_closed
+
+    for cut in range(len(request) - len(body) + 1):
+        run(functools.partial(test, cut))
 
 
 @pytest.mark.parametrize("start", [

@@ -1,0 +1,90 @@
+"""Flags of records that answers tell of: told by the ladder, and never rendered over by what skips it."""
+
+import asyncio
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from cache.format.records import layout
+from cache.format.records.codec import encode_topk
+from cache.format.records.layout import ABSENT, NIGHTLY, NO_ITEM, Layout
+from cache.native import loader, pure
+from cache.tiers.results import Found
+from precompute.scoring.encoding import encode
+from serving.generations.served_set import Holding
+from serving.generations.snapshot import Snapshot
+from serving.rendering.json_batch import plain
+from serving.rendering.json_single import start_of
+from tests.unit.serving.world import WIDTH, World, ask, entity
+
+BIT = 2
+TABLES = pytest.mark.parametrize("table", ["user_topk", "user_vector", "user_affinity"])
+
+
+@pytest.fixture(autouse=True)
+def told() -> Iterator[None]:
+    with patch.dict(layout.TOLD_FLAGS, {"cold_start": BIT}):
+        yield
+
+
+def flag(world: World, snapshot: Snapshot, table: str, user: str) -> np.ndarray:
+    """Sets the flag in the stored record of a user; returns all records of the table."""
+    rows = np.frombuffer(
+        world.remote.pages[snapshot.generation, table, 0],
+        snapshot.manifest.tables[table].layout.dtype,
+    ).copy()
+    rows["flags"][world.user_raws.index(user.encode())] |= BIT
+    world.remote.pages[snapshot.generation, table, 0] = rows.tobytes()
+    return rows
+
+
+@TABLES
+async def test_an_answer_tells_of_the_flag_of_its_record_and_the_next_one_does_not(table):
+    world = World()
+    snapshot = world.snapshot()
+    flag(world, snapshot, table, "u3")
+
+    asked = ask(entity("u3", table), entity("u4", table))
+    marked, other = await world.ladder.lookup(
+        Holding(snapshot), asked, asyncio.get_running_loop().time()
+    )
+
+    assert marked["cold_start"] is True and marked["source"] == "l2"
+    assert "cold_start" not in other
+
+
+@TABLES
+@pytest.mark.parametrize("kernels", [loader.load({}), pure], ids=["compiled", "pure"])
+def test_what_renders_records_unread_leaves_a_flagged_one_to_the_ladder(table, kernels):
+    world = World()
+    snapshot = world.snapshot()
+    rows, of = flag(world, snapshot, table, "u3"), snapshot.manifest.tables[table]
+    is_flagged = np.array([raw == b"u3" for raw in world.user_raws])
+
+    with patch.object(loader, "kernels", kernels):
+        is_plain = plain(snapshot, of, rows, WIDTH)
+        starts = [
+            start_of(snapshot, of, Found(each.tobytes(), "l2", False, None), "u3", WIDTH)
+            for each in rows
+        ]
+
+    assert is_plain.tolist() == (~is_flagged).tolist()
+    assert [each is None for each in starts] == is_flagged.tolist()
+
+
+def test_a_row_without_an_answer_gets_no_flag_and_stays_absent():
+    of, marks = Layout("topk", 2, "f2"), np.array([1, 2, 3], np.uint64)
+    items = np.array([[0, 1], [1, NO_ITEM], [0, 2]], np.uint32)
+    scores = np.array([[2, 1], [1, 0], [2, 1]], np.float32)
+    flags = np.array([BIT, BIT, 0], np.uint8)
+
+    records, _ = encode(of, marks, (items, scores), np.array([True, False, True]), 5, flags)
+
+    assert records["flags"].tolist() == [NIGHTLY | BIT, ABSENT, NIGHTLY]
+    assert (encode_topk(of, marks, items, scores, 5, flags=flags)["flags"] & BIT).tolist() == [
+        BIT,
+        BIT,
+        0,
+    ]
