@@ -49,7 +49,7 @@ def step_bytes(shape: Shape) -> Mapping[str, int]:
         "index": grouped + TILE_BYTES + vectors + 3 * index + 2 * model,
         "quantize": grouped + TILE_BYTES + vectors + 4 * model + features,
         "load": 2 * (64 << 20),
-        "verify": grouped + 2 * TILE_BYTES + vectors + index + 4 * model + 3 * features
+        "verify": grouped + 2 * TILE_BYTES + vectors + index + 4 * model + features
         + HASH_BYTES * (shape.users // shape.shards + 4 * shape.items) + shape.directory_bytes,
     }  # fmt: skip
     return {step: BASE_BYTES + found for step, found in steps.items()}

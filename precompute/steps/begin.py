@@ -31,6 +31,7 @@ from precompute.erasures.erasure import Erased, all_erasures
 from precompute.erasures.host_records import note_left_out
 from precompute.partitions import catalogue
 from precompute.partitions.holdout import Holdout
+from precompute.partitions.item_features import write_item_features
 from precompute.partitions.partition import partition
 from precompute.partitions.shard_files import KINDS
 from precompute.releases.registry import open_releases
@@ -191,9 +192,7 @@ def _prepare(
             restart=holdout.restart,
             erased=erased,
         )
-        item_columns = catalogue.write_item_features(
-            config, bundle, items, build.root, unusable=unusable
-        )
+        item_columns = write_item_features(config, bundle, items, build.root, unusable=unusable)
         pinned = pinning.result()
     if not seen.users:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
