@@ -20,7 +20,7 @@ from precompute.config.settings import NightConfig
 from precompute.partitions.partition import sort_unique
 from precompute.partitions.shard_files import first_hash
 from precompute.partitions.shard_input import Hasher
-from precompute.sources.columns import raws_of, text_hashes
+from precompute.sources.columns import as_rows, raws_of, text_hashes
 from precompute.sources.features import read_values
 from precompute.sources.files import source_file
 from precompute.sources.readers import read_features
@@ -57,14 +57,15 @@ def write_catalogue(
     *,
     hasher: Hasher = hash_ids,
     erased: Collection[bytes] = (),
+    left_out: Any = None,
     unusable: Unusable | None = None,
 ) -> dict[str, Any]:
     """Write ids, offsets, model indices and the item directory; returns seed, counts and what was left out.
 
     The items are those of the feature table if there is one, else the bundle's. An item that the models cannot
-    answer for (not in their vocabulary, where they want an index) is left out and counted; an erased one is just not
-    there. A row without an id, with one that came before, or whose features the item tower cannot use is left out and
-    noted in `unusable`.
+    answer for (not in their vocabulary, where they want an index; or among `left_out`, Arrow strings) is left out and
+    counted; an erased one is just not there. A row without an id, with one that came before, or whose features the item
+    tower cannot use is left out and noted in `unusable`.
     """
     vocabulary = bundle.vocabulary
     listed = _listed(config, bundle, Unusable() if unusable is None else unusable)
@@ -72,9 +73,11 @@ def write_catalogue(
         listed = vocabulary.texts
     gone = pa.array(sorted(raw.decode() for raw in erased), pa.string())
     listed = listed.filter(pc.invert(pc.is_in(listed, value_set=gone)))
-    usable, places = listed, vocabulary.places(listed)
-    if needs_index(bundle):
-        usable, places = listed.filter(pa.array(places >= 0)), places[places >= 0]
+    places = vocabulary.places(listed)
+    answered = places >= 0 if needs_index(bundle) else np.ones(len(listed), np.bool_)
+    if left_out is not None:
+        answered &= as_rows(pc.invert(pc.is_in(listed, value_set=left_out)))
+    usable, places = listed.filter(pa.array(answered)), places[answered]
     if not len(usable):
         raise SourceError(f"the model knows none of the {len(listed)} items of the catalogue")
     seed, hash_all = 0, text_hashes if hasher is hash_ids else _hashed_by(hasher)
