@@ -14,6 +14,7 @@ from cache.model.ranking import Metric
 from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import sha256_of, write_atomically
 from precompute.bundles.bundle import FILE, FORMAT, ITEMS_FILE, Bundle
+from precompute.sources.columns import strings_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +34,17 @@ def write_bundle(
     name: str,
     version: str,
     dims: int,
-    item_ids: Sequence[str],
+    item_ids: Sequence[str] | pa.Array,
     user_tower: ModelFile,
     item_tower: ModelFile,
     values: Mapping[str, ModelFile] | None = None,
     metric: Metric = "inner_product",
     training: Mapping[str, Any] | None = None,
 ) -> Bundle:
-    """Write a bundle (`bundle.json` last, so that half a bundle never opens) and open it."""
+    """Write a bundle (`bundle.json` last, so that half a bundle never opens) and open it; ids may be Arrow strings."""
     path.mkdir(parents=True, exist_ok=True)
     (path / FILE).unlink(missing_ok=True)
-    pq.write_table(pa.table({"id": pa.array(list(item_ids), pa.string())}), path / ITEMS_FILE)
+    pq.write_table(pa.table({"id": strings_of(item_ids)}), path / ITEMS_FILE)
     data: dict[str, Any] = {
         "format": FORMAT,
         "name": name,

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
@@ -20,6 +22,7 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles import graphs
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.sources.columns import strings_of
 
 ITEM_EXPONENT = 0.4
 SPECTRUM_EXPONENT = 0.25
@@ -35,12 +38,15 @@ _OVERSAMPLE = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceData:
-    """Interactions as pairs of rows (int64 [n] each); `categories` has one name per item, if known."""
+    """Interactions as pairs of rows (int64 [n] each); `categories` has one name per item, if known.
+
+    Texts may be Arrow strings: of a large catalogue a Python object each would take more than all else.
+    """
 
     user_rows: NDArray[np.int64]
     item_rows: NDArray[np.int64]
-    item_ids: Sequence[str]
-    categories: Sequence[str] | None = None
+    item_ids: Sequence[str] | pa.Array
+    categories: Sequence[str] | pa.Array | None = None
 
 
 def train(
@@ -205,9 +211,11 @@ def _affinities(
     """Unit centroids [n, dims] and their labels: the given categories, or clusters named by their top item."""
     directions = _unit(vectors)
     if data.categories is not None:
-        names, groups = np.unique(
-            np.asarray(data.categories, object).astype(str), return_inverse=True
+        coded = pc.dictionary_encode(strings_of(data.categories))
+        names, places = np.unique(
+            coded.dictionary.to_numpy(zero_copy_only=False).astype(str), return_inverse=True
         )
+        groups = places[np.asarray(coded.indices)]
         blank = np.zeros((len(names), vectors.shape[1]), np.float32)
         return _centroids(directions, groups, len(names), blank), tuple(str(each) for each in names)
     wanted = min(CLUSTERS, len(vectors))

@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cache.errors import ConfigError, SourceError
 from precompute.bundles.bundle_store import hand_over
@@ -15,9 +17,14 @@ from precompute.bundles.reference import ReferenceData, train
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, parse_time
 from precompute.erasures.erasure import Erased, all_erasures
+from precompute.sources.columns import Ids
 from precompute.sources.files import source_file
 from precompute.sources.interactions import Counted, Numbered
 from precompute.sources.readers import feature_schema, read_features, read_interactions
+from precompute.sources.vocabulary import Vocabulary, as_strings
+
+UNKNOWN = "unknown"
+"""Category of an item that has none."""
 
 
 def train_reference(
@@ -39,7 +46,7 @@ def train_reference(
     if not rows:
         raise SourceError("the sources hold no interaction to train on")
     user_rows, user_count = users.codes()
-    item_rows, item_ids = items.codes(), items.names.to_pylist()
+    item_rows, item_ids = items.codes(), items.names
     data = ReferenceData(user_rows, item_rows, item_ids, _categories(config, item_ids))
     target = config.path(config.bundle)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
@@ -62,21 +69,23 @@ def train_reference(
     }
 
 
-def _categories(config: NightConfig, item_ids: list[str]) -> list[str] | None:
-    """Category of each item from the item features; None where they have no such column."""
-    sources = config.sources
+def _categories(config: NightConfig, item_ids: Any) -> Any:
+    """Category of each item from the item features, as Arrow strings; None where they have no such column."""
+    sources, column = config.sources, config.sources.category_column
     if not sources.item_features:
         return None
     path = source_file(sources.item_features, config.path("."))
-    if sources.category_column not in feature_schema(path).names:
+    if column not in feature_schema(path).names:
         return None
-    known: dict[str, str] = {}
-    for ids, columns in read_features(path, sources.item_column, (sources.category_column,)):
-        known |= dict(
-            zip(
-                ids.texts().to_pylist(),
-                columns[sources.category_column].cast(pa.string()).to_pylist(),
-                strict=True,
-            )
-        )
-    return [known.get(each) or "unknown" for each in item_ids]
+    vocabulary = Vocabulary.of(as_strings(pa.chunked_array([item_ids])))
+    assert vocabulary is not None  # noqa: S101 - each id was numbered once
+    named, places = Numbered(), [np.empty(0, np.int64)]
+    for ids, columns in read_features(path, sources.item_column, (column,)):
+        texts = pc.fill_null(columns[column].cast(pa.string()), "")
+        named.add(Ids.of(texts))
+        places.append(vocabulary.places(ids.texts()))
+    codes, rows = named.codes(), np.concatenate(places)
+    found = np.full(len(item_ids), -1, np.int64)
+    found[rows[rows >= 0]] = codes[rows >= 0]
+    texts = pc.fill_null(named.names.take(pa.array(found, mask=found < 0)), "")
+    return pc.if_else(pc.equal(texts, ""), pa.scalar(UNKNOWN, texts.type), texts)

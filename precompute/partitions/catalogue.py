@@ -13,15 +13,15 @@ from cache.errors import SourceError
 from cache.format.directory import Directory, map_file
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable
-from cache.model.tower_spec import InputSpec, TowerSpec
+from cache.model.tower_spec import InputSpec
 from cache.store.artefacts import write_atomically
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.partitions.partition import sort_unique
 from precompute.partitions.shard_files import first_hash
 from precompute.partitions.shard_input import Hasher
-from precompute.sources.columns import raws_of, text_hashes
-from precompute.sources.features import read_values, wide
+from precompute.sources.columns import as_rows, raws_of, text_hashes
+from precompute.sources.features import read_values
 from precompute.sources.files import source_file
 from precompute.sources.readers import read_features
 from precompute.sources.unusable import AGAIN, CASES, NO_VALUE, Case, Unusable
@@ -57,14 +57,15 @@ def write_catalogue(
     *,
     hasher: Hasher = hash_ids,
     erased: Collection[bytes] = (),
+    left_out: Any = None,
     unusable: Unusable | None = None,
 ) -> dict[str, Any]:
     """Write ids, offsets, model indices and the item directory; returns seed, counts and what was left out.
 
     The items are those of the feature table if there is one, else the bundle's. An item that the models cannot
-    answer for (not in their vocabulary, where they want an index) is left out and counted; an erased one is just not
-    there. A row without an id, with one that came before, or whose features the item tower cannot use is left out and
-    noted in `unusable`.
+    answer for (not in their vocabulary, where they want an index; or among `left_out`, Arrow strings) is left out and
+    counted; an erased one is just not there. A row without an id, with one that came before, or whose features the item
+    tower cannot use is left out and noted in `unusable`.
     """
     vocabulary = bundle.vocabulary
     listed = _listed(config, bundle, Unusable() if unusable is None else unusable)
@@ -72,9 +73,11 @@ def write_catalogue(
         listed = vocabulary.texts
     gone = pa.array(sorted(raw.decode() for raw in erased), pa.string())
     listed = listed.filter(pc.invert(pc.is_in(listed, value_set=gone)))
-    usable, places = listed, vocabulary.places(listed)
-    if needs_index(bundle):
-        usable, places = listed.filter(pa.array(places >= 0)), places[places >= 0]
+    places = vocabulary.places(listed)
+    answered = places >= 0 if needs_index(bundle) else np.ones(len(listed), np.bool_)
+    if left_out is not None:
+        answered &= as_rows(pc.invert(pc.is_in(listed, value_set=left_out)))
+    usable, places = listed.filter(pa.array(answered)), places[answered]
     if not len(usable):
         raise SourceError(f"the model knows none of the {len(listed)} items of the catalogue")
     seed, hash_all = 0, text_hashes if hasher is hash_ids else _hashed_by(hasher)
@@ -202,80 +205,6 @@ def open_items(root: Path, begun: Mapping[str, Any], *, dims: int = 0) -> ItemTa
         vectors,
         map_file(root / MODEL_INDEX, "<i8"),
     )
-
-
-def write_item_features(
-    config: NightConfig,
-    bundle: Bundle,
-    items: ItemTable,
-    root: Path,
-    *,
-    unusable: Unusable | None = None,
-) -> str | None:
-    """Pin the feature columns that models of items want, a row per ordinal; the file, None when none is wanted.
-
-    Values that a value model cannot use are noted: the item has no record of it.
-    """
-    columns = sorted({
-        str(each.column)
-        for model in bundle.models if model.entity == "item"
-        for each in model.spec.features
-    })  # fmt: skip
-    if not columns:
-        return None
-    path = source_file(str(config.sources.item_features), config.path("."))
-    batches = list(read_features(path, config.sources.item_column, columns))
-    ordinals = np.concatenate([items.ordinals_of(raws_of(ids.texts())) for ids, _ in batches])
-    known = np.flatnonzero(ordinals >= 0)[::-1]  # of an item that comes twice, its first row
-    rows = np.full(items.count, -1, np.int64)
-    rows[ordinals[known]] = known
-    places = pa.array(rows, mask=rows < 0)
-    placed = {
-        name: pa.concat_arrays([wide(batch[name]) for _, batch in batches]).take(places)
-        for name in columns
-    }
-    for spec in {
-        each
-        for model in bundle.values.values()
-        if model.entity == "item"
-        for each in model.spec.features
-    }:
-        _note_unusable(
-            items, placed[str(spec.column)], spec, Unusable() if unusable is None else unusable
-        )
-    table = pa.table(placed)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    write_atomically(root / ITEM_FEATURES, sink.getvalue().to_pybytes())
-    return ITEM_FEATURES
-
-
-def _note_unusable(items: ItemTable, column: Any, spec: InputSpec, unusable: Unusable) -> None:
-    values, source = read_values(column, spec), f"{ITEM_ROWS}.{spec.column}"
-    unusable.looked_at(source, len(column))
-    if values.bad:
-        unusable.note_rows(source, values.bad, lambda row: {"item": items.id_of(row)})
-
-
-def item_features(
-    file: Path, spec: TowerSpec, count: int
-) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
-    """Feature inputs of all `count` items in ordinal order, by the tower's input names, and which items have them all.
-
-    As `write_item_features` left them; numbers of an item that lacks one mean nothing.
-    """
-    usable = np.ones(count, np.bool_)
-    if not spec.features:
-        return {}, usable
-    with pa.memory_map(str(file)) as source:
-        table = pa.ipc.open_stream(source).read_all()
-    found = {}
-    for each in spec.features:
-        values = read_values(table.column(str(each.column)).combine_chunks(), each)
-        found[each.name] = values.numbers
-        usable &= values.usable
-    return found, usable
 
 
 def popular(

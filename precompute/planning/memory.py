@@ -24,7 +24,7 @@ TILE_BYTES: Final = 256 << 20
 """Scores, keys and copies of one tile of items against all queries."""
 
 ITEM_BYTES: Final = 160
-"""Bytes of an item in `begin`: two hashes, orders and places, its id twice, how often it was chosen."""
+"""Bytes of an item's id in `begin` and `train`: itself twice, two hashes, orders and places, how often it came."""
 
 TRAINED_BYTES: Final = 60
 """Bytes of an interaction in `train`: two codes, and the sparse matrix with its copies."""
@@ -36,20 +36,23 @@ def step_bytes(shape: Shape) -> Mapping[str, int]:
     Vectors of items count once for each copy: as they are mapped, ready to be compared, inside a model or an index.
     """
     vectors = NUMBER_BYTES * shape.items * shape.dims
+    ids = shape.items * ITEM_BYTES
     features = round(shape.items * shape.item_feature_bytes)
     model = shape.fp32_bytes // max(1, len(shape.model_bytes))
     grouped = _slice_bytes(shape)
     index = shape.index_bytes // max(1, shape.metrics)
+    # All models at once, and the item tower beside them: each as its file is read, and as it is run.
+    opened = 2 * (shape.fp32_bytes + model)
     steps = {
-        "train": shape.interactions * TRAINED_BYTES + 6 * vectors,
-        "begin": 3 * _batch_bytes(shape) + 2 * COUNTED_ROWS * COUNTED_BYTES + shape.items * ITEM_BYTES + 3 * features,
+        "train": shape.interactions * TRAINED_BYTES + ids + 6 * vectors,
+        "begin": opened + 3 * _batch_bytes(shape) + 2 * COUNTED_ROWS * COUNTED_BYTES + ids + 3 * features,
         "embed_items": 2 * model + features,
         "score": 2 * grouped + CHUNKS_BYTES + vectors + (shape.metrics + 1) * 3 * vectors // 2 + 2 * model + features,
         "assemble": 0,
         "index": grouped + TILE_BYTES + vectors + 3 * index + 2 * model,
         "quantize": grouped + TILE_BYTES + vectors + 4 * model + features,
         "load": 2 * (64 << 20),
-        "verify": grouped + 2 * TILE_BYTES + vectors + index + 4 * model + 3 * features
+        "verify": grouped + 2 * TILE_BYTES + vectors + index + 4 * model + features
         + HASH_BYTES * (shape.users // shape.shards + 4 * shape.items) + shape.directory_bytes,
     }  # fmt: skip
     return {step: BASE_BYTES + found for step, found in steps.items()}

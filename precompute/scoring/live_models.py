@@ -14,6 +14,7 @@ from cache.model.tower import Histories, Inputs, Tower, rows_of
 from precompute.bundles.agreement import agreement, take
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.quantize import quantize_tower
+from precompute.partitions.item_features import ItemFeatures
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.inputs import bind, usable_inputs
 
@@ -34,7 +35,7 @@ def quantize_models(
     items: ItemTable,
     sample_for: Callable[[BundleModel], ShardInput],
     *,
-    item_features: Mapping[str, tuple[Mapping[str, NDArray[Any]], NDArray[np.bool_]]],
+    item_features: Mapping[str, ItemFeatures],
 ) -> dict[str, LiveModel]:
     """Write an int8 file beside every fp32 one; a model with nothing to quantize stays fp32 and says so.
 
@@ -45,7 +46,7 @@ def quantize_models(
         if model.entity == "user":
             inputs, seen = _user_inputs(model, items, sample_for(model))
         else:
-            inputs, seen = _item_inputs(model, items, *item_features[model.name]), None
+            inputs, seen = _item_inputs(model, items, item_features[model.name]), None
         fp32, int8 = folder / f"{model.name}.fp32.onnx", folder / f"{model.name}.int8.onnx"
         inputs, seen = _with_answers(Tower.open(fp32, model.spec), inputs, seen)
         try:
@@ -113,19 +114,10 @@ def _with_answers(
     return take(inputs, rows), None if seen is None else seen.take(rows)
 
 
-def _item_inputs(
-    model: BundleModel,
-    items: ItemTable,
-    features: Mapping[str, NDArray[Any]],
-    usable: NDArray[np.bool_],
-) -> Inputs:
-    known = np.flatnonzero(usable)
+def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -> Inputs:
+    known = np.flatnonzero(features.usable())
     if not len(known):
         raise BundleError(f"no item has the inputs that {model.name} wants", model=model.name)
     places = np.linspace(0, len(known) - 1, min(SAMPLE, len(known)))
     rows = known[np.unique(places.astype(np.int64))]
-    return bind(
-        model.spec,
-        features={name: value[rows] for name, value in features.items()},
-        index=items.to_model(Ordinals(rows)),
-    )
+    return bind(model.spec, features=features.of(rows)[0], index=items.to_model(Ordinals(rows)))

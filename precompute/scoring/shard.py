@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,19 +12,15 @@ from numpy.typing import NDArray
 from cache.format.ids import fingerprints
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.ranking import Metric
-from cache.model.tower import Histories
+from cache.model.tower import Histories, Inputs
 from cache.model.tower_spec import TowerSpec
 from precompute.builds.build import Build, cut_of, open_bundle
 from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import OFF, device_of
 from precompute.config.progress import Progress
-from precompute.partitions.catalogue import (
-    ITEM_FEATURES,
-    VECTORS,
-    item_features,
-    open_items,
-)
+from precompute.partitions.catalogue import ITEM_FEATURES, VECTORS, open_items
+from precompute.partitions.item_features import ItemFeatures
 from precompute.scoring.encoding import Answers, encode, finite_rows
 from precompute.scoring.inputs import bind
 from precompute.scoring.tables import PageFile, sums_path
@@ -37,23 +33,17 @@ CHUNK = 16_384
 
 
 def embed_catalogue(
-    build: Build, bundle: Bundle, items: ItemTable
+    tower: AnyTower, items: ItemTable, features: ItemFeatures
 ) -> Iterator[NDArray[np.float32]]:
     """Vectors of all items in ordinal order, float32 [some, dims] at a time."""
-    model = bundle.item_tower
-    tower = open_tower(build, model, device_of(build.config.device, 0))
-    features, _ = read_item_features(build, model.spec, items.count)
     for rows in _chunks(np.arange(items.count)):
-        chunk = {name: values[rows] for name, values in features.items()}
-        yield tower.run(bind(model.spec, features=chunk, index=items.to_model(Ordinals(rows))))
+        yield tower.run(_item_inputs(tower.spec, items, rows, features.of(rows)[0]))
 
 
-def read_item_features(
-    build: Build, spec: TowerSpec, count: int
-) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
-    """Feature inputs of all items as `begin` pinned them, by the tower's input names, and which items have them all."""
+def open_item_features(build: Build, spec: TowerSpec, count: int) -> ItemFeatures:
+    """Feature inputs of all items as `begin` pinned them."""
     file = build.fetch(ITEM_FEATURES) if spec.features else build.root / ITEM_FEATURES
-    return item_features(file, spec, count)
+    return ItemFeatures.open(file, spec, count)
 
 
 class Place:
@@ -143,7 +133,7 @@ def score_items(
     }
     towers = {name: place.tower(build, model) for name, model in models.items()}
     features = {
-        name: read_item_features(build, model.spec, items.count) for name, model in models.items()
+        name: open_item_features(build, model.spec, items.count) for name, model in models.items()
     }
     for name, table in tables.items():
         layout, file = layout_of(bundle, table), f"tables/{name}/{shard:04d}.pages"
@@ -161,13 +151,11 @@ def score_items(
                             vectors, table.k, itself, threads=config.threads or None
                         )
                 elif table.kind == "value":
-                    values, usable = features[name]
-                    chunk = {key: value[rows] for key, value in values.items()}
-                    index = items.to_model(Ordinals(rows))
-                    answers = towers[name].run(bind(models[name].spec, features=chunk, index=index))
+                    values, usable = features[name].of(rows)
+                    answers = towers[name].run(_item_inputs(models[name].spec, items, rows, values))
                     is_finite = finite_rows(answers)
-                    has_answer = usable[rows] & is_finite
-                    bad = usable[rows] & ~is_finite
+                    has_answer = usable & is_finite
+                    bad = usable & ~is_finite
                     _note(unusable, f"outputs of {models[name].name}", NOT_FINITE, ids, bad)
                 records, bad = encode(layout, marks, answers, has_answer, at)
                 _note(unusable, f"records of {name}", UNFIT, ids, bad)
@@ -180,6 +168,12 @@ def score_items(
         "tables": found,
         "unusable": unusable.to_json(),
     }
+
+
+def _item_inputs(
+    spec: TowerSpec, items: ItemTable, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]
+) -> Inputs:
+    return bind(spec, features=values, index=items.to_model(Ordinals(rows)))
 
 
 def _note(

@@ -114,6 +114,11 @@ def text_hashes(texts: Any, seed: int) -> NDArray[np.uint64]:
     return np.concatenate(found)
 
 
+def strings_of(texts: Sequence[str] | pa.Array) -> Any:
+    """Arrow strings of texts that may be some already."""
+    return texts if isinstance(texts, pa.Array) else pa.array(list(texts), pa.string())
+
+
 def raws_of(texts: Any) -> list[bytes]:
     """Arrow strings as records know them."""
     raws: list[bytes] = texts.cast(pa.binary()).to_pylist()

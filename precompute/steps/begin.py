@@ -36,6 +36,7 @@ from precompute.partitions.shard_files import KINDS
 from precompute.releases.registry import open_releases
 from precompute.releases.release_log import CUT_CHARS, ReleaseLog
 from precompute.scoring.inputs import demand_feature_types
+from precompute.scoring.item_catalogue import lay_out_items
 from precompute.sources.files import all_files, pin
 from precompute.sources.unusable import Unusable, merged
 
@@ -176,7 +177,7 @@ def _prepare(
                 pinning.result()  # what is wrong with a model is told now, not after hours of reading
             progress("read interactions", rows, 0)
 
-        laid = catalogue.write_catalogue(
+        laid, item_columns = lay_out_items(
             config, bundle, build.root, erased=erased.items, unusable=unusable
         )
         items = catalogue.open_items(build.root, laid)
@@ -190,9 +191,6 @@ def _prepare(
             late=holdout.add,
             restart=holdout.restart,
             erased=erased,
-        )
-        item_columns = catalogue.write_item_features(
-            config, bundle, items, build.root, unusable=unusable
         )
         pinned = pinning.result()
     if not seen.users:

@@ -11,11 +11,13 @@ from precompute.builds.build import Build, fetch_items, open_bundle
 from precompute.builds.copies import on_this_host
 from precompute.builds.night import Night, StepRow
 from precompute.bulk.headroom import writes_files
+from precompute.config.devices import device_of
 from precompute.config.progress import Progress, Step, quiet
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
-from precompute.scoring.shard import embed_catalogue
+from precompute.scoring.shard import embed_catalogue, open_item_features
 from precompute.scoring.tables import GrowingFile
+from precompute.scoring.towers import open_tower
 
 
 @writes_files
@@ -27,10 +29,12 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
         return done
     begun, bundle, started = made.need("begin"), open_bundle(made), time.perf_counter()
     fetch_items(made)
-    items = catalogue.open_items(made.root, begun)
+    items, model = catalogue.open_items(made.root, begun), bundle.item_tower
+    tower = open_tower(made, model, device_of(config.device, 0))
+    features = open_item_features(made, model.spec, items.count)
     with GrowingFile(made.path(catalogue.VECTORS)) as file:
         written = 0
-        for vectors in embed_catalogue(made, bundle, items):
+        for vectors in embed_catalogue(tower, items, features):
             if not (finite := np.isfinite(vectors).all(axis=1)).all():
                 item = items.id_of(written + int(finite.argmin()))
                 raise Refused(

@@ -16,7 +16,7 @@ from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
 from precompute.scoring.input_samples import probe_inputs, sample_inputs
 from precompute.scoring.live_models import quantize_models
-from precompute.scoring.shard import read_item_features
+from precompute.scoring.shard import open_item_features
 
 
 @writes_files
@@ -40,7 +40,7 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
         items,
         lambda model: users if model is bundle.user_tower else sample_inputs(made, items, model),
         item_features={
-            model.name: read_item_features(made, model.spec, items.count)
+            model.name: open_item_features(made, model.spec, items.count)
             for model in bundle.models
             if model.entity == "item"
         },

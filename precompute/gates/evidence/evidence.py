@@ -14,17 +14,14 @@ from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import Manifest, Table
 from cache.model.tower import Histories, Inputs, Tower
+from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import generation_path
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.index import lengths_of
 from precompute.gates.evidence.scan import Scan, read_records, scan_table
 from precompute.gates.evidence.user_sample import UserSample, sample_users
-from precompute.partitions.catalogue import (
-    ITEM_FEATURES,
-    item_features,
-    item_texts,
-    ordinals_of_texts,
-)
+from precompute.partitions.catalogue import ITEM_FEATURES, item_texts, ordinals_of_texts
+from precompute.partitions.item_features import ItemFeatures
 from precompute.scoring.inputs import bind, usable_inputs
 
 ITEM_STRATUM = 64
@@ -156,21 +153,16 @@ class Evidence:
 
     def item_inputs(self, model: BundleModel, rows: NDArray[np.int64]) -> Inputs:
         """Inputs of items for a model of items."""
-        features, _ = self._item_features(model)
-        return bind(
-            model.spec,
-            features={name: value[rows] for name, value in features.items()},
-            index=self.items.to_model(Ordinals(rows)),
-        )
+        features, _ = self.item_features(model.spec).of(rows)
+        return bind(model.spec, features=features, index=self.items.to_model(Ordinals(rows)))
 
     def item_rows_for(self, model: BundleModel) -> NDArray[np.int64]:
         """Ordinals of the sampled items that have what a model of items wants."""
-        return self.item_rows[self._item_features(model)[1][self.item_rows]]
+        return self.item_rows[self.item_features(model.spec).of(self.item_rows)[1]]
 
-    def _item_features(
-        self, model: BundleModel
-    ) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
-        return item_features(self.root / ITEM_FEATURES, model.spec, self.items.count)
+    def item_features(self, spec: TowerSpec) -> ItemFeatures:
+        """Feature inputs of items, as `begin` pinned them."""
+        return ItemFeatures.open(self.root / ITEM_FEATURES, spec, self.items.count)
 
     def run(self, model: BundleModel, inputs: Inputs) -> NDArray[np.float32]:
         """A model's full-precision outputs, from the bundle's own file."""

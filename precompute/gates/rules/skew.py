@@ -17,7 +17,6 @@ from precompute.gates.evidence.candidate import Candidate
 from precompute.gates.evidence.evidence import few
 from precompute.gates.evidence.gate import judgement
 from precompute.gates.evidence.verdict import Measured, at_least, not_measured, worst_of
-from precompute.partitions.catalogue import ITEM_FEATURES, item_features
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.inputs import usable_inputs
 
@@ -88,17 +87,19 @@ def _asked(
     evidence, items = candidate.evidence, candidate.items
     spec = TowerSpec.from_json(candidate.manifest.models[str(table.producer.model)].spec)
     if table.entity == "item":
-        columns, usable = item_features(candidate.root / ITEM_FEATURES, spec, items.count)
-        positions = few(evidence.item_rows[usable[evidence.item_rows]], SKEW_SAMPLE)
+        features = evidence.item_features(spec)
+        usable = features.of(evidence.item_rows)[1]
+        positions = few(evidence.item_rows[usable], SKEW_SAMPLE)
+        columns, _ = features.of(positions)
         sources = [
             LiveInput(
                 item=row,
                 features={
-                    str(each.column): _plain(columns[each.name][row]) for each in spec.features
+                    str(each.column): _plain(columns[each.name][place]) for each in spec.features
                 }
                 or None,
             )
-            for row in positions.tolist()
+            for place, row in enumerate(positions.tolist())
         ]
         raws = [items.raw_id(row) for row in positions.tolist()]
     else:

@@ -34,6 +34,7 @@ from cache.format.manifest import Manifest, Producer
 from cache.store.artefacts import ArtefactStore, read_manifest, sha256_of
 from cache.store.releases import all_releases
 from precompute.builds.build import Build
+from precompute.builds.copies import record_copies
 from precompute.bulk.headroom import REDIS_USED_MAX
 from precompute.bundles import bundle_store
 from precompute.bundles.bundle import Bundle
@@ -52,7 +53,17 @@ from precompute.operations.train import train_reference
 from precompute.partitions.holdout import read_holdout
 from precompute.releases.release import Releases
 from precompute.sources import files
-from precompute.steps import assemble, begin, embed_items, load, publish, quantize, score, verify
+from precompute.steps import (
+    assemble,
+    begin,
+    embed_items,
+    load,
+    publish,
+    quantize,
+    retire,
+    score,
+    verify,
+)
 from precompute.steps import index as index_step
 from tests.integration.nights import NEXT, UNTIL, build_verified, prepare, publish_night, roll_back
 from tests.opened import open_generation
@@ -326,9 +337,10 @@ def test_steps_that_need_room_sweep_what_earlier_nights_left(config):
     refused = max(config.store().names("generations"))
     assert keys_of(config, refused)
 
-    build = {"generation": build_verified(config, "2026-01-31T00:00:00Z")}
+    begin.run(config, data_until="2026-01-31T00:00:00Z", run_after=None)
 
     assert state(config, refused) is State.RETIRED and not keys_of(config, refused)
+    build = {"generation": build_verified(config, "2026-01-31T00:00:00Z")}
     broken = "20260130T120000Z-aaaaaaaaaaaa"
     with connect(config.redis_url, 5.0) as client:
         Control(client, config.keyspace()).set_row(broken, Row(State.LOADED, client.time()[0]))
@@ -346,8 +358,24 @@ def test_retire_sweeps_old_nights_and_keeps_what_a_rollback_needs(config):
     assert roll_back(config) == second
 
 
-def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis(config, tmp_path):
+GONE = "20250101T000000Z-aaaaaaaaaaaa"
+
+
+def leave_copy(store):
+    """A copy of a generation that the store does not have, on this store's host."""
+    record_copies(store, GONE)
+    path = store.local(f"generations/{GONE}/items/ids.bin")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"ids")
+    assert store.host_copies() == [GONE] and store.names(f"copies/{GONE}")
+
+
+def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis_and_sweeps_its_copies(
+    config, tmp_path, monkeypatch
+):
     # Given folders of their own for every step, and sources that all of them read by an address
+    for room in ("copies", "leftovers"):
+        monkeypatch.setattr(f"precompute.builds.{room}.COPY_IDLE_S", -60.0)
     at = f"memory://hosts-{uuid.uuid4().hex}"
     for name in ("interactions.parquet", "items.parquet"):
         MemoryFileSystem().pipe_file(f"{at}/{name}", config.path(name).read_bytes())
@@ -355,23 +383,45 @@ def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis(conf
     config = replace(config, artifacts=f"{at}/artifacts", sources=sources)
     hosts = (replace(config, base=str(tmp_path / f"{number}")) for number in itertools.count())
 
+    def apart(step, *given, **named):
+        host = next(hosts)
+        leave_copy(host.store())
+        found = step(host, *given, **named)
+        assert GONE not in host.store().host_copies(), step.__module__
+        assert not host.store().names(f"copies/{GONE}"), step.__module__
+        return found
+
     trained = train_reference(next(hosts), data_until=UNTIL)
-    build = begin.run(next(hosts), data_until=UNTIL, run_after=None)
-    embed_items.run(next(hosts), build)
+    publish_night(next(hosts), UNTIL)
+    build = apart(begin.run, data_until=NEXT, run_after=None)
+    apart(embed_items.run, build)
     for shard in build["shards"]:
-        score.run_shard(next(hosts), build, shard)
-    assemble.run(next(hosts), build)
-    index_step.run(next(hosts), build)
-    quantize.run(next(hosts), build)
-    load.run(next(hosts), build)
-    verified = verify.run(next(hosts), build)
-    publish.run(next(hosts), verified, attempt="test")
+        apart(score.run_shard, build, shard)
+    apart(assemble.run, build)
+    apart(index_step.run, build)
+    apart(quantize.run, build)
+    apart(load.run, build)
+    verified = apart(verify.run, build)
+    apart(publish.run, verified, attempt="test")
+    apart(retire.run)
 
     assert live(config) == build["generation"]
     manifest, root = open_generation(next(hosts).store(), build["generation"])
     assert len(ItemTable.open(root, manifest).vectors) == manifest.items.count
     assert manifest.bundle_digest == trained["digest"]
     assert not list(tmp_path.rglob("host-cache/*/bundles/*"))
+
+
+def test_gates_have_the_time_that_reading_all_bytes_takes_at_the_governors_floor(config):
+    """However many the bytes are: with a fixed time large generations were refused for their size."""
+    build = {"generation": build_verified(config, UNTIL)}
+    gates = replace(config.gates, timeout_s=1e-6, total_timeout_s=1e-6)
+    fast = replace(config.governor, floor_mib_s=1e9, ceiling_mib_s=0)
+    with pytest.raises(NotJudged):
+        verify.run(replace(config, gates=gates, governor=fast), build)
+
+    slow = replace(config.governor, floor_mib_s=1e-3)
+    assert verify.run(replace(config, gates=gates, governor=slow), build)["verified"]
 
 
 def pages_of(client, config, generation, table):

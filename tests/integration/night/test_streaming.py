@@ -3,6 +3,7 @@
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 
 from cache.store.artefacts import generation_path
 from precompute.config.settings import NightConfig
-from precompute.scoring import users
+from precompute.partitions.shard_input import read_shard
+from precompute.scoring import input_samples, users
 from precompute.scoring.shard import Scorers
-from precompute.steps import begin, embed_items, score
+from precompute.steps import begin, embed_items, index, quantize, score
 from tests.integration.nights import UNTIL, prepare
 
 SHARDS = 2
@@ -182,3 +184,53 @@ def test_a_shard_that_fails_ends_those_beside_it_and_what_was_done_is_found_agai
 
     score.run(config, build, build["shards"])
     assert files_of(config, build) == whole
+
+
+def test_what_comes_after_scoring_reads_no_whole_shard(
+    prepared: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`index` and `quantize` run at the same time; each took 100 to 150 bytes for every row of a shard."""
+    config = elsewhere(prepared, tmp_path)
+    build = begun(config)
+    scored = [score.run_shard(config, build, shard)["users"] for shard in range(SHARDS)]
+    seen: list[int] = []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        found = read_shard(*given, **named)
+        seen.append(len(found.ids))
+        return found
+
+    monkeypatch.setattr(input_samples, "read_shard", noted)
+    monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 50)
+    for step in (index.run, quantize.run):
+        seen.clear()
+        step(config, build)
+        assert seen and max(seen) < min(scored) / 4, step.__module__
+
+
+def test_a_shard_scored_alone_takes_the_least_busy_device(
+    prepared: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(elsewhere(prepared, tmp_path), device="off")
+    build, made = begun(config), []
+    opened: list[Any] = []
+    given_back: list[Any] = []
+
+    @contextmanager
+    def least_busy(*asked: Any) -> Iterator[str]:
+        opened.append(asked)
+        yield "the least busy"
+        given_back.append(asked)
+
+    def scorers(device: str) -> Scorers:
+        assert not given_back
+        made.append(device)
+        return Scorers()
+
+    monkeypatch.setattr(score, "least_busy", least_busy)
+    monkeypatch.setattr(score, "Scorers", scorers)
+
+    score.run_shard(config, build, 1)
+    score.run_shard(config, build, 0, scorers=Scorers())
+
+    assert opened == given_back == [("off", 1)] and made == ["the least busy"]

@@ -20,6 +20,7 @@ from precompute.config.settings import TableConfig
 from precompute.control.states import State
 from precompute.erasing.holders import holders
 from precompute.erasures.erasure import Erasure, request
+from precompute.partitions import catalogue
 from precompute.releases.registry import open_releases
 from precompute.sources.unusable import ids_in
 from precompute.steps import begin, embed_items, score
@@ -242,6 +243,51 @@ def test_a_vector_that_is_not_finite_costs_its_users_their_lists(config, tmp_pat
         "outputs of user_tower"
     ]
     assert counted["left_out"] == len(lost) and lost >= ids_in({"": counted})
+
+
+def test_an_item_whose_vector_is_not_finite_is_not_in_the_catalogue_and_costs_no_other(
+    config, tmp_path
+):
+    table = pq.read_table(tmp_path / "items.parquet")
+    lost = table["item"][5].as_py()
+    others = table.filter(pa.array([row != 5 for row in range(len(table))]))
+    pq.write_table(others, tmp_path / "items.parquet")
+    clean = published_bytes(scored(config)[1])
+    rows = table.to_pylist()
+    rows[5]["looks"] = [3e38] * DIMS  # finite, and their products are not
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), tmp_path / "items.parquet")
+
+    generation = nights.publish_night(config, nights.UNTIL)
+
+    manifest, root = open_generation(config.store(), generation)
+    assert published_bytes(root) == clean
+    assert not nights.raw_records(config, generation, [lost], "item_similar")
+    counted = manifest.facts["unusable"]["outputs of item_tower"]
+    assert (counted["rows"], counted["left_out"]) == (len(table), 1)
+    assert ids_in({"": counted}) == {lost}
+    assert manifest.facts["items_without_vector"] == 1
+
+
+def test_a_tower_that_has_a_vector_for_no_item_is_refused_in_begin(config, tmp_path):
+    table = pq.read_table(tmp_path / "items.parquet")
+    looks = pa.array([[3e38] * DIMS] * len(table), table.schema.field("looks").type)
+    pq.write_table(table.set_column(1, "looks", looks), tmp_path / "items.parquet")
+
+    with pytest.raises(SourceError, match="none of the 60 rows of the outputs of item_tower"):
+        begin.run(config, data_until=nights.UNTIL, run_after=None)
+
+
+def test_an_item_that_loses_its_vector_after_begin_ends_the_night_by_name(config, monkeypatch):
+    """As on a device whose numbers overflow where the processor's do not."""
+    build = begin.run(config, data_until=nights.UNTIL, run_after=None)
+    vectors = np.ones((60, DIMS), np.float32)
+    vectors[7, 3] = np.inf
+    monkeypatch.setattr(embed_items, "embed_catalogue", lambda *_: iter((vectors[:5], vectors[5:])))
+    root = config.store().local(f"generations/{build['generation']}")
+    items = catalogue.open_items(root, begun(root))
+
+    with pytest.raises(Refused, match=f"non-finite vector for item '{items.id_of(7)}'"):
+        embed_items.run(config, build)
 
 
 def test_more_than_the_share_is_refused_by_reason_and_may_be_overridden(config, tmp_path):

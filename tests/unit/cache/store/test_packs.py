@@ -1,5 +1,8 @@
 """Reading a long history: as few requests after years as after weeks, and the files themselves stay the truth."""
 
+import time
+from typing import Any
+
 import pytest
 
 from cache.errors import CorruptArtefact
@@ -8,6 +11,7 @@ from cache.store.packs import PACK_FILES
 from cache.store.releases import Release, all_releases, done_path, intent_path
 from precompute.erasing.erasing import begin_erasing
 from precompute.erasures.erasure import all_erasures, mark_done, request
+from precompute.releases.release_log import ReleaseLog
 from tests.object_stores import Counting, requests, store_of
 
 
@@ -45,6 +49,19 @@ def test_many_that_came_at_once_are_read_singly_once(tmp_path):
         assert all_releases(store, packs=True) == first
 
     assert (asked["list"], asked["get"], asked["put"]) == (1, 1, 0)
+
+
+def test_a_release_log_that_read_many_leaves_a_pack_to_whoever_comes_next(tmp_path):
+    store = store_of(Counting, tmp_path)
+    write(store, range(1, 301))
+    unasked: Any = object()
+    ReleaseLog(store, unasked, time.time).history()
+    assert [name for name in store.names("releases") if name.startswith("pack-")]
+
+    with requests() as asked:
+        assert len(ReleaseLog(store, unasked, time.time).history()) == 300
+
+    assert asked["get"] <= 300 // PACK_FILES + PACK_FILES
 
 
 def test_who_only_reads_a_store_writes_no_pack(tmp_path):

@@ -292,15 +292,23 @@ def test_only_the_first_slices_are_written_where_no_more_are_wanted(config, tmp_
 
 
 def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path, monkeypatch):
-    """`index` and `quantize` run at the same time; each took 100 to 150 bytes for every row of a shard."""
-    folder = tmp_path / PARTITION
-    partition(config, item_table(ITEMS), folder, before=None)
+    folder, items = tmp_path / PARTITION, item_table(ITEMS)
+    partition(config, items, folder, before=None)
     whole = [read_shard(folder, shard, history_limit=9) for shard in range(config.shards)]
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS", 3)
     monkeypatch.setattr(input_samples, "fetch_partition", lambda *_: None)
 
+    found: list[ShardInput] = []
+
+    def of_nobody(_items: ItemTable, part: ShardInput, _specs: Any) -> Any:
+        found.append(part)
+        return np.empty(0, np.int64), None, {}
+
+    monkeypatch.setattr(input_samples, "usable_inputs", of_nobody)
     made: Any = SimpleNamespace(config=config, root=tmp_path)
-    found = list(input_samples._slices(made))
+    model: Any = SimpleNamespace(name="user_tower", spec=None)
+    with pytest.raises(SourceError, match="no entity of the sources has the inputs"):
+        input_samples.sample_inputs(made, items, model)
 
     assert [each for part in found for each in part.ids] == [
         each for part in whole for each in part.ids

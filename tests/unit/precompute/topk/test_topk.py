@@ -1,6 +1,7 @@
 """The exact top-K against a float64 brute force."""
 
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -195,3 +196,22 @@ def test_whole_numbers_tie_exactly_and_ordinals_decide():
     ordinals, _ = exact_topk(users, items, 25, excluded)
 
     assert ordinals.tolist() == brute(users, items, 25, excluded)[0].tolist()
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(None, 3), (2, 2)])
+def test_without_a_number_as_many_threads_run_as_cores_may_be_used(monkeypatch, asked, taken):
+    """A pod of four processors on a host of 96 took 96 threads."""
+    users, items, excluded = make(30, 200, 8)
+    scorer, numbers = Scorer.of(items), []
+
+    class Noted(ThreadPoolExecutor):
+        def __init__(self, threads):
+            numbers.append(threads)
+            super().__init__(threads)
+
+    monkeypatch.setattr(topk, "usable_cores", lambda: 3)
+    monkeypatch.setattr(topk, "ThreadPoolExecutor", Noted)
+
+    scorer.top(users, 5, excluded, threads=asked)
+
+    assert numbers and set(numbers) == {taken}

@@ -1,0 +1,57 @@
+"""Items that a night can answer for: the catalogue laid out, and once more without those that have no vector."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from cache.format.item_table import ItemTable
+from cache.model.tower import Tower
+from cache.process.cores import usable_cores
+from precompute.bundles.bundle import Bundle
+from precompute.config.settings import NightConfig
+from precompute.partitions import catalogue
+from precompute.partitions.item_features import ItemFeatures, write_item_features
+from precompute.scoring.encoding import finite_rows
+from precompute.scoring.shard import embed_catalogue
+from precompute.sources.unusable import NOT_FINITE, Unusable
+
+
+def lay_out_items(
+    config: NightConfig,
+    bundle: Bundle,
+    root: Path,
+    *,
+    erased: Collection[bytes],
+    unusable: Unusable,
+) -> tuple[dict[str, Any], str | None]:
+    """Write the catalogue and the columns of its features; returns its facts, and the columns' file if there is one.
+
+    An item whose vector is not finite is left out, and noted as an output of the item tower; raises SourceError where
+    that is every item.
+    """
+    laid = catalogue.write_catalogue(config, bundle, root, erased=erased, unusable=unusable)
+    items = catalogue.open_items(root, laid)
+    columns = write_item_features(config, bundle, items, root, unusable=unusable)
+    bad = _not_finite(config, bundle, items, root)
+    source = f"outputs of {bundle.item_tower.name}"
+    unusable.looked_at(source, items.count)
+    if bad.any():
+        unusable.note_rows(source, {NOT_FINITE: bad}, lambda row: {"item": items.id_of(row)})
+        unusable.demand_some(source, f"the {source}")
+        left_out = catalogue.item_texts(items).filter(pa.array(bad))
+        laid = catalogue.write_catalogue(config, bundle, root, erased=erased, left_out=left_out)
+        columns = write_item_features(config, bundle, catalogue.open_items(root, laid), root)
+    return laid, columns
+
+
+def _not_finite(
+    config: NightConfig, bundle: Bundle, items: ItemTable, root: Path
+) -> NDArray[np.bool_]:
+    model, threads = bundle.item_tower, config.threads or usable_cores()
+    tower = Tower.open(model.path, model.spec, threads=threads)
+    features = ItemFeatures.open(root / catalogue.ITEM_FEATURES, model.spec, items.count)
+    return np.concatenate([~finite_rows(each) for each in embed_catalogue(tower, items, features)])

@@ -1,0 +1,111 @@
+"""Training from the sources: what is handed to the trainer, and what that takes of memory."""
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.bundles.reference import ReferenceData, train
+from precompute.config.settings import NightConfig, ReferenceConfig, Sources
+from precompute.operations import train as operation
+from precompute.operations.train import train_reference
+from precompute.sources.columns import Ids
+
+ITEMS = 50_000
+
+
+class Handed(Exception):
+    """Raised in the trainer's place, with what it was given."""
+
+
+def prepared(folder: Path, items: list[str], features: dict[str, Any] | None = None) -> NightConfig:
+    """Ten users and an interaction with each item, in this order."""
+    users = [f"user-{row % 10}" for row in range(len(items))]
+    times = pa.array(np.arange(len(items)), pa.timestamp("s"))
+    table = {"user": users, "item": items, "timestamp": times}
+    pq.write_table(pa.table(table), folder / "interactions.parquet")
+    if features is not None:
+        pq.write_table(pa.table(features), folder / "items.parquet")
+    sources = Sources(
+        ("interactions.parquet",), item_features=None if features is None else "items.parquet"
+    )
+    return NightConfig(
+        base=str(folder), artifacts="artifacts", bundle="bundle", sources=sources,
+        reference=ReferenceConfig(dims=4),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Calls `train_reference` and gives what it hands to the trainer."""
+
+    def caught(data: ReferenceData, *_given: Any, **_named: Any) -> None:
+        raise Handed(data)
+
+    monkeypatch.setattr(operation, "train", caught)
+
+    def run(config: NightConfig) -> ReferenceData:
+        with pytest.raises(Handed) as found:
+            train_reference(config)
+        data: ReferenceData = found.value.args[0]
+        return data
+
+    return run
+
+
+def test_a_training_asks_for_the_texts_of_no_column(tmp_path, monkeypatch):
+    """Two billion bytes of user ids ended it as an internal error."""
+    config = prepared(tmp_path, [f"item-{row % 30}" for row in range(200)])
+
+    def texts(_ids: Ids) -> None:
+        pytest.fail("the texts of all rows")
+
+    monkeypatch.setattr(Ids, "texts", texts)
+
+    assert train_reference(config)["items"] == 30
+
+
+def test_no_python_object_is_made_of_each_item(tmp_path, handed):
+    """Ids as a list and categories as a dictionary took 400 bytes of each of ten million items."""
+    names = [f"item-{number:030d}" for number in range(ITEMS)]
+    config = prepared(tmp_path, names, {"item": names, "category": ["a", "b"] * (ITEMS // 2)})
+
+    tracemalloc.start()
+    data = handed(config)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert len(data.item_ids) == len(data.categories) == ITEMS
+    assert peak < 160 * ITEMS
+
+
+def test_categories_are_the_last_that_an_item_is_given_else_unknown(tmp_path, handed):
+    features = {
+        "item": ["c", "a", "stranger", "d", "a", "e"],
+        "category": ["red", "blue", "green", None, "red", ""],
+    }
+
+    data = handed(prepared(tmp_path, ["a", "b", "c", "d", "e"], features))
+
+    assert data.item_ids.to_pylist() == ["a", "b", "c", "d", "e"]
+    assert data.categories.to_pylist() == ["red", "unknown", "red", "unknown", "unknown"]
+
+
+def test_a_bundle_of_arrow_texts_is_the_bundle_of_python_texts(tmp_path):
+    rng = np.random.default_rng(0)
+    names, groups = [f"item-{row}" for row in range(20)], ["b", "ä", "a", "B"] * 5
+    given = [(names, groups), (pa.array(names, pa.large_string()), pa.array(groups))]
+    rows = rng.integers(0, 40, 400), rng.integers(0, 20, 400)
+
+    plain, arrow = (
+        train(ReferenceData(*rows, *texts), tmp_path / str(number), dims=4)
+        for number, texts in enumerate(given)
+    )
+
+    assert plain.values["user_affinity"].labels == arrow.values["user_affinity"].labels
+    assert plain.vocabulary_digest == arrow.vocabulary_digest
+    assert [each.sha256 for each in plain.models] == [each.sha256 for each in arrow.models]
