@@ -1,6 +1,7 @@
 """Fixtures of all tests: a real Redis-compatible server, and names that keep tests apart."""
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,13 @@ import pytest
 
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer, find_server, server
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach the programs that tests start, also where the tests themselves run in the background."""
+    # A shell leaves it ignored for what it starts with `&`, and programs inherit that: they would wait to be ended.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def redis_binary() -> Path:
