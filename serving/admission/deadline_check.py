@@ -1,6 +1,7 @@
 """Deadline check: finds requests whose time is gone before their turn, by all that they say of their deadline."""
 
 from collections.abc import MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from serving.admission.controller import Admission
@@ -32,6 +33,11 @@ class Lateness:
         except Problem:
             return False
         return self._admission.is_late(min(by_headers, own))
+
+    def read(self, scope: MutableMapping[str, Any], body: bytes) -> None:
+        """Reads a body that tells its deadline, for `is_late` to find; counts nothing, so that any thread may do it."""
+        with suppress(Problem):
+            self._own_s(scope, body)
 
     def _own_s(self, scope: MutableMapping[str, Any], body: bytes) -> float:
         """Deadline in seconds that a GET has in its query, another request in its body; raises Problem."""

@@ -1,5 +1,6 @@
 """Gate of the requests below L1: admission, deadlines that are gone before their turn, refusals and their count."""
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from starlette.types import Receive, Scope
 from serving.admission.controller import Admission
 from serving.admission.deadline_check import Lateness
 from serving.requests.bodies import Messages, is_longer, refused, whole_body
+from serving.requests.content import LARGE, beside
 from serving.requests.errors import Problem
 from serving.requests.fast_parse import Headers
 
@@ -53,6 +55,8 @@ class AdmissionGate:
             scope["headers"]
         ):  # of a stranger nothing is read
             body, receive = await self.body(scope, receive)
+            if body is not None and len(body) > LARGE:
+                await beside(body, functools.partial(self.lateness.read, scope, body))
         return None if self.is_late(scope, body) else receive
 
     async def body(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from tests.bench.bulk_load import held_by
 from tests.bench.tools.harness import Options, Promise, Ratio, Report
+from tests.bench.topk import cases
 
 QUICK = Options(json=True, quick=True, rounds=5)
 
@@ -39,3 +41,30 @@ def test_a_bench_that_left_something_out_says_so_and_fails_for_programs(capsys):
 )  # fmt: skip
 def test_a_ratio_that_is_not_what_the_readme_says_is_told_with_the_reason(report, quick, lines):
     assert report.short_of(quick=quick) == lines
+
+
+def test_a_promise_without_its_ratio_is_an_error():
+    report = made(0.8)
+    report.promises["skew_p99_ms"] = Promise(most=100.0)
+
+    with pytest.raises(ValueError, match="night promises skew_p99_ms and did not measure it"):
+        report.show(Options(json=False, quick=False, rounds=5))
+
+
+def test_without_their_data_topk_says_that_real_vectors_are_absent(monkeypatch):
+    monkeypatch.delenv("LARDER_BENCH_DATA", raising=False)
+    report = Report("topk")
+
+    assert [name for name, _ in cases(8, report)] == ["random"]
+    assert len(report.absent) == 1 and "real vectors" in report.absent[0]
+
+
+def test_memory_of_a_record_is_measured_in_a_redis_that_held_nothing():
+    values = {f"key-{number}": bytes(616) for number in range(1_000)}
+
+    def write(client):
+        client.mset(values)
+
+    found = [held_by(write, len(values)) for _ in range(2)]
+
+    assert all(616 < each < 1_000 for each in found)

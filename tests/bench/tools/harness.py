@@ -116,7 +116,11 @@ class Report:
         """Print the tables; with `--json` the last line of stdout is the JSON object.
 
         Exits with 1 after `--json` where something is absent: a program that reads the line must not take it for all.
+        Raises ValueError for a promise without its ratio, unless something is said to be absent.
         """
+        for name in self.promises.keys() - self.ratios.keys():
+            if not self.absent:
+                raise ValueError(f"{self.bench} promises {name} and did not measure it")
         console = Console(width=max(100, Console().width))
         if self.figures:
             table = Table("figure", "value", title=self.bench)

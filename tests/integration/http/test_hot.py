@@ -1,7 +1,9 @@
 """The hot route answers as the routes behind it do, to the byte, and keeps every rule that they keep."""
 
 import json
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from urllib.parse import quote
 
 import orjson
@@ -14,7 +16,12 @@ from cache.store.blocklist import Blocklist
 from cache.store.releases import Canary
 from cache.tiers.l1 import LocalKey
 from precompute.config.settings import NightConfig
+from serving.admission import gate
+from serving.arrow_ipc.schema import MEDIA_TYPE
+from serving.client.arrow import write_arrow_ids
+from serving.fast_lookup import batch_request
 from serving.lookup.entity import want_in
+from serving.requests import content
 from tests.integration.http.hot_way import Asked, Ways, running
 from tests.integration.nights import K, build_night, histories
 
@@ -87,9 +94,11 @@ def gets(draw: st.DrawFn) -> Asked:
 
 ITEMS = st.integers(0, 130).map(lambda number: f"i-{number:05d}")
 # Live answers for ids that the night does not know are stored, and the second way would find them.
+# Users 7 and 57 have other names.
+KNOWN = st.integers(0, 105).filter(lambda number: number not in (7, 57))
 WITH_INPUT = st.one_of(
     st.fixed_dictionaries(
-        {"id": st.integers(0, 119).map(lambda number: f"u-{number:05d}")},
+        {"id": KNOWN.map(lambda number: f"u-{number:05d}")},
         optional={"history": st.lists(ITEMS, max_size=5), "features": st.just({"age": 1})},
     ),
     st.fixed_dictionaries(
@@ -360,3 +369,55 @@ def test_a_body_is_parsed_once_whatever_comes_of_it(
     sent = long_lived.ask(post(body))
 
     assert sent.status == status and parsed.count(body) == 1
+
+
+def to(path: bytes, body: bytes) -> Asked:
+    return replace(post(body), path=path)
+
+
+SENT_AS_ARROW = ((b"content-type", MEDIA_TYPE.encode()),)
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("hot", [True, False])
+@pytest.mark.parametrize("asked", [
+    post({"entities": ["u-00001"], "deadline_ms": 900}),
+    post({"entities": [{"id": "new", "history": ["i-00001"]}], "deadline_ms": 900}),
+    post(write_arrow_ids(["u-00001"], {"deadline_ms": "900"}), headers=SENT_AS_ARROW),
+    to(b"/v1/lookup", b'{"entities":[{"table":"user_topk","id":"u-00001"}],"deadline_ms":900}'),
+    to(b"/v1/score", b'{"id":"u-00001","items":["i-00001"],"deadline_ms":900}'),
+], ids=["ids", "history", "arrow", "tables", "score"])  # fmt: skip
+def test_a_large_body_is_read_in_no_turn_of_the_loop(
+    long_lived: Ways, monkeypatch: pytest.MonkeyPatch, asked: Asked, hot: bool, is_behind: bool
+) -> None:
+    threads: list[int] = []
+
+    def noting(read):
+        def read_and_note(*given):
+            threads.append(threading.get_ident())
+            return read(*given)
+
+        return read_and_note
+
+    for name in "read_json", "read_stream":
+        monkeypatch.setattr(content, name, noting(getattr(content, name)))
+    for module in content, batch_request, gate:
+        monkeypatch.setattr(module, "LARGE", len(asked.pieces[0]) - 1)
+    monkeypatch.setattr(long_lived.service.admission.loop, "wait", 0.1 if is_behind else 0.0)
+
+    sent = long_lived.ask(asked, hot=hot)
+
+    assert sent.status in (200, 422) and len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_of_a_stranger_no_body_is_waited_for_on_either_way(
+    night: NightConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = b"/v1/lookup/user_topk", b"/v1/lookup", b"/v1/score", b"/v1/explain/user_topk"
+    for ways in running(night, token="secret"):
+        for wait in 0.0, 0.1:
+            monkeypatch.setattr(ways.service.admission.loop, "wait", wait)
+            for path in paths:
+                nothing = Asked("POST", path, pieces=())  # whoever waits for it hears of its end
+                assert [ways.ask(nothing, hot=hot).status for hot in (True, False)] == [401] * 2
