@@ -1,5 +1,6 @@
 """Every series that the service may expose, with its labels and without running it."""
 
+import asyncio
 from typing import Any, cast
 
 from prometheus_client.metrics import MetricWrapperBase
@@ -33,7 +34,7 @@ def labels() -> dict[str, set[str]]:
     admission = Admission(target_s=1.0, interval_s=1.0, requests_max=1)
     nights = Nights(Schedule(), cast(Any, _Nothing))
     nothing: Any = None
-    figures = Figures(lambda: None, nights, ReleaseWatch(nothing), Room(nothing))
+    figures = Figures(lambda: None, nights, ReleaseWatch(nothing, asyncio.to_thread), Room(nothing))
     metrics = Metrics()
     told = [
         Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures, Results(),

@@ -58,7 +58,7 @@ class Dashboard:
         clock: Callable[[], float],
         advisor: Provider = nothing,
         quality: Provider = nothing,
-        in_thread: InThread = asyncio.to_thread,
+        in_thread: InThread,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_on = is_on

@@ -1,6 +1,5 @@
 """Explanation of an entity's answer: what each rung holds of it, which would answer, and what live would say now."""
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,7 +45,7 @@ class Explainer:
         admission: Admission,
         store: ArtefactStore,
         *,
-        in_thread: InThread = asyncio.to_thread,
+        in_thread: InThread,
         timer: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:

@@ -44,7 +44,7 @@ class Shelf:
         warm: Warm | None = None,
         flipped: Callable[[str], None] = lambda _before: None,
         aside: Executor | None = None,
-        in_thread: InThread = asyncio.to_thread,
+        in_thread: InThread,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.holding: Holding | None = None

@@ -45,7 +45,7 @@ class Follower:
         load_bound_s: float = 60.0,
         poll_s: float = 1.0,
         clock: Callable[[], float] | None = None,
-        in_thread: InThread = asyncio.to_thread,
+        in_thread: InThread,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_draining = False

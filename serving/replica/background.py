@@ -43,7 +43,7 @@ class Refresher:
         blocklist_poll_s: float,
         heartbeat_s: float,
         also: Sequence[tuple[float, Step]] = (),
-        in_thread: InThread = asyncio.to_thread,
+        in_thread: InThread,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.follower = follower

@@ -1,6 +1,5 @@
 """Memory and disk that a replica's host has left, as its heartbeat tells it."""
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +13,7 @@ LOOK_S = 5.0
 class Host:
     """Memory and disk left, asked now and then; `left` is what was found last, empty before the first look."""
 
-    def __init__(self, folder: Path, in_thread: InThread = asyncio.to_thread) -> None:
+    def __init__(self, folder: Path, in_thread: InThread) -> None:
         self.left: Mapping[str, int] = {}
         self._folder = folder
         self._in_thread = in_thread

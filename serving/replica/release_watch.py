@@ -1,6 +1,5 @@
 """Release records: read once for all of a replica; when each action was taken last, what refused the last night."""
 
-import asyncio
 import logging
 import threading
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ UNKNOWN = "unknown"
 class ReleaseWatch:
     """Watch on the release records, aside from the event loop; what cannot be read leaves what is known."""
 
-    def __init__(self, store: ArtefactStore, in_thread: InThread = asyncio.to_thread) -> None:
+    def __init__(self, store: ArtefactStore, in_thread: InThread) -> None:
         self.last: dict[str, float] = {}
         self.refused: frozenset[str] = frozenset()
         self._store = store

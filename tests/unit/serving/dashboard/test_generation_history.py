@@ -1,5 +1,6 @@
 """Generations and nights as the store and the registry have them."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ class Night:
 
     def __init__(self, folder: Path) -> None:
         self.store = ArtefactStore(str(folder))
-        self.history = GenerationHistory(self.store, ReleaseWatch(self.store).records)
+        self.history = GenerationHistory(
+            self.store, ReleaseWatch(self.store, asyncio.to_thread).records
+        )
         self.releases = 0
 
     def make(self, generation: str, **changes: Any) -> None:

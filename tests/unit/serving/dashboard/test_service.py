@@ -35,11 +35,11 @@ class Board:
         }  # fmt: skip
         follower: Any = SimpleNamespace(holding=None)
         self.store = ArtefactStore(str(folder))
-        history = GenerationHistory(self.store, ReleaseWatch(self.store).records)
+        history = GenerationHistory(self.store, ReleaseWatch(self.store, asyncio.to_thread).records)
         self.dashboard = Dashboard(
             self.redis, history, name="a", counted=lambda: {"r": 1},
             about=lambda: about, bounds=finer((0.1,)), nights=Nights(Schedule(), follower, self.clock),
-            clock=self.clock, timer=self.clock, **more,
+            clock=self.clock, timer=self.clock, **{"in_thread": asyncio.to_thread} | more,
         )  # fmt: skip
 
     async def data(self) -> dict[str, Any]:

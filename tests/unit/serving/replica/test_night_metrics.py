@@ -1,5 +1,6 @@
 """What Prometheus hears of the nights: from the live generation's manifest, the release records and Redis."""
 
+import asyncio
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,7 @@ def registered(manifest: Any, room: Room, releases: ReleaseWatch) -> CollectorRe
 
 def releases() -> ReleaseWatch:
     store: Any = None
-    return ReleaseWatch(store)
+    return ReleaseWatch(store, asyncio.to_thread)
 
 
 def test_before_anything_is_served_all_nights_are_missed_and_nothing_else_is_told() -> None:

@@ -1,5 +1,6 @@
 """What the release records tell of the nights, and what is told of it when they cannot be read."""
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ async def test_the_newest_of_each_action_is_told_and_an_intent_is_none(
 ) -> None:
     write(store, ("publish", A), ("pin", A), ("publish", B))
     write(store, ("roll_back", A), done=False)
-    watch = ReleaseWatch(store)
+    watch = ReleaseWatch(store, asyncio.to_thread)
 
     await watch.look()
 
@@ -54,7 +55,7 @@ async def test_the_newest_of_each_action_is_told_and_an_intent_is_none(
 async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_something_is_published(
     store: ArtefactStore,
 ) -> None:
-    watch = ReleaseWatch(store)
+    watch = ReleaseWatch(store, asyncio.to_thread)
     write(store, ("publish", A), ("refuse", B))
     await watch.look()
     assert watch.refused == {UNKNOWN}
@@ -92,7 +93,7 @@ def test_a_refusal_is_open_until_it_is_lifted_given_up_or_overtaken(
 async def test_records_that_cannot_be_read_leave_what_is_known_and_are_told_once(
     store: ArtefactStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = ReleaseWatch(store)
+    watch = ReleaseWatch(store, asyncio.to_thread)
     write(store, ("publish", A))
     await watch.look()
     (tmp_path / "store" / intent_path(2)).write_bytes(b"no record")
@@ -108,7 +109,7 @@ async def test_whoever_reads_records_of_a_replica_reads_none_a_second_time(
     store: ArtefactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(store, ("publish", A), ("pin", A))
-    watch = ReleaseWatch(store)
+    watch = ReleaseWatch(store, asyncio.to_thread)
     history = GenerationHistory(store, watch.records)
     await watch.look()
     write(store, ("publish", B))
