@@ -192,6 +192,39 @@ def test_a_pipeline_beyond_the_bound_is_refused_before_any_of_it_is_begun(
     run(test)
 
 
+@pytest.mark.parametrize("one", [
+    get(b"/other"), b"HEAD /other HTTP/1.1\r\n\r\n", b"POST /other HTTP/1.1\r\nContent-Length: 0\r\n\r\n",
+], ids=["get", "head", "post"])  # fmt: skip
+@pytest.mark.parametrize("at_once", [True, False])
+def test_requests_that_wait_are_bounded_whatever_they_ask_and_however_they_come(
+    one: bytes, at_once: bool
+) -> None:
+    async def test() -> None:
+        connection = opened()
+        count = BOUNDS.pipeline_max + 40
+        for piece in [one * count] if at_once else [one] * count:
+            connection.protocol.data_received(piece)
+        assert len(connection.protocol.pipeline) < BOUNDS.pipeline_max
+        await connection.take(b"")
+        assert connection.transport.is_closed
+
+    run(test)
+
+
+def test_a_target_too_long_to_be_looked_up_is_bounded_like_any_head() -> None:
+    async def test() -> None:
+        front = Front()
+        connection = opened(front)
+        for _ in range(2):
+            await connection.take(get())
+        for size in 100, 9_000:
+            await connection.take(get(b"/v1/lookup/t/a?" + b"x" * size))
+        assert [len(each) for each in front.asked] == [115]
+        assert connection.transport.written.rpartition(b"HTTP/1.1 ")[2][:3] == b"431"
+
+    run(test)
+
+
 def test_a_pipeline_behind_a_request_under_way_ends_after_its_answer() -> None:
     async def test() -> None:
         connection = opened()
