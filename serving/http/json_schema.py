@@ -17,6 +17,15 @@ def _closed(properties: Json, required: tuple[str, ...] = ()) -> Json:
     return object_of(properties, required, additionalProperties=False)
 
 
+def _or_null(schema: Json) -> Json:
+    """What may be left out of a body; null is not sent."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _each_or_null(properties: Json) -> Json:
+    return {name: _or_null(each) for name, each in properties.items()}
+
+
 def list_of(of: Json, **more: object) -> Json:
     return {"type": "array", "items": of, **more}
 
@@ -62,11 +71,12 @@ def _entities(of: Json, limits: Limits) -> Json:
 
 def _input(limits: Limits) -> Json:
     history = {**INPUT["history"], "maxItems": limits.max_history}
-    return {**INPUT, "history": history}
+    return _each_or_null({**INPUT, "history": history})
 
 
 def _options(limits: Limits) -> Json:
-    return {**OPTIONS, "exclude": {**OPTIONS["exclude"], "maxItems": limits.max_exclude}}
+    exclude = {**OPTIONS["exclude"], "maxItems": limits.max_exclude}
+    return _each_or_null({**OPTIONS, "exclude": exclude})
 
 
 def _asked(properties: Json, required: tuple[str, ...] = ()) -> Json:
@@ -98,7 +108,7 @@ def score(limits: Limits) -> Json:
         {
             "user": {"oneOf": [ID, _asked(_input(limits))]},
             "items": _entities(ID, limits),
-            **{name: each for name, each in OPTIONS.items() if name != "exclude"},
+            **_each_or_null({name: OPTIONS[name] for name in OPTIONS if name != "exclude"}),
         },
         ("user", "items"),
     )
@@ -113,17 +123,20 @@ ARROW_LOOKUP: Json = stream_of(
     "An Arrow IPC stream, uncompressed, of one column `id`: utf8 (or large_utf8) without nulls. Options go as texts "
     "into the schema's metadata, by the names that they have in a query; histories, features and `exclude` need JSON"
 )
+_GENERATION: Json = {"type": "string", "description": "As the answer named it; or canary_key"}
+_CANARY_KEY: Json = {**ID, "description": "As the request had it; or generation"}
+_COUNT: Json = {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 1}
 FEEDBACK_BODY: Json = {
-    "oneOf": [{"required": ["generation"]}, {"required": ["canary_key"]}],
+    "oneOf": [
+        object_of({"generation": _GENERATION}, ("generation",)),
+        object_of({"canary_key": _CANARY_KEY}, ("canary_key",)),
+    ],
     **_closed(
         {
-            "generation": {
-                "type": "string",
-                "description": "As the answer named it; or canary_key",
-            },
-            "canary_key": {**ID, "description": "As the request had it; or generation"},
             "event": {"type": "string", "pattern": "^[a-z][a-z0-9_]{0,31}$"},
-            "count": {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 1},
+            **_each_or_null(
+                {"generation": _GENERATION, "canary_key": _CANARY_KEY, "count": _COUNT}
+            ),
         },
         ("event",),
     ),

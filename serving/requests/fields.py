@@ -35,7 +35,10 @@ def read_json(body: bytes, values_max: int) -> object:
 
 
 def read_object(value: object, field: str, known: frozenset[str]) -> dict[str, Any]:
-    """A JSON object of `known` fields only; `field` is where it stands, "body" for the whole."""
+    """The fields of a JSON object that are sent, of `known` ones only; what is null is not sent.
+
+    `field` is where the object stands, "body" for the whole.
+    """
     if not isinstance(value, dict):
         raise unprocessable("invalid_field", f"{field} is a JSON object", field)
     for name in value:
@@ -45,7 +48,7 @@ def read_object(value: object, field: str, known: frozenset[str]) -> dict[str, A
             raise unprocessable(
                 "unknown_field", f"{where} is not a field here", where, known=sorted(known)
             )
-    return value
+    return {name: each for name, each in value.items() if each is not None}
 
 
 def read_id(value: object, field: str) -> bytes:

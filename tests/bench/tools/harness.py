@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import signal
@@ -63,7 +64,8 @@ class Promise:
         return self.least <= ratio.value <= self.most
 
     def __str__(self) -> str:
-        return f"at least {self.least:g}" if self.most == float("inf") else f"at most {self.most:g}"
+        bounds = (("at least", self.least), ("at most", self.most))
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound))
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class Report:
     absent: list[str] = field(default_factory=list)
     """What should have been measured and could not be: said loudly, and an error where a program reads it."""
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self, *, quick: bool = False) -> dict[str, object]:
         """Keys of `ratios` are `<bench>.<name>`; a void ratio is null there, with its numbers in `rows`."""
         return {
             "bench": self.bench,
@@ -100,6 +102,7 @@ class Report:
                 }
                 for name, r in self.ratios.items()
             },
+            "short_of": self.short_of(quick=quick),
             "absent": self.absent,
         }
 
@@ -146,7 +149,7 @@ class Report:
         for each in self.absent:
             console.print(f"[bold red]NOT MEASURED: {each}[/bold red]", highlight=False)
         if options.json:
-            print(json.dumps(self.to_json()), flush=True)
+            print(json.dumps(self.to_json(quick=options.quick)), flush=True)
             if self.absent:
                 sys.exit(1)
 

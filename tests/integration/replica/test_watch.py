@@ -127,7 +127,7 @@ async def test_a_request_keeps_its_id_if_a_log_can_hold_it(
 async def test_only_who_asks_for_times_is_sure_to_hear_its_id(
     night: NightConfig, users: list[str]
 ) -> None:
-    """As README has it: what lies ready is sent past whoever would tell the id."""
+    """As docs/how-to/find-out-why.md has it: what lies ready is sent past whoever would tell the id."""
     mine = {"X-Request-Id": "mine"}
     async with serving(night) as service:
 

@@ -13,7 +13,10 @@ import uvicorn
 import uvloop
 
 from cache.config.peers import Bounds
+from serving.app import create_app, make_server
+from serving.config.settings import ServingConfig
 from serving.fast_http.connection import Shared, protocol
+from serving.fast_http.connections import Connections
 from serving.process.descriptors import HEADROOM, make_room
 from serving.process.server import Server
 from tests.integration.serving_app import eventually
@@ -168,3 +171,15 @@ def test_a_system_that_allows_no_more_files_leaves_room_for_fewer_connections(
 
     assert make_room(8_192) == 1_024 - HEADROOM
     assert "room for 768 connections instead of 8192" in caplog.text
+
+
+def test_a_server_admits_as_many_connections_as_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serving.app.make_room", lambda wanted: wanted // 2)
+    config = ServingConfig(artifacts="nowhere", connections_max=200)
+
+    server = make_server(create_app(config), config, "warning", lambda: None)
+
+    assert isinstance(server._connections, Connections)
+    assert server._connections.bounds.connections_max == 100

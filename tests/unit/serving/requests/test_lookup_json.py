@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serving.requests.content import lookup_of, take
 from serving.requests.errors import Problem
-from serving.requests.lookup_json import lookup_url, score_ask
+from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
 from serving.requests.models import Ask, Limits, ScoreAsk
 from serving.requests.options import with_deadline_header
 from tests.unit.serving.world import LIMITS
@@ -214,6 +214,27 @@ def test_a_deadline_is_the_tighter_of_body_and_header_and_never_above_the_limit(
     for bad in ("soon", "nan", "-1", "0", "1_0", "--5"):
         with pytest.raises(Problem):
             with_deadline_header(options, bad, LIMITS)
+
+
+def test_what_is_null_counts_as_not_sent() -> None:
+    options = [
+        "k",
+        "exclude",
+        "deadline_ms",
+        "fresh",
+        "max_age_seconds",
+        "generation",
+        "canary_key",
+    ]
+    entity = {"id": "a", "history": None, "features": None}
+    body = {"entities": [entity], **dict.fromkeys(options)}
+    of_key = {"canary_key": "u", "generation": None, "event": "click", "count": None}
+
+    assert lookup_body(orjson.dumps(body), "t", LIMITS) == lookup_body(
+        b'{"entities": ["a"]}', "t", LIMITS
+    )
+    assert feedback_of(of_key) == (None, b"u", "click", 1)
+    assert refused({"entities": None}) == refused({})
 
 
 def test_a_score_request_has_a_user_and_candidates() -> None:
