@@ -18,7 +18,7 @@ def _closed(properties: Json, required: tuple[str, ...] = ()) -> Json:
 
 
 def _or_null(schema: Json) -> Json:
-    """What may be left out of a body; null is not sent."""
+    """Schema of a field that may be left out of a body; null is not sent."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 

@@ -29,9 +29,11 @@ class YieldPacer:
 
     async def step(self, entity: RequestedEntity) -> None:
         """Counts one more entity, a long input as several."""
-        features = (entity.features or {}).values()
-        numbers = sum([len(each) if type(each) is tuple else 1 for each in features])
-        self._done += 1 + (len(entity.history or ()) + numbers) // 16
+        self._done += 1
+        if entity.has_input:
+            features = (entity.features or {}).values()
+            numbers = sum([len(each) if type(each) is tuple else 1 for each in features])
+            self._done += (len(entity.history or ()) + numbers) // 16
         if self._done >= _TURN:
             self._done = 0
             await asyncio.sleep(0)
@@ -149,11 +151,11 @@ def plain_want(snapshot: Snapshot, table: Table, raw: bytes) -> Want:
     return want._replace(digest=snapshot.digest_of_nothing) if is_input else want
 
 
-def want_in(snapshot: Snapshot, table: Table, raw: bytes) -> Want:
-    """Read request (`Want`) for an id that came without an input."""
+def want_in(snapshot: Snapshot, table: Table, raw: bytes, digest: bytes | None = None) -> Want:
+    """Read request (`Want`) for an id, with the digest of its input if it came with one."""
     directory = snapshot.directories[table.entity]
     key = hash_id(raw, directory.seed)
-    return Want(table, key, fingerprint(raw), directory.find(key))
+    return Want(table, key, fingerprint(raw), directory.find(key), digest)
 
 
 def _digest(snapshot: Snapshot, entity: RequestedEntity) -> bytes:
@@ -164,9 +166,9 @@ def _digest(snapshot: Snapshot, entity: RequestedEntity) -> bytes:
 def _want(snapshot: Snapshot, table: Table, entity: RequestedEntity, digest: bytes) -> Want:
     if entity.raw is None:
         return Want(table, digest, fingerprint(digest), -1, digest)
-    want = want_in(snapshot, table, entity.raw)
-    is_input = entity.has_input or (table.entity == "item" and want.position >= 0)
-    return want._replace(digest=digest) if is_input else want
+    if entity.has_input:
+        return want_in(snapshot, table, entity.raw, digest)
+    return plain_want(snapshot, table, entity.raw)
 
 
 def _checked_k(table: Table, k: int | None) -> int:
