@@ -34,6 +34,7 @@ To undo a publish: the DAG `roll_back`.
 
 import os
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 from airflow.sdk import (
@@ -68,6 +69,16 @@ FINAL = RetryRule(
 )
 
 
+def run_step(name: str, *given: Any, **more: Any) -> dict[str, Any]:
+    """Result of a step, by its module in `precompute.steps`: imported where it runs, not wherever DAGs are parsed."""
+    from precompute.config.settings import night_config
+
+    found: dict[str, Any] = import_module(f"precompute.steps.{name}").run(
+        night_config(), *given, **more
+    )
+    return found
+
+
 @dag(
     schedule=AssetOrTimeSchedule(
         assets=Asset("larder_bundle"),
@@ -87,13 +98,10 @@ def nightly_precompute() -> None:
     @task.short_circuit(multiple_outputs=False)
     def begin() -> Build:
         """Name the generation and partition the sources; falsy, so the rest is skipped, if live."""
-        from precompute.config.settings import night_config
-        from precompute.steps import begin
-
         context = get_current_context()
         # Asset-triggered runs have no logical date; `run_after` stands still across retries.
-        build = begin.run(
-            night_config(),
+        build = run_step(
+            "begin",
             data_until=context["params"]["data_until"],
             run_after=context["dag_run"].run_after.isoformat(),
         )
@@ -107,10 +115,7 @@ def nightly_precompute() -> None:
     @task(multiple_outputs=False, pool="gpu", queue=SCORE_QUEUE)
     def embed_items(build: Build) -> dict[str, Any]:
         """Run the item tower over the catalogue, once for all shards."""
-        from precompute.config.settings import night_config
-        from precompute.steps import embed_items
-
-        return embed_items.run(night_config(), build)
+        return run_step("embed_items", build)
 
     # Airflow keeps what ran under a task's id: two are called as they were before steps had one name everywhere.
     @task(
@@ -131,68 +136,42 @@ def nightly_precompute() -> None:
     @task(multiple_outputs=False)
     def assemble(build: Build) -> dict[str, Any]:
         """Check that every shard is there."""
-        from precompute.config.settings import night_config
-        from precompute.steps import assemble
-
-        return assemble.run(night_config(), build)
+        return run_step("assemble", build)
 
     @task(task_id="build_index", multiple_outputs=False)
     def index(build: Build) -> dict[str, Any]:
         """Build the FAISS indexes and measure their recall."""
-        from precompute.config.settings import night_config
-        from precompute.steps import index
-
-        return index.run(night_config(), build)
+        return run_step("index", build)
 
     @task(multiple_outputs=False)
     def quantize(build: Build) -> dict[str, Any]:
         """Make the int8 towers and measure their agreement."""
-        from precompute.config.settings import night_config
-        from precompute.steps import quantize
-
-        return quantize.run(night_config(), build)
+        return run_step("quantize", build)
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.load_timeout_s))
     def load(build: Build) -> dict[str, Any]:
         """Stream the pages into Redis, beside the live generation."""
-        from precompute.config.settings import night_config
-        from precompute.steps import load
-
-        return load.run(night_config(), build)
+        return run_step("load", build)
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.verify_timeout_s))
     def verify(build: Build) -> dict[str, Any]:
         """Put the generation through every gate; red means not published."""
-        from precompute.config.settings import night_config
-        from precompute.steps import verify
-
-        attempt = get_current_context()["run_id"]
-        return verify.run(night_config(), build, attempt=attempt)
+        return run_step("verify", build, attempt=get_current_context()["run_id"])
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=TRIES.load_timeout_s))
     def publish(verified: dict[str, Any]) -> dict[str, Any]:
         """Move the pointer; a retry recognises its own publish by the run id."""
-        from precompute.config.settings import night_config
-        from precompute.steps import publish
-
-        attempt = get_current_context()["run_id"]
-        return publish.run(night_config(), verified, attempt=attempt)
+        return run_step("publish", verified, attempt=get_current_context()["run_id"])
 
     @task(multiple_outputs=False)
     def warm(build: Build) -> dict[str, Any]:
         """Wait until the readers have the generation."""
-        from precompute.config.settings import night_config
-        from precompute.steps import warm
-
-        return warm.run(night_config(), build)
+        return run_step("warm", build)
 
     @task(multiple_outputs=False)
     def retire() -> dict[str, Any]:
         """Remove what nobody may need again."""
-        from precompute.config.settings import night_config
-        from precompute.steps import retire
-
-        return retire.run(night_config(), attempt=get_current_context()["run_id"])
+        return run_step("retire", attempt=get_current_context()["run_id"])
 
     build = begin()
     verified = verify(build)
