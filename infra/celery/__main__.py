@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
 from cache.errors import ConfigError, LarderError
 from cache.process.interrupts import never_swallowed
@@ -25,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sent = _parser().parse_args(argv)
     # SIGINT too: a shell that starts this in the background has it ignored.
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, _interrupt)
+        signal.signal(each, signal.default_int_handler)
     try:
-        with never_swallowed(_interrupt):
+        with never_swallowed():
             _serve(sent)
     except KeyboardInterrupt:
         print("stopped; nothing is left running")
@@ -82,10 +81,6 @@ def _look_after(running: CeleryAirflow) -> None:
     running.airflow.check()
     for queue, code in running.workers.revive().items():
         print(f"the worker of the queue {queue} ended ({code}); started again", flush=True)
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:

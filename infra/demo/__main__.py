@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -25,10 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         console = Console(width=160)
     # SIGINT too: a shell that starts this in the background has it ignored.
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, _interrupt)
+        signal.signal(each, signal.default_int_handler)
     demo = Demo(Plan(sent.data, sent.state, sent.quick, sent.serve), Steps(console))
     try:
-        with never_swallowed(_interrupt):
+        with never_swallowed():
             demo.run()
     except KeyboardInterrupt:
         console.print("stopped; nothing is left running")
@@ -39,10 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     console.print("[green bold]every invariant held[/green bold]")
     return 0
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -67,9 +67,3 @@ async def get(url: str, path: str) -> tuple[int, bytes]:
     """Send a GET request on a connection of its own; (status, body)."""
     async with HttpConnection(url) as connection:
         return await connection.request("GET", path)
-
-
-async def post(url: str, path: str, body: bytes) -> tuple[int, bytes]:
-    """Send a POST request with a body on a connection of its own; (status, body)."""
-    async with HttpConnection(url) as connection:
-        return await connection.request("POST", path, body)

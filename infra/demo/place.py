@@ -34,19 +34,9 @@ class DemoFolder:
     namespace: str
 
     @property
-    def data(self) -> Path:
-        """Folder that the nights read."""
-        return self.home / "data"
-
-    @property
     def config(self) -> Path:
         """The settings of nights and service."""
         return self.home / "larder.toml"
-
-    @property
-    def bundle(self) -> Path:
-        """The trained model."""
-        return self.home / "bundle"
 
     @property
     def artifacts(self) -> Path:

@@ -109,7 +109,7 @@ class Demo:
     def _data(self, here: DemoFolder) -> Dataset:
         with self.steps.step("Data") as step:
             data = self.plan.dataset()
-            data.write_first(here.data)
+            data.write_first(here.home / "data")
             here.write_config(data)
             self.judge.histories = data.histories
             # A full collection over the data would stop the clock that measures the service.
@@ -213,7 +213,7 @@ class Demo:
                 step.note(f"{found.asked_again} asked again after a deadline")
         with self.steps.step("The same offline: plain numpy over the bundle") as step:
             bar = step.bar("users", len(users))
-            exact = offline_lists(here.bundle, data.histories, users, progress=bar.advance)
+            exact = offline_lists(here.home / "bundle", data.histories, users, progress=bar.advance)
             offline = self.found.offline = quality(exact, data.held_out)
             step.note(f"recall {offline.recall:.6f}, NDCG {offline.ndcg:.6f}")
             if not served.agrees_with(offline):
@@ -229,7 +229,7 @@ class Demo:
         data: Dataset,
     ) -> None:
         found = self.found
-        data.write_second(here.data)
+        data.write_second(here.home / "data")
         with Background(service.url, stream, self.judge, rate=150.0) as traffic:
             with self.steps.step(f"DAG {NIGHTLY}: a day later, under traffic") as step:
                 run = airflow.trigger(NIGHTLY, {"data_until": data.second_cut.isoformat()})

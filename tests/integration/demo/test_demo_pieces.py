@@ -264,13 +264,13 @@ larder_requests_total{route="POST /v1/lookup",status="200"} 3.0
 def test_a_place_is_emptied_of_the_last_run_and_nothing_else(tmp_path: Path) -> None:
     # given
     with place(tmp_path) as here:
-        write(here.data / "old", "x")
+        write(here.home / "data" / "old", "x")
         write(tmp_path / "artifacts" / "mine", "y")
 
     # when
     with place(tmp_path) as again:
         # then
-        assert not again.data.exists()
+        assert not (again.home / "data").exists()
         assert (tmp_path / "artifacts" / "mine").exists()
         assert again.namespace != here.namespace
         with pytest.raises(ConfigError, match="another demo"), place(tmp_path):

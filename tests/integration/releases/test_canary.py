@@ -14,7 +14,7 @@ import pytest
 from cache.config.sections import CanaryConfig
 from cache.control.canary_split import Split
 from cache.errors import ConfigError, Conflict, Refused
-from infra.demo.http import get, post
+from infra.demo.http import HttpConnection, get
 from infra.local.service import ServiceProcess
 from precompute.builds.build import cut_of
 from precompute.canary import trial
@@ -65,6 +65,11 @@ def follow(config: NightConfig) -> None:
         pointer = control.pointer()
     assert pointer is not None
     assert until(lambda: {each.epoch for each in beating(config)} == {pointer.epoch})
+
+
+async def post(url: str, path: str, body: bytes) -> tuple[int, bytes]:
+    async with HttpConnection(url) as connection:
+        return await connection.request("POST", path, body)
 
 
 async def ask(
