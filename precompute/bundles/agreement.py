@@ -16,6 +16,7 @@ from precompute.bundles.index import best_with, tiles
 TOP = 20
 ROWS_AT_ONCE = 256
 _INVARIANCE_SIZES = (1, 2, 3, 17, 64)
+_TIMED = 20
 
 
 def agreement(
@@ -121,10 +122,10 @@ def _is_invariant(tower: Tower, inputs: Inputs, whole: NDArray[np.float32]) -> b
     return True
 
 
-def _seconds(run: Callable[[], object], rounds: int = 20) -> float:
+def _seconds(run: Callable[[], object]) -> float:
     run()
     spent = []
-    for _ in range(rounds):
+    for _ in range(_TIMED):
         started = time.perf_counter()
         run()
         spent.append(time.perf_counter() - started)

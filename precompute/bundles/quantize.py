@@ -8,9 +8,7 @@ import cache.model.runtime  # noqa: F401 - before any other import of ONNX Runti
 
 # isort: split
 import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,60 +24,46 @@ from cache.model.tower import Inputs, Tower
 from cache.model.tower_spec import TowerSpec
 from cache.store.artefacts import write_atomically
 
+ROWS_MAX = 512
+"""Rows that products are calibrated on."""
 _PRODUCTS = ("MatMul", "Gemm")
 _OPSET_MIN = 13  # from there on, axes are inputs
 _LAST, _MIDDLE = "larder_last_axis", "larder_middle_axis"
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizeReport:
-    """Report of a quantisation: counts of what became int8, and the sizes before and after."""
+def quantize_tower(fp32: Path, spec: TowerSpec, calibration: Inputs, out: Path) -> tuple[int, int]:
+    """Write the int8 form of a tower to `out`; (tables, products) that became int8, BundleError when nothing can.
 
-    tables: int
-    products: int
-    fp32_bytes: int
-    int8_bytes: int
-    seconds: float
-
-
-def quantize_tower(
-    fp32: Path, spec: TowerSpec, calibration: Inputs, out: Path, *, rows_max: int = 512
-) -> QuantizeReport:
-    """Write the int8 form of a tower to `out`; raises BundleError when nothing in it can be int8.
-
-    `calibration` holds real inputs; at most `rows_max` of their rows are used.
+    `calibration` holds real inputs; at most ROWS_MAX of their rows are used.
     """
-    started = time.perf_counter()
     model = onnx.load(fp32)
     opset = next((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 0)
     if opset < _OPSET_MIN:
         raise BundleError(f"{fp32.name} has opset {opset}, quantizing needs {_OPSET_MIN} or newer")
     products = sum(1 for node in model.graph.node if _is_product(model.graph, node))
     if products:
-        model = _quantize_products(fp32, spec, calibration, rows_max)
+        model = _quantize_products(fp32, spec, calibration)
     tables = _quantize_tables(model.graph)
     if not tables and not products:
         raise BundleError(f"{fp32.name} holds no embedding table and no product to quantize")
     write_atomically(out, model.SerializeToString(deterministic=True))
-    return QuantizeReport(
-        tables, products, fp32.stat().st_size, out.stat().st_size, time.perf_counter() - started
-    )
+    return tables, products
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]
-    """Feeds the batches that the tower itself would run, cut to `rows_max` rows in all."""
+    """Feeds the batches that the tower itself would run, cut to ROWS_MAX rows in all."""
 
-    def __init__(self, tower: Tower, inputs: Inputs, rows_max: int) -> None:
-        self._feeds = self._limited(tower, inputs, rows_max)
+    def __init__(self, tower: Tower, inputs: Inputs) -> None:
+        self._feeds = self._limited(tower, inputs)
 
     def get_next(self) -> dict[str, NDArray[Any]] | None:
         return next(self._feeds, None)
 
     @staticmethod
-    def _limited(tower: Tower, inputs: Inputs, left: int) -> Iterator[dict[str, NDArray[Any]]]:
+    def _limited(tower: Tower, inputs: Inputs) -> Iterator[dict[str, NDArray[Any]]]:
         feeds = [feed for _, feed in tower.batches(inputs)]
         # Each padded length gets its share: long histories have the largest activations.
-        share = max(1, left // max(1, len(feeds)))
+        share = max(1, ROWS_MAX // max(1, len(feeds)))
         for feed in feeds:
             yield {name: value[:share] for name, value in feed.items()}
 
@@ -89,9 +73,7 @@ def _is_product(graph: onnx.GraphProto, node: onnx.NodeProto) -> bool:
     return node.op_type in _PRODUCTS and node.input[1] in constants
 
 
-def _quantize_products(
-    fp32: Path, spec: TowerSpec, calibration: Inputs, rows_max: int
-) -> onnx.ModelProto:
+def _quantize_products(fp32: Path, spec: TowerSpec, calibration: Inputs) -> onnx.ModelProto:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "source.onnx", Path(folder) / "products.onnx"
         # Shapes are all that the pre-processing would add here (its symbolic form needs sympy).
@@ -101,7 +83,7 @@ def _quantize_products(
         quantize_static(
             str(source),
             str(target),
-            _Reader(Tower.open(fp32, spec), calibration, rows_max),
+            _Reader(Tower.open(fp32, spec), calibration),
             quant_format=QuantFormat.QDQ,
             activation_type=QuantType.QInt8,
             weight_type=QuantType.QInt8,
@@ -186,15 +168,23 @@ def _add_rows(graph: onnx.GraphProto, table: onnx.TensorProto) -> None:
     graph.initializer.append(numpy_helper.from_array(scales, f"{table.name}_scale"))
 
 
-def _gather_rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Gather int8 rows and their scales, multiply: element by element, so batch-invariant."""
-    table, index, out = node.input[0], node.input[1], node.output[0]
+def _gathered(node: onnx.NodeProto, out: str) -> list[onnx.NodeProto]:
+    """Gather int8 rows as floats, and their scales."""
+    table, index = node.input[0], node.input[1]
     return [
         helper.make_node("Gather", [f"{table}_int8", index], [f"{out}_int8"], name=f"{out}_rows"),
         helper.make_node(
             "Gather", [f"{table}_scale", index], [f"{out}_scale"], name=f"{out}_scales"
         ),
         helper.make_node("Cast", [f"{out}_int8"], [f"{out}_float"], to=TensorProto.FLOAT),
+    ]
+
+
+def _gather_rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Gather int8 rows and their scales, multiply: element by element, so batch-invariant."""
+    out = node.output[0]
+    return [
+        *_gathered(node, out),
         helper.make_node("Unsqueeze", [f"{out}_scale", _LAST], [f"{out}_wide"]),
         helper.make_node("Mul", [f"{out}_float", f"{out}_wide"], [out], name=node.name),
     ]
@@ -206,13 +196,9 @@ def _sum_rows(node: onnx.NodeProto, total: onnx.NodeProto) -> list[onnx.NodeProt
     Measured 1.5 to 4 times as fast as multiplying and summing in turn; and while ReduceSum adds in
     another order when the batch has one row, each of these products has the same shape in any batch.
     """
-    table, index, out = node.input[0], node.input[1], total.output[0]
+    out = total.output[0]
     return [
-        helper.make_node("Gather", [f"{table}_int8", index], [f"{out}_int8"], name=f"{out}_rows"),
-        helper.make_node(
-            "Gather", [f"{table}_scale", index], [f"{out}_scale"], name=f"{out}_scales"
-        ),
-        helper.make_node("Cast", [f"{out}_int8"], [f"{out}_float"], to=TensorProto.FLOAT),
+        *_gathered(node, out),
         helper.make_node("Unsqueeze", [f"{out}_scale", _MIDDLE], [f"{out}_weights"]),
         helper.make_node("MatMul", [f"{out}_weights", f"{out}_float"], [f"{out}_tall"]),
         helper.make_node("Squeeze", [f"{out}_tall", _MIDDLE], [out], name=total.name),

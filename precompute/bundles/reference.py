@@ -22,6 +22,7 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles import graphs
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
+from precompute.bundles.index import unit
 from precompute.sources.columns import strings_of
 
 ITEM_EXPONENT = 0.4
@@ -34,6 +35,7 @@ FILE_BYTES_MAX = 2**31 - 2**20
 
 _POWER_ITERATIONS = 4
 _OVERSAMPLE = 64
+_CLUSTER_ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,12 +169,12 @@ def singular_vectors(
 
 
 def spherical_clusters(
-    directions: NDArray[np.float32], clusters: int, rng: np.random.Generator, rounds: int = 20
+    directions: NDArray[np.float32], clusters: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
     """Cluster of each unit vector by spherical k-means (Dhillon and Modha, 2001)."""
     centres = directions[rng.choice(len(directions), clusters, replace=False)]
     assigned = np.zeros(len(directions), np.int64)
-    for _ in range(rounds):
+    for _ in range(_CLUSTER_ROUNDS):
         nearest = (directions @ centres.T).argmax(axis=1)
         if np.array_equal(nearest, assigned):
             break
@@ -209,7 +211,7 @@ def _affinities(
     rng: np.random.Generator,
 ) -> tuple[NDArray[np.float32], tuple[str, ...]]:
     """Unit centroids [n, dims] and their labels: the given categories, or clusters named by their top item."""
-    directions = _unit(vectors)
+    directions = unit(vectors)
     if data.categories is not None:
         coded = pc.dictionary_encode(strings_of(data.categories))
         names, places = np.unique(
@@ -237,10 +239,4 @@ def _centroids(
     size = len(directions)
     member = sp.csr_matrix((np.ones(size, np.float32), (groups, np.arange(size))), (count, size))
     filled = np.bincount(groups, minlength=count) > 0
-    return np.where(filled[:, None], _unit(member @ directions), otherwise)
-
-
-def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit: NDArray[np.float32] = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-    return unit
+    return np.where(filled[:, None], unit(member @ directions), otherwise)

@@ -50,7 +50,7 @@ def quantize_models(
         fp32, int8 = folder / f"{model.name}.fp32.onnx", folder / f"{model.name}.int8.onnx"
         inputs, seen = _with_answers(Tower.open(fp32, model.spec), inputs, seen)
         try:
-            report = quantize_tower(fp32, model.spec, inputs, int8)
+            quantize_tower(fp32, model.spec, inputs, int8)
         except BundleError as error:
             found[model.name] = LiveModel(False, {"precision": "fp32", "why": error.message})
             continue
@@ -68,8 +68,8 @@ def quantize_models(
             {
                 "precision": "int8",
                 **facts,
-                "fp32_bytes": report.fp32_bytes,
-                "int8_bytes": report.int8_bytes,
+                "fp32_bytes": fp32.stat().st_size,
+                "int8_bytes": int8.stat().st_size,
             },
         )
     return found
@@ -93,15 +93,19 @@ def _user_inputs(
         raise BundleError(
             f"no entity of the sample has the inputs that {model.name} wants", model=model.name
         )
-    rows = usable[
-        np.unique(np.linspace(0, len(usable) - 1, min(SAMPLE, len(usable))).astype(np.int64))
-    ]
+    rows = _spread(usable)
     inputs = bind(
         model.spec,
         histories=histories.take(rows),
         features={name: value[rows] for name, value in features[model.name].items()},
     )
     return inputs, Histories(sample.indptr, sample.ordinals).take(rows)
+
+
+def _spread(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """At most SAMPLE of the rows, spread evenly."""
+    places = np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows)))
+    return rows[np.unique(places.astype(np.int64))]
 
 
 def _with_answers(
@@ -118,6 +122,5 @@ def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -
     known = np.flatnonzero(features.usable())
     if not len(known):
         raise BundleError(f"no item has the inputs that {model.name} wants", model=model.name)
-    places = np.linspace(0, len(known) - 1, min(SAMPLE, len(known)))
-    rows = known[np.unique(places.astype(np.int64))]
+    rows = _spread(known)
     return bind(model.spec, features=features.of(rows)[0], index=items.to_model(Ordinals(rows)))

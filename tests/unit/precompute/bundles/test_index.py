@@ -31,9 +31,8 @@ def test_recall_is_measured_through_the_file_as_written(tmp_path, vectors, kind,
     again = measure_recall(
         Searcher.open(path, metric, count=4000), vectors, sample_queries(vectors)
     )
-    assert again == (report.recall, report.recall_head, report.recall_tail)
+    assert again == report.recall
     assert report.recall > 0.85
-    assert report.size_bytes == path.stat().st_size
     assert [each.name for each in tmp_path.iterdir()] == ["index.faiss"]
 
 
@@ -43,12 +42,12 @@ def test_an_index_of_the_wrong_metric_or_probes_shows_in_its_recall(tmp_path, ve
     sample = sample_queries(vectors)
 
     as_inner_product = measure_recall(Searcher.open(path, "inner_product"), vectors, sample)
-    index = indexes.inverted_file(vectors, "inner_product", 0)
+    index = indexes.inverted_file(vectors, "inner_product")
     index.nprobe = 1
     one_probe = measure_recall(Searcher(index, "inner_product", 1), vectors, sample)
 
-    assert as_inner_product[0] < 0.8
-    assert one_probe[0] < 0.8
+    assert as_inner_product < 0.8
+    assert one_probe < 0.8
 
 
 def test_many_items_get_the_inverted_file_only_if_it_pays(tmp_path, vectors, monkeypatch):
