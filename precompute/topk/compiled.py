@@ -67,10 +67,6 @@ class Kernel:
             compared.vectors, compared.filtering, compared.sizes, own, largest, multiple
         )
 
-    def fits(self, compared: Compared, users: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Mask of the users float32 [n, dims] that the kernel is certain about."""
-        return fits(compared, users)
-
     def top(
         self,
         packed: Packed,

@@ -16,7 +16,7 @@ from cache.format.records.layout import NO_ITEM
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
 from cache.process.cores import usable_cores
-from precompute.topk.compiled import K_MAX, Kernel, kernel
+from precompute.topk.compiled import K_MAX, Kernel, fits, kernel
 from precompute.topk.flat import Compared, FlatChunk, Top, chunks
 from precompute.topk.packing import Packed
 
@@ -90,7 +90,7 @@ class Scorer:
         count = threads or usable_cores()
         if self.compiled is None:
             return self._flat(users, k, gone, allowed, count, told)
-        fit = self.compiled[0].fits(self.compared, users)
+        fit = fits(self.compared, users)
         if fit.all():
             return self._by_kernel(users, k, gone, allowed, count, told)
         ordinals, scores = np.empty((len(users), k), np.uint32), np.empty((len(users), k), "f4")
@@ -167,20 +167,6 @@ class Scorer:
         )
         names = np.append(left, NO_ITEM).astype(np.uint32)
         return names[np.minimum(ordinals, len(left))], scores
-
-
-def exact_topk(
-    users: NDArray[np.float32],
-    items: NDArray[np.float32],
-    k: int,
-    excluded: Histories | None = None,
-    *,
-    metric: Metric = "inner_product",
-    threads: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> Top:
-    """Top K of all items, as `Scorer.top` gives it, by a scorer made for this one call."""
-    return Scorer.of(items, metric).top(users, k, excluded, threads=threads, progress=progress)
 
 
 def checked(

@@ -11,7 +11,7 @@ from cache.model.tower import Histories
 from precompute.bundles import graphs
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_writer import ModelFile, write_bundle
-from precompute.topk.topk import exact_topk
+from precompute.topk.topk import Scorer
 from tests.models import ITEMS, K, histories_of, make_predictor, train_small
 
 AT = 1_700_000_000
@@ -100,7 +100,7 @@ def test_fp32_live_answers_equal_the_nights(bundle, tmp_path):
     ordinal[items._model_index] = np.arange(ITEMS)
     seen = Histories(histories.indptr, ordinal[histories.indices])
     users = predictor._towers["user_tower"].run({"history": histories})
-    night, scores = exact_topk(users, items.vectors, K, seen)
+    night, scores = Scorer.of(items.vectors).top(users, K, seen)
 
     # When the live path is sent the same histories
     sent = [

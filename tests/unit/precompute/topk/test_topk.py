@@ -12,7 +12,7 @@ from cache.errors import ConfigError
 from cache.format.records.layout import NO_ITEM
 from cache.model.tower import Histories
 from precompute.topk import flat, topk
-from precompute.topk.topk import Scorer, exact_topk
+from precompute.topk.topk import Scorer
 from tests.unit.precompute.exactness import assert_exact, brute, make
 
 
@@ -36,10 +36,10 @@ def test_lists_equal_a_float64_brute_force(metric, k):
 def test_small_and_large_chunks_give_the_same_lists(monkeypatch, skewed):
     users, items, excluded = make(200, 3000, 16, skewed=skewed, seed=2)
     assert_exact(users, items, 20, excluded)
-    plain = exact_topk(users, items, 20, excluded)
+    plain = Scorer.of(items).top(users, 20, excluded)
     monkeypatch.setattr(flat, "_CHUNK_CANDIDATES", 500)
 
-    small = exact_topk(users, items, 20, excluded)
+    small = Scorer.of(items).top(users, 20, excluded)
 
     assert np.array_equal(plain[0], small[0])
     assert np.array_equal(plain[1].view(np.uint32), small[1].view(np.uint32))
@@ -47,10 +47,10 @@ def test_small_and_large_chunks_give_the_same_lists(monkeypatch, skewed):
 
 def test_lists_that_cannot_be_certified_are_scored_against_every_item(monkeypatch):
     users, items, excluded = make(40, 800, 16, seed=4)
-    plain = exact_topk(users, items, 20, excluded)
+    plain = Scorer.of(items).top(users, 20, excluded)
     monkeypatch.setattr(flat, "_ROUNDING", 1.0)
 
-    scanned = exact_topk(users, items, 20, excluded)
+    scanned = Scorer.of(items).top(users, 20, excluded)
 
     assert np.array_equal(plain[0], scanned[0])
     assert np.array_equal(plain[1].view(np.uint32), scanned[1].view(np.uint32))
@@ -58,11 +58,11 @@ def test_lists_that_cannot_be_certified_are_scored_against_every_item(monkeypatc
 
 def test_batches_and_threads_change_no_bit():
     users, items, excluded = make(70, 900, 24, seed=3)
-    whole = exact_topk(users, items, 15, excluded, threads=2)
+    whole = Scorer.of(items).top(users, 15, excluded, threads=2)
 
     for size in (1, 3, 19, 20, 21):
         rows = np.arange(size)
-        part = exact_topk(users[:size], items, 15, excluded.take(rows), threads=1)
+        part = Scorer.of(items).top(users[:size], 15, excluded.take(rows), threads=1)
         assert np.array_equal(part[0], whole[0][:size])
         assert np.array_equal(part[1].view(np.uint32), whole[1][:size].view(np.uint32))
 
@@ -73,7 +73,7 @@ def test_ties_in_masses_are_settled_by_ordinal():
     users = np.ones((3, 8), np.float32)
     excluded = Histories.of([[0, 2], [], [1999]])
 
-    ordinals, _ = exact_topk(users, items, 5, excluded)
+    ordinals, _ = Scorer.of(items).top(users, 5, excluded)
 
     assert ordinals.tolist() == [[1, 3, 4, 5, 6], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
 
@@ -81,7 +81,7 @@ def test_ties_in_masses_are_settled_by_ordinal():
 def test_a_user_without_direction_gets_the_first_items():
     users, items, _ = make(1, 500, 8)
 
-    ordinals, scores = exact_topk(users * 0, items, 4, Histories.of([[1]]))
+    ordinals, scores = Scorer.of(items).top(users * 0, 4, Histories.of([[1]]))
 
     assert ordinals.tolist() == [[0, 2, 3, 4]]
     assert not scores.any()
@@ -90,7 +90,7 @@ def test_a_user_without_direction_gets_the_first_items():
 def test_a_user_who_has_everything_gets_an_empty_list():
     users, items, _ = make(2, 30, 8)
 
-    ordinals, scores = exact_topk(users, items, 3, Histories.of([np.arange(30), [-1]]))
+    ordinals, scores = Scorer.of(items).top(users, 3, Histories.of([np.arange(30), [-1]]))
 
     assert (ordinals[0] == NO_ITEM).all()
     assert not scores[0].any()
@@ -100,7 +100,7 @@ def test_a_user_who_has_everything_gets_an_empty_list():
 def test_no_users_is_fine():
     users, items, _ = make(1, 30, 8)
 
-    ordinals, _ = exact_topk(users[:0], items, 3)
+    ordinals, _ = Scorer.of(items).top(users[:0], 3)
 
     assert ordinals.shape == (0, 3)
 
@@ -110,7 +110,7 @@ def test_k_out_of_range_is_refused(k):
     users, items, _ = make(1, 30, 8)
 
     with pytest.raises(ConfigError, match=str(k)):
-        exact_topk(users, items, k)
+        Scorer.of(items).top(users, k)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -129,7 +129,7 @@ def test_progress_counts_every_user_once():
     users, items, excluded = make(50, 300, 8)
     told: list[int] = []
 
-    exact_topk(users, items, 5, excluded, progress=told.append)
+    Scorer.of(items).top(users, 5, excluded, progress=told.append)
 
     assert sum(told) == 50
 
@@ -193,7 +193,7 @@ def test_whole_numbers_tie_exactly_and_ordinals_decide():
     users = rng.integers(-2, 3, (40, 4)).astype(np.float32)
     excluded = Histories.of([rng.choice(700, 9, replace=False) for _ in range(40)])
 
-    ordinals, _ = exact_topk(users, items, 25, excluded)
+    ordinals, _ = Scorer.of(items).top(users, 25, excluded)
 
     assert ordinals.tolist() == brute(users, items, 25, excluded)[0].tolist()
 
