@@ -26,9 +26,9 @@ from precompute.erasing.erasing import (
     look_without_redis,
     settle,
 )
-from precompute.erasing.holders import EntityHolder, holders
+from precompute.erasing.holders import holders
 from precompute.erasures.erasure import Erasure
-from precompute.erasures.host_records import declare_gone
+from precompute.erasures.host_records import EntityHolder, declare_gone
 from precompute.releases.release import Releases
 
 

@@ -18,7 +18,7 @@ from precompute.config.settings import NightConfig
 from precompute.config.validation import demand_reason
 from precompute.control.control_keys import Control
 from precompute.control.states import UNFINISHED, State
-from precompute.erasing.holders import EntityHolder, holders
+from precompute.erasing.holders import holders
 from precompute.erasures.erasure import (
     Erasure,
     all_erasures,
@@ -27,6 +27,7 @@ from precompute.erasures.erasure import (
     mark_forgotten,
     request,
 )
+from precompute.erasures.host_records import EntityHolder
 from precompute.releases.release_log import ReleaseLog, ReleaseView, standing
 
 UNLINK_BATCH = 256

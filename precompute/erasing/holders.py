@@ -1,7 +1,6 @@
 """Generations that still hold an erased entity, looked up in their own files by hash."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.control.rows import Row
 from precompute.control.states import UNFINISHED
 from precompute.erasures.erasure import Erasure
-from precompute.erasures.host_records import Copy, copies_on_hosts, left_out
+from precompute.erasures.host_records import EntityHolder, copies_on_hosts, left_out
 from precompute.partitions import holdout
 from precompute.partitions.catalogue import directory_file
 from precompute.partitions.shard_files import NAMING, shard_of
@@ -26,20 +25,6 @@ from precompute.sources.unusable import ids_in
 
 Fetch = Callable[[str], Path]
 """Path of a finished file of the generation on this host; raises StoreError when there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class EntityHolder:
-    """Holder of an entity: a generation; with `host`, its copies of what the store no longer has, there since `at`."""
-
-    generation: str
-    host: str = ""
-    at: float = 0.0
-
-    @property
-    def is_copy(self) -> bool:
-        """True if only a host has it."""
-        return bool(self.host)
 
 
 def holders(
@@ -59,15 +44,15 @@ def holders(
     spared = {each: left_out(store, each) for each in {copy.generation for copy in copies}}
     for copy in copies:
         for number in found.keys() - spared[copy.generation]:
-            found[number].append(EntityHolder(copy.generation, copy.host, copy.at))
+            found[number].append(copy)
     return {number: tuple(each) for number, each in found.items()}
 
 
-def _copies(store: ArtefactStore, *, but: Collection[str]) -> list[Copy]:
+def _copies(store: ArtefactStore, *, but: Collection[str]) -> list[EntityHolder]:
     """Copies that hosts recorded, and those that lie here unrecorded."""
     recorded = copies_on_hosts(store, but=but)
     here = set(store.host_copies()) - {each.generation for each in recorded} - set(but)
-    return [*recorded, *(Copy(each, "this host", 0.0) for each in sorted(here))]
+    return [*recorded, *(EntityHolder(each, "this host") for each in sorted(here))]
 
 
 def _held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure]) -> Collection[int]:

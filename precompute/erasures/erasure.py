@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.errors import Conflict, CorruptArtefact, InvalidInput
+from cache.errors import Conflict, CorruptArtefact
 from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
 from cache.store.artefacts import ArtefactStore
@@ -171,11 +171,7 @@ def mark_done(store: ArtefactStore, erasure: Erasure, *, at: float) -> Erasure:
 
 
 def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, at: float, reason: str) -> None:
-    """Let the entity into later nights again; raises InvalidInput without a reason."""
-    if not reason.strip():
-        raise InvalidInput(
-            "an erased entity is re-admitted with a reason: --reason", field="reason"
-        )
+    """Let the entity into later nights again."""
     store.write_once(_path(erasure.number, "forgotten"), _json({"at": at, "reason": reason}))
 
 

@@ -15,12 +15,20 @@ _BEGUN = "begun.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Files of a generation on a host, there since `at` (Unix seconds, by that host's clock)."""
+class EntityHolder:
+    """Holder of an entity: a generation; with `host`, only that host's copies of it.
+
+    These are there since `at` (Unix seconds, by that host's clock).
+    """
 
     generation: str
-    host: str
-    at: float
+    host: str = ""
+    at: float = 0.0
+
+    @property
+    def is_copy(self) -> bool:
+        """True if only a host has it."""
+        return bool(self.host)
 
 
 def note_left_out(store: ArtefactStore, generation: str, numbers: Iterable[int]) -> None:
@@ -39,7 +47,7 @@ def left_out(store: ArtefactStore, generation: str) -> set[int]:
         return set()
 
 
-def copies_on_hosts(store: ArtefactStore, *, but: Collection[str] = ()) -> list[Copy]:
+def copies_on_hosts(store: ArtefactStore, *, but: Collection[str] = ()) -> list[EntityHolder]:
     """Copies that are recorded, of generations other than `but`; of a local store nothing is a copy."""
     if store.copies is None:
         return []
@@ -52,7 +60,9 @@ def copies_on_hosts(store: ArtefactStore, *, but: Collection[str] = ()) -> list[
     ]
     bodies = store.read_many([record_path(*each) for each in hosts])
     return [
-        Copy(*each, _at(bodies[path])) for each in hosts if (path := record_path(*each)) in bodies
+        EntityHolder(*each, _at(bodies[path]))
+        for each in hosts
+        if (path := record_path(*each)) in bodies
     ]
 
 
@@ -63,7 +73,7 @@ def _at(raw: bytes) -> float:
         return 0.0  # the name says all that matters
 
 
-def declare_gone(store: ArtefactStore, pattern: str) -> list[Copy]:
+def declare_gone(store: ArtefactStore, pattern: str) -> list[EntityHolder]:
     """Forget the copies of hosts that will never run again, by name or pattern; raises Conflict when none has any."""
     copies = copies_on_hosts(store)
     gone = [each for each in copies if fnmatchcase(each.host, pattern)]

@@ -7,11 +7,12 @@ import orjson
 import pyarrow as pa
 import pytest
 
-from cache.errors import Conflict, CorruptArtefact, InvalidInput
+from cache.errors import ConfigError, Conflict, CorruptArtefact
 from cache.store.artefacts import ArtefactStore
 from precompute.builds.copies import record_copies
 from precompute.control.rows import Row
 from precompute.control.states import State
+from precompute.erasing.erasing import forget
 from precompute.erasing.holders import holders
 from precompute.erasures.erasure import (
     NOBODY,
@@ -60,8 +61,10 @@ def test_a_request_is_written_once_and_read_back_whole(store):
 
 
 def test_forgetting_needs_a_reason(store):
-    with pytest.raises(InvalidInput, match="--reason"):
-        mark_forgotten(store, request(store, b"u1", "user", at=5.0), at=6.0, reason=" ")
+    request(store, b"u1", "user", at=5.0)
+
+    with pytest.raises(ConfigError, match="--reason"):
+        forget(store, b"u1", "user", at=6.0, reason=" ")
 
 
 @pytest.mark.parametrize(
