@@ -115,9 +115,7 @@ def page_names(generation: str) -> list[str]:
     return [KEYS.page(generation, "t", page) for page in range(2)]
 
 
-def load_missing(
-    control: Control, _keys: Keyspace, store: ArtefactStore, generation: str, **_options: Any
-) -> int:
+def load_missing(control: Control, store: ArtefactStore, generation: str, **_options: Any) -> int:
     """Pages into Redis, one by one, and their mark."""
     read_manifest(store, generation)
     for name in page_names(generation):
@@ -353,9 +351,9 @@ class Life:
             demand("load", generation, state)
             if state is None:
                 releases.note(generation, State.BEGUN)
-        load_missing(releases.control, KEYS, self.store, generation)
+        load_missing(releases.control, self.store, generation)
         if state in (None, State.BEGUN):
-            sweep_module.note_loaded(releases, KEYS, generation)
+            sweep_module.note_loaded(releases, generation)
 
     def _do_verify(self, generation: str, attempt: str, good: bool) -> None:
         releases = self.releases()
@@ -435,14 +433,14 @@ class Life:
         releases = self.releases()
         for generation in sweep_module.sweepable(releases, keep=keep, grace_s=GRACE_S):
             with contextlib.suppress(Conflict):
-                sweep_module.retire(releases, KEYS, generation, attempt="sweep", grace_s=GRACE_S)
+                sweep_module.retire(releases, generation, attempt="sweep", grace_s=GRACE_S)
         sweep_module.drop_old_rows(releases, overlay_ttl_s=OVERLAY_TTL_S)
         releases.control.forget_dead_replicas()
 
     def _do_restore(self, attempt: str) -> None:
         age = self.disasters
         restore_module.restore(
-            self.releases(), KEYS, attempt=attempt, chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
+            self.releases(), attempt=attempt, chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
         )
         if age == self.disasters and not any(each.age < age for each in self.actors):
             self.whole_since = age
@@ -720,7 +718,7 @@ class Life:
         ledger = releases.ledger()
         if ledger.live is not None:
             restore_module.restore(
-                releases, KEYS, attempt="shell", chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
+                releases, attempt="shell", chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
             )
             self.whole_since = self.disasters
         self._check()

@@ -1,7 +1,5 @@
 """Leftovers of killed programs and retired generations on this host: unfinished files, copies, half-made bundles."""
 
-from collections.abc import Collection
-
 from cache.store.artefacts import COPY_IDLE_S
 from precompute.bundles.bundle_store import sweep_bundles
 from precompute.bundles.bundle_swap import heal, sweep_training
@@ -14,15 +12,13 @@ UNFINISHED_S = 86_400.0
 """Seconds that nothing must have touched an unfinished file before it counts as left over."""
 
 
-def sweep_leftovers(
-    config: NightConfig, releases: ReleaseLog, *, in_use: Collection[str] = ()
-) -> int:
+def sweep_leftovers(config: NightConfig, releases: ReleaseLog) -> int:
     """Remove leftovers, by this host's own clock; their number. Nothing readers hold or a night makes is touched."""
     store, now, bundle = releases.store, releases.clock(), config.path(config.bundle)
     view = releases.view()
     held = {each for replica in releases.control.replicas() for each in replica.holds}
     wanted = {each for each, row in view.rows.items() if row.state in UNFINISHED}
-    wanted |= {*in_use, *held, *filter(None, (view.ledger.live, view.ledger.previous))}
+    wanted |= {*held, *filter(None, (view.ledger.live, view.ledger.previous))}
     heal(bundle)
     swept = len(store.sweep_host_copies(wanted, before=now - COPY_IDLE_S))
     sweep_notes(store, wanted)

@@ -43,7 +43,6 @@ def sweep(
             try:
                 removed += retire(
                     releases,
-                    config.keyspace(),
                     generation,
                     attempt=attempt,
                     grace_s=config.superseded_grace_s,

@@ -1,7 +1,6 @@
 """Bulk load: stream page files into Redis, resumable per page; and the way out, page by page."""
 
 import mmap
-from collections.abc import Callable
 from pathlib import Path
 
 import redis
@@ -10,9 +9,9 @@ from cache.errors import CorruptArtefact
 from cache.format.manifest import Manifest
 from cache.format.redis_keys import Keyspace
 from precompute.bulk.governor import Governor
-from precompute.bulk.page_stream import page_stream
+from precompute.bulk.page_stream import PageStream
 from precompute.bulk.parts import Part, page_keys, parts_of, total_bytes
-from precompute.bulk.readback import BadPage, verify_part
+from precompute.bulk.readback import BadPage, Progress, verify_part
 
 __all__ = [
     "BadPage",
@@ -27,7 +26,6 @@ __all__ = [
     "verify_part",
 ]
 
-Progress = Callable[[int], None]
 RETIRE_BATCH = 64
 NOTED_BYTES = 16 << 20
 """Bytes loaded between two notes of how far it is: what a crash costs at most, with what was under way."""
@@ -80,7 +78,7 @@ def load_part(
         names = [part.key(keys, manifest.generation, page).encode() for page in range(entry.pages)]
         with (
             memoryview(pages) as view,
-            page_stream(client, governor, chunk_bytes=chunk_bytes, landed=landed) as stream,
+            PageStream(client, governor, chunk_bytes=chunk_bytes, landed=landed) as stream,
         ):
             stream.send(names, view, done, part.table.page_bytes)
     with client.pipeline(transaction=True) as finished:

@@ -1,14 +1,15 @@
 """A stream of pages into Redis, over one connection to each server: whole when nobody reads, in paced pieces else."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import redis
 
 from cache.l2.sync_clients import by_server
 from precompute.bulk.governor import Governor
+from precompute.bulk.own_connections import OwnConnections
 
 UNANSWERED = 2
 """Pages (or chunks of them) that may wait for their replies: Redis has the next, memory is bounded."""
@@ -23,7 +24,7 @@ class _Sent(NamedTuple):
     ends_bytes: int
 
 
-class PageStream:
+class PageStream(OwnConnections):
     """Pages in order; `landed(pages, bytes)` is called as Redis confirms them."""
 
     def __init__(
@@ -34,9 +35,9 @@ class PageStream:
         chunk_bytes: int,
         landed: Callable[[int, int], None],
     ) -> None:
+        super().__init__()
         self._client, self._governor, self._chunk_bytes = client, governor, chunk_bytes
         self._landed = landed
-        self._connections: dict[Any, Any] = {}
         self._waiting: deque[_Sent] = deque()
         self._chunks = 0
 
@@ -61,19 +62,6 @@ class PageStream:
         while self._waiting:
             self._await_chunk(again)
 
-    def close(self, *, is_broken: bool) -> None:
-        """Give the connections back. Replies may still be on their way to a broken stream: it serves nothing more."""
-        for pool, connection in self._connections.items():
-            if is_broken:
-                connection.disconnect()
-            pool.release(connection)
-
-    def _to(self, server: "redis.Redis") -> Any:
-        pool = server.connection_pool
-        if pool not in self._connections:
-            self._connections[pool] = pool.get_connection()
-        return self._connections[pool]
-
     def _send_whole(self, names: list[bytes], pages: memoryview, page: int, size: int) -> int:
         """Sends a chunk of `SET`s, from where the pages are mapped: packing would copy each of them twice."""
         chunk = names[page : page + max(1, self._chunk_bytes // size)]
@@ -91,7 +79,7 @@ class PageStream:
                 for place in places:
                     value = values[place]
                     packed += (_head_of_set(chunk[place], len(value)), value, b"\r\n")
-                connection = self._to(server)
+                connection = self.to(server)
                 connection.send_packed_command(packed, check_health=False)
                 parts.append(_Sent(connection, [page + place for place in places], 0, 0))
         self._sent(parts, len(chunk), sent_bytes)
@@ -107,7 +95,7 @@ class PageStream:
         """
         size = len(page)
         ((server, _),) = by_server(self._client, [name])
-        connection = self._to(server)
+        connection = self.to(server)
         for at in range(0, size, piece):
             with page[at : at + piece] as value:
                 governor.pace(len(value))
@@ -140,21 +128,3 @@ class PageStream:
 
 def _head_of_set(name: bytes, size: int) -> bytes:
     return b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size)
-
-
-@contextmanager
-def page_stream(
-    client: "redis.Redis",
-    governor: Governor | None,
-    *,
-    chunk_bytes: int,
-    landed: Callable[[int, int], None],
-) -> Iterator[PageStream]:
-    """A stream over connections of the client's own pools, which are dropped if anything goes wrong."""
-    stream = PageStream(client, governor, chunk_bytes=chunk_bytes, landed=landed)
-    try:
-        yield stream
-    except BaseException:
-        stream.close(is_broken=True)
-        raise
-    stream.close(is_broken=False)

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import redis
@@ -10,6 +9,7 @@ import xxhash
 
 from cache.l2.sync_clients import by_server
 from precompute.bulk.governor import Governor
+from precompute.bulk.own_connections import OwnConnections
 
 UNANSWERED = 8
 """Pieces that may wait for their replies: without, the rate ends at a piece per round trip (16 KiB at 2 ms: 8 MB/s)."""
@@ -32,19 +32,19 @@ class _PieceRequest(NamedTuple):
     ends_page: bool
 
 
-class PieceReader:
+class PieceReader(OwnConnections):
     """Pages in order of asking; a page comes back once its last piece is there."""
 
     def __init__(self, client: "redis.Redis", governor: Governor) -> None:
+        super().__init__()
         self._client, self._governor = client, governor
-        self._connections: dict[Any, Any] = {}
         self._waiting: deque[_PieceRequest] = deque()
         self._digest, self._size_bytes = xxhash.xxh3_64(), 0
 
     def ask(self, page: int, name: bytes, size_bytes: int, piece: int) -> Iterator[PageDigest]:
         """Ask for a page of that many bytes; yields what came back meanwhile."""
         ((server, _),) = by_server(self._client, [name])
-        connection = self._to(server)
+        connection = self.to(server)
         for start in range(0, size_bytes, piece):
             is_last = start + piece >= size_bytes
             # One byte too many of the last piece: a page that is longer than it should be is seen by it.
@@ -60,19 +60,6 @@ class PieceReader:
         """Yields the pages that have been asked for and are not back yet."""
         while self._waiting:
             yield from self._take()
-
-    def close(self, *, is_broken: bool) -> None:
-        """Give the connections back; one on which replies are still to come serves nothing more."""
-        for pool, connection in self._connections.items():
-            if is_broken or self._waiting:
-                connection.disconnect()
-            pool.release(connection)
-
-    def _to(self, server: "redis.Redis") -> Any:
-        pool = server.connection_pool
-        if pool not in self._connections:
-            self._connections[pool] = pool.get_connection()
-        return self._connections[pool]
 
     def _take(self) -> Iterator[PageDigest]:
         asked = self._waiting.popleft()
@@ -93,15 +80,3 @@ def _getrange(name: bytes, start: int, end: int) -> bytes:
     return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
         len(name), name, len(first), first, len(last), last,
     )  # fmt: skip
-
-
-@contextmanager
-def piece_reader(client: "redis.Redis", governor: Governor) -> Iterator[PieceReader]:
-    """A reader over connections of the client's own pools, which are dropped if anything goes wrong."""
-    reader = PieceReader(client, governor)
-    try:
-        yield reader
-    except BaseException:
-        reader.close(is_broken=True)
-        raise
-    reader.close(is_broken=False)

@@ -13,8 +13,9 @@ from cache.format.manifest import Manifest
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import by_server
 from precompute.bulk.governor import Governor
+from precompute.bulk.own_connections import OwnConnections
 from precompute.bulk.parts import Part
-from precompute.bulk.piece_reader import PageDigest, piece_reader
+from precompute.bulk.piece_reader import PageDigest, PieceReader
 
 Progress = Callable[[int], None]
 AT_ONCE_MAX = 500
@@ -89,7 +90,7 @@ def _read(
     at_once, page = max(1, chunk_bytes // part.table.page_bytes), 0
     while page < len(names):
         if governor is not None and governor.piece_bytes is not None:
-            with piece_reader(client, governor) as reader:
+            with PieceReader(client, governor) as reader:
                 while page < len(names) and (piece := governor.piece_bytes) is not None:
                     yield from reader.ask(page, names[page], part.size_of(page), piece)
                     page += 1
@@ -135,19 +136,11 @@ def sizes(client: "redis.Redis", names: Sequence[bytes]) -> list[int]:
 
 def _strlens(client: "redis.Redis", server: "redis.Redis", names: list[bytes]) -> list[int]:
     """Bytes of each value, asked for in one packet: redis-py's pipeline would take seconds for a large generation."""
-    pool = server.connection_pool
-    connection: Any = pool.get_connection()
-    try:
-        packed = b"".join(
-            b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(name), name) for name in names
-        )
+    packed = b"".join(b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(name), name) for name in names)
+    with OwnConnections() as own:
+        connection = own.to(server)
         connection.send_packed_command([packed], check_health=False)
         replies = [_reply(connection) for _ in names]
-    except BaseException:
-        connection.disconnect()
-        raise
-    finally:
-        pool.release(connection)
     return [
         int(cast(Any, client.strlen(name))) if reply is None else reply
         for name, reply in zip(names, replies, strict=True)

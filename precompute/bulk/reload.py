@@ -11,11 +11,11 @@ import redis
 
 from cache.errors import Conflict, StoreError
 from cache.format.manifest import Artefact, Manifest
-from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import ArtefactStore, check, generation_path, read_manifest
 from precompute.bulk.governor import Governor
-from precompute.bulk.load import Part, Progress, load_part, parts_of, total_bytes, verify_part
-from precompute.bulk.readback import bad_pages, lengths, sizes
+from precompute.bulk.load import load_part
+from precompute.bulk.parts import Part, parts_of, total_bytes
+from precompute.bulk.readback import Progress, bad_pages, lengths, sizes, verify_part
 from precompute.control.control_keys import Control
 
 CHUNK_BYTES = 1 << 20
@@ -26,7 +26,6 @@ LOOKS = 500
 
 def reload(
     control: Control,
-    keys: Keyspace,
     store: ArtefactStore,
     generation: str,
     *,
@@ -40,26 +39,21 @@ def reload(
     """
     manifest = read_manifest(store, generation)
     for part in parts_of(manifest):
-        if is_marked(control.client, keys, manifest, part):
-            _repair_part(
-                control, keys, store, manifest, part, chunk_bytes=chunk_bytes, governor=governor
-            )
-            continue
-        _fetch(store, generation, part.pages.sums)
-        _stream(
-            control, keys, store, manifest, part,
-            chunk_bytes=chunk_bytes, progress=progress, governor=governor,
-        )  # fmt: skip
+        if is_marked(control, manifest, part):
+            _repair_part(control, store, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
+        else:
+            _stream(
+                control, store, manifest, part,
+                chunk_bytes=chunk_bytes, progress=progress, governor=governor,
+            )  # fmt: skip
     return total_bytes(manifest)
 
 
 def load_missing(
     control: Control,
-    keys: Keyspace,
     store: ArtefactStore,
     generation: str,
     *,
-    chunk_bytes: int = CHUNK_BYTES,
     governor: Governor | None = None,
     is_urgent: bool = False,
 ) -> int:
@@ -69,37 +63,30 @@ def load_missing(
     `LOOKS` of them however large the generation, and one per page only where one of these tells that pages are gone.
     """
     manifest, streamed = read_manifest(store, generation), 0
-    marks: Any = control.client.hgetall(keys.loaded(generation))
-    is_sound = is_urgent and _is_sample_there(control.client, keys, manifest)
-    for part in parts_of(manifest):
-        if is_sound and marks.get(part.name.encode()) == part.mark:
-            continue
-        if _is_there(control.client, keys, manifest, part, marks):
-            continue
-        _fetch(store, generation, part.pages.sums)
-        _stream(control, keys, store, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
+    is_sound = is_urgent and _is_sample_there(control, manifest)
+    for part in _missing(control, manifest, are_whole=is_sound):
+        _stream(control, store, manifest, part, governor=governor)
         streamed += 1
     return streamed
 
 
-def is_missing(control: Control, keys: Keyspace, store: ArtefactStore, generation: str) -> bool:
+def is_missing(control: Control, store: ArtefactStore, generation: str) -> bool:
     """True if Redis lacks a mark, a page or part of a page of a generation; reads no page."""
-    manifest = read_manifest(store, generation)
-    marks: Any = control.client.hgetall(keys.loaded(generation))
-    return not all(
-        _is_there(control.client, keys, manifest, part, marks) for part in parts_of(manifest)
-    )
+    return any(_missing(control, read_manifest(store, generation)))
 
 
-def _is_there(
-    client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part, marks: Any
-) -> bool:
-    return marks.get(part.name.encode()) == part.mark and all(
-        found == part.size_of(page) for page, found in lengths(client, keys, manifest, part)
-    )
+def _missing(control: Control, manifest: Manifest, *, are_whole: bool = False) -> Iterator[Part]:
+    """Parts without their mark or, unless pages `are_whole` where it is, without a page of its length."""
+    marks: Any = control.client.hgetall(control.keys.loaded(manifest.generation))
+    for part in parts_of(manifest):
+        found = lengths(control.client, control.keys, manifest, part)
+        if marks.get(part.name.encode()) != part.mark or not (
+            are_whole or all(size_bytes == part.size_of(page) for page, size_bytes in found)
+        ):
+            yield part
 
 
-def _is_sample_there(client: "redis.Redis", keys: Keyspace, manifest: Manifest) -> bool:
+def _is_sample_there(control: Control, manifest: Manifest) -> bool:
     """True if pages spread evenly over the generation have their length: a lost node takes its share of them."""
     parts = parts_of(manifest)
     ends = np.cumsum([part.pages.pages for part in parts])
@@ -109,19 +96,12 @@ def _is_sample_there(client: "redis.Redis", keys: Keyspace, manifest: Manifest) 
     for place, number in zip(places, np.searchsorted(ends, places, "right"), strict=True):
         part = parts[number]
         looked.append((part, int(place - ends[number]) + part.pages.pages))
-    names = [part.key(keys, manifest.generation, page).encode() for part, page in looked]
-    return sizes(client, names) == [part.size_of(page) for part, page in looked]
+    names = [part.key(control.keys, manifest.generation, page).encode() for part, page in looked]
+    return sizes(control.client, names) == [part.size_of(page) for part, page in looked]
 
 
 def repair(
-    control: Control,
-    keys: Keyspace,
-    store: ArtefactStore,
-    generation: str,
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-    progress: Progress = lambda _bytes: None,
-    governor: Governor | None = None,
+    control: Control, store: ArtefactStore, generation: str, *, governor: Governor | None = None
 ) -> list[str]:
     """Read every page of a generation back and mend what is not right, also while it is live; the pages mended.
 
@@ -130,52 +110,46 @@ def repair(
     """
     manifest, mended = read_manifest(store, generation), []
     for part in parts_of(manifest):
-        mended += _repair_part(
-            control, keys, store, manifest, part,
-            chunk_bytes=chunk_bytes, progress=progress, governor=governor,
-        )  # fmt: skip
+        mended += _repair_part(control, store, manifest, part, governor=governor)
     return mended
 
 
-def damaged(control: Control, keys: Keyspace, store: ArtefactStore, generation: str) -> list[str]:
+def damaged(control: Control, store: ArtefactStore, generation: str) -> list[str]:
     """Keys of the pages that are missing or not as the artefact store has them; every page is read."""
     manifest, root = read_manifest(store, generation), store.local(generation_path(generation))
     found = []
     for part in parts_of(manifest):
         _fetch(store, generation, part.pages.sums)
-        bad = bad_pages(control.client, keys, manifest, root, part, chunk_bytes=CHUNK_BYTES)
-        found += [part.key(keys, generation, page) for page, _ in bad]
+        bad = bad_pages(control.client, control.keys, manifest, root, part)
+        found += [part.key(control.keys, generation, page) for page, _ in bad]
     return found
 
 
-def is_marked(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> bool:
+def is_marked(control: Control, manifest: Manifest, part: Part) -> bool:
     """True if the loader marked exactly this part as wholly loaded."""
-    mark = client.hget(keys.loaded(manifest.generation), part.name)
+    mark = control.client.hget(control.keys.loaded(manifest.generation), part.name)
     return bool(mark == part.mark)
 
 
 def _repair_part(
     control: Control,
-    keys: Keyspace,
     store: ArtefactStore,
     manifest: Manifest,
     part: Part,
     *,
-    chunk_bytes: int,
-    progress: Progress = lambda _bytes: None,
+    chunk_bytes: int = CHUNK_BYTES,
     governor: Governor | None,
 ) -> list[str]:
-    client, generation = control.client, manifest.generation
+    client, keys, generation = control.client, control.keys, manifest.generation
     _fetch(store, generation, part.pages.sums)
     root = store.local(generation_path(generation))
     with _needing_files(store, manifest, part):
         bad = [
             page
             for page, _ in bad_pages(
-                client, keys, manifest, root, part,
-                chunk_bytes=chunk_bytes, progress=progress, governor=governor,
+                client, keys, manifest, root, part, chunk_bytes=chunk_bytes, governor=governor
             )
-        ]  # fmt: skip
+        ]
         if bad:
             _fetch(store, generation, part.pages.file)
             with (
@@ -186,7 +160,7 @@ def _repair_part(
                     start = page * part.table.page_bytes
                     sound = pages[start : start + part.size_of(page)]
                     _mend(client, part.key(keys, generation, page), sound, governor)
-    if not is_marked(client, keys, manifest, part):
+    if not is_marked(control, manifest, part):
         client.hset(keys.loaded(generation), part.name, part.mark.decode())
     return [part.key(keys, generation, page) for page in bad]
 
@@ -206,18 +180,18 @@ def _mend(client: "redis.Redis", name: str, sound: bytes, governor: Governor | N
 
 def _stream(
     control: Control,
-    keys: Keyspace,
     store: ArtefactStore,
     manifest: Manifest,
     part: Part,
     *,
-    chunk_bytes: int,
+    chunk_bytes: int = CHUNK_BYTES,
     progress: Progress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> None:
-    generation = manifest.generation
-    _fetch(store, generation, part.pages.file)
-    root, client = store.local(generation_path(generation)), control.client
+    client, keys, generation = control.client, control.keys, manifest.generation
+    root = store.local(generation_path(generation))
+    for artefact in (part.pages.sums, part.pages.file):
+        _fetch(store, generation, artefact)
     client.hdel(keys.loaded(generation), part.name, part.progress)
     with _needing_files(store, manifest, part):
         load_part(

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from redis.retry import Retry
 
 from cache.errors import LarderError
 from cache.l2.sync_clients import another, by_server, disconnect, masters
-from precompute.bulk.server_info import cpu_s, info_of, lag_bytes, reads_of
+from precompute.bulk.own_connections import OwnConnections
 from precompute.control.control_keys import Control
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ PAGES_TRIED = 32
 
 _TROUBLE = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
 REPLY_BYTES = 4096
+READS = ("cmdstat_get", "cmdstat_getrange", "cmdstat_mget")
 PING, PONG = b"*1\r\n$4\r\nPING\r\n", b"+PONG\r\n"
 
 
@@ -81,16 +82,10 @@ class Watch(Protocol):
 class Watcher:
     """A `Watch` in a thread of its own. Nothing that it meets ever reaches the work that it watches over."""
 
-    def __init__(
-        self,
-        control: Control,
-        *,
-        probe_ms: float,
-        timer: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, control: Control, *, probe_ms: float) -> None:
         self._theirs = control
         self._own: Control | None = None
-        self._gap_s, self._timer = probe_ms / 1000, timer
+        self._gap_s = probe_ms / 1000
         self._found: deque[float] = deque(maxlen=KEPT)
         self._newest: Look | None = None
         self._own_work = self._own_probes = 0  # each written by one thread only
@@ -111,7 +106,7 @@ class Watcher:
 
     def round_trips(self) -> list[float]:
         """Seconds of each probe since the last call, inf where no reply came; keeps the probes running."""
-        self._asked_at = self._timer()
+        self._asked_at = time.perf_counter()
         return [self._found.popleft() for _ in range(len(self._found))]
 
     def own_reads(self, count: int) -> None:
@@ -152,9 +147,8 @@ class Watcher:
 
     def _watch(self) -> None:
         probes: list[tuple[Any, bytes]] = []
-        taken: list[tuple[Any, Any]] = []
         looks = 0
-        due = self._timer()
+        due = time.perf_counter()
         if self._own is None:
             client = another(
                 self._theirs.client,
@@ -163,43 +157,36 @@ class Watcher:
                 retry=Retry(NoBackoff(), 0),
             )
             self._own = Control(client, self._theirs.keys)
-        try:
+        with OwnConnections() as taken:
             while not self._closing.is_set():
-                if self._timer() >= due:
+                if time.perf_counter() >= due:
                     self._newest = self._look(self._own)
                     looks += 1
-                    due = self._timer() + (FIRST_LOOK_S if looks == 1 else LOOK_S)
-                if self._timer() - self._asked_at > UNASKED_S:
-                    self._closing.wait(max(0.0, min(0.01, due - self._timer())))
+                    due = time.perf_counter() + (FIRST_LOOK_S if looks == 1 else LOOK_S)
+                if time.perf_counter() - self._asked_at > UNASKED_S:
+                    self._closing.wait(max(0.0, min(0.01, due - time.perf_counter())))
                     continue
                 if not probes:
                     probes = list(self._probes(self._own, taken))
                 self._found.append(self._round_trip(*probes[self._own_probes % len(probes)]))
                 time.sleep(self._gap_s * self._jitter.uniform(0.5, 1.5))
-        finally:
-            for pool, connection in taken:
-                connection.disconnect()
-                pool.release(connection)
 
     def _round_trip(self, connection: Any, probe: bytes) -> float:
         """Seconds of a round trip on the bare socket: readers on this host wait for whatever a probe does beside it."""
         wire = connection._sock
-        began = self._timer()
+        began = time.perf_counter()
         wire.sendall(probe)
         reply: bytes = wire.recv(REPLY_BYTES)
         while not is_whole(reply):
             if not (more := wire.recv(REPLY_BYTES)):
                 raise ConnectionError("Redis closed the connection")
             reply += more
-        spent_s = self._timer() - began
+        spent_s = time.perf_counter() - began
         self._own_probes += 1
         return spent_s
 
-    def _probes(self, own: Control, taken: list[tuple[Any, Any]]) -> Iterator[tuple[Any, bytes]]:
-        """A record's length of a live page of every server, what a reader reads, and the connection to ask over.
-
-        `taken`: each with the pool that wants it back.
-        """
+    def _probes(self, own: Control, taken: OwnConnections) -> Iterator[tuple[Any, bytes]]:
+        """A record's length of a live page of every server, what a reader reads, and the connection to ask over."""
         keys, pointer = own.keys, own.pointer()
         self._own_probes += 1
         loaded: Any = own.client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
@@ -208,9 +195,7 @@ class Watcher:
         if pointer is not None and tables:
             names = [keys.page(pointer.generation, tables[0], page) for page in range(PAGES_TRIED)]
         for server, places in by_server(own.client, names):
-            pool: Any = server.connection_pool
-            connection: Any = pool.get_connection()
-            taken.append((pool, connection))
+            connection = taken.to(server)
             command = "GETRANGE", names[places[0]], 0, PROBED_BYTES - 1
             yield connection, b"".join(connection.pack_command(*command))
 
@@ -223,7 +208,7 @@ class Watcher:
         }
         servers = masters(own.client)
         infos = {name: info_of(server) for name, server in servers.items()}
-        now, ours = self._timer(), self._own_work + self._own_probes
+        now, ours = time.perf_counter(), self._own_work + self._own_probes
         reads = -ours
         for info in infos.values():
             reads += reads_of(info)
@@ -245,3 +230,39 @@ def is_whole(reply: bytes) -> bool:
     if reply and not reply.startswith(b"$"):
         raise ValueError(f"a probe was answered by {reply[:80]!r}")
     return bool(separator) and len(rest) == int(head[1:]) + 2
+
+
+def info_of(server: "redis.Redis") -> dict[str, Any]:
+    """Commands, processor time and replication; empty where the user may not ask."""
+    try:
+        found: Any = server.info("commandstats", "cpu", "replication")
+        return dict(found)
+    except redis.exceptions.NoPermissionError:
+        return {}
+
+
+def lag_bytes(info: Mapping[str, Any]) -> int:
+    """Bytes that the slowest replica of a server lags behind it."""
+    offset = int(info.get("master_repl_offset", 0))
+    replicas = (
+        info.get(f"slave{number}") for number in range(int(info.get("connected_slaves", 0)))
+    )
+    return max(
+        [0]
+        + [
+            offset - int(each["offset"])
+            for each in replicas
+            if isinstance(each, dict) and each.get("state") == "online"
+        ]
+    )
+
+
+def reads_of(info: Mapping[str, Any]) -> int:
+    """Number of commands that read (READS) a server has answered."""
+    return sum(int(info[name]["calls"]) for name in READS if name in info)
+
+
+def cpu_s(info: Mapping[str, Any]) -> float:
+    """Processor time of the thread that answers."""
+    used = info.get("used_cpu_user_main_thread", 0), info.get("used_cpu_sys_main_thread", 0)
+    return float(sum(used))

@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import logging
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,6 @@ from typing import IO
 from cache.errors import ConfigError
 
 AUTO, OFF = "auto", "off"
-WANTED = re.compile(r"auto|off|cpu|cuda(:\d{1,3})?")
 
 _SIGNS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Device files of NVIDIA's driver, WSL's and AMD's: importing torch just to find no GPU takes seconds."""

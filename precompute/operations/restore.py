@@ -26,7 +26,6 @@ def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress =
         before = releases.view()
         pointer, loaded, size_bytes = restore_redis(
             releases,
-            config.keyspace(),
             attempt=attempt,
             chunk_bytes=config.load_chunk_bytes,
             overlay_ttl_s=config.overlay_ttl_s,

@@ -167,32 +167,25 @@ def _write(
             unusable=unusable,
         )
 
-        def placed(batch: Interactions) -> _Placed:
+        def placed(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
+            """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each row."""
             hashes = hashes_of_names(batch.users, seed, hasher)
             ordinals = items.ordinals_of(batch.items.raws()).astype(np.int32)
-            return _Placed(batch, hashes, ordinals[batch.items.codes])
+            return batch, hashes, ordinals[batch.items.codes]
 
-        for each in stages.ahead(map(placed, stages.ahead(map(erased.leave_out, read)))):
-            shards = shard_of(each.hashes, config.shards).astype(np.uint16)
-            codes = each.batch.users.codes
-            ids.write(pa.table([each.batch.users.names, each.hashes], schema=_IDS), shards)
-            columns = [each.hashes[codes], each.ordinals, each.batch.times]
+        made = stages.ahead(map(placed, stages.ahead(map(erased.leave_out, read))))
+        for batch, hashes, ordinals in made:
+            shards = shard_of(hashes, config.shards).astype(np.uint16)
+            codes = batch.users.codes
+            ids.write(pa.table([batch.users.names, hashes], schema=_IDS), shards)
+            columns = [hashes[codes], ordinals, batch.times]
             rows.write(pa.table(columns, schema=_ROWS), shards[codes])
-            known = each.ordinals[each.ordinals >= 0]
+            known = ordinals[ordinals >= 0]
             popularity += np.bincount(known, minlength=items.count)
             count += len(codes)
             unknown += len(codes) - len(known)
             progress(count)
     return count, unknown, popularity
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Placed:
-    """A batch with the hashes of its users' names and an ordinal, -1 = unknown, for each row."""
-
-    batch: Interactions
-    hashes: NDArray[np.uint64]
-    ordinals: NDArray[np.int32]
 
 
 def _write_features(

@@ -12,7 +12,7 @@ from cache.store.artefacts import generation_path
 from precompute.builds.build import Build
 from precompute.builds.tables import records_per_page
 from precompute.bulk.load import total_bytes
-from precompute.bulk.server_info import cpu_s
+from precompute.bulk.watch import cpu_s
 from precompute.config.settings import NightConfig
 from precompute.planning.sizes import Shape
 from precompute.planning.spent import Run, Spent, grown, middle, timed

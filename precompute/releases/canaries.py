@@ -41,7 +41,7 @@ class Canaries(Moves):
         if view.ledger.canary is not None and view.ledger.canary.percent == percent:
             return Moved(live, changed=False)
         with files_of(generation):
-            load_missing(self.control, self.control.keys, self.store, generation, governor=governor)
+            load_missing(self.control, self.store, generation, governor=governor)
         view = self.view()
         live = self._demand_canary(generation, view, verified)
         release = self.record(

@@ -34,7 +34,7 @@ class Releases(Canaries):
         if (live := self._demand_publish(generation, view, verified)) is not None:
             return Moved(live, changed=False)
         with files_of(generation):
-            load_missing(self.control, self.control.keys, self.store, generation, governor=governor)
+            load_missing(self.control, self.store, generation, governor=governor)
         return None
 
     def publish(
@@ -85,7 +85,7 @@ class Releases(Canaries):
         bad = view.ledger.live
         with files_of(target):
             self.check_manifest(target, view.history)
-            load_missing(self.control, self.control.keys, self.store, target, is_urgent=True)
+            load_missing(self.control, self.store, target, is_urgent=True)
         view = self.view()
         if view.ledger.live != bad:
             raise Conflict(
@@ -102,7 +102,7 @@ class Releases(Canaries):
         """
         if (pointer := self.control.pointer()) is None or pointer.generation != generation:
             return []
-        return repair(self.control, self.control.keys, self.store, generation, governor=governor)
+        return repair(self.control, self.store, generation, governor=governor)
 
     def _demand_roll_back(self, target: str, view: ReleaseView) -> Pointer | None:
         if view.pointer is not None and view.pointer.generation == target:

@@ -12,7 +12,6 @@ from redis.retry import Retry
 from cache.errors import Conflict
 from cache.format.manifest import GENERATION
 from cache.l2.sync_clients import masters
-from precompute.bulk.governor import Governor
 from precompute.bulk.reload import reload
 from precompute.releases.release_log import ReleaseLog
 
@@ -46,8 +45,6 @@ def confirm(
     verified: Mapping[str, Any] | None,
     *,
     timeout_s: float,
-    governor: Governor | None = None,
-    timer: Callable[[], float] = time.monotonic,
 ) -> list[str]:
     """Make sure that every node has what was verified; the nodes that had changed since. Raises Conflict otherwise.
 
@@ -62,10 +59,10 @@ def confirm(
     before: Mapping[str, str] = (verified or {}).get("run_ids") or {}
     changed = [name for name, run_id in now.items() if before.get(name) != run_id]
     if changed:
-        reload(control, control.keys, releases.store, generation, governor=governor)
-    ends_at = timer() + timeout_s
+        reload(control, releases.store, generation)
+    ends_at = time.monotonic() + timeout_s
     for server in masters(control.client).values():
-        wait_for_replicas(server, timeout_s=max(0.0, ends_at - timer()), timer=timer)
+        wait_for_replicas(server, timeout_s=max(0.0, ends_at - time.monotonic()))
     if _primaries(run_ids(control.client)) != _primaries(now):
         raise Conflict(
             f"Redis was restarted while {generation} was being confirmed, nothing was published; publish again",

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
 from cache.format.manifest import GENERATION
-from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import read_manifest
 from cache.store.releases import Pointer, Release
 from precompute.bulk.governor import Governor
@@ -19,7 +18,6 @@ from precompute.releases.sweep import is_back, overlays_live_s, unlink_recorded
 
 def restore(
     releases: ReleaseLog,
-    keys: Keyspace,
     *,
     attempt: str,
     chunk_bytes: int,
@@ -38,7 +36,7 @@ def restore(
 
     def is_urgent(generation: str) -> bool:
         """True for a live generation whose pages are missing: it has no readers to be spared, they wait for it."""
-        return generation == present[0] and is_missing(control, keys, releases.store, generation)
+        return generation == present[0] and is_missing(control, releases.store, generation)
 
     for _ in range(LOOK_TRIES):
         view = releases.view()
@@ -60,13 +58,12 @@ def restore(
         # An older snapshot brings pages back. What is only marked as retired may still have readers.
         for each, state in fold(view.history).states.items():
             if state is State.RETIRED and (
-                each in view.rows or is_back(releases, keys, each, view.history)
+                each in view.rows or is_back(releases, each, view.history)
             ):
-                unlink_recorded(releases, keys, each, view.history)
+                unlink_recorded(releases, each, view.history)
         loaded_bytes = sum(
             reload(
                 control,
-                keys,
                 releases.store,
                 each,
                 chunk_bytes=chunk_bytes,

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -114,9 +114,6 @@ def staged(
     *,
     attempt: str,
     progress: Progress = quiet,
-    lease_s: float = LEASE_S,
-    timer: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Readiness]:
     """Context in which the live replicas hold the generation ready; raises Conflict, naming them, if they do not.
 
@@ -124,7 +121,7 @@ def staged(
     inside, the note is taken away afterwards, or runs out by itself.
     """
     stage = StagingNote(control)
-    began, renew_at, other = timer(), 0.0, None
+    began, renew_at, other = time.monotonic(), 0.0, None
     try:
         while True:
             now = control.time()
@@ -133,16 +130,16 @@ def staged(
             total = len(readiness.ready) + len(readiness.waiting)
             if not total and not flip.replicas_min:
                 break
-            if timer() >= renew_at:
-                other = stage.set(generation, attempt, lease_s=lease_s)
-                renew_at = timer() + RENEW_S
-            is_over = timer() - began >= flip.wait_s
+            if time.monotonic() >= renew_at:
+                other = stage.set(generation, attempt)
+                renew_at = time.monotonic() + RENEW_S
+            is_over = time.monotonic() - began >= flip.wait_s
             if other is None and readiness.is_enough(flip, is_over=is_over):
                 break
             if is_over:
                 raise _gave_up(generation, flip, readiness, other)
             progress("replicas ready", len(readiness.ready), max(total, flip.replicas_min))
-            sleep(POLL_S)
+            time.sleep(POLL_S)
         yield readiness
     finally:
         with contextlib.suppress(redis.exceptions.RedisError):

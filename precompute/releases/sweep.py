@@ -1,12 +1,11 @@
 """The sweep: which generations nobody needs, and how they are retired."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
 from cache.errors import Conflict, UnknownGeneration
 from cache.format.manifest import GENERATION, Manifest
-from cache.format.redis_keys import Keyspace
 from cache.store.artefacts import generation_path, read_manifest
 from cache.store.releases import POINTED, Release
 from precompute.bulk.governor import Governor
@@ -123,7 +122,6 @@ def _is_abandoned(
 
 def retire(
     releases: ReleaseLog,
-    keys: Keyspace,
     generation: str,
     *,
     attempt: str,
@@ -142,20 +140,17 @@ def retire(
     )  # fmt: skip
     manifest = _manifest(releases, generation)
     if manifest is None:
-        removed = unlink_recorded(releases, keys, generation, releases.history())
+        removed = unlink_recorded(releases, generation, releases.history())
     else:
-        removed = unlink_pages(releases.control.client, keys, manifest, governor=governor)
+        control = releases.control
+        removed = unlink_pages(control.client, control.keys, manifest, governor=governor)
     releases.store.delete(generation_path(generation))
     return removed
 
 
-def unlink_recorded(
-    releases: ReleaseLog, keys: Keyspace, generation: str, history: Sequence[Release]
-) -> int:
+def unlink_recorded(releases: ReleaseLog, generation: str, history: Sequence[Release]) -> int:
     """Remove the pages that its retirement wrote down, whoever brought them back since; keys removed."""
-    pages = next(
-        (each.pages for each in history if each.generation == generation and each.pages), {}
-    )
+    pages, keys = _recorded_pages(generation, history), releases.control.keys
     names = (keys.page(generation, table, page) for table in pages for page in range(pages[table]))
     removed, client = 0, releases.control.client
     while batch := list(islice(names, RETIRE_BATCH)):
@@ -163,7 +158,7 @@ def unlink_recorded(
     return removed + int(client.unlink(keys.loaded(generation)))
 
 
-def note_loaded(releases: ReleaseLog, keys: Keyspace, generation: str) -> None:
+def note_loaded(releases: ReleaseLog, generation: str) -> None:
     """Write into the registry that a generation is loaded; Conflict when it was retired meanwhile.
 
     Whoever loaded it then takes its pages away again: those who retired it may have looked before they came.
@@ -171,32 +166,34 @@ def note_loaded(releases: ReleaseLog, keys: Keyspace, generation: str) -> None:
     try:
         releases.note(generation, State.LOADED)
     except Conflict:
-        take_back(releases, keys, generation)
+        take_back(releases, generation)
         raise
 
 
-def take_back(releases: ReleaseLog, keys: Keyspace, generation: str) -> None:
+def take_back(releases: ReleaseLog, generation: str) -> None:
     """Remove pages that came into Redis while their generation was being retired, or after."""
     view = releases.view()
     if standing(generation, view.ledger, view.rows.get(generation)) is State.RETIRED:
-        unlink_recorded(releases, keys, generation, view.history)
+        unlink_recorded(releases, generation, view.history)
 
 
-def is_back(
-    releases: ReleaseLog, keys: Keyspace, generation: str, history: Sequence[Release]
-) -> bool:
+def is_back(releases: ReleaseLog, generation: str, history: Sequence[Release]) -> bool:
     """True if the first or the last page of any table of a retired generation is in Redis again, or its marks."""
-    pages = next(
-        (each.pages for each in history if each.generation == generation and each.pages), {}
-    )
+    keys, client = releases.control.keys, releases.control.client
     ends = [
         keys.page(generation, table, page)
-        for table, count in pages.items()
+        for table, count in _recorded_pages(generation, history).items()
         if count
         for page in (0, count - 1)
     ]
-    client = releases.control.client
     return bool(client.exists(keys.loaded(generation))) or any(client.strlen(each) for each in ends)
+
+
+def _recorded_pages(generation: str, history: Sequence[Release]) -> Mapping[str, int]:
+    """Pages of each table that the retirement of a generation wrote down."""
+    return next(
+        (each.pages for each in history if each.generation == generation and each.pages), {}
+    )
 
 
 def _manifest(releases: ReleaseLog, generation: str) -> Manifest | None:
@@ -289,7 +286,7 @@ def drop_old_rows(releases: ReleaseLog, *, overlay_ttl_s: float, kept_s: float =
         if recorded.state(generation) is not State.RETIRED and generation in stored:
             continue  # marked by a sweep that died: what it left must be found, and only its row names it
         # A Redis restored from an older snapshot may have pages again that were removed long ago.
-        unlink_recorded(releases, releases.control.keys, generation, history)
+        unlink_recorded(releases, generation, history)
         releases.control.drop_row(generation)
         dropped += 1
     return dropped

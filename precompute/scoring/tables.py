@@ -4,7 +4,6 @@ import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -34,12 +33,7 @@ class GrowingFile:
         with disk_errors(self.path):
             self._file.write(data)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._drop()
             return
@@ -89,13 +83,8 @@ class PageFile(GrowingFile):
             start += self._page_bytes
         self._tail += data[start:]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, kind: object, *_: object) -> None:
+        super().__exit__(kind)
         if kind is None:
             if self._tail:
                 self._sums.append(xxhash.xxh3_64_intdigest(self._tail))

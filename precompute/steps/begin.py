@@ -112,14 +112,10 @@ def _demand_publishable(releases: ReleaseLog, cut: datetime, *, is_chosen: bool)
         )
 
 
-def _pin_inputs(config: NightConfig) -> tuple[str, list[dict[str, object]]]:
-    return pin(all_files(config))
-
-
 def _begin(
     config: NightConfig, bundle: Bundle, cut: datetime, *, until: str | None, progress: Progress
 ) -> Step:
-    sources_digest, inputs = _pin_inputs(config)
+    sources_digest, inputs = pin(all_files(config))
     store = config.store()
     for _ in range(ERASURE_LOOKS):
         erased = Erased.of(all_erasures(store))
@@ -232,7 +228,7 @@ def _unchanged_sources(build: Build, digest: str) -> Iterator[None]:
     except (SourceError, Refused) as error:  # what is being written over reads like damage
         broken = error
     try:
-        is_same = _pin_inputs(build.config)[0] == digest
+        is_same = pin(all_files(build.config))[0] == digest
     except (SourceError, OSError):
         is_same = False
     if not is_same:

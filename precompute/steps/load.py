@@ -31,7 +31,7 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
         made.fetch(artefact.path)
     size_bytes, loaded = total_bytes(manifest), 0
     with timed(made, "load"), open_releases(config) as releases:
-        control, keys = releases.control, config.keyspace()
+        control = releases.control
         state = releases.state(made.generation)
         if state not in (State.LIVE, State.SUPERSEDED):
             demand("load", made.generation, state)
@@ -50,14 +50,14 @@ def run(config: NightConfig, build: Mapping[str, Any], *, progress: Progress = q
         with open_governor(config.governor, control) as governor:
             for part in parts_of(manifest):
                 if not load_part(
-                    control.client, keys, manifest, made.root, part,
+                    control.client, control.keys, manifest, made.root, part,
                     chunk_bytes=config.load_chunk_bytes, progress=advance, governor=governor,
                 ):  # fmt: skip
                     advance(part.pages.file.size_bytes)
                 else:
                     loaded += part.pages.file.size_bytes
         if state in (None, State.BEGUN):
-            note_loaded(releases, keys, made.generation)
+            note_loaded(releases, made.generation)
     seconds = time.perf_counter() - started
     if loaded and made.read_report("load") is None:
         made.report("load", {"seconds": seconds})

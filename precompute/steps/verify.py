@@ -110,7 +110,7 @@ def _demand_still(made: Build, releases: Releases) -> None:
     try:
         demand("verify", made.generation, releases.state(made.generation))
     except Conflict:
-        take_back(releases, releases.control.keys, made.generation)
+        take_back(releases, made.generation)
         raise
 
 
@@ -119,7 +119,7 @@ def _published(made: Build, releases: Releases, state: State) -> Step:
     found: Step = {"generation": made.generation, "gates": 0, "verified": state is State.LIVE}
     if state is not State.LIVE:
         return {**found, "not_run": f"it is {state}: a roll back to it reads its pages back"}
-    bad = damaged(releases.control, releases.control.keys, releases.store, made.generation)
+    bad = damaged(releases.control, releases.store, made.generation)
     if bad:
         raise CorruptArtefact(
             f"{made.generation} is live, and {len(bad)} of its pages in Redis are not as stored ({bad[0]} is one): "

@@ -30,7 +30,7 @@ from cache.store.artefacts import generation_path, read_manifest
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, Ready
 from infra.demo.synthetic import World, synthesize
 from precompute.bulk.load import page_keys
-from precompute.bulk.server_info import cpu_s
+from precompute.bulk.watch import cpu_s
 from precompute.config.settings import NightConfig, ReferenceConfig, Sources, TableConfig
 from precompute.operations.train import train_reference
 from precompute.planning.forecast import DAY_S, MIB, Forecast, PlanParameters, forecast

@@ -94,7 +94,7 @@ class Racer:
             releases.note(generation, State.BEGUN)
         if releases.store.read(generation_path(generation, "manifest.json")) is None:
             make(releases, generation)
-        reload(releases.control, self.keys, releases.store, generation)
+        reload(releases.control, releases.store, generation)
         releases.note(generation, State.LOADED)
         if self.rng.random() < 0.15:
             releases.refuse(generation, reason="bad", attempt=self._attempt())
@@ -106,11 +106,11 @@ class Racer:
 
     def _retire(self, _make: Make) -> None:
         for generation in sweepable(self.releases, keep=1, grace_s=0.5):
-            retire(self.releases, self.keys, generation, attempt=self._attempt(), grace_s=0.5)
+            retire(self.releases, generation, attempt=self._attempt(), grace_s=0.5)
         drop_old_rows(self.releases, overlay_ttl_s=2.0, kept_s=0.0)
 
     def _restore(self, _make: Make) -> None:
-        restore(self.releases, self.keys, attempt=self._attempt(), chunk_bytes=1 << 16)
+        restore(self.releases, attempt=self._attempt(), chunk_bytes=1 << 16)
 
     def _pin(self, _make: Make) -> None:
         generation = NIGHTS[max(0, self._newest())]

@@ -108,7 +108,7 @@ class World:
         """Rows first, then pages, as the pipeline does."""
         manifest = self.make(generation)
         self.control.set_row(generation, Row(State.BEGUN, self.clock()))
-        reload(self.control, self.keys, self.store, generation, chunk_bytes=1000)
+        reload(self.control, self.store, generation, chunk_bytes=1000)
         self.control.set_row(generation, Row(State.VERIFIED, self.clock()))
         return manifest
 

@@ -248,7 +248,7 @@ class Simulation:
             self.world.made_at = releases.clock()
             self.world.make(name)
             self.created[name] = self.now
-        reload(releases.control, self.keys, self.store, name)
+        reload(releases.control, self.store, name)
         if state in (None, State.BEGUN):
             releases.note(name, State.LOADED)
 
@@ -272,7 +272,7 @@ class Simulation:
         releases = self.hosts[run.host]
         found = sweepable(releases, keep=KEEP, grace_s=MINUTE, abandon_after_s=ABANDON_S)
         for each in found:
-            retire(releases, self.keys, each, attempt=run.name, abandon_after_s=ABANDON_S)
+            retire(releases, each, attempt=run.name, abandon_after_s=ABANDON_S)
             self.count("retired")
         drop_old_rows(releases, overlay_ttl_s=OVERLAY_S)
 
@@ -300,9 +300,7 @@ class Simulation:
 
     def _restore(self) -> None:
         try:
-            restore(
-                self.hosts[0], self.keys, attempt=f"restore-{self.now:.0f}", chunk_bytes=1 << 20
-            )
+            restore(self.hosts[0], attempt=f"restore-{self.now:.0f}", chunk_bytes=1 << 20)
             self.count("restore")
         except Conflict:
             self.count("refused as a conflict")

@@ -202,7 +202,7 @@ def test_pages_that_redis_lost_or_changed_are_loaded_again_and_refuse_nothing(
     assert "loaded once more" in verdicts["pages_in_redis"]["note"]
     with connect(bench.config.redis_url, 5.0) as client:
         control = Control(client, bench.config.keyspace())
-        assert not damaged(control, control.keys, bench.config.store(), bench.generation)
+        assert not damaged(control, bench.config.store(), bench.generation)
         assert control.rows()[bench.generation].state is State.VERIFIED
 
 

@@ -177,12 +177,12 @@ def test_a_damaged_page_is_found_in_pieces_and_mended_where_it_lies(world, small
     with pytest.raises(CorruptArtefact, match="load again"):
         verify_part(world.client, world.keys, manifest, root, part, governor=small)
 
-    assert repair(world.control, world.keys, world.store, A, governor=small) == [name]
+    assert repair(world.control, world.store, A, governor=small) == [name]
 
     assert values(world, manifest) == sound
     assert calls(world, "del") + calls(world, "unlink") == deleted
-    assert repair(world.control, world.keys, world.store, A) == []
-    assert load_missing(world.control, world.keys, world.store, A) == 0
+    assert repair(world.control, world.store, A) == []
+    assert load_missing(world.control, world.store, A) == 0
 
 
 def test_a_page_that_is_only_shorter_is_noticed_without_reading_it(world):
@@ -191,7 +191,7 @@ def test_a_page_that_is_only_shorter_is_noticed_without_reading_it(world):
     world.client.set(part.key(world.keys, A, 3), b"short")
     before = calls(world, "getrange") + calls(world, "get")
 
-    assert load_missing(world.control, world.keys, world.store, A) == 1
+    assert load_missing(world.control, world.store, A) == 1
 
     # Only the part that was streamed again is read back.
     assert calls(world, "getrange") + calls(world, "get") - before <= 6 + 3
@@ -305,5 +305,5 @@ def test_files_that_are_retired_while_they_are_read_are_a_conflict(
     with pytest.raises(
         Conflict, match=r"\.sums of .* is gone from .* so its pages cannot be loaded"
     ) as caught:
-        act(world.control, world.keys, world.store, A)
+        act(world.control, world.store, A)
     assert caught.value.details == {"generation": A}

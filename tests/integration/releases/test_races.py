@@ -109,7 +109,7 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
     with connect(url, 10.0) as client:
         releases = Releases(store, Control(client, keys))
         if disasters:
-            restore(releases, keys, attempt="at the end", chunk_bytes=1 << 16)
+            restore(releases, attempt="at the end", chunk_bytes=1 << 16)
         view = releases.view()
         view.demand_agreement()
         history, ledger = view.history, view.ledger

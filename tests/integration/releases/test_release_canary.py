@@ -73,7 +73,7 @@ def test_every_move_ends_a_canary(tried, how):
             tried.releases.roll_back(to=None, reason="bad", attempt="operator")
         case _:
             lose_redis(tried)
-            restore(tried.releases, tried.keys, attempt="restore", chunk_bytes=1000)
+            restore(tried.releases, attempt="restore", chunk_bytes=1000)
     assert tried.live().canary is None and tried.releases.ledger().canary is None
     with pytest.raises(Conflict, match="no generation is being tried out"):
         tried.releases.end_canary("end")
@@ -98,7 +98,7 @@ def test_what_is_tried_out_is_not_retired(tried):
     tried.clock.now += 200_000
     assert C not in sweepable(tried.releases, keep=0, grace_s=0, abandon_after_s=0)
     with pytest.raises(Conflict):
-        retire(tried.releases, tried.keys, C, attempt="sweep", abandon_after_s=0)
+        retire(tried.releases, C, attempt="sweep", abandon_after_s=0)
 
 
 def test_only_one_verified_newer_generation_is_tried_out_beside_a_live_one(world):
@@ -197,7 +197,7 @@ def test_a_roll_back_that_died_before_redis_was_lost_is_carried_out_by_restore(w
     seen = world.live()
     lose_redis(world)
 
-    pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert (pointer.generation, pointer.epoch > seen.epoch) == (A, True)
     assert world.releases.state(B) is State.ROLLED_BACK
@@ -207,11 +207,11 @@ def test_pages_that_an_older_snapshot_brings_back_go_with_their_row(world):
     world.publish(A, B, C)
     saved = {key: world.client.dump(key) for key in world.pages() if A in key}
     world.clock.now += 100
-    retire(world.releases, world.keys, A, attempt="sweep")
+    retire(world.releases, A, attempt="sweep")
     for key, value in saved.items():
         world.client.restore(key, 0, value)
     row = world.control.rows()[A]
     world.control.set_row(A, type(row)(State.SUPERSEDED, row.at))
     assert sweepable(world.releases, keep=0, grace_s=60) == [A]
-    assert retire(world.releases, world.keys, A, attempt="sweep") == len(saved) > 0
+    assert retire(world.releases, A, attempt="sweep") == len(saved) > 0
     assert not any(A in key for key in world.pages())

@@ -43,7 +43,7 @@ def test_a_restore_never_undoes_a_roll_back_made_while_it_streams(world, monkeyp
         world.releases.roll_back(to=None, reason="bad", attempt="operator")
 
     meanwhile(monkeypatch, restoring, "reload", roll_back)
-    pointer, loaded, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    pointer, loaded, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert pointer == world.live() and pointer.generation == A and loaded == [A]
     assert world.control.rows()[B].state is State.ROLLED_BACK
@@ -55,10 +55,10 @@ def test_two_restores_at_once_end_with_one_pointer(world, monkeypatch):
     lose_redis(world)
 
     def again():
-        restore(world.releases, world.keys, attempt="other", chunk_bytes=1000)
+        restore(world.releases, attempt="other", chunk_bytes=1000)
 
     meanwhile(monkeypatch, restoring, "reload", again)
-    pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
     assert pointer == world.live() and pointer.attempt == "other"
 
 
@@ -82,7 +82,7 @@ def test_a_roll_back_never_lands_on_a_generation_retired_meanwhile(world, monkey
     world.publish(A, B, C)
 
     def other():
-        retire(world.releases, world.keys, A, attempt="sweep")
+        retire(world.releases, A, attempt="sweep")
         world.client.set(world.keys.page(A, "score", 3), b"streamed by the roll back meanwhile")
 
     meanwhile(monkeypatch, Control, "move", other)
@@ -141,7 +141,7 @@ def test_a_generation_made_live_meanwhile_is_not_retired(world, monkeypatch):
 
     meanwhile(monkeypatch, sweep, "_demand_unneeded", other)
     with pytest.raises(Conflict):
-        retire(world.releases, world.keys, A, attempt="sweep")
+        retire(world.releases, A, attempt="sweep")
     assert world.live().generation == A and len(pages_of(world, A)) == 10
     assert world.control.rows()[A].state is State.LIVE
 
@@ -158,12 +158,12 @@ def test_a_pin_or_a_reader_that_comes_late_still_stops_a_retirement(world, monke
     else:
         meanwhile(monkeypatch, Control, "mark", pin)
     with pytest.raises(Conflict, match="pinned"):
-        retire(world.releases, world.keys, A, attempt="sweep")
+        retire(world.releases, A, attempt="sweep")
     world.releases.unpin(A, attempt="auditor")
     beat = b'{"replica":"r1","serving":"%s","holds":[]}' % A.encode()
     world.client.zadd(world.keys.replicas, {beat: world.clock()})
     with pytest.raises(Conflict, match="holds it"):
-        retire(world.releases, world.keys, A, attempt="sweep")
+        retire(world.releases, A, attempt="sweep")
     assert len(pages_of(world, A)) == 10 and world.releases.state(A) is State.SUPERSEDED
 
 

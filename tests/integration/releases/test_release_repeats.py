@@ -25,7 +25,7 @@ def test_p19_a_retry_after_a_newer_publish_has_succeeded_and_publishes_nothing(w
     world.publish(C)
     assert not world.releases.publish(B, attempt="run-b").changed
     world.publish(D)
-    retire(world.releases, world.keys, B, attempt="sweep")
+    retire(world.releases, B, attempt="sweep")
     assert not world.releases.publish(B, attempt="run-b").changed
     assert world.live().generation == D
 
@@ -38,7 +38,7 @@ def test_a_repeated_publish_says_that_it_was_rolled_back_even_once_it_is_retired
     for _ in range(2):
         with pytest.raises(Conflict, match=r"roll back of .* use a new attempt"):
             world.releases.publish(B, attempt="run-b")
-        retire(world.releases, world.keys, B, attempt="sweep")
+        retire(world.releases, B, attempt="sweep")
 
 
 def test_a_repeated_publish_says_that_a_roll_back_jumped_over_it(world):
@@ -116,7 +116,7 @@ def test_what_a_roll_back_jumps_over_stays_retired_if_it_is_being_retired(world,
     real = world.control.move
 
     def move(*arguments, **options):
-        retire(world.releases, world.keys, B, attempt="sweep")
+        retire(world.releases, B, attempt="sweep")
         return real(*arguments, **options)
 
     monkeypatch.setattr(world.control, "move", move)
@@ -145,7 +145,7 @@ def test_a_clock_that_was_ahead_keeps_nothing_for_ever(world):
     assert A not in sweepable(world.releases, keep=0, grace_s=60), "it was left just now"
     world.clock.now += 61
     assert sweepable(world.releases, keep=0, grace_s=60) == [A, B]
-    retire(world.releases, world.keys, A, attempt="sweep", grace_s=60)
+    retire(world.releases, A, attempt="sweep", grace_s=60)
 
 
 def gates(world, generation, *found):

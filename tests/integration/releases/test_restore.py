@@ -37,7 +37,7 @@ def test_redis_lost_is_restored_under_a_new_epoch(world):
     for key in world.client.scan_iter(f"larder:1:*{world.keys.namespace}*"):
         world.client.delete(key)
 
-    pointer, loaded, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    pointer, loaded, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert (pointer.generation, pointer.previous) == (before.generation, before.previous)
     assert pointer.epoch > before.epoch and loaded == [B, A]
@@ -46,7 +46,7 @@ def test_redis_lost_is_restored_under_a_new_epoch(world):
         world.control.rows()[B].state is State.LIVE
         and world.control.rows()[A].state is State.SUPERSEDED
     )
-    again, _, _ = restore(world.releases, world.keys, attempt="restore-2", chunk_bytes=1000)
+    again, _, _ = restore(world.releases, attempt="restore-2", chunk_bytes=1000)
     assert again == pointer
 
 
@@ -69,18 +69,16 @@ def test_what_readers_wait_for_comes_flat_out_and_the_previous_one_makes_way(wor
     world.publish(A)
     lose_redis(world)
     governor = Paced()
-    restore(world.releases, world.keys, attempt="one", chunk_bytes=1000, governor=governor)
+    restore(world.releases, attempt="one", chunk_bytes=1000, governor=governor)
     assert governor.paced == 0 and len(pages_of(world, A)) == 10
     # All there: nobody waits for it, so it is read back with care.
-    restore(world.releases, world.keys, attempt="two", chunk_bytes=1000, governor=governor)
+    restore(world.releases, attempt="two", chunk_bytes=1000, governor=governor)
     assert governor.paced > 0
 
     world.publish(B)
     world.client.delete(*world.client.keys(f"larder:1:{world.keys.namespace}:g:{A}*"))
     governor = Paced()
-    _, loaded, _ = restore(
-        world.releases, world.keys, attempt="three", chunk_bytes=1000, governor=governor
-    )
+    _, loaded, _ = restore(world.releases, attempt="three", chunk_bytes=1000, governor=governor)
     assert loaded == [B, A] and governor.paced > 0 and len(pages_of(world, A)) == 10
 
 
@@ -104,14 +102,14 @@ def test_a_restore_names_what_redis_alone_knew(world):
     lose_redis(world)
     before = world.releases.view()
 
-    pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 
     canary, verified = forgotten(world.releases, before, pointer)
     assert f"the canary of {B} has ended" in canary
     assert f"{B} was verified: run `load {B}` and `verify {B}`" in verified
     # Nothing was lost: nothing is named.
     before = world.releases.view()
-    pointer, _, _ = restore(world.releases, world.keys, attempt="again", chunk_bytes=1000)
+    pointer, _, _ = restore(world.releases, attempt="again", chunk_bytes=1000)
     assert forgotten(world.releases, before, pointer) == []
 
 
@@ -124,7 +122,7 @@ def test_p22_a_pointer_from_an_older_snapshot_is_not_trusted(world):
     world.load(C)
     with pytest.raises(Conflict, match="older pointer"):
         world.releases.publish(C, attempt=world.attempt())
-    pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
     assert pointer.generation == B and pointer.epoch > Pointer.from_bytes(old).epoch
 
 
@@ -141,12 +139,12 @@ def test_an_older_snapshot_after_a_restore_that_died_unconfirmed_leads_readers_o
     with monkeypatch.context() as patched:
         patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
         with pytest.raises(ConnectionError):
-            restore(world.releases, world.keys, attempt="dead", chunk_bytes=1000)
+            restore(world.releases, attempt="dead", chunk_bytes=1000)
     seen = world.live()
     assert seen.epoch > Pointer.from_bytes(old).epoch  # readers may follow it by now
     world.client.set(world.keys.live, old)
 
-    pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert pointer.generation == A and pointer.epoch > seen.epoch
 
@@ -167,7 +165,7 @@ def test_a_restore_that_another_overtook_before_redis_was_lost_again_starts_over
         noted = works(*arguments, **options) if before == "record" else None
         if not overtaken:
             overtaken.append(None)
-            other, _, _ = restore(world.releases, world.keys, attempt="other", chunk_bytes=1000)
+            other, _, _ = restore(world.releases, attempt="other", chunk_bytes=1000)
             overtaken[0] = other
             if before == "record":
                 world.client.delete(world.keys.live)  # a snapshot from in between
@@ -177,7 +175,7 @@ def test_a_restore_that_another_overtook_before_redis_was_lost_again_starts_over
 
     with monkeypatch.context() as patched:
         patched.setattr(where, before, overtake)
-        pointer, _, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+        pointer, _, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 
     other = overtaken[0]
     assert other is not None and pointer.epoch > other.epoch and world.live() == pointer
@@ -197,7 +195,7 @@ def test_a_restore_never_replaces_a_pointer_that_no_record_explains(world):
     unknown = Pointer(B, world.live().epoch + 1, A, "elsewhere", 0.0)
     assert world.control.move(unknown, expected_epoch=world.live().epoch, rows={})
     with pytest.raises(Conflict, match="no release record explains"):
-        restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+        restore(world.releases, attempt="restore", chunk_bytes=1000)
     world.load(C)
     with pytest.raises(Conflict, match="no release record explains"):
         world.releases.publish(C, attempt=world.attempt())
@@ -208,7 +206,7 @@ def test_a_roll_back_after_a_restore_lands_on_loaded_pages_only(world):
     world.publish(A, B, C)
     manifest = read_manifest(world.store, A)
     lose_redis(world)
-    restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    restore(world.releases, attempt="restore", chunk_bytes=1000)
     assert not pages_of(world, A)
 
     world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
@@ -223,7 +221,7 @@ def test_a_generation_verified_again_before_redis_was_lost_is_published_with_its
     world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
     world.releases.mark_verified(B, attempt=world.attempt())
     lose_redis(world)
-    restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    restore(world.releases, attempt="restore", chunk_bytes=1000)
     world.releases.publish(B, attempt=world.attempt())
     assert world.live().generation == B and len(pages_of(world, B)) == 10
 
@@ -238,13 +236,13 @@ def test_a_manifest_that_is_not_the_released_one_is_neither_restored_nor_rolled_
     world.store.write(path, other)
     with pytest.raises(CorruptArtefact, match="release record"):
         world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
-    _, loaded, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    _, loaded, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
     assert loaded == [B]
     world.store.write(path, released)
     world.releases.roll_back(to=None, reason="bad", attempt=world.attempt())
     world.store.write(path, other)
     with pytest.raises(CorruptArtefact, match="release record"):
-        restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+        restore(world.releases, attempt="restore", chunk_bytes=1000)
 
 
 def test_a_roll_back_in_doubt_is_carried_out_without_naming_what_a_dead_sweep_had_marked(world):
@@ -253,7 +251,7 @@ def test_a_roll_back_in_doubt_is_carried_out_without_naming_what_a_dead_sweep_ha
     world.releases.record("roll_back", B, attempt="dead", reason="bad", previous=A, expected=epoch)
     world.control.set_row(A, Row(State.RETIRED, world.clock()))
 
-    pointer, loaded, _ = restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000)
+    pointer, loaded, _ = restore(world.releases, attempt="restore", chunk_bytes=1000)
 
     assert (pointer.generation, pointer.previous, loaded) == (B, None, [B])
     assert world.releases.ledger().state(C) is State.ROLLED_BACK
@@ -261,10 +259,10 @@ def test_a_roll_back_in_doubt_is_carried_out_without_naming_what_a_dead_sweep_ha
 
 def test_a_restore_writes_rows_of_retired_generations_only_while_overlays_of_them_may_live(world):
     world.publish(A, B, C, D)
-    retire(world.releases, world.keys, A, attempt="sweep")
+    retire(world.releases, A, attempt="sweep")
     world.clock.now += 1000
-    retire(world.releases, world.keys, B, attempt="sweep")
+    retire(world.releases, B, attempt="sweep")
     lose_redis(world)
-    restore(world.releases, world.keys, attempt="restore", chunk_bytes=1000, overlay_ttl_s=500.0)
+    restore(world.releases, attempt="restore", chunk_bytes=1000, overlay_ttl_s=500.0)
     states = {each: row.state for each, row in world.control.rows().items()}
     assert states == {B: State.RETIRED, C: State.SUPERSEDED, D: State.LIVE}

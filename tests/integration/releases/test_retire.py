@@ -36,7 +36,7 @@ def test_p8_and_p9_retiring_removes_every_key_and_file_and_nothing_else(world):
     assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
 
     for generation in (A, B):
-        retire(world.releases, world.keys, generation, attempt=world.attempt())
+        retire(world.releases, generation, attempt=world.attempt())
 
     assert {key.split(":")[4] for key in world.pages()} == {C, D}
     assert world.store.names("generations") == [C, D]
@@ -53,13 +53,13 @@ def test_a_loader_that_comes_late_to_its_retirement_takes_its_pages_away_again(w
     world.publish(A, B, C, D)
     manifest = read_manifest(world.store, A)
     world.clock.now += 100
-    retire(world.releases, world.keys, A, attempt=world.attempt())
+    retire(world.releases, A, attempt=world.attempt())
     for part in parts_of(manifest):
         world.client.set(part.key(world.keys, A, 0), b"page")
         world.client.hset(world.keys.loaded(A), part.name, part.mark.decode())
 
     with pytest.raises(Conflict, match="retired while it was being made"):
-        note_loaded(world.releases, world.keys, A)
+        note_loaded(world.releases, A)
 
     assert not world.client.keys(f"larder:1:{world.keys.namespace}:g:{A}*")
 
@@ -67,13 +67,13 @@ def test_a_loader_that_comes_late_to_its_retirement_takes_its_pages_away_again(w
 def test_marks_alone_say_that_a_retired_generation_is_back(world):
     world.publish(A, B, C, D)
     world.clock.now += 100
-    retire(world.releases, world.keys, A, attempt=world.attempt())
+    retire(world.releases, A, attempt=world.attempt())
     history = world.releases.view().history
-    assert not is_back(world.releases, world.keys, A, history)
+    assert not is_back(world.releases, A, history)
 
     world.client.hset(world.keys.loaded(A), "user_topk/0", "mark")
 
-    assert is_back(world.releases, world.keys, A, history)
+    assert is_back(world.releases, A, history)
 
 
 def test_a_roll_back_names_no_previous_that_was_retired_while_it_looked(world, monkeypatch):
@@ -86,7 +86,7 @@ def test_a_roll_back_names_no_previous_that_was_retired_while_it_looked(world, m
         if action == "roll_back":
             monkeypatch.undo()
             row = world.control.rows()[A]
-            retire(world.releases, world.keys, A, attempt=world.attempt())
+            retire(world.releases, A, attempt=world.attempt())
             world.control.set_row(A, row)
         return record(action, generation, **entry)
 
@@ -120,11 +120,11 @@ def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monk
     with monkeypatch.context() as patched:
         patched.setattr("precompute.releases.sweep.unlink_pages", crash)
         with pytest.raises(KeyboardInterrupt):
-            retire(world.releases, world.keys, A, attempt=world.attempt())
+            retire(world.releases, A, attempt=world.attempt())
     with pytest.raises(Conflict, match="retired"):
         world.releases.roll_back(to=A, reason="", attempt=world.attempt())
     assert sweepable(world.releases, keep=5, grace_s=60) == [A]
-    retire(world.releases, world.keys, A, attempt=world.attempt())
+    retire(world.releases, A, attempt=world.attempt())
     assert world.store.names("generations") == [B, C]
 
 
@@ -179,14 +179,14 @@ def test_an_unfinished_night_is_abandoned_and_removed_once_it_is_old_news(world,
     assert sweepable(world.releases, keep=1, grace_s=60, abandon_after_s=90_000) == []
     assert sweepable(world.releases, keep=1, grace_s=60) == [A]
 
-    retire(world.releases, world.keys, A, attempt="sweep")
+    retire(world.releases, A, attempt="sweep")
 
     actions = [each.action for each in all_releases(world.store) if each.generation == A]
     assert actions == ["abandon", "retire"]
     assert world.store.names("generations") == [B, D] and not pages_of(world, A)
     assert sweepable(world.releases, keep=1, grace_s=60) == []
     with pytest.raises(Conflict):
-        retire(world.releases, world.keys, D, attempt="sweep")
+        retire(world.releases, D, attempt="sweep")
 
 
 def test_a_folder_that_no_row_knows_is_swept_by_its_age(world):
@@ -199,7 +199,7 @@ def test_a_folder_that_no_row_knows_is_swept_by_its_age(world):
     world.clock.now += 90_000
     assert sweepable(world.releases, keep=1, grace_s=60) == [A, unfinished]
     for generation in (A, unfinished):
-        retire(world.releases, world.keys, generation, attempt="sweep")
+        retire(world.releases, generation, attempt="sweep")
     assert world.store.names("generations") == [B, "notes.txt"]
 
 
@@ -213,9 +213,9 @@ def test_an_unpublished_night_goes_at_once_when_a_newer_one_is_made(world, state
     assert sweepable(world.releases, keep=1, grace_s=60) == []
     assert sweepable(world.releases, keep=1, grace_s=60, making=C) == [B]
     with pytest.raises(Conflict):
-        retire(world.releases, world.keys, B, attempt="sweep")
+        retire(world.releases, B, attempt="sweep")
 
-    retire(world.releases, world.keys, B, attempt="sweep", making=C)
+    retire(world.releases, B, attempt="sweep", making=C)
 
     assert world.store.names("generations") == [A, C, D] and not pages_of(world, B)
     assert world.releases.state(B) is State.RETIRED
@@ -246,4 +246,4 @@ def test_a_held_or_pinned_unfinished_night_stays(world):
     world.releases.pin(A, reason="audit", expires_at=None, attempt=world.attempt())
     assert sweepable(world.releases, keep=1, grace_s=60) == []
     with pytest.raises(Conflict, match="pinned"):
-        retire(world.releases, world.keys, A, attempt="sweep")
+        retire(world.releases, A, attempt="sweep")

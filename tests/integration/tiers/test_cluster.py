@@ -153,7 +153,7 @@ async def test_a_killed_master_costs_only_its_own_keys(
 
     assert restored["generation"] == live(night) and await eventually(healed, 30.0)
     with open_releases(night) as releases:
-        assert not damaged(releases.control, releases.control.keys, night.store(), live(night))
+        assert not damaged(releases.control, night.store(), live(night))
 
 
 async def test_a_master_that_hangs_costs_only_its_own_keys(

@@ -51,7 +51,7 @@ def test_pages_spread_evenly_over_slots_and_masters(
         world = World(ArtefactStore(str(tmp_path)), client, keyspace)
         manifest = world.make(A, records=20_000)
         world.control.set_row(A, Row(State.BEGUN, 0.0))
-        assert reload(world.control, keyspace, world.store, A) > 0
+        assert reload(world.control, world.store, A) > 0
         names = list(page_keys(keyspace, manifest))
         held = [len(places) for _, places in by_server(client, names)]
 
