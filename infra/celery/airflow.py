@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from cache.errors import ConfigError
@@ -34,9 +34,7 @@ class CeleryAirflow:
 
 
 @contextmanager
-def celery_airflow(
-    state: Path, *, environment: Mapping[str, str], queues: Mapping[str, int] = QUEUES
-) -> Iterator[CeleryAirflow]:
+def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[CeleryAirflow]:
     """Run all of it until the block ends; `environment` is what tasks see, and wins over our settings.
 
     Raises ConfigError where something is not installed, AirflowFailed where something does not come up.
@@ -53,17 +51,18 @@ def celery_airflow(
         LocalAirflow(
             state,
             environment={**settings(broker.url, database), **environment},
-            pools={"gpu": queues["gpu"]},
-            parallelism=sum(queues.values()),
+            pools={"gpu": QUEUES["gpu"]},
+            parallelism=sum(QUEUES.values()),
         ) as airflow,
-        CeleryWorkers(airflow, queues) as workers,
+        CeleryWorkers(airflow, QUEUES) as workers,
     ):
         yield CeleryAirflow(airflow, workers)
 
 
 def check_installed() -> None:
     """Raises ConfigError with what to install."""
-    missing = [name for name in _PACKAGES if not _is_installed(name)]
+    # Looked up by name: importing Airflow writes to the home folder.
+    missing = [name for name in _PACKAGES if not any(distributions(name=name))]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} is not installed: `make env`, or pip install 'larder[airflow]'"
@@ -93,11 +92,3 @@ def absolute(environ: Mapping[str, str]) -> dict[str, str]:
         if (path := environ.get(name))
     }
 
-
-def _is_installed(package: str) -> bool:
-    """Looked up by name: importing Airflow writes to the home folder."""
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True

@@ -126,7 +126,7 @@ def synthetic(world: World) -> Dataset:
     return replace(made, categories=dict(zip(clicks.item_ids, clicks.categories, strict=True)))
 
 
-def user_data(path: Path, *, now: datetime, seed: int = 0) -> Dataset:
+def user_data(path: Path, *, now: datetime) -> Dataset:
     """A team's own data: `train.txt`/`test.txt` lines, or Parquet/CSV interactions; raises SourceError."""
     path = path.resolve()
     if path.is_dir() and (train := _named(path, "train.txt")) is not None:
@@ -136,7 +136,7 @@ def user_data(path: Path, *, now: datetime, seed: int = 0) -> Dataset:
             held_out = _read([test])
             made = _split_by_hand(path.name, known, held_out, now)
             return replace(made, original=train)
-        return _hold_out_at_random(path.name, known, now, seed)
+        return _hold_out_at_random(path.name, known, now)
     files = [path] if path.is_file() else _interaction_files(path)
     pairs = _read(files)
     if pairs.times.any():
@@ -148,7 +148,7 @@ def user_data(path: Path, *, now: datetime, seed: int = 0) -> Dataset:
         first, second = (datetime.fromtimestamp(int(each) // 1_000_000 + 1, UTC) for each in late)
         made = _split_by_time(path.stem, pairs, first, max(second, first + timedelta(seconds=1)))
     else:
-        made = _hold_out_at_random(path.stem, pairs, now, seed)
+        made = _hold_out_at_random(path.stem, pairs, now)
     features = path / ITEM_FEATURES if path.is_dir() else None
     return replace(made, item_features=features if features and features.is_file() else None)
 
@@ -209,10 +209,10 @@ def _split_by_hand(name: str, known: Pairs, held_out: Pairs, now: datetime) -> D
     return _dataset(name, first, first + timedelta(days=1), known, arriving, held_out)
 
 
-def _hold_out_at_random(name: str, pairs: Pairs, now: datetime, seed: int) -> Dataset:
-    """Hold out one item of each user with at least three, chosen by `seed`."""
+def _hold_out_at_random(name: str, pairs: Pairs, now: datetime) -> Dataset:
+    """Hold out one item of each user with at least three, chosen at random, always the same."""
     rows = np.asarray(pc.dictionary_encode(pairs.users).indices, np.int64)
-    order = np.lexsort((np.random.default_rng(seed).random(len(rows)), rows))
+    order = np.lexsort((np.random.default_rng(0).random(len(rows)), rows))
     counts = np.bincount(rows)
     last = np.cumsum(counts) - 1
     keep = np.ones(len(rows), np.bool_)

@@ -72,8 +72,6 @@ async def served_lists(
     url: str,
     users: Sequence[str],
     on_answers: Callable[[Sequence[Mapping[str, Any]]], None],
-    *,
-    top: int = TOP,
 ) -> Served:
     """Lists that the night computed for `users`, read in batches; `on_answers` sees every batch as it came.
 
@@ -82,7 +80,7 @@ async def served_lists(
     lists: dict[str, Sequence[str]] = {}
     asked_again = 0
     open_ones = list(users)
-    options = Options(k=top, deadline_ms=DEADLINE_MS)
+    options = Options(k=TOP, deadline_ms=DEADLINE_MS)
     # Sent once, so that what the service counted is what was asked.
     async with AsyncClient(url, policy=Policy(attempts=1, max_batch=BATCH)) as larder:
         for _ in range(TRIES):
@@ -116,9 +114,7 @@ def offline_lists(
     bundle: Path,
     histories: Lists,
     users: Iterable[str],
-    *,
-    top: int = TOP,
-    progress: Progress = lambda _n: None,
+    progress: Progress,
 ) -> dict[str, list[str]]:
     """Exact float32 scores of the bundle's own towers in plain numpy, the history left out."""
     model = orjson.loads((bundle / "bundle.json").read_bytes())
@@ -133,21 +129,21 @@ def offline_lists(
         scores = _run(bundle, model["user_tower"], _padded(rows, model["user_tower"])) @ vectors.T
         for line, row in zip(scores, rows, strict=True):
             line[row] = -np.inf
-        for user, line, bound in zip(some, scores, _bounds(scores, top), strict=True):
+        for user, line, bound in zip(some, scores, _bounds(scores), strict=True):
             found = np.flatnonzero((line >= bound) & (line > -np.inf))
-            order = found[np.lexsort((found, -line[found]))][:top]
+            order = found[np.lexsort((found, -line[found]))][:TOP]
             lists[user] = [ids[each] for each in order]
         progress(len(some))
     return lists
 
 
-def _bounds(scores: NDArray[np.float32], top: int) -> NDArray[np.float32]:
-    """Lower bounds of each row's best `top`: as many blocks of columns have a maximum this high."""
+def _bounds(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Lower bounds of each row's best TOP: as many blocks of columns have a maximum this high."""
     blocks = scores.shape[1] // _BLOCK
-    if blocks < top:
+    if blocks < TOP:
         return np.full(len(scores), -np.inf, np.float32)
     highest = scores[:, : blocks * _BLOCK].reshape(len(scores), blocks, _BLOCK).max(axis=2)
-    bounds: NDArray[np.float32] = np.partition(highest, blocks - top, axis=1)[:, blocks - top]
+    bounds: NDArray[np.float32] = np.partition(highest, blocks - TOP, axis=1)[:, blocks - TOP]
     return bounds
 
 

@@ -139,11 +139,11 @@ class Demo:
             self._wait(airflow, NIGHTLY, run, step)
 
     def _wait(self, airflow: LocalAirflow, dag: str, run: str, step: Step) -> RunReport:
-        bar = step.bar("tasks", None)
+        step.bar("tasks", None)
 
         def tell(task: Any) -> None:
-            bar.advance(1)
-            bar.say(f"{task.task_id} {task.duration_s:.1f} s")
+            step.advance(1)
+            step.say(f"{task.task_id} {task.duration_s:.1f} s")
 
         report = airflow.wait(dag, run, RUN_TIMEOUT_S, on_task=tell)
         slowest = sorted(report.tasks, key=lambda task: task.duration_s, reverse=True)[:3]
@@ -175,7 +175,7 @@ class Demo:
 
     def _replay(self, service: ServiceProcess, stream: Stream) -> None:
         with self.steps.step(f"Replay {self.plan.requests:,} requests") as step:
-            bar = step.bar("requests", self.plan.requests)
+            step.bar("requests", self.plan.requests)
             began = time.perf_counter()
             work = replay(
                 service.url,
@@ -184,7 +184,7 @@ class Demo:
                 requests=self.plan.requests,
                 concurrency=8,
                 rate=RATE,
-                progress=bar.advance,
+                progress=step.advance,
             )
             self.found.quiet = asyncio.run(work)
             rate = self.plan.requests / (time.perf_counter() - began)
@@ -212,8 +212,8 @@ class Demo:
             if found.asked_again:
                 step.note(f"{found.asked_again} asked again after a deadline")
         with self.steps.step("The same offline: plain numpy over the bundle") as step:
-            bar = step.bar("users", len(users))
-            exact = offline_lists(here.home / "bundle", data.histories, users, progress=bar.advance)
+            step.bar("users", len(users))
+            exact = offline_lists(here.home / "bundle", data.histories, users, step.advance)
             offline = self.found.offline = quality(exact, data.held_out)
             step.note(f"recall {offline.recall:.6f}, NDCG {offline.ndcg:.6f}")
             if not served.agrees_with(offline):

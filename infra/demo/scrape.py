@@ -1,16 +1,15 @@
 """Counters of the service, read from /metrics."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from infra.demo.http import get
 from serving.answers.sources import STORED
-
-_SAMPLE = re.compile(r"^(larder_\w+?)(?:\{(.*)\})? ([0-9.e+naif-]+)$", re.IGNORECASE | re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +27,18 @@ class ServiceCounts:
         sources: Counter[str] = Counter()
         missed: Counter[str] = Counter()
         entities = errors = 0
-        for name, labels, number in _SAMPLE.findall(text):
-            found = dict(_LABEL.findall(labels))
-            match name:
+        for each in chain.from_iterable(
+            family.samples for family in text_string_to_metric_families(text)
+        ):
+            match each.name:
                 case "larder_entities_total":
-                    entities += int(float(number))
+                    entities += int(each.value)
                 case "larder_answers_total":
-                    sources[found["source"]] += int(float(number))
+                    sources[each.labels["source"]] += int(each.value)
                 case "larder_misses_total":
-                    missed[found["reason"]] += int(float(number))
-                case "larder_requests_total" if found["status"] >= "500":
-                    errors += int(float(number))
+                    missed[each.labels["reason"]] += int(each.value)
+                case "larder_requests_total" if each.labels["status"] >= "500":
+                    errors += int(each.value)
         return cls(entities, dict(sources), dict(missed), errors)
 
     def disagreements(self, sources: Mapping[str, int], entities: int) -> list[str]:

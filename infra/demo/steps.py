@@ -12,6 +12,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -24,30 +25,23 @@ class Step:
 
     _bars: Progress
     notes: list[str] = field(default_factory=list)
+    _bar: TaskID = TaskID(0)
 
     def note(self, text: str) -> None:
         """Something worth a few words."""
         self.notes.append(text)
 
-    def bar(self, what: str, total: int | None) -> "Bar":
+    def bar(self, what: str, total: int | None) -> None:
         """A bar below the step; gone with it."""
-        return Bar(self._bars, self._bars.add_task(f"  {what}", total=total))
-
-
-@dataclass(slots=True)
-class Bar:
-    """Progress bar below a step."""
-
-    _bars: Progress
-    _task: object
+        self._bar = self._bars.add_task(f"  {what}", total=total)
 
     def advance(self, count: int) -> None:
         """Advance the bar by `count`."""
-        self._bars.advance(self._task, count)  # type: ignore[arg-type]
+        self._bars.advance(self._bar, count)
 
     def say(self, what: str) -> None:
-        """Change what stands beside it."""
-        self._bars.update(self._task, description=f"  {escape(what)}")  # type: ignore[arg-type]
+        """Change what stands beside the bar."""
+        self._bars.update(self._bar, description=f"  {escape(what)}")
 
 
 class Steps:

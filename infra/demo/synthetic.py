@@ -1,6 +1,5 @@
 """A small world to recommend in: users with a few tastes, items of Zipf popularity, two months of clicks."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -59,8 +58,8 @@ def synthesize(world: World) -> Clicks:
     kept = np.sort(first)
     names = [CATEGORIES[group // GROUPS_PER_CATEGORY % len(CATEGORIES)] for group in group_of_item]
     return Clicks(
-        tuple(_ids(world.users, _user_id)),
-        tuple(_ids(world.items, _item_id)),
+        tuple(map(_user_id, range(world.users))),
+        tuple(map(_item_id, range(world.items))),
         tuple(names),
         users[kept],
         items[kept],
@@ -97,10 +96,6 @@ def _when(rng: np.random.Generator, world: World, users: NDArray[np.int64]) -> N
     days = joined[users] + (DAYS - joined[users]) * rng.random(len(users))
     began = (world.until - timedelta(days=DAYS)).timestamp()
     return ((began + days * 86_400) * 1_000_000).astype(np.int64)
-
-
-def _ids(count: int, name: Callable[[int], str]) -> list[str]:
-    return [name(number) for number in range(count)]
 
 
 def _user_id(number: int) -> str:

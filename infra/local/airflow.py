@@ -17,6 +17,8 @@ from infra.local.airflow_client import AirflowClient, AirflowFailed, RunReport, 
 from infra.local.lock import alone
 
 ROOT = Path(__file__).parents[2]
+DAGS = ROOT / "dags"
+NEW_RUN_S = 60.0
 ENDED = frozenset({"success", "failed"})
 
 
@@ -28,17 +30,16 @@ class LocalAirflow(AirflowClient):
         state: Path,
         *,
         environment: Mapping[str, str],
-        dags: Path = ROOT / "dags",
-        pools: Mapping[str, int] | None = None,
+        pools: Mapping[str, int],
         parallelism: int = 4,
     ) -> None:
         """`environment` is what tasks see on top of this process's own: LARDER_CONFIG, REDIS_URL, ..."""
         self.home = state.resolve() / "airflow"
         super().__init__(f"http://127.0.0.1:{_free_port()}")
-        self._pools = pools if pools is not None else {"gpu": 2}
+        self._pools = pools
         self._environment = {
             **os.environ,
-            **settings(self.home, self.url, dags, parallelism),
+            **settings(self.home, self.url, parallelism),
             **environment,
         }
         self._stack = ExitStack()
@@ -76,9 +77,9 @@ class LocalAirflow(AirflowClient):
         """Id of the session that every task's processes belong to."""
         return next(each.pid for each in self._processes if each.log.stem == "scheduler")
 
-    def wait_new(self, dag_id: str, known: tuple[str, ...], timeout_s: float = 60.0) -> str:
+    def wait_new(self, dag_id: str, known: tuple[str, ...]) -> str:
         """Return the first run that is not among `known`, such as the one that an asset starts."""
-        give_up = time.monotonic() + timeout_s
+        give_up = time.monotonic() + NEW_RUN_S
         while time.monotonic() < give_up:
             self.check()
             for run_id in self.run_ids(dag_id):
@@ -86,7 +87,7 @@ class LocalAirflow(AirflowClient):
                     return run_id
             time.sleep(0.25)
         raise AirflowFailed(
-            f"no new run of {dag_id} within {timeout_s:.0f} s\n{self._last_words()}"
+            f"no new run of {dag_id} within {NEW_RUN_S:.0f} s\n{self._last_words()}"
         )
 
     def wait(
@@ -134,7 +135,7 @@ class LocalAirflow(AirflowClient):
         for name, slots in self._pools.items():
             self.add_pool(name, slots)
         # The files of one folder are parsed one by one.
-        dags = len(list(Path(self._environment["AIRFLOW__CORE__DAGS_FOLDER"]).glob("[!_]*.py")))
+        dags = len(list(DAGS.glob("[!_]*.py")))
         self._wait_until("the scheduler and the DAGs", lambda: self.is_ready(dags), 120.0)
 
     def _guard(self, name: str, *arguments: str) -> Guarded:
@@ -176,11 +177,11 @@ class LocalAirflow(AirflowClient):
         return "\n".join(lines)
 
 
-def settings(home: Path, url: str, dags: Path, parallelism: int) -> dict[str, str]:
+def settings(home: Path, url: str, parallelism: int) -> dict[str, str]:
     """Return Airflow's settings for one machine: loopback only, quick to react, nothing sent home."""
     return {
         "AIRFLOW_HOME": str(home),
-        "AIRFLOW__CORE__DAGS_FOLDER": str(dags.resolve()),
+        "AIRFLOW__CORE__DAGS_FOLDER": str(DAGS),
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
         "AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION": "False",
         "AIRFLOW__CORE__EXECUTOR": "LocalExecutor",

@@ -1,13 +1,12 @@
 """A client of Airflow's REST API: runs started, looked at and cleared."""
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.error import HTTPError, URLError
 from urllib.parse import quote
-from urllib.request import Request, urlopen
+
+import httpx
 
 
 class AirflowFailed(RuntimeError):
@@ -43,13 +42,14 @@ class AirflowClient:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._token = ""
+        self._http = httpx.Client(base_url=url, timeout=30.0)
 
     def log_in(self) -> bool:
         """Fetch a token; False while nobody answers."""
-        with suppress(URLError, ConnectionError, TimeoutError):
-            self._token = str(self._call("GET", "/auth/token")["access_token"])
-        return bool(self._token)
+        with suppress(httpx.TransportError):
+            token = self._call("GET", "/auth/token")["access_token"]
+            self._http.headers["Authorization"] = f"Bearer {token}"
+        return "Authorization" in self._http.headers
 
     def is_ready(self, dags: int) -> bool:
         """True once scheduler and DAG processor are healthy and so many DAGs are parsed; raises AirflowFailed."""
@@ -101,14 +101,7 @@ class AirflowClient:
         )
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(self.url + path, data, headers, method=method)
-        try:
-            with urlopen(request, timeout=30.0) as answer:
-                return json.load(answer)
-        except HTTPError as error:
-            said = error.read().decode("utf-8", "replace")[:2000]
-            raise AirflowFailed(f"{method} {path}: {error.code} {said}") from error
+        answer = self._http.request(method, path, json=body)
+        if not answer.is_success:
+            raise AirflowFailed(f"{method} {path}: {answer.status_code} {answer.text[:2000]}")
+        return answer.json()

@@ -11,6 +11,7 @@ from typing import Self
 from cache.process.child_process import Guarded
 
 ROOT = Path(__file__).parents[2]
+START_S = 60.0
 _ANNOUNCED = re.compile(r"^Larder serves on (http://\S+)", re.MULTILINE)
 
 
@@ -26,13 +27,11 @@ class ServiceProcess:
         log: Path,
         environment: Mapping[str, str],
         *,
-        timeout_s: float = 60.0,
         module: str = "serving",
     ) -> None:
         self.url = ""
         self.log = log
         self._environment = {**os.environ, **environment, "PYTHONPATH": _search_path()}
-        self._timeout_s = timeout_s
         self._module = module
         self._process: Guarded | None = None
 
@@ -58,7 +57,7 @@ class ServiceProcess:
             raise ServiceFailed(f"the service ended by itself\n{tail}")
 
     def _announced(self) -> str:
-        give_up = time.monotonic() + self._timeout_s
+        give_up = time.monotonic() + START_S
         while time.monotonic() < give_up:
             self.check()
             if self.log.exists() and (
@@ -66,7 +65,7 @@ class ServiceProcess:
             ):
                 return found[1]
             time.sleep(0.02)
-        raise ServiceFailed(f"the service did not come up within {self._timeout_s:.0f} s")
+        raise ServiceFailed(f"the service did not come up within {START_S:.0f} s")
 
 
 def _search_path() -> str:

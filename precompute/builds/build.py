@@ -151,12 +151,6 @@ def model_entry(
     )
 
 
-def read_sealed(build: Build) -> Manifest | None:
-    """The build's manifest, None before it is sealed."""
-    raw = build.store.read(generation_path(build.generation, "manifest.json"))
-    return None if raw is None else Manifest.from_bytes(raw)
-
-
 def fetch_items(build: Build) -> None:
     """The catalogue's files, all but the vectors."""
     names = [catalogue.IDS, catalogue.OFFSETS, catalogue.MODEL_INDEX]

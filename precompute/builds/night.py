@@ -33,6 +33,13 @@ class StepRow:
     unit: str = ""
     size_bytes: int = 0
 
+    def rate(self, seconds: float) -> str:
+        """How many a second, for people; empty where nothing is counted."""
+        if not self.count:
+            return ""
+        each = self.count / max(seconds, 1e-9)
+        return f"{size_text(each)}/s" if self.unit == "B" else f"{each:,.0f} {self.unit}/s"
+
 
 def size_text(size_bytes: float) -> str:
     """Bytes as people read them."""

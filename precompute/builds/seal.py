@@ -24,7 +24,6 @@ from precompute.builds.build import (
     cut_of,
     fetch_items,
     open_bundle,
-    read_sealed,
     shard_report,
 )
 from precompute.builds.tables import (
@@ -47,8 +46,9 @@ REPORTED = tuple(name for name in NIGHT[: NIGHT.index(SEALED_BY)] if name != "sc
 
 def seal(made: Build) -> Manifest:
     """Write the manifest from the steps' reports; once written it stays."""
-    if (sealed := read_sealed(made)) is not None:
-        return sealed
+    path = generation_path(made.generation, "manifest.json")
+    if (sealed := made.store.read(path)) is not None:
+        return Manifest.from_bytes(sealed)
     config, bundle = made.config, open_bundle(made)
     steps = {name: made.need(name) for name in REPORTED}
     begun, index, models = steps["begin"], steps["index"], steps["quantize"]
@@ -108,7 +108,7 @@ def seal(made: Build) -> Manifest:
             FACT: models.get("probe"),  # none where an earlier version had taken that step
         },
     )  # fmt: skip
-    made.store.write(generation_path(made.generation, "manifest.json"), manifest.to_bytes())
+    made.store.write(path, manifest.to_bytes())
     return manifest
 
 

@@ -1,7 +1,9 @@
 """Tables of a generation: the entity set, layout, metric and producer of each, from configuration and bundle."""
 
+from collections.abc import Mapping
+
 from cache.errors import ConfigError
-from cache.format.manifest import Producer
+from cache.format.manifest import EntityKind, Producer
 from cache.format.records.layout import Layout
 from cache.model.ranking import Metric
 from precompute.bundles.bundle import Bundle
@@ -12,20 +14,22 @@ STRING_OVERHEAD_BYTES = 64
 a page of exactly 256 KiB with its header would take 320."""
 
 
-def entity_of(bundle: Bundle, name: str, table: TableConfig) -> str:
+ENTITIES: Mapping[str, EntityKind] = {
+    "user_topk": "user", "user_vector": "user", "item_vector": "item", "item_similar": "item",
+}  # fmt: skip
+"""Entity set of each kind of table; that of a value is its model's."""
+
+
+def entity_of(bundle: Bundle, name: str, table: TableConfig) -> EntityKind:
     """Entity set that a table belongs to; raises ConfigError for a model output that the bundle lacks."""
-    match table.kind:
-        case "user_topk" | "user_vector":
-            return "user"
-        case "item_vector" | "item_similar":
-            return "item"
-        case "value":
-            if table.value not in bundle.values:
-                raise ConfigError(
-                    f"table {name} wants the model output {table.value!r}; the bundle has "
-                    f"{', '.join(bundle.values) or 'none'}"
-                )
-            return bundle.values[str(table.value)].entity
+    if table.kind != "value":
+        return ENTITIES[table.kind]
+    if table.value not in bundle.values:
+        raise ConfigError(
+            f"table {name} wants the model output {table.value!r}; the bundle has "
+            f"{', '.join(bundle.values) or 'none'}"
+        )
+    return bundle.values[str(table.value)].entity
 
 
 def layout_of(bundle: Bundle, table: TableConfig) -> Layout:

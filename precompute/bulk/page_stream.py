@@ -15,13 +15,12 @@ UNANSWERED = 2
 """Pages (or chunks of them) that may wait for their replies: Redis has the next, memory is bounded."""
 
 
-class _Sent(NamedTuple):
-    """Pages of one chunk that went over one connection; `ends_bytes` is the chunk's size, told with its last part."""
+class _Chunk(NamedTuple):
+    """Pages that were sent and wait for their replies, by the connection that each went over."""
 
-    connection: Any
-    pages: list[int]
-    ends_pages: int
-    ends_bytes: int
+    sent: list[tuple[Any, list[int]]]
+    pages: int
+    size_bytes: int
 
 
 class PageStream(OwnConnections):
@@ -38,8 +37,7 @@ class PageStream(OwnConnections):
         super().__init__()
         self._client, self._governor, self._chunk_bytes = client, governor, chunk_bytes
         self._landed = landed
-        self._waiting: deque[_Sent] = deque()
-        self._chunks = 0
+        self._waiting: deque[_Chunk] = deque()
 
     def send(self, names: list[bytes], pages: memoryview, first: int, size: int) -> None:
         """Send the pages from number `first` on; page n lies at `pages[n * size:]`, the last one may be shorter."""
@@ -57,7 +55,7 @@ class PageStream(OwnConnections):
                 with pages[page * size : (page + 1) * size] as whole:
                     self._send_paced(self._governor, names[page], page, whole, piece)
                 page += 1
-            if self._chunks >= UNANSWERED:
+            if len(self._waiting) >= UNANSWERED:
                 self._await_chunk(again)
         while self._waiting:
             self._await_chunk(again)
@@ -73,7 +71,7 @@ class PageStream(OwnConnections):
             sent_bytes = sum(len(value) for value in values)
             if self._governor is not None:
                 self._governor.pace(sent_bytes)
-            parts = []
+            sent = []
             for server, places in by_server(self._client, chunk):
                 packed: list[bytes | memoryview] = []
                 for place in places:
@@ -81,8 +79,8 @@ class PageStream(OwnConnections):
                     packed += (_head_of_set(chunk[place], len(value)), value, b"\r\n")
                 connection = self.to(server)
                 connection.send_packed_command(packed, check_health=False)
-                parts.append(_Sent(connection, [page + place for place in places], 0, 0))
-        self._sent(parts, len(chunk), sent_bytes)
+                sent.append((connection, [page + place for place in places]))
+        self._sent(_Chunk(sent, len(chunk), sent_bytes))
         return len(chunk)
 
     def _send_paced(
@@ -104,26 +102,21 @@ class PageStream(OwnConnections):
                 # One buffer, one packet: at this size a copy costs less than three system calls.
                 packet = b"".join((head, value, end))
             connection.send_packed_command([packet], check_health=False)
-        self._sent([_Sent(connection, [number], 0, 0)], 1, size)
+        self._sent(_Chunk([(connection, [number])], 1, size))
 
-    def _sent(self, parts: list[_Sent], pages: int, size_bytes: int) -> None:
-        self._waiting.extend(parts[:-1])
-        self._waiting.append(parts[-1]._replace(ends_pages=pages, ends_bytes=size_bytes))
-        self._chunks += 1
+    def _sent(self, chunk: _Chunk) -> None:
+        self._waiting.append(chunk)
 
     def _await_chunk(self, again: Callable[[int], None]) -> None:
         """Wait for every reply to the oldest chunk; a page whose slot is on its way goes where it is sent on to."""
-        while True:
-            sent = self._waiting.popleft()
-            for page in sent.pages:
+        chunk = self._waiting.popleft()
+        for connection, pages in chunk.sent:
+            for page in pages:
                 try:
-                    sent.connection.read_response()
+                    connection.read_response()
                 except redis.exceptions.AskError:  # MOVED is one, too
                     again(page)
-            if sent.ends_pages:
-                break
-        self._chunks -= 1
-        self._landed(sent.ends_pages, sent.ends_bytes)
+        self._landed(chunk.pages, chunk.size_bytes)
 
 
 def _head_of_set(name: bytes, size: int) -> bytes:

@@ -1,7 +1,10 @@
 """Checksums of files that one process opens again and again: read once while nobody touches them."""
 
+import threading
 import time
 from pathlib import Path
+
+from cachetools import LRUCache, cached
 
 from cache.store.artefacts import sha256_of
 
@@ -12,7 +15,7 @@ FILES_MAX = 256
 
 Stamp = tuple[int, int, int, int, int]
 
-_known: dict[Stamp, str] = {}
+_known: LRUCache[Stamp, str] = LRUCache(FILES_MAX)
 
 
 def sha256_unchanged(path: Path) -> str:
@@ -21,17 +24,12 @@ def sha256_unchanged(path: Path) -> str:
     Device, inode, size, time of modification and of the last change of the inode tell. The latter is the kernel's:
     writing to a file or putting another in its place changes it, whatever times a program sets.
     """
-    stamp = _stamp(path)
-    if (known := _known.get(stamp)) is not None:
-        return known
-    found = sha256_of(path)
-    if time.time_ns() - stamp[-1] > SETTLED_NS and _stamp(path) == stamp:
-        while len(_known) >= FILES_MAX:
-            _known.pop(next(iter(_known)), None)
-        _known[stamp] = found
-    return found
-
-
-def _stamp(path: Path) -> Stamp:
     found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    stamp = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    is_settled = time.time_ns() - found.st_ctime_ns > SETTLED_NS
+    return _sha256_once(path, stamp) if is_settled else sha256_of(path)
+
+
+@cached(_known, key=lambda _path, stamp: stamp, lock=threading.Lock())
+def _sha256_once(path: Path, _stamp: Stamp) -> str:
+    return sha256_of(path)

@@ -9,22 +9,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 
-class _HistoryTower(nn.Module):  # type: ignore[misc]  # torch's own types are not looked at
-    def __init__(self, rows: NDArray[np.float32]) -> None:
-        super().__init__()
-        self.table = nn.Buffer(torch.from_numpy(np.ascontiguousarray(rows)))
-
-    def forward(self, history: Tensor) -> Tensor:
-        return self.table[history].sum(dim=1)
-
-
-class _ItemTower(nn.Module):  # type: ignore[misc]
+class _ItemTower(nn.Module):  # type: ignore[misc]  # torch's own types are not looked at
     def __init__(self, rows: NDArray[np.float32]) -> None:
         super().__init__()
         self.table = nn.Buffer(torch.from_numpy(np.ascontiguousarray(rows)))
 
     def forward(self, item_index: Tensor) -> Tensor:
         return self.table[item_index]
+
+
+class _HistoryTower(_ItemTower):
+    def forward(self, history: Tensor) -> Tensor:
+        return self.table[history].sum(dim=1)
 
 
 class _AffinityModel(_HistoryTower):

@@ -105,6 +105,7 @@ class Comparison:
     def of(cls, live: Totals, canary: Totals) -> Self:
         """Compares the two arms, each measure with what it may be by chance."""
         events = sorted({*live.feedback, *canary.feedback})
+        ratios = {event: _ratio(event, live, canary) for event in events}
         return cls(
             {"live": live.requests, "canary": canary.requests},
             {"live": int(live.certain), "canary": int(canary.certain)},
@@ -115,8 +116,8 @@ class Comparison:
                 "score_psi": psi_by_chance(live, canary),
             },
             {"live": live.mean_score, "canary": canary.mean_score},
-            {event: _ratio(event, live, canary) for event in events},
-            {event: _ratio_by_chance(event, live, canary) for event in events},
+            {event: ratio for event, (ratio, _) in ratios.items()},
+            {event: chance for event, (_, chance) in ratios.items()},
         )
 
 
@@ -180,17 +181,14 @@ def psi_by_chance(live: Totals, canary: Totals) -> float:
     return apart * quantile
 
 
-def _ratio_by_chance(event: str, live: Totals, canary: Totals) -> float:
+def _ratio(event: str, live: Totals, canary: Totals) -> tuple[float | None, float]:
+    """(rate under the canary over that under live, how far below 1 that may be by chance)."""
     if not live.feedback[event] or not live.requests or not canary.requests:
-        return math.inf
+        return None, math.inf
     expected = live.feedback[event] * canary.requests / live.requests
-    return _Z * math.sqrt(1 / expected + 1 / live.feedback[event])
-
-
-def _ratio(event: str, live: Totals, canary: Totals) -> float | None:
-    if not live.feedback[event] or not live.requests or not canary.requests:
-        return None
-    return (canary.feedback[event] / canary.requests) / (live.feedback[event] / live.requests)
+    chance = _Z * math.sqrt(1 / expected + 1 / live.feedback[event])
+    under_live = live.feedback[event] / live.requests
+    return canary.feedback[event] / canary.requests / under_live, chance
 
 
 def decide(found: Comparison, limits: CanaryConfig) -> tuple[Verdict, list[str]]:

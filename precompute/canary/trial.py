@@ -44,8 +44,7 @@ def start(
         open_governor(config.governor, releases.control) as governor,
     ):
         chosen = generation or _newest_verified(releases.control)
-        running = releases.control.pointer()
-        canary = None if running is None else running.canary
+        canary = _canary(releases.control)
         share, changes = config.canary.percent if percent is None else percent, None
         if canary is not None and canary.generation == chosen:
             share = canary.percent if percent is None else percent
@@ -71,9 +70,8 @@ def start(
 
 
 def _newest_verified(control: Control) -> str:
-    pointer = control.pointer()
-    if pointer is not None and pointer.canary is not None:
-        return pointer.canary.generation  # a retry of the start
+    if (canary := _canary(control)) is not None:
+        return canary.generation  # a retry of the start
     rows = control.rows()
     verified = sorted(each for each, row in rows.items() if row.state is State.VERIFIED)
     if not verified:
@@ -81,10 +79,13 @@ def _newest_verified(control: Control) -> str:
     return verified[-1]
 
 
-def _running(control: Control, generation: str | None = None) -> Canary:
+def _canary(control: Control) -> Canary | None:
     pointer = control.pointer()
-    canary = None if pointer is None else pointer.canary
-    if canary is None:
+    return None if pointer is None else pointer.canary
+
+
+def _running(control: Control, generation: str | None = None) -> Canary:
+    if (canary := _canary(control)) is None:
         which = "" if generation is None else f" of {generation}"
         raise Conflict(f"no canary{which} is running: start one with `canary start GENERATION`")
     if generation not in (None, canary.generation):
@@ -138,13 +139,13 @@ def publish(
 
 
 def abandon(
-    config: NightConfig, generation: str | None = None, *, reason: str, attempt: str
+    config: NightConfig, generation: str | None = None, *, reason: str | None, attempt: str
 ) -> Step:
     """Every request is answered from the live generation again, and this one is never published.
 
     Raises ConfigError without a reason, Conflict when another canary than the one named runs.
     """
-    demand_reason("abandoning a canary", reason)
+    reason = demand_reason("abandoning a canary", reason)
     with open_releases(config) as releases:
         # Whoever was killed right after ending it asks again, and finds its own work.
         if (ended := _ended_by(releases, attempt, generation)) is not None:
@@ -155,7 +156,7 @@ def abandon(
     return {"generation": chosen, "abandoned": reason}
 
 
-def _ended_by(releases: Releases, attempt: str, generation: str | None = None) -> Release | None:
+def _ended_by(releases: Releases, attempt: str, generation: str | None) -> Release | None:
     """The record of the canary that this very attempt abandoned."""
     return next(
         (
@@ -171,8 +172,7 @@ def _ended_by(releases: Releases, attempt: str, generation: str | None = None) -
 def is_over(config: NightConfig, generation: str) -> bool:
     """True if the canary has run for `wait_s` and can be decided about, or `wait_max_s`, or does not run any more."""
     with open_releases(config) as releases:
-        pointer = releases.control.pointer()
-        canary = None if pointer is None else pointer.canary
+        canary = _canary(releases.control)
         if canary is None or canary.generation != generation:
             return True
         seconds, replicas = releases.clock() - canary.since, releases.control.replicas()
@@ -229,6 +229,6 @@ def command(
         case "publish":
             return publish(config, arguments.generation, attempt=attempt, progress=progress)
         case "abandon":
-            reason = demand_reason("abandoning a canary", arguments.reason)
+            reason = arguments.reason
             return abandon(config, arguments.generation, reason=reason, attempt=attempt)
     return status(config)

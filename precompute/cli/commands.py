@@ -10,7 +10,7 @@ from rich.table import Table
 from cache.errors import ConfigError, Conflict, LarderError
 from cache.format.ids import canonical_id
 from cache.store.blocklist import change_blocklist
-from precompute.builds.night import Night
+from precompute.builds.night import Night, size_text
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.bundle_store import hand_over
 from precompute.cli.console import NOT_WELL, Found, Told, err
@@ -28,21 +28,22 @@ from precompute.operations.restore import restore as restore_redis
 from precompute.operations.roll_back import roll_back as move_back
 from precompute.operations.train import train_reference
 from precompute.releases.attempts import new_attempt
-from precompute.releases.release import Releases
+from precompute.releases.registry import open_releases
 
 
 def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Found:
     """The whole night; one row per step."""
     data_until, attempt = arguments.data_until, arguments.attempt or new_attempt()
     named = standing_name(config, data_until)
-    lines = run_night(Night(config, attempt, data_until, named=named, progress=progress))
+    steps = run_night(Night(config, attempt, data_until, named=named, progress=progress))
     table = Table("step", "what", "seconds", "rate", "size")
     for column in table.columns[2:]:
         column.justify, column.no_wrap = "right", True
-    for line in lines:
-        table.add_row(line.step, line.what, f"{line.seconds:.2f}", line.rate, line.size)
+    for step, row, seconds in steps:
+        size = size_text(row.size_bytes) if row.size_bytes else ""
+        table.add_row(step.replace("_", " "), row.what, f"{seconds:.2f}", row.rate(seconds), size)
     table.add_section()
-    table.add_row("night", lines[0].what, f"{sum(line.seconds for line in lines):.2f}")
+    table.add_row("night", steps[0][1].what, f"{sum(seconds for _, _, seconds in steps):.2f}")
     return [table]
 
 
@@ -81,8 +82,7 @@ def restore(
 
 def pin(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
     """Pins, or lifts a pin."""
-    with connect(config.redis_url, config.redis_timeout_s) as client:
-        releases = Releases(config.store(), Control(client, config.keyspace()))
+    with open_releases(config) as releases:
         if arguments.unpin:
             if arguments.generation not in releases.ledger().pinned:
                 raise Conflict(f"{arguments.generation} is not pinned: `status` shows what is")

@@ -5,7 +5,6 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 
 from rich.table import Table
 
@@ -14,9 +13,9 @@ from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
 from precompute.builds.copies import sweep_copies
 from precompute.cli.console import Found, err
+from precompute.cli.status_report import iso
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
 from precompute.erasing.erasing import (
     Standing,
     begin_erasing,
@@ -29,7 +28,7 @@ from precompute.erasing.erasing import (
 from precompute.erasing.holders import holders
 from precompute.erasures.erasure import Erasure
 from precompute.erasures.host_records import EntityHolder, declare_gone
-from precompute.releases.release import Releases
+from precompute.releases.registry import open_releases
 
 
 def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Found:
@@ -48,8 +47,7 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
     dropped, standings = 0, None
     if config.redis_url:
         try:
-            with connect(config.redis_url, config.redis_timeout_s) as client:
-                releases = Releases(store, Control(client, config.keyspace()))
+            with open_releases(config) as releases:
                 if raw is not None:
                     releases.control.announce("blocklist")
                 if erasure is not None:
@@ -98,10 +96,10 @@ def _shown(standings: Sequence[Standing], dropped: int | None) -> list[Table | s
     table = Table("entity", "as", "asked", "stands", "held by", "until")
     for each in standings:
         erasure = each.erasure
-        done = erasure.done_at and f"done {_time(erasure.done_at)}"
+        done = erasure.done_at and f"done {iso(erasure.done_at)}"
         word = f"forgotten: {erasure.reason}" if each.word == "forgotten" else done or each.word
         rows = [(_holder(held), when) for held, when in each.held] or [("", "")]
-        table.add_row(_plain(erasure.entity), erasure.kind, _time(erasure.at), word, *rows[0])
+        table.add_row(_plain(erasure.entity), erasure.kind, iso(erasure.at), word, *rows[0])
         for row in rows[1:]:
             table.add_row("", "", "", "", *row)
     pending = sum(each.word == "pending" for each in standings)
@@ -125,6 +123,3 @@ def _plain(entity: str) -> str:
     is_plain = entity.isprintable() and not any(each.isspace() for each in entity)
     return entity if is_plain else repr(entity)
 
-
-def _time(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

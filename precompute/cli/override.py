@@ -1,7 +1,6 @@
 """Override: a person lets a generation pass a gate, and says why; the reason is kept with it."""
 
 import argparse
-import uuid
 from typing import Any
 
 from cache.errors import Conflict, UnknownGeneration
@@ -9,6 +8,7 @@ from cache.store.artefacts import read_manifest
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.gates.judge import demand_overridable
+from precompute.releases.attempts import new_attempt
 from precompute.releases.registry import open_releases
 from precompute.releases.release import Releases
 
@@ -56,9 +56,8 @@ def command(
     config: NightConfig, arguments: argparse.Namespace, _progress: Progress
 ) -> dict[str, Any]:
     """Overrides one rule; what to run next."""
-    attempt = f"shell-{uuid.uuid4().hex[:12]}"
     generation, rule = arguments.generation, arguments.rule
-    override(config, generation, rule=rule, reason=arguments.reason, attempt=attempt)
+    override(config, generation, rule=rule, reason=arguments.reason, attempt=new_attempt())
     return {
         "generation": generation,
         "overridden": rule,

@@ -37,71 +37,36 @@ DESCRIPTION = (
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of `plan`; what is left out is counted in the inputs."""
     default = PlanParameters()
-    for name, text in (
-        ("users", "users (default: counted)"),
-        ("items", "items; scoring is extrapolated from half of those there are and all of them"),
-        ("k", "length of the users' lists"),
-        ("dims", "dimensions of the vectors; scoring is extrapolated in proportion"),
-    ):
-        command.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    command.add_argument("--qps", type=float, help="requests per second, of all processes")
-    command.add_argument(
-        "--processes",
-        type=int,
-        default=default.processes,
-        help="service processes, each with an L1 (default 1)",
-    )
+    for name, kind, stands_for, text in (
+        ("users", int, "N", "users (default: counted)"),
+        ("items", int, "N", "items; scoring is extrapolated from half of those there are and all of them"),
+        ("k", int, "N", "length of the users' lists"),
+        ("dims", int, "N", "dimensions of the vectors; scoring is extrapolated in proportion"),
+        ("qps", float, "QPS", "requests per second, of all processes"),
+        ("processes", int, "N", "service processes, each with an L1 (default 1)"),
+        ("requests", str, "FILE", "ids that were asked for, one row each: Parquet with the sources' user column, else "
+         "text, one a line"),
+        ("zipf", float, "S", "without --requests: the user of rank r is asked for in proportion to r ** -S "
+         "(default 1.0)"),
+        ("answer-bytes", int, "N", "bytes of a single lookup's answer, kept beside its record; 0 where only batches "
+         "are asked for (default: from K and the ids)"),
+        ("gpu-users-per-s", float, "RATE", "also say how long scoring takes at this rate"),
+        ("redis-gb", float, "GB", "memory of each Redis node, not the configured one's"),
+        ("redis-nodes", int, "N", "masters, with --redis-gb (default 1)"),
+        ("host-gb", float, "GB", "memory of a reader's host (default: free here)"),
+        ("disk-gb", float, "GB", "disk for the artefacts (default: free here)"),
+        ("sample", float, "SHARE", "share of the users (default 0.01, at least 1,024 users)"),
+        ("seconds", float, "S", "how long to time users and items, each (default 20)"),
+        ("data-until", str, "TIME", "cut of the data, ISO 8601"),
+    ):  # fmt: skip
+        command.add_argument(
+            f"--{name}", type=kind, metavar=stands_for, help=text,
+            default=getattr(default, name.replace("-", "_"), None),
+        )  # fmt: skip
     command.add_argument(
         "--l1-mb", type=int, nargs="+", metavar="MIB", default=list(default.l1_mib),
         help="sizes of L1 per process, in MiB (default 64 256 1024)",
     )  # fmt: skip
-    command.add_argument(
-        "--requests", metavar="FILE",
-        help="ids that were asked for, one row each: Parquet with the sources' user column, else text, one a line",
-    )  # fmt: skip
-    command.add_argument(
-        "--zipf", type=float, metavar="S", default=default.zipf,
-        help="without --requests: the user of rank r is asked for in proportion to r ** -S (default 1.0)",
-    )  # fmt: skip
-    command.add_argument(
-        "--answer-bytes", type=int, metavar="N",
-        help="bytes of a single lookup's answer, kept beside its record; 0 where only batches are asked for "
-        "(default: from K and the ids)",
-    )  # fmt: skip
-    command.add_argument(
-        "--gpu-users-per-s",
-        type=float,
-        metavar="RATE",
-        help="also say how long scoring takes at this rate",
-    )
-    command.add_argument(
-        "--redis-gb",
-        type=float,
-        metavar="GB",
-        help="memory of each Redis node, not the configured one's",
-    )
-    command.add_argument(
-        "--redis-nodes", type=int, metavar="N", help="masters, with --redis-gb (default 1)"
-    )
-    command.add_argument(
-        "--host-gb", type=float, metavar="GB", help="memory of a reader's host (default: free here)"
-    )
-    command.add_argument(
-        "--disk-gb", type=float, metavar="GB", help="disk for the artefacts (default: free here)"
-    )
-    command.add_argument(
-        "--sample",
-        type=float,
-        default=default.sample,
-        help="share of the users (default 0.01, at least 1,024 users)",
-    )
-    command.add_argument(
-        "--seconds",
-        type=float,
-        default=default.seconds,
-        help="how long to time users and items, each (default 20)",
-    )
-    command.add_argument("--data-until", metavar="TIME", help="cut of the data, ISO 8601")
     command.add_argument("--json", action="store_true", help="one JSON object, bytes and seconds")
 
 
@@ -189,7 +154,8 @@ def _tables(
     found: Forecast, verdicts: list[Verdict], asked: PlanParameters, generations: int
 ) -> Found:
     shape, timings = found.shape, found.timings
-    sizes = Table("what", "one generation", f"{generations} at the peak", title=_title(found))
+    title = f"{shape.users:,} users, {shape.items:,} items of {shape.dims} dimensions, from {found.sample_users:,} users"
+    sizes = Table("what", "one generation", f"{generations} at the peak", title=title)
     for column in sizes.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for name, size in (
@@ -233,11 +199,6 @@ def _tables(
     busy = "other programs were busy here meanwhile: by the clock, times are too long"
     notes = [timings.note] * bool(timings.note) + [busy] * found.is_busy
     return [sizes, times, *map(escape, notes), memory, rates, gates]
-
-
-def _title(found: Forecast) -> str:
-    shape = found.shape
-    return f"{shape.users:,} users, {shape.items:,} items of {shape.dims} dimensions, from {found.sample_users:,} users"
 
 
 def _minutes(spent: Spent) -> tuple[str, str]:

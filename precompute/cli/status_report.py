@@ -13,11 +13,10 @@ from cache.store.artefacts import read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import Canary, Pointer, all_releases
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
 from precompute.control.rows import Replica, Row
 from precompute.control.states import Ledger, State, fold
 from precompute.erasures.erasure import all_erasures
-from precompute.releases.release import Releases
+from precompute.releases.registry import open_releases
 from precompute.releases.release_log import standing
 
 AWAY, ABSENT, THERE = "away", "absent", "there"
@@ -52,8 +51,7 @@ def look(config: NightConfig) -> NamespaceState:
     if not config.redis_url:
         return NamespaceState(fold(all_releases(config.store())), time.time(), ABSENT)
     try:
-        with connect(config.redis_url, config.redis_timeout_s) as client:
-            releases = Releases(config.store(), Control(client, config.keyspace()))
+        with open_releases(config) as releases:
             view = releases.view()
             return NamespaceState(
                 view.ledger,
@@ -62,7 +60,7 @@ def look(config: NightConfig) -> NamespaceState:
                 pointer=view.pointer,
                 rows=view.rows,
                 replicas=tuple(releases.control.replicas()),
-                memory=_memory(client),
+                memory=_memory(releases.control.client),
             )
     except TierUnavailable as error:
         ledger = fold(all_releases(config.store()))
@@ -214,6 +212,9 @@ def _replica(replica: Replica) -> dict[str, Any]:
 
 
 def _iso(at: float | None) -> str | None:
-    if at is None:
-        return None
+    return None if at is None else iso(at)
+
+
+def iso(at: float) -> str:
+    """Unix seconds as ISO 8601, in UTC."""
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -9,11 +9,10 @@ from cache.process.redis_server import redis_url, running_server
 from precompute.cli.commands import roll_back
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
-from precompute.control.control_keys import Control, connect
 from precompute.control.states import ALLOWED, State
 from precompute.operations.restore import restore
 from precompute.releases.attempts import new_attempt
-from precompute.releases.release import Releases
+from precompute.releases.registry import open_releases
 from precompute.steps import load, verify
 
 _LOADABLE = (*ALLOWED["load"], State.SUPERSEDED, None)
@@ -44,10 +43,10 @@ def redis_for(
 
 
 def _fill(config: NightConfig, progress: Progress) -> None:
-    with connect(config.redis_url, config.redis_timeout_s) as client:
-        releases = Releases(config.store(), Control(client, config.keyspace()))
+    with open_releases(config) as releases:
+        control = releases.control
         # What is no pointer is left to the command, which may be the one that removes it.
-        empty = not client.exists(releases.control.keys.live) and releases.ledger().live is not None
+        empty = not control.client.exists(control.keys.live) and releases.ledger().live is not None
     if empty:
         restore(config, attempt=new_attempt(), progress=progress)
 
@@ -74,5 +73,5 @@ def verify_again(config: NightConfig, arguments: argparse.Namespace, progress: P
 
 
 def _state(config: NightConfig, generation: str) -> State | None:
-    with connect(config.redis_url, config.redis_timeout_s) as client:
-        return Releases(config.store(), Control(client, config.keyspace())).state(generation)
+    with open_releases(config) as releases:
+        return releases.state(generation)

@@ -1,4 +1,4 @@
 """Erasing an entity: which generations and hosts still hold it, and what is done until none does.
 
-Imports erasures, partitions and releases. Start at `erasing`.
+Imports erasures, partitions, releases and builds. Start at `erasing`.
 """

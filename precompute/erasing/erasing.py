@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -13,6 +13,7 @@ from cache.format.manifest import EntityKind, Manifest
 from cache.format.redis_keys import hash_hex
 from cache.store.artefacts import ArtefactStore, read_manifest
 from cache.store.blocklist import change_blocklist, latest_blocklist
+from precompute.builds.tables import ENTITIES
 from precompute.config.generations_at_peak import retained
 from precompute.config.settings import NightConfig
 from precompute.config.validation import demand_reason
@@ -28,15 +29,11 @@ from precompute.erasures.erasure import (
     request,
 )
 from precompute.erasures.host_records import EntityHolder
-from precompute.releases.release_log import ReleaseLog, ReleaseView, standing
+from precompute.releases.release_log import ReleaseLog, ReleaseView
 
 UNLINK_BATCH = 256
 SEEDS = (0, 1)
 """Hash seeds that were most likely used for the overlays of a generation whose files are gone."""
-
-_TABLE_KINDS: Mapping[str, EntityKind] = {
-    "user_topk": "user", "user_vector": "user", "item_vector": "item", "item_similar": "item",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +146,7 @@ def _overlay_keys(
     except LarderError:
         both: tuple[EntityKind, ...] = ("user", "item")
         tables = {
-            name: (_TABLE_KINDS[each.kind],) if each.kind in _TABLE_KINDS else both
+            name: (ENTITIES[each.kind],) if each.kind in ENTITIES else both
             for name, each in config.tables.items()
         }
     keys = config.keyspace()
@@ -168,53 +165,34 @@ def settle(config: NightConfig, releases: ReleaseLog) -> list[Standing]:
     erasures = all_erasures(store)
     block_erased(store, erasures)
     pending = [each for each in erasures if each.is_pending]
-    if pending:
-        drop_overlays(config, store, control, pending)
-        drop_hot(config, store, control, pending)
-        # Rows before files: a night notes itself before it looks for erasures, and writes files after.
-        held = holders(store, pending, control.rows())
-        erasures = [
-            each if held.get(each.number, True) else mark_done(store, each, at=releases.clock())
-            for each in erasures
-        ]
-    return look(config, releases, erasures)
-
-
-def look(
-    config: NightConfig, releases: ReleaseLog, erasures: Sequence[Erasure] | None = None
-) -> list[Standing]:
-    """Standing of every erasure (or of each of those just read), oldest first; changes nothing."""
-    if erasures is None:
-        erasures = all_erasures(releases.store)
-    pending = [each for each in erasures if each.is_pending]
     if not pending:
         return [Standing(each) for each in erasures]
-    view = releases.view()
-    held = holders(releases.store, pending, view.rows)
-    return [
-        Standing(
-            each,
-            tuple(
-                (found, _fate(config, view, found, releases.clock()))
-                for found in held.get(each.number, ())
-            ),
-        )
+    drop_overlays(config, store, control, pending)
+    drop_hot(config, store, control, pending)
+    # Rows before files: a night notes itself before it looks for erasures, and writes files after.
+    held = holders(store, pending, control.rows())
+    erasures = [
+        each if held.get(each.number, True) else mark_done(store, each, at=releases.clock())
         for each in erasures
     ]
+    view, now = releases.view(), releases.clock()
+    return _standings(erasures, held, lambda found: _fate(config, view, found, now))
 
 
 def look_without_redis(store: ArtefactStore) -> list[Standing]:
     """Standing of every erasure as far as the store alone can tell, oldest first."""
-    erasures = all_erasures(store)
+    erasures, now = all_erasures(store), time.time()
     held = holders(store, [each for each in erasures if each.is_pending], {})
+    return _standings(erasures, held, lambda found: _fate_of_copy(found, now) if found.is_copy else "")
+
+
+def _standings(
+    erasures: Iterable[Erasure],
+    held: Mapping[int, Sequence[EntityHolder]],
+    fate: Callable[[EntityHolder], str],
+) -> list[Standing]:
     return [
-        Standing(
-            each,
-            tuple(
-                (found, _fate_of_copy(found, time.time()) if found.is_copy else "")
-                for found in held.get(each.number, ())
-            ),
-        )
+        Standing(each, tuple((found, fate(found)) for found in held.get(each.number, ())))
         for each in erasures
     ]
 
@@ -228,7 +206,7 @@ def _fate(config: NightConfig, view: ReleaseView, held: EntityHolder, now: float
         until = (ledger.pinned or {}).get(generation)
         when = "unpinned" if until is None else f"{datetime.fromtimestamp(until, UTC):%Y-%m-%d}"
         return f"pinned until {when}"
-    state = standing(generation, ledger, view.rows.get(generation))
+    state = view.state(generation)
     if state is State.LIVE:
         return (
             f"live, swept once {retained(config.keep)} newer generations have followed the next one"

@@ -201,12 +201,7 @@ def _write_features(
     schema: Any = _IDS
     batches: Any = ()
     if columns:
-        if not config.sources.user_features:
-            raise SourceError(
-                f"the model wants the user feature {columns[0]!r}, but sources.user_features is not set",
-                column=columns[0],
-            )
-        path = source_file(config.sources.user_features, config.path("."))
+        path = source_file(str(config.sources.user_features), config.path("."))
         kinds = feature_schema(path, columns)
         schema = pa.schema([*_IDS, *((name, kinds.field(name).type) for name in columns)])
         batches = read_features(

@@ -27,6 +27,7 @@ from precompute.planning.sampling import draw
 from precompute.planning.sizes import Shape
 from precompute.planning.spent import Spent
 from precompute.planning.trial import Timings, Trial, feature_columns, open_trial, time_scoring
+from precompute.scoring.inputs import demand_feature_types
 
 DAY_S = 86_400.0
 MIB = 1 << 20
@@ -122,6 +123,7 @@ def forecast(
     written.
     """
     bundle = Bundle.open(config.path(config.bundle))
+    demand_feature_types(config, bundle)
     config = resized(config, bundle, asked.k)
     until = asked.data_until or config.data_until
     sample = draw(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import redis
 
@@ -54,16 +54,11 @@ def _load(config: NightConfig, shape: Shape, share: float, client: "redis.Redis"
     for _ in range(REPEATS):
         client.flushall(asynchronous=False)
         spent, _ = timed(
-            lambda: load.run(config, {"generation": GENERATION}), lambda: cpu_s(_cpu(client))
+            lambda: load.run(config, {"generation": GENERATION}), lambda: cpu_s(cast(Any, client.info("cpu")))
         )
         taken.append(spent)
     client.flushall(asynchronous=False)
     return Run(total_bytes(manifest), middle(taken))
-
-
-def _cpu(client: "redis.Redis") -> dict[str, Any]:
-    found: Any = client.info("cpu")
-    return dict(found)
 
 
 def _manifest(namespace: str, shape: Shape, share: float, folder: Path) -> Manifest:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cache.errors import ConfigError, SourceError
+from cache.errors import ConfigError
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, Sources
 from precompute.partitions.shard_input import hashes_of
@@ -160,12 +160,7 @@ def _features(
     config: NightConfig, columns: Sequence[str]
 ) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
     if columns:
-        if not config.sources.user_features:
-            raise SourceError(
-                f"the model wants the user feature {columns[0]!r}, but sources.user_features is not set",
-                column=columns[0],
-            )
-        path = source_file(config.sources.user_features, config.path("."))
+        path = source_file(str(config.sources.user_features), config.path("."))
         yield from read_features(path, config.sources.user_column, columns)
 
 

@@ -10,7 +10,7 @@ from precompute.control.rows import Row
 from precompute.control.states import State, demand
 from precompute.releases.attempts import earlier
 from precompute.releases.moves import Moved, Moves, Report, files_of
-from precompute.releases.release_log import LOOK_TRIES, ReleaseView, standing
+from precompute.releases.release_log import LOOK_TRIES, ReleaseView
 
 
 class Canaries(Moves):
@@ -71,8 +71,7 @@ class Canaries(Moves):
             )
         if view.pointer is None:
             raise Conflict("nothing is live that a canary could be compared with: publish it")
-        state = standing(generation, view.ledger, view.rows.get(generation))
-        demand("canary", generation, state)
+        demand("canary", generation, view.state(generation))
         self._demand_newer(generation, view.ledger.live)
         self._demand_gates(generation, view.ledger.live, verified)
         self._know(generation, view)

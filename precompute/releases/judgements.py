@@ -8,7 +8,7 @@ from cache.store.releases import Action
 from precompute.config.validation import demand_reason
 from precompute.control.rows import Row
 from precompute.control.states import UNFINISHED, State, demand
-from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, ReleaseView, standing
+from precompute.releases.release_log import LOOK_TRIES, ReleaseLog, ReleaseView
 
 
 class Judgements(ReleaseLog):
@@ -20,9 +20,7 @@ class Judgements(ReleaseLog):
         Raises ConfigError without a reason, Conflict for a generation that is published, retired or unknown.
         """
         reason = demand_reason("an override", reason)
-        view = self.view()
-        state = standing(generation, view.ledger, view.rows.get(generation))
-        demand("override", generation, state)
+        demand("override", generation, self.view().state(generation))
         self.record("override", generation, attempt=attempt, reason=reason, rule=rule)
 
     def _mark(
@@ -33,9 +31,7 @@ class Judgements(ReleaseLog):
             if view.ledger.live == generation:
                 raise Conflict(f"{generation} is live: roll it back instead", generation=generation)
             if action is not None:
-                demand(
-                    action, generation, standing(generation, view.ledger, view.rows.get(generation))
-                )
+                demand(action, generation, view.state(generation))
             rows = {generation: Row(state, self.clock(), reason)}
             # A refused one must not be what the pointer names as previous: answers would fall back to it.
             unless: Literal["live", "previous"] = "previous" if action == "refuse" else "live"

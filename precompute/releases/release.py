@@ -10,7 +10,7 @@ from precompute.control.states import State, demand
 from precompute.releases.attempts import earlier
 from precompute.releases.canaries import Canaries
 from precompute.releases.moves import Moved, Report, files_of
-from precompute.releases.release_log import ReleaseView, standing
+from precompute.releases.release_log import ReleaseView
 
 
 class Releases(Canaries):
@@ -60,10 +60,9 @@ class Releases(Canaries):
         if view.pointer is not None and view.pointer.generation == generation:
             return view.pointer
         view.demand_agreement()
-        ledger = view.ledger
-        demand("publish", generation, standing(generation, ledger, view.rows.get(generation)))
-        self._demand_newer(generation, ledger.live)
-        self._demand_gates(generation, ledger.live, verified)
+        demand("publish", generation, view.state(generation))
+        self._demand_newer(generation, view.ledger.live)
+        self._demand_gates(generation, view.ledger.live, verified)
         # No page may belong to a generation that the registry does not know.
         self._know(generation, view)
         return None

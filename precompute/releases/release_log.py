@@ -55,6 +55,10 @@ class ReleaseView:
         """The pointer's epoch, 0 when there is none."""
         return self.pointer.epoch if self.pointer else 0
 
+    def state(self, generation: str) -> State | None:
+        """State of a generation in all of it: see `standing`."""
+        return standing(generation, self.ledger, self.rows.get(generation))
+
     def demand_agreement(self) -> None:
         """Raises Conflict unless Redis follows exactly what the releases say is live."""
         if self.pointer is None and self.ledger.live is not None:
@@ -216,7 +220,7 @@ class ReleaseLog:
         steps = TRANSITIONS["begin" if state is State.BEGUN else "load"]
         for _ in range(NOTE_TRIES):
             view = self.view()
-            found = standing(generation, view.ledger, view.rows.get(generation))
+            found = view.state(generation)
             if found is State.RETIRED:
                 raise Conflict(
                     f"{generation} was retired while it was being made", generation=generation

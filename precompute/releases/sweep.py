@@ -13,7 +13,7 @@ from precompute.bulk.load import RETIRE_BATCH, unlink_pages
 from precompute.config.generations_at_peak import retained
 from precompute.control.rows import Row
 from precompute.control.states import ALLOWED, UNFINISHED, Ledger, State, demand, fold
-from precompute.releases.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, ReleaseView, standing
+from precompute.releases.release_log import CUT_CHARS, LOOK_TRIES, ReleaseLog, ReleaseView
 
 ABANDON_AFTER_S = 86_400.0
 ROW_KEPT_S = 2 * 86_400.0
@@ -54,8 +54,7 @@ def sweepable(
             continue
         if _left_s_ago(releases, generation, view) < grace_s:
             continue
-        state = standing(generation, ledger, view.rows.get(generation))
-        if state in ALLOWED["retire"] or _is_abandoned(
+        if view.state(generation) in ALLOWED["retire"] or _is_abandoned(
             releases, view, generation, abandon_after_s, making
         ):
             found.append(generation)
@@ -88,11 +87,6 @@ def _held(releases: ReleaseLog) -> Collection[str | None]:
     }
 
 
-def _is_replaced(generation: str, making: str | None) -> bool:
-    """True if a generation of newer data is being made: nights come one at a time."""
-    return making is not None and generation[:CUT_CHARS] < making[:CUT_CHARS]
-
-
 def _is_abandoned(
     releases: ReleaseLog,
     view: ReleaseView,
@@ -101,10 +95,10 @@ def _is_abandoned(
     making: str | None = None,
 ) -> bool:
     row, live = view.rows.get(generation), view.ledger.live
-    if standing(generation, view.ledger, row) not in (None, *UNFINISHED):
+    if view.state(generation) not in (None, *UNFINISHED):
         return False
-    if _is_replaced(generation, making):
-        return True
+    if making is not None and generation[:CUT_CHARS] < making[:CUT_CHARS]:
+        return True  # newer data replaces it: nights come one at a time
     if live is None or generation[:CUT_CHARS] >= live[:CUT_CHARS]:
         return False  # it can still be published
     if row is not None:
@@ -173,7 +167,7 @@ def note_loaded(releases: ReleaseLog, generation: str) -> None:
 def take_back(releases: ReleaseLog, generation: str) -> None:
     """Remove pages that came into Redis while their generation was being retired, or after."""
     view = releases.view()
-    if standing(generation, view.ledger, view.rows.get(generation)) is State.RETIRED:
+    if view.state(generation) is State.RETIRED:
         unlink_recorded(releases, generation, view.history)
 
 
@@ -216,7 +210,7 @@ def _mark_retired(
         view = releases.view()
         view.demand_agreement()
         former = view.rows.get(generation)
-        state = standing(generation, view.ledger, former)
+        state = view.state(generation)
         abandoned = _is_abandoned(releases, view, generation, abandon_after_s, making)
         if not abandoned:
             demand("retire", generation, state)

@@ -2,8 +2,7 @@
 
 import gzip
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
@@ -38,13 +37,6 @@ def format_of(path: SourceFile, sources: Sources) -> str:
     )
 
 
-@contextmanager
-def _opened(path: SourceFile) -> Iterator[IO[bytes]]:
-    with path.open("rb") as raw:
-        plain: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-        yield plain
-
-
 def read_lines(path: SourceFile, sources: Sources) -> Iterator[Any]:
     """`user item item ...` per line, separated by single spaces."""
     users: list[bytes] = []
@@ -55,8 +47,8 @@ def read_lines(path: SourceFile, sources: Sources) -> Iterator[Any]:
         columns = (pa.array(each, pa.binary()).view(pa.string()) for each in (users, items))
         return pa.record_batch(list(columns), [sources.user_column, sources.item_column])
 
-    with _opened(path) as lines:
-        for line in lines:
+    with path.open("rb") as raw:
+        for line in gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw:
             if not (words := line.split()):
                 continue
             user, *rest = words

@@ -145,7 +145,7 @@ def airflow_over(
     told |= dict(settings or {})
     with (
         redis.Redis.from_url(server.url, protocol=3) as client,
-        LocalAirflow(folder / "state", environment=told) as airflow,
+        LocalAirflow(folder / "state", environment=told, pools={"gpu": 2}) as airflow,
     ):
         yield Place(folder, airflow, Control(client, Keyspace("default")), server.url)
 

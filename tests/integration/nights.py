@@ -104,7 +104,7 @@ def publish_night(config: NightConfig, data_until: str) -> str:
     """A whole night with this cut; the generation."""
     attempt = f"test-{uuid.uuid4().hex[:8]}"
     lines = run_night(Night(config, attempt, data_until))
-    return lines[0].what.split()[0]
+    return lines[0][1].what.split()[0]
 
 
 def build_verified(config: NightConfig, data_until: str, *, pinned: bool = False) -> str:

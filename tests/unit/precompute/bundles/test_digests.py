@@ -21,7 +21,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         return sha256_of(path)
 
     monkeypatch.setattr(digests, "sha256_of", read)
-    monkeypatch.setattr(digests, "_known", {})
+    digests._known.clear()
     monkeypatch.setattr(digests, "SETTLED_NS", -(10**12))
     return found
 
@@ -72,14 +72,11 @@ def test_what_was_written_just_now_is_not_taken_for_granted(
     assert reads == [path, path]
 
 
-def test_only_so_many_are_remembered(
-    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(digests, "FILES_MAX", 2)
-    paths = [tmp_path / str(number) for number in range(3)]
+def test_only_so_many_are_remembered(tmp_path: Path, reads: list[Path]) -> None:
+    paths = [tmp_path / str(number) for number in range(digests.FILES_MAX + 1)]
     for path in paths:
         path.write_bytes(path.name.encode())
         sha256_unchanged(path)
-    assert len(digests._known) == 2
+    assert len(digests._known) == digests.FILES_MAX
     sha256_unchanged(paths[0])
     assert reads == [*paths, paths[0]]
