@@ -91,4 +91,3 @@ def absolute(environ: Mapping[str, str]) -> dict[str, str]:
         for name in ("LARDER_ARTIFACTS", "LARDER_STATE")
         if (path := environ.get(name))
     }
-

@@ -25,7 +25,7 @@ class Step:
 
     _bars: Progress
     notes: list[str] = field(default_factory=list)
-    _bar: TaskID = TaskID(0)
+    _bar: TaskID | None = None
 
     def note(self, text: str) -> None:
         """Something worth a few words."""
@@ -36,12 +36,14 @@ class Step:
         self._bar = self._bars.add_task(f"  {what}", total=total)
 
     def advance(self, count: int) -> None:
-        """Advance the bar by `count`."""
-        self._bars.advance(self._bar, count)
+        """Advance the bar, if there is one, by `count`."""
+        if self._bar is not None:
+            self._bars.advance(self._bar, count)
 
     def say(self, what: str) -> None:
         """Change what stands beside the bar."""
-        self._bars.update(self._bar, description=f"  {escape(what)}")
+        if self._bar is not None:
+            self._bars.update(self._bar, description=f"  {escape(what)}")
 
 
 class Steps:

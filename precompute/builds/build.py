@@ -10,7 +10,7 @@ from typing import Any, Self
 import orjson
 
 from cache.errors import BundleError, StoreError, UnknownGeneration
-from cache.format.manifest import Artefact, Manifest, Model
+from cache.format.manifest import Artefact, Model
 from cache.store.artefacts import ArtefactStore, describe, generation_path, write_atomically
 from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
 from precompute.config.settings import NightConfig

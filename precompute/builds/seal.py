@@ -147,6 +147,6 @@ def _tables(config: NightConfig, bundle: Bundle, reports: Sequence[Step]) -> dic
             page += pages
         labels = bundle.values[str(table.value)].labels if table.kind == "value" else ()
         tables[name] = Table(
-            name, entity, producer_of(bundle, table), layout, per_page, tuple(parts), tuple(labels)  # type: ignore[arg-type]
+            name, entity, producer_of(bundle, table), layout, per_page, tuple(parts), tuple(labels)
         )  # fmt: skip
     return tables

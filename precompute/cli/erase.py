@@ -122,4 +122,3 @@ def _plain(entity: str) -> str:
     """An id as it is, or quoted where that could not be told from another one."""
     is_plain = entity.isprintable() and not any(each.isspace() for each in entity)
     return entity if is_plain else repr(entity)
-

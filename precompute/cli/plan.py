@@ -44,12 +44,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
         ("dims", int, "N", "dimensions of the vectors; scoring is extrapolated in proportion"),
         ("qps", float, "QPS", "requests per second, of all processes"),
         ("processes", int, "N", "service processes, each with an L1 (default 1)"),
-        ("requests", str, "FILE", "ids that were asked for, one row each: Parquet with the sources' user column, else "
-         "text, one a line"),
-        ("zipf", float, "S", "without --requests: the user of rank r is asked for in proportion to r ** -S "
-         "(default 1.0)"),
-        ("answer-bytes", int, "N", "bytes of a single lookup's answer, kept beside its record; 0 where only batches "
-         "are asked for (default: from K and the ids)"),
+        ("requests", str, "FILE", ("ids that were asked for, one row each: Parquet with the sources' user column, else "
+         "text, one a line")),
+        ("zipf", float, "S", ("without --requests: the user of rank r is asked for in proportion to r ** -S "
+         "(default 1.0)")),
+        ("answer-bytes", int, "N", ("bytes of a single lookup's answer, kept beside its record; 0 where only batches "
+         "are asked for (default: from K and the ids)")),
         ("gpu-users-per-s", float, "RATE", "also say how long scoring takes at this rate"),
         ("redis-gb", float, "GB", "memory of each Redis node, not the configured one's"),
         ("redis-nodes", int, "N", "masters, with --redis-gb (default 1)"),
@@ -154,7 +154,8 @@ def _tables(
     found: Forecast, verdicts: list[Verdict], asked: PlanParameters, generations: int
 ) -> Found:
     shape, timings = found.shape, found.timings
-    title = f"{shape.users:,} users, {shape.items:,} items of {shape.dims} dimensions, from {found.sample_users:,} users"
+    counted = f"{shape.users:,} users, {shape.items:,} items of {shape.dims} dimensions"
+    title = f"{counted}, from {found.sample_users:,} users"
     sizes = Table("what", "one generation", f"{generations} at the peak", title=title)
     for column in sizes.columns[1:]:
         column.justify, column.no_wrap = "right", True

@@ -183,7 +183,9 @@ def look_without_redis(store: ArtefactStore) -> list[Standing]:
     """Standing of every erasure as far as the store alone can tell, oldest first."""
     erasures, now = all_erasures(store), time.time()
     held = holders(store, [each for each in erasures if each.is_pending], {})
-    return _standings(erasures, held, lambda found: _fate_of_copy(found, now) if found.is_copy else "")
+    return _standings(
+        erasures, held, lambda found: _fate_of_copy(found, now) if found.is_copy else ""
+    )
 
 
 def _standings(

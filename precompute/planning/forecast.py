@@ -194,7 +194,7 @@ def _shape(config: NightConfig, trial: Trial, asked: PlanParameters, users: int)
         shards=config.shards,
         page_bytes=config.page_bytes,
         layouts={
-            name: (entity_of(bundle, name, table), layout_of(sized, table))  # type: ignore[misc]
+            name: (entity_of(bundle, name, table), layout_of(sized, table))
             for name, table in tables.items()
         },
         item_id_bytes=(root / "items/ids.bin").stat().st_size / items,

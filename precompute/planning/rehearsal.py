@@ -54,7 +54,8 @@ def _load(config: NightConfig, shape: Shape, share: float, client: "redis.Redis"
     for _ in range(REPEATS):
         client.flushall(asynchronous=False)
         spent, _ = timed(
-            lambda: load.run(config, {"generation": GENERATION}), lambda: cpu_s(cast(Any, client.info("cpu")))
+            lambda: load.run(config, {"generation": GENERATION}),
+            lambda: cpu_s(cast(Any, client.info("cpu"))),
         )
         taken.append(spent)
     client.flushall(asynchronous=False)

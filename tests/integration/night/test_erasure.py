@@ -32,7 +32,6 @@ from precompute.erasing.erasing import (
     begin_erasing,
     drop_overlays,
     forget,
-    look,
     settle,
 )
 from precompute.erasures.erasure import all_erasures, demand_unerased, request
@@ -93,11 +92,6 @@ def live(config: NightConfig) -> str:
     return pointer.generation
 
 
-def stands(config: NightConfig) -> list[Standing]:
-    with open_releases(config) as releases:
-        return look(config, releases)
-
-
 def settled(config: NightConfig) -> list[Standing]:
     with open_releases(config) as releases:
         return settle(config, releases)
@@ -139,7 +133,7 @@ async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_
         assert (
             user not in (night.store().local(f"generations/{second}") / "defaults.json").read_text()
         )
-        (standing,) = stands(night)
+        (standing,) = settled(night)
         assert [held.generation for held, _ in standing.held] == [first]
         assert standing.word == "pending" and "superseded" in standing.held[0][1]
         assert await eventually(is_blocked, 3.0)
@@ -148,7 +142,9 @@ async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_
     retire.run(night)  # the replica that held the first one is gone
 
     assert night.store().names("generations") == [second, third]
-    (standing,) = stands(night)
+    (erasure,) = all_erasures(night.store())
+    assert not erasure.is_pending
+    (standing,) = settled(night)
     assert standing.word == "done" and not standing.held
     listed = shell(night, "erase", "--list")
     assert user in listed.stdout and "done 20" in listed.stdout
@@ -210,7 +206,7 @@ def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
     generation = publish_night(night, NEXT)
 
     assert has(night, generation, user)
-    (standing,) = stands(night)
+    (standing,) = settled(night)
     assert generation in [held.generation for held, _ in standing.held]
     assert user.encode() in latest_blocklist(store).users
 
