@@ -34,7 +34,7 @@ class StepRow:
     size_bytes: int = 0
 
     def rate(self, seconds: float) -> str:
-        """How many a second, for people; empty where nothing is counted."""
+        """Rate per second, for people; empty where nothing is counted."""
         if not self.count:
             return ""
         each = self.count / max(seconds, 1e-9)

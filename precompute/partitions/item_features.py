@@ -16,7 +16,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.partitions.catalogue import ITEM_FEATURES, ITEM_ROWS, ordinals_of_texts
 from precompute.sources.features import read_values, wide
-from precompute.sources.files import source_file
+from precompute.sources.files import feature_file
 from precompute.sources.readers import read_features
 from precompute.sources.unusable import Case, Unusable
 
@@ -78,7 +78,7 @@ def write_item_features(
     })  # fmt: skip
     if not columns:
         return None
-    path = source_file(str(config.sources.item_features), config.path("."))
+    path = feature_file(config, "item", columns[0])
     batches = list(read_features(path, config.sources.item_column, columns))
     ordinals = np.concatenate([_ordinals(items, ids.texts()) for ids, _ in batches])
     known = np.flatnonzero(ordinals >= 0)[::-1]  # of an item that comes twice, its first row

@@ -40,7 +40,7 @@ from precompute.partitions.shard_input import (
 from precompute.partitions.stages import Stages
 from precompute.sources.columns import Ids
 from precompute.sources.features import read_values
-from precompute.sources.files import source_file
+from precompute.sources.files import feature_file
 from precompute.sources.readers import (
     Interactions,
     feature_schema,
@@ -201,7 +201,7 @@ def _write_features(
     schema: Any = _IDS
     batches: Any = ()
     if columns:
-        path = source_file(str(config.sources.user_features), config.path("."))
+        path = feature_file(config, "user", columns[0])
         kinds = feature_schema(path, columns)
         schema = pa.schema([*_IDS, *((name, kinds.field(name).type) for name in columns)])
         batches = read_features(

@@ -17,7 +17,7 @@ from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig, Sources
 from precompute.partitions.shard_input import hashes_of
 from precompute.sources.columns import Ids
-from precompute.sources.files import source_file
+from precompute.sources.files import feature_file
 from precompute.sources.readers import Interactions, read_features, read_interactions
 
 SEED = 0x5DEECE66D
@@ -160,7 +160,7 @@ def _features(
     config: NightConfig, columns: Sequence[str]
 ) -> Iterator[tuple[Ids, Mapping[str, Any]]]:
     if columns:
-        path = source_file(str(config.sources.user_features), config.path("."))
+        path = feature_file(config, "user", columns[0])
         yield from read_features(path, config.sources.user_column, columns)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import ConfigError, SourceError
+from cache.errors import ConfigError
 from cache.format.item_table import ItemTable, Ordinals
 from cache.model.tower import Histories, Inputs
 from cache.model.tower_spec import TowerSpec
@@ -14,7 +14,7 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.partitions.shard_input import ShardInput
 from precompute.sources.features import demand_type, read_values
-from precompute.sources.files import source_file
+from precompute.sources.files import feature_file
 from precompute.sources.readers import feature_schema
 
 
@@ -48,15 +48,8 @@ def bind(
 def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
     """Raises SourceError for the first feature column that is not there, or whose type an input cannot be read from."""
     for model in bundle.models:
-        named = f"sources.{model.entity}_features"
-        file = getattr(config.sources, f"{model.entity}_features")
         for each in model.spec.features:
-            if not file:
-                raise SourceError(
-                    f"the model wants the {model.entity} feature {each.column!r}, but {named} is not set",
-                    column=each.column,
-                )
-            path = source_file(file, config.path("."))
+            path = feature_file(config, model.entity, str(each.column))
             kind = feature_schema(path, (str(each.column),)).field(str(each.column)).type
             demand_type(kind, each, f"{path}, for {model.name}")
 

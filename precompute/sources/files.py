@@ -15,6 +15,7 @@ import fsspec
 import pyarrow as pa
 
 from cache.errors import LarderError, SourceError, StoreError
+from cache.format.manifest import EntityKind
 from cache.store.object_store import without_secrets
 from precompute.config.settings import NightConfig
 
@@ -70,6 +71,17 @@ def source_file(name: str, base: Path) -> SourceFile:
     if "://" not in name:
         return base / name
     return RemoteFile(name, _file_system(name)[0])
+
+
+def feature_file(config: NightConfig, entity: EntityKind, column: str) -> SourceFile:
+    """File of an entity's features; raises SourceError for a `column` that a model wants where none is configured."""
+    name = f"{entity}_features"
+    if not (file := getattr(config.sources, name)):
+        raise SourceError(
+            f"the model wants the {entity} feature {column!r}, but sources.{name} is not set",
+            column=column,
+        )
+    return source_file(file, config.path("."))
 
 
 def source_files(patterns: Sequence[str], base: Path) -> list[SourceFile]:

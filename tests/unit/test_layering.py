@@ -22,7 +22,7 @@ ALLOWED = {
 # Extra that declares it ("" for what every installation has) -> package -> folders or files that may import it.
 THIRD_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
     "": {
-        "cachetools": ("cache/",),
+        "cachetools": ("cache/", "precompute/bundles/"),
         "croniter": ("cache/",),
         "faiss": ("cache/", "precompute/"),
         "fastapi": ("serving/",),
