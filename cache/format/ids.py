@@ -22,13 +22,17 @@ FeatureValue = str | int | float | bool | tuple[float, ...]
 
 def canonical_id(value: object) -> bytes:
     """Bytes of an id: UTF-8 of a string, decimal form of an integer; raises InvalidId for all else."""
-    if isinstance(value, bool) or not isinstance(value, str | int):
+    if isinstance(value, str):
+        text = value
+    elif isinstance(value, int) and not isinstance(value, bool):
+        text = str(value)
+    else:
         raise InvalidId(
             f"an id is a string or an integer, not {type(value).__name__}",
             kind=type(value).__name__,
         )
     try:
-        raw = (value if isinstance(value, str) else str(value)).encode()
+        raw = text.encode()
     except UnicodeEncodeError as error:
         raise InvalidId("an id must be valid Unicode (it holds a lone surrogate)") from error
     if not 1 <= len(raw) <= ID_BYTES_MAX:

@@ -68,12 +68,9 @@ class Case:
     @property
     def size_bytes(self) -> int:
         """Approximate bytes of the input while it waits for the model."""
-        features = self.entity.features or {}
-        return (
-            256
-            + sum(len(raw) + 49 for raw in self.entity.history or ())
-            + sum(128 + len(name) + _feature_bytes(each) for name, each in features.items())
-        )
+        history, features = self.entity.history or (), self.entity.features or {}
+        named = [128 + len(name) + _feature_bytes(each) for name, each in features.items()]
+        return 256 + 49 * len(history) + sum(map(len, history)) + sum(named)
 
     @property
     def own_ordinal(self) -> int | None:

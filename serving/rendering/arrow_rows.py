@@ -6,7 +6,7 @@ import numpy as np
 
 from cache.format.item_bytes import Named
 from cache.native import loader
-from serving.answers.sources import STORED
+from serving.answers.sources import Source
 from serving.rendering.answer_fields import origin_of
 from serving.rendering.arrow_batch import NO_ITEMS, StoredRows, answers_stream, row_of
 from serving.rendering.batch_result import Lookup, Resolved
@@ -28,9 +28,11 @@ def resolved_stream(
 ) -> bytes:
     """The body of the response, from `items_of` all rows; `now` in Unix seconds, `stale` as the service says it."""
     live, table = lookup.holding.live, lookup.table
-    l1, l2 = [row_of(origin_of(live, each, "batch", now, stale=stale)) for each in STORED]
+    # Both tiers say the same but for the source, which is the first of the columns.
+    _, *others = row_of(origin_of(live, Source.L1, "batch", now, stale=stale))
+    by_tier = (Source.L1, *others), (Source.L2, *others)
     found = numbers(table, resolved.rows, lookup.k)
-    stored = StoredRows(resolved.places, (l1, l2), resolved.is_l2, found, _whole(items))
+    stored = StoredRows(resolved.places, by_tier, resolved.is_l2, found, _whole(items))
     return answers_stream(table, lookup.raws, resolved.answers, stored)
 
 
