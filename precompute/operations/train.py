@@ -86,6 +86,7 @@ def _categories(config: NightConfig, item_ids: Any) -> Any:
         places.append(vocabulary.places(ids.texts()))
     codes, rows = named.codes(), np.concatenate(places)
     found = np.full(len(item_ids), -1, np.int64)
-    found[rows[rows >= 0]] = codes[rows >= 0]
+    known = np.flatnonzero(rows >= 0)[::-1]  # of an item that comes twice, its first row
+    found[rows[known]] = codes[known]
     texts = pc.fill_null(named.names.take(pa.array(found, mask=found < 0)), "")
     return pc.if_else(pc.equal(texts, ""), pa.scalar(UNKNOWN, texts.type), texts)

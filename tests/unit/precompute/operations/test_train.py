@@ -83,7 +83,7 @@ def test_no_python_object_is_made_of_each_item(tmp_path, handed):
     assert peak < 160 * ITEMS
 
 
-def test_categories_are_the_last_that_an_item_is_given_else_unknown(tmp_path, handed):
+def test_categories_are_the_first_that_an_item_is_given_as_in_the_night_else_unknown(tmp_path, handed):
     features = {
         "item": ["c", "a", "stranger", "d", "a", "e"],
         "category": ["red", "blue", "green", None, "red", ""],
@@ -92,7 +92,7 @@ def test_categories_are_the_last_that_an_item_is_given_else_unknown(tmp_path, ha
     data = handed(prepared(tmp_path, ["a", "b", "c", "d", "e"], features))
 
     assert data.item_ids.to_pylist() == ["a", "b", "c", "d", "e"]
-    assert data.categories.to_pylist() == ["red", "unknown", "red", "unknown", "unknown"]
+    assert data.categories.to_pylist() == ["blue", "unknown", "red", "unknown", "unknown"]
 
 
 def test_a_bundle_of_arrow_texts_is_the_bundle_of_python_texts(tmp_path):
