@@ -54,7 +54,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
         (
             "night",
             run_by.night,
-            "the whole night: begin, score, index, load, verify, publish, warm, retire",
+            f"the whole night: {', '.join(NIGHT).replace('_', ' ')}",
         ),
         ("train", run_by.train, "train the reference bundle on the configured sources"),
         (

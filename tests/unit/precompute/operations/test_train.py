@@ -83,7 +83,9 @@ def test_no_python_object_is_made_of_each_item(tmp_path, handed):
     assert peak < 160 * ITEMS
 
 
-def test_categories_are_the_first_that_an_item_is_given_as_in_the_night_else_unknown(tmp_path, handed):
+def test_categories_are_the_first_that_an_item_is_given_as_in_the_night_else_unknown(
+    tmp_path, handed
+):
     features = {
         "item": ["c", "a", "stranger", "d", "a", "e"],
         "category": ["red", "blue", "green", None, "red", ""],

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,15 @@ def test_a_source_or_a_field_that_only_a_newer_service_has_breaks_no_client() ->
 
 
 def test_sources_are_those_that_are_stored_and_live_and_what_is_left() -> None:
-    assert (*STORED, Source.LIVE, *FALLBACKS) == tuple(Source)
+    assert {*STORED, Source.LIVE, *FALLBACKS} == set(Source) and Source.LIVE not in FALLBACKS
+
+
+@pytest.mark.parametrize("page", ["http-api", "glossary"])
+def test_the_documents_list_the_sources_in_the_order_of_the_ladder(page: str) -> None:
+    listed = r"`l1`(?:(?:, | or )`\w+`)+"
+    found = re.findall(listed, (ROOT / "docs/reference" / f"{page}.md").read_text())
+
+    assert [tuple(re.findall(r"\w+(?=`)", each)) for each in found] == [tuple(Source)]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
+from serving.answers.sources import Source
 from serving.generations.served_set import Holding
 from serving.lookup.entity import Case
 from serving.lookup.ladder import Ladder
@@ -227,6 +228,22 @@ async def test_a_lost_redis_falls_to_live_then_previous_l1_then_defaults(world: 
     assert [each["source"] for each in answers] == ["live", "previous", "default"]
     assert [each["reason"] for each in answers] == ["l2_down"] * 3
     assert answers[1]["generation"] == OLDER
+
+
+async def test_each_source_answers_what_those_before_it_cannot(world: World) -> None:
+    live, previous, bare = world.snapshot(), world.snapshot(OLDER), world.snapshot(predictor=None)
+    asked = [entity(name, history=ids("i1")) for name in ("u1", "u2", "u3", "u4")]
+    await look(world, Holding(previous), *asked)  # warms the L1 of what is now previous
+    both = Holding(live, previous)
+
+    found = [await look(world, both, asked[0]) for _ in range(2)][::-1]  # of L2, and then of L1
+    world.remote.fails_with = TierUnavailable("gone", reason="connection")
+    for holding, each in zip(
+        (both, Holding(bare, previous), Holding(bare)), asked[1:], strict=True
+    ):
+        found.append(await look(world, holding, each))
+
+    assert [each["source"] for (each,) in found] == list(Source)
 
 
 async def test_previous_is_never_asked_for_an_overlay(world: World) -> None:
