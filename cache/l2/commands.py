@@ -1,6 +1,6 @@
 """The Redis commands of the read path as bytes, and their replies as values. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -60,9 +60,6 @@ class PageReads(Sequence[PageRead]):
     def __getitem__(self, index: int) -> PageRead:  # type: ignore[override]  # nobody slices reads
         page, offset = self.pages.item(index), self.offsets.item(index)
         return PageRead(self.generation, self.table, page, offset, self.length)
-
-    def __iter__(self) -> Iterator[PageRead]:
-        return (self[index] for index in range(len(self.pages)))
 
 
 class OverlayRead(NamedTuple):

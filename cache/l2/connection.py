@@ -10,7 +10,8 @@ import hiredis
 from redis.asyncio.connection import AbstractConnection
 
 from cache.errors import TierUnavailable
-from cache.l2.replies import Frames, could_be, stride
+from cache.l2.replies import Frames, stride
+from cache.native import loader
 
 Replies = Sequence[Any]
 _MORE = object()
@@ -117,7 +118,9 @@ class PipelineConnection(asyncio.Protocol):
         data, self._held = self._held + data, b""
         while data and self._pipelines and not self._replies and not self._reader.has_data():
             pipeline = self._pipelines[0]
-            if not pipeline.length or not could_be(data, pipeline.count, pipeline.length):
+            if not pipeline.length or not loader.kernels.could_be(
+                data, pipeline.count, pipeline.length
+            ):
                 return data
             size = pipeline.count * stride(pipeline.length)
             if len(data) < size:

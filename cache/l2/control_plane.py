@@ -153,8 +153,8 @@ class ServerControl(ControlPlane):
                     yield message["data"]
 
     async def aclose(self) -> None:
-        """Ends what is under way."""
-        await self._client.aclose()
+        """Ends what is under way and closes the pool."""
+        await self._client.aclose(close_connection_pool=True)
 
 
 def _sketch_keys(keyspace: Keyspace, number: int, window: Window) -> tuple[str, str]:

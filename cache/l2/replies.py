@@ -80,10 +80,5 @@ def stride(length: int) -> int:
     return len(_head(length)) + length + len(_END)
 
 
-def could_be(data: bytes, count: int, length: int) -> bool:
-    """True if `data` is the beginning of, or begins with, `count` bulk strings of `length` bytes."""
-    return loader.kernels.could_be(data, count, length)
-
-
 def _head(length: int) -> bytes:
     return b"$%d\r\n" % length

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar, cast
 
 import hiredis
@@ -86,11 +87,7 @@ class RemoteTier:
     """
 
     def __init__(
-        self,
-        config: RemoteConfig,
-        keyspace: Keyspace,
-        breaker: Breaker | None = None,
-        timer: Callable[[], float] = time.monotonic,
+        self, config: RemoteConfig, keyspace: Keyspace, breaker: Breaker | None = None
     ) -> None:
         self.config = config
         self.breaker = breaker or Breaker()
@@ -104,10 +101,8 @@ class RemoteTier:
         )
         self.pool = PipelinePool(pool, config.deadline_s, config.connections_max)
         self.control = ServerControl(keyspace, pool)
-        self._control_pool = pool
         self._turn: list[PipelinePart] = []
         self._in_flight = 0
-        self._timer = timer
         self._landings: deque[tuple[float, float]] = deque(maxlen=_LANDINGS)
         self._counted: TierUnavailable | None = None
         self._packer = Packer(keyspace)
@@ -144,10 +139,7 @@ class RemoteTier:
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
         """A future of Redis' answer to `command`, which travels with the reads of this turn."""
-        return cast(
-            asyncio.Future[bytes | TierUnavailable | None],
-            self.submit((command,), _only),
-        )
+        return self.submit((command,), itemgetter(0))
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
         """Stores each overlay with its expiry; returns None for each that was stored, else why it was not."""
@@ -159,7 +151,7 @@ class RemoteTier:
         parts: list[PipelinePart] = []
         count = 0
         # What is answered at one length lies together: such replies need no parser.
-        for part in sorted(turn, key=_length_of) if len(turn) > 1 else turn:
+        for part in sorted(turn, key=attrgetter("length")) if len(turn) > 1 else turn:
             if parts and (
                 count + part.count > self.config.batch_commands_max
                 or part.length != parts[0].length
@@ -177,7 +169,7 @@ class RemoteTier:
         self._batches += 1
         self._commands += count
         packed = b"".join([part.packed for part in parts])
-        sent_at = self._timer()
+        sent_at = time.monotonic()
         self.pool.send(
             Pipeline(
                 packed,
@@ -190,7 +182,7 @@ class RemoteTier:
     def _landed(
         self, parts: list[PipelinePart], outcome: Replies | TierUnavailable, sent_at: float
     ) -> None:
-        now = self._timer()
+        now = time.monotonic()
         self._landings.append((now, now - sent_at))
         if isinstance(outcome, TierUnavailable):
             # All that was under way on a connection fails as one: the stall counts, not how much waited for it.
@@ -232,7 +224,7 @@ class RemoteTier:
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
         """99th percentile in ms of round trips of the last `within_s`, failed ones included; None without any."""
-        since = self._timer() - within_s
+        since = time.monotonic() - within_s
         seconds = sorted(took for at, took in self._landings if at >= since)
         return 1000 * seconds[(99 * len(seconds)) // 100] if seconds else None
 
@@ -247,7 +239,6 @@ class RemoteTier:
         """Closes every connection; reads under way end as unavailable."""
         await self.pool.aclose()
         await self.control.aclose()
-        await self._control_pool.disconnect()
 
 
 def _unpacked(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[Answer]:
@@ -259,11 +250,3 @@ def _unpacked(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[A
         log.exception("a reply of Redis cannot be read")
         strange = TierUnavailable(f"a reply that cannot be read: {error!r}", reason="connection")
         return [strange] * len(commands)
-
-
-def _only(answers: Sequence[Answer]) -> Answer:
-    return answers[0]
-
-
-def _length_of(part: PipelinePart) -> int:
-    return part.length

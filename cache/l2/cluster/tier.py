@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from operator import itemgetter
+from typing import TypeVar
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
@@ -47,10 +48,7 @@ class ClusterTier:
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
         """A future of the answer to `command`, from the node that holds the lease."""
-        return cast(
-            asyncio.Future[bytes | TierUnavailable | None],
-            self.submit((command,), lambda answers: answers[0]),
-        )
+        return self.submit((command,), itemgetter(0))
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
         """Stores each overlay; None where it was. A lease, on another node, says "done" once its answer is stored."""
