@@ -8,7 +8,6 @@ from typing import Literal
 import numpy as np
 
 Absence = Literal["cold_start", "evicted", "expired", "flipped"]
-ABSENCES: tuple[Absence, ...] = ("cold_start", "evicted", "expired", "flipped")
 """Absences: never here in this generation (or forgotten since); let go; its life was over; here, but in the generation
 before."""
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from operator import itemgetter
 from typing import cast
 
 from cache.errors import TierUnavailable
@@ -61,7 +62,7 @@ class Looking:
     async def l2(self, view: View, want: Want) -> Outcome:
         """The outcome of a read of L2."""
         asked_at = self._timer()
-        answer = await self._remote.submit(reads_of(view, (want,)), _only)
+        answer: Answer = await self._remote.submit(reads_of(view, (want,)), itemgetter(0))
         if isinstance(answer, TierUnavailable):
             return unavailable(answer)
         if want.position < 0:
@@ -85,7 +86,3 @@ class Looking:
         except TimeoutError:
             return MISSED[MissReason.L2_TIMEOUT]
         return MISSED[MissReason.PAGE_MISSING] if found is None else found
-
-
-def _only(answers: Sequence[Answer]) -> Answer:
-    return answers[0]

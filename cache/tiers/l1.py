@@ -79,7 +79,7 @@ class LocalTier:
         self.ready_tables: set[str] = set()
         """Tables of which an answer was ever kept."""
         self._timer = timer
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._entries: OrderedDict[LocalKey | bytes, Entry | Ready] = OrderedDict()
         self._find, self._touch = self._entries.get, self._entries.move_to_end
         self._bytes = 0
@@ -111,7 +111,7 @@ class LocalTier:
 
     def takes(self, size_bytes: int) -> bool:
         """True if a record of this size fits at all; one that does not is counted when it comes."""
-        return size_bytes + OVERHEAD_BYTES <= self._max_bytes
+        return size_bytes + OVERHEAD_BYTES <= self.max_bytes
 
     def ready(self, request: bytes) -> Ready | None:
         """The answer kept for exactly this request; whether it still counts is for its stamp to say."""
@@ -123,16 +123,12 @@ class LocalTier:
     def keep(self, ready: Ready) -> None:
         """Keeps an answer beside its record, within the same bound."""
         self.ready_tables.add(ready.asked[0])
-        self._put(ready.request, ready)
+        self.put(ready.request, ready)
 
     def unsampled(self, ready: Ready) -> None:
         """Marks a ready answer that the sample has left out: from now on its readers write nothing."""
         if self._find(ready.request) is ready:
             self._entries[ready.request] = ready._replace(touch=None)
-
-    def put(self, key: LocalKey, entry: Entry) -> None:
-        """Stores or replaces; an entry larger than the whole tier is left out and counted."""
-        self._put(key, entry)
 
     def fill(
         self, keys: Sequence[LocalKey], records: Sequence[bytes], prints: Sequence[int]
@@ -140,7 +136,7 @@ class LocalTier:
         """Stores records of one size that the night computed; room is made for some of them at a time."""
         entries, size_bytes = self._entries, len(records[0]) + OVERHEAD_BYTES if records else 0
         # A table grows for those who come at once: in a small tier that would push out more than they need.
-        at_once = max(1, min(_FILLED, self._max_bytes // (_TIMES * max(1, size_bytes))))
+        at_once = max(1, min(_FILLED, self.max_bytes // (_TIMES * max(1, size_bytes))))
         for start in range(0, len(keys), at_once):
             some = slice(start, start + at_once)
             for key, entry in zip(keys[some], map(Entry, records[some], prints[some]), strict=True):
@@ -151,20 +147,21 @@ class LocalTier:
                 self._bytes += size_bytes
             self._make_room()
 
-    def _put(self, key: LocalKey | bytes, entry: Entry | Ready) -> None:
+    def put(self, key: LocalKey | bytes, entry: Entry | Ready) -> None:
+        """Stores or replaces; an entry larger than the whole tier is left out and counted."""
         entries, size_bytes = self._entries, size_of(entry)
         if (before := entries.get(key)) is not None:
             self._bytes -= size_of(before)
             self._touch(key)
         entries[key] = entry
         self._bytes += size_bytes
-        if size_bytes > self._max_bytes:
+        if size_bytes > self.max_bytes:
             self._drop(key)
             self.too_large += 1
         self._make_room()
 
     def _make_room(self) -> None:
-        entries, most, gone = self._entries, self._max_bytes, list[Hashable]()
+        entries, most, gone = self._entries, self.max_bytes, list[Hashable]()
         while self._bytes + getsizeof(entries) > most and entries:
             key, oldest = entries.popitem(last=False)
             if type(oldest) is Entry and oldest[2] is None:
@@ -194,11 +191,6 @@ class LocalTier:
     def size_bytes(self) -> int:
         """Bytes of all entries and their table, never above `max_bytes`."""
         return self._bytes + getsizeof(self._entries) if self._entries else 0
-
-    @property
-    def max_bytes(self) -> int:
-        """Bound of `size_bytes`, in bytes."""
-        return self._max_bytes
 
     @property
     def place_bytes(self) -> int:

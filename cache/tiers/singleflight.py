@@ -33,7 +33,7 @@ class _Flight(Generic[K, V]):
     def place(self, key: K) -> int:
         """Place of a key in what the work yields, numbered when first asked: most flights of many are never asked."""
         if self._places is None:
-            self._places = _numbered(self.keys)
+            self._places = dict(zip(self.keys, range(len(self.keys)), strict=True))
         return self._places[key]
 
 
@@ -77,7 +77,8 @@ class SingleFlight(Generic[K, V]):
         """
         boarded = self.board(key, work)
         # Less than half of what `asyncio.timeout` costs.
-        late = None if within_s is None else _call_later(within_s, boarded.waiter)
+        loop = asyncio.get_running_loop()
+        late = None if within_s is None else loop.call_later(within_s, _end_late, boarded.waiter)
         try:
             if (values := await boarded.waiter) is not _LATE:
                 return values[boarded.place]
@@ -91,7 +92,7 @@ class SingleFlight(Generic[K, V]):
         """A place for a caller that waits for many keys at once, without a coroutine for each."""
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._take_off((key,), work(), is_single=True)
+            flight = self._take_off(key, work())
         else:
             self.shared += 1
         return Boarded(flight, flight.place(key), self._join(flight))
@@ -153,14 +154,12 @@ class SingleFlight(Generic[K, V]):
         finally:
             self._leave(flight, waiter)
 
-    def _take_off(
-        self, keys: Collection[K], work: Awaitable[Any], *, is_single: bool = False
-    ) -> _Flight[K, V]:
+    def _take_off(self, key: K, work: Awaitable[V]) -> _Flight[K, V]:
         # A future is used as it is; a coroutine becomes a task of its own, detached from the caller.
-        flight: _Flight[K, V] = _Flight(keys, is_single)
+        flight: _Flight[K, V] = _Flight((key,), is_single=True)
         flight.work = asyncio.ensure_future(work)
-        self.started += len(keys)
-        self._flights.update(dict.fromkeys(keys, flight))
+        self.started += 1
+        self._flights[key] = flight
         flight.work.add_done_callback(lambda _: self._land(flight))
         return flight
 
@@ -219,18 +218,10 @@ class SingleFlight(Generic[K, V]):
             leave(self._flights, flight.keys)
 
 
-def _call_later(seconds: float, waiter: asyncio.Future[Any]) -> asyncio.TimerHandle:
-    return asyncio.get_running_loop().call_later(seconds, _end_late, waiter)
-
-
 def _end_late(waiter: asyncio.Future[Any]) -> None:
     # A value and no error: that would hold the frames of whoever waits, and they the waiter.
     if not waiter.done():
         waiter.set_result(_LATE)
-
-
-def _numbered(keys: Collection[K]) -> dict[K, int]:
-    return dict(zip(keys, range(len(keys)), strict=True))
 
 
 def board(under_way: dict[K, V], keys: list[K], work: V) -> list[int]:

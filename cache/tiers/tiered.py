@@ -44,8 +44,7 @@ T = TypeVar("T")
 class Tiered:
     """Both tiers as one: `get` reads one record, `get_many` several, `get_rows` a batch of one table as columns.
 
-    `flights` joins readers of the same key, whatever input each of them sent. `l2_deadline_s` is the one that `remote`
-    keeps by itself: callers with more time than that need no clock of theirs.
+    `flights` joins readers of the same key, whatever input each of them sent.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class Tiered:
         negative: NegativeCache,
         remote: DataPlane,
         *,
-        l2_deadline_s: float = float("inf"),
         writes_max_bytes: int = 8 << 20,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,7 +65,6 @@ class Tiered:
         self.writes = WriteBehind(remote.write_overlays, writes_max_bytes, timer)
         self._remote = remote
         self._rows = RowReads(local, self.flights, self._flight_keys, remote, self.counters)
-        self._l2_deadline_s = l2_deadline_s
         self._timer = timer
 
     def peek(self, view: View, want: Want) -> Found | None:
@@ -189,9 +186,8 @@ class Tiered:
             self.trace.one(view.generation, want, outcome)
 
     def _within_s(self, deadline: float | None) -> float | None:
-        """Seconds that a caller has for L2; None if L2's own deadline ends first."""
-        left_s = None if deadline is None else deadline - self._timer()
-        return None if left_s is None or left_s >= self._l2_deadline_s else left_s
+        """Seconds that a caller has for L2; None if L2's own deadline is enough."""
+        return None if deadline is None else deadline - self._timer()
 
     def _here(self, key: LocalKey, want: Want) -> Outcome | None:
         """The outcome without L2; None if L2 has to be asked."""

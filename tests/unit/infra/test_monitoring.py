@@ -4,14 +4,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from cache.config.gates import GateThresholds
 from cache.config.sections import CanaryConfig
-from cache.tiers.eviction_history import ABSENCES
+from cache.tiers.eviction_history import Absence
 from precompute.gates.judge import INTEGRITY, OVERRIDABLE
 from serving.answers.sources import FALLBACKS, STORED, Source
 from serving.metrics.miss_reasons import REASONS
@@ -40,7 +40,7 @@ VALUES: dict[str, set[str]] = {
     "role": {"live", "previous", "next", "canary"},
     "arm": {*ARMS, "pinned", "no_key", "not_held"},
     "outcome": set(OUTCOMES),
-    "reason": {*REASONS, *ABSENCES},
+    "reason": {*REASONS, *get_args(Absence)},
     "rule": set(INTEGRITY | OVERRIDABLE),
     "producer": {"batch", "live"},
 }

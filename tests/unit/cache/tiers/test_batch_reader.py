@@ -31,7 +31,7 @@ RECORD_BYTES = NIGHT.layout.size_bytes
 class Bench:
     """A read path on fakes."""
 
-    def __init__(self, entries_max: int = 100, l2_deadline_s: float = float("inf")) -> None:
+    def __init__(self, entries_max: int = 100) -> None:
         self.clock = FakeClock()
         self.remote = FakeRemote(self.clock)
         NIGHT.load(self.remote)
@@ -39,7 +39,6 @@ class Bench:
             LocalTier(entries_max * (OVERHEAD_BYTES + RECORD_BYTES), self.clock),
             NegativeCache(100, 5.0, self.clock),
             self.remote,
-            l2_deadline_s=l2_deadline_s,
             timer=self.clock,
         )
 
@@ -145,7 +144,7 @@ async def test_a_batch_and_whoever_reads_the_same_at_that_time_share_its_flight(
 
 
 async def test_a_batch_that_has_less_time_than_l2_leaves_alone_and_keeps_what_l1_had() -> None:
-    bench = Bench(l2_deadline_s=30.0)
+    bench = Bench()
     wants = [NIGHT.want(each) for each in NIGHT.ids[:3]]
     await bench.rows(wants[:1])
     bench.remote.gate = asyncio.Event()

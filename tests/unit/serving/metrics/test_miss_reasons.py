@@ -2,13 +2,13 @@
 
 import random
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from cache.errors import TierUnavailable
 from cache.store.blocklist import Blocklist
-from cache.tiers.eviction_history import ABSENCES
+from cache.tiers.eviction_history import Absence
 from cache.tiers.l1 import OVERHEAD_BYTES, LocalTier, NegativeCache
 from cache.tiers.tiered import Tiered
 from serving.generations.served_set import Holding
@@ -103,7 +103,7 @@ async def test_reasons_sum_to_misses_whatever_breaks(seed: int) -> None:
         assert sum(sources.values()) == sum(total.values())
         assert sum(l1_misses.values()) == sources["l2"]
         assert sum(misses.values()) == sources["live"] + sources["previous"] + sources["default"]
-        assert set(misses) <= set(REASONS) and set(l1_misses) <= set(ABSENCES)
+        assert set(misses) <= set(REASONS) and set(l1_misses) <= set(get_args(Absence))
 
 
 async def test_these_lives_meet_every_reason() -> None:
