@@ -63,7 +63,8 @@ def prepare_all(
             item_index = -1 if own_indices is None else own_indices[row]
             barred = np.union1d(barred, [source.item])
         try:
-            features = _features(spec, source)
+            sent = source.features
+            features = {} if sent is None else check_features(spec.features, sent)
         except InvalidInput as error:
             found.append(error.with_traceback(None))  # which holds this list, and so itself
             continue
@@ -89,7 +90,3 @@ def _kept(numbers: NDArray[np.int64], ends: Sequence[int]) -> tuple[NDArray[np.i
     is_known = numbers >= 0
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_known)])
     return numbers[is_known], before[np.asarray(ends)].tolist()
-
-
-def _features(spec: TowerSpec, source: LiveInput) -> dict[str, FeatureValue]:
-    return {} if source.features is None else check_features(spec.features, source.features)

@@ -112,19 +112,14 @@ class Tower:
         the batch.
         """
         out = np.empty((rows_of(inputs), self.spec.output_dims), np.float32)
-        for rows, feed in self._batches(inputs, self._buffers):
+        for rows, feed in self.batches(inputs, self._buffers):
             out[rows] = self._session.run([self.spec.output], feed)[0]
         return out
 
     def batches(
-        self, inputs: Inputs
+        self, inputs: Inputs, buffers: "_Buffers | None" = None
     ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]]:
         """(row numbers, what ONNX Runtime is fed for them): the batches that `run` runs."""
-        return self._batches(inputs, None)
-
-    def _batches(
-        self, inputs: Inputs, buffers: "_Buffers | None"
-    ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]]:
         histories = next((each for each in inputs.values() if isinstance(each, Histories)), None)
         if histories is None:
             lengths: tuple[int, ...] = (0,)

@@ -26,9 +26,6 @@ class RecencyStack:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def __contains__(self, key: int) -> bool:
-        return key in self._slots
-
     def __iter__(self) -> Iterator[int]:
         return iter(self._slots)
 

@@ -32,29 +32,22 @@ class Shards:
         self._keys_max = keys_max
         self._stack = RecencyStack(keys_max)
         self._greatest: list[int] = []  # a heap of negated spots
-        self._rate = 1.0
-        self._hits = [0.0] * (len(capacities) + 1)
-        self._weight = self._found = self._reads = 0.0
-
-    @property
-    def rate(self) -> float:
+        self.rate = 1.0
         """Share of all keys that is sampled."""
-        return self._rate
+        self._hits = [0.0] * (len(capacities) + 1)
+        self._weight = self._found = 0.0
+        self.reads = 0.0
+        """Number of reads that were counted, aged."""
 
     @property
     def keys(self) -> int:
         """Number of keys in the sample."""
         return len(self._stack)
 
-    @property
-    def reads(self) -> float:
-        """Number of reads that were counted, aged."""
-        return self._reads
-
     def count(self, found: int, reads: int) -> None:
         """Count so many reads, of sampled keys and of others; `found`: those that some capacity would answer."""
         self._found += found
-        self._reads += reads
+        self.reads += reads
 
     def take(self, touches: Sequence[Touch], place: int = 0) -> None:
         """Take touches in their order, at most `keys_max`; `place` is added to each size.
@@ -65,7 +58,7 @@ class Shards:
         if len(touches) > stack.left:
             self._close_up()
         hits, capacities, touch = self._hits, self._capacities, stack.touch
-        last, weight, weights, sampled = self.last, 1 / self._rate, 0.0, 0
+        last, weight, weights, sampled = self.last, 1 / self.rate, 0.0, 0
         for spot, size in touches:
             if spot > last:
                 continue
@@ -81,7 +74,7 @@ class Shards:
                 heappush(self._greatest, -spot)
                 if len(stack) > self._keys_max:
                     self._fall(-self._greatest[0])
-                    last, weight = self.last, 1 / self._rate
+                    last, weight = self.last, 1 / self.rate
         self.sampled += sampled
         self._weight += weights
 
@@ -90,43 +83,43 @@ class Shards:
         self._hits = [count * factor for count in self._hits]
         self._weight *= factor
         self._found *= factor
-        self._reads *= factor
+        self.reads *= factor
 
     def lower(self, rate: float) -> None:
         """Sample at most this share of the keys from now on."""
-        if rate < self._rate:
+        if rate < self.rate:
             self._fall(int(rate * SPACE))
 
     def restart(self) -> None:
         """Forget the keys and sample all that come; the reads so far stay counted."""
         self._stack = RecencyStack(self._keys_max)
         self._greatest = []
-        self.last, self._rate = SPACE - 1, 1.0
+        self.last, self.rate = SPACE - 1, 1.0
 
     def hit_ratios(self) -> list[float]:
         """Hit ratio of all reads for each capacity; 0 before the first read."""
-        if not self._reads:
+        if not self.reads:
             return [0.0] * len(self._capacities)
         hits = accumulate(self._hits[:-1], initial=self._found - self._weight)
         next(hits)
-        return [min(1.0, max(0.0, each / self._reads)) for each in hits]
+        return [min(1.0, max(0.0, each / self.reads)) for each in hits]
 
     def entries(self) -> list[int]:
         """Number of the keys read of late that each capacity holds."""
-        depths = [capacity * self._rate for capacity in self._capacities]
-        return [round(count / self._rate) for count in self._stack.within(depths)]
+        depths = [capacity * self.rate for capacity in self._capacities]
+        return [round(count / self.rate) for count in self._stack.within(depths)]
 
     def _fall(self, spot: int) -> None:
         """Sample only what is below the spot's multiple of `_STEP`."""
         self.last = max(_STEP, spot // _STEP * _STEP) - 1
-        self._rate = (self.last + 1) / SPACE
+        self.rate = (self.last + 1) / SPACE
         greatest = self._greatest
         while greatest and -greatest[0] > self.last:
             self._stack.forget(-heappop(greatest))
 
     def _close_up(self) -> None:
         before = len(self._stack)
-        self._stack.close_up(self._capacities[-1] * self._rate)
+        self._stack.close_up(self._capacities[-1] * self.rate)
         if len(self._stack) < before:
             self._greatest = [-spot for spot in self._stack]
             heapify(self._greatest)
