@@ -20,8 +20,6 @@ from cache.store.local_files import write_atomically as write_atomically
 from cache.store.local_files import written_beside as written_beside
 from cache.store.object_store import PROBE, ObjectStore
 
-_CHUNK_BYTES = 1 << 20
-
 COPY_IDLE_S = 3_600.0
 """Seconds a copy must be unchanged before its removal: a newer one may belong to a generation in the making here."""
 
@@ -119,19 +117,9 @@ class ArtefactStore:
         """Create a file that must not exist; False when it does. Whole or not at all."""
         if self._objects is not None:
             return self._objects.create(path, data)
-        target = self._root / path
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-            try:
-                with beside.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.link(beside, target)
-            finally:
-                beside.unlink(missing_ok=True)
-            sync_folder(target.parent)
+            with written_beside(self._root / path, os.link) as beside:
+                beside.write_bytes(data)
         except FileExistsError:
             return False
         except OSError as error:

@@ -17,7 +17,7 @@ import orjson
 
 from cache.errors import StoreError
 from cache.format.manifest import GENERATION
-from cache.store.local_files import last_change, put_in_place
+from cache.store.local_files import last_change, put_in_place, written_beside
 from cache.store.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -30,18 +30,10 @@ _HOST = ".host"
 class HostCopies:
     """Copies under `root`; a state folder that ends with its program is `ephemeral`, and nobody is told of it."""
 
-    def __init__(
-        self,
-        root: Path,
-        objects: ObjectStore,
-        *,
-        is_ephemeral: bool = False,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, root: Path, objects: ObjectStore, *, is_ephemeral: bool) -> None:
         self._root = root
         self._objects = objects
         self._is_ephemeral = is_ephemeral
-        self._clock = clock
         self._unrecorded: set[str] = set()
 
     @property
@@ -49,14 +41,9 @@ class HostCopies:
         """Name of the host with an id of its state folder, stable for as long as that folder lasts."""
         path = self._root / _HOST
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            beside = path.with_name(f"{_HOST}.{secrets.token_hex(4)}.part")
             name = "".join(c if c.isalnum() or c in "._" else "-" for c in socket.gethostname())
-            try:
+            with written_beside(path, put_in_place) as beside:
                 beside.write_text(f"{name}-{secrets.token_hex(4)}")
-                put_in_place(beside, path)
-            finally:
-                beside.unlink(missing_ok=True)
         return path.read_text()
 
     def generations(self) -> list[str]:
@@ -71,7 +58,7 @@ class HostCopies:
         mark = self._root / "generations" / generation / _RECORDED
         if self._is_ephemeral or mark.exists():
             return
-        told = {"host": self.host, "at": self._clock()}
+        told = {"host": self.host, "at": time.time()}
         self._objects.write(record_path(generation, self.host), orjson.dumps(told))
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

@@ -5,7 +5,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cache.errors import StoreError
@@ -32,30 +32,20 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, data: bytes | memoryview) -> None:
     """Write beside, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-        try:
-            with beside.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-        sync_folder(path.parent)
+    with disk_errors(path), written_beside(path) as beside:
+        beside.write_bytes(data)
 
 
 @contextlib.contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` when the block ends well: fsync, rename, fsync of the folder."""
+def written_beside(path: Path, put: Callable[[Path, Path], object] = os.replace) -> Iterator[Path]:
+    """A name to write to, which becomes `path` when the block ends well: fsync, `put`, fsync of the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         yield beside
         with beside.open("rb") as file:
             os.fsync(file.fileno())
-        beside.replace(path)
+        put(beside, path)
     finally:
         beside.unlink(missing_ok=True)
     sync_folder(path.parent)
