@@ -28,7 +28,7 @@ def redis_binary() -> Path:
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One server for the session, on a free loopback port and a unix socket; gone when the session is."""
+    """One server for the session, on a free loopback port; gone when the session is."""
     with server(tmp_path_factory.mktemp("redis"), binary=redis_binary()) as running:
         yield running
 

@@ -107,15 +107,13 @@ class NightConfig(SharedConfig):
         )
 
     @classmethod
-    def from_toml(cls, path: Path) -> Self:
-        """Read a file; unknown names are errors, so that a typo cannot pass."""
-        return cls.configured({}, path)
-
-    @classmethod
     def configured(
         cls, environ: Mapping[str, str], path: str | Path | None = None, **overrides: Any
     ) -> Self:
-        """The file (without a path the one that LARDER_CONFIG names), the environment over it, overrides over both."""
+        """The file (without a path the one that LARDER_CONFIG names), the environment over it, overrides over both.
+
+        Unknown names in the file are errors, so that a typo cannot pass.
+        """
         from cache.config.reading import ConfigFile, read
 
         file = ConfigFile.named(environ, path)

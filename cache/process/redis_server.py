@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -21,8 +20,6 @@ from redis.retry import Retry
 
 from cache.errors import ConfigError
 from cache.process.child_process import Guarded
-
-__all__ = ["Guarded", "RedisServer", "find_server", "redis_url", "running_server", "server"]
 
 # What infra/redis.conf says too: nothing here is worth a disk write, since the artefact store can
 # rebuild it, and only keys with an expiry (overlays) may be evicted.
@@ -34,24 +31,15 @@ SETTINGS: Mapping[str, str] = {
     "protected-mode": "yes",
     "daemonize": "no",
 }
-_SOCKET_PATH_MAX = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
+_START_MAX_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class RedisServer:
-    """Address of a running server: `url` over TCP, `socket` for the unix socket if it has one."""
+    """Address of a running server, and its process id."""
 
     url: str
-    socket: str | None
     pid: int
-
-    @property
-    def unix_url(self) -> str | None:
-        """URL of the server over its unix socket, None if it has none."""
-        if self.socket is None:
-            return None
-        user, at, _ = urlsplit(self.url).netloc.rpartition("@")
-        return f"unix://{user}{at}{self.socket}?db=0"
 
 
 def find_server(environ: Mapping[str, str] = os.environ) -> Path:
@@ -111,7 +99,8 @@ def server(state: Path, *, binary: Path | None = None, password: str = "") -> It
 def running_server(state: Path) -> RedisServer | None:
     """The server that already runs for this state folder, if any; starts none."""
     known = _read(state)
-    return known if known is not None and _answers(known) else None
+    # The port may belong to another process by now.
+    return known if known is not None and _process_id(known.url) == known.pid else None
 
 
 def _read(state: Path) -> RedisServer | None:
@@ -134,11 +123,6 @@ def _write_for_us(path: Path, text: str) -> Path:
     return path
 
 
-def _answers(known: RedisServer) -> bool:
-    """Returns whether this very server answers: the port may belong to another process by now."""
-    return _process_id(known.url) == known.pid
-
-
 def _process_id(url: str) -> int | None:
     # Without a retry: redis-py's own would wait seconds on a port that nobody holds yet.
     never = Retry(NoBackoff(), 0)
@@ -153,14 +137,13 @@ def _start(binary: Path, state: Path, password: str) -> tuple[Guarded, RedisServ
     """Start `binary`; the port is free when chosen but may be taken before it is bound: try again."""
     for _ in range(5):
         port = _free_port()
-        path = _socket_path(state)
         url = f"redis://{password and f':{password}@'}127.0.0.1:{port}/0"
         # Not among the arguments, which everybody on this machine may read.
         settings = _write_for_us(state / "redis.conf", password and f"requirepass {password}\n")
-        process = Guarded(_command(binary, settings, port, path), log=state / "redis.log")
+        process = Guarded(_command(binary, settings, port), log=state / "redis.log")
         try:
             if (pid := _wait_for(process, url)) is not None:
-                return process, RedisServer(url, path, pid)
+                return process, RedisServer(url, pid)
         except BaseException:
             process.stop()
             raise
@@ -170,19 +153,17 @@ def _start(binary: Path, state: Path, password: str) -> tuple[Guarded, RedisServ
     raise ConfigError(f"{binary.name} does not start: {process.tail(5)}", binary=str(binary))
 
 
-def _command(binary: Path, settings: Path, port: int, socket_path: str | None) -> list[str]:
+def _command(binary: Path, settings: Path, port: int) -> list[str]:
     folder = str(settings.parent.resolve())
     command = [str(binary), str(settings.resolve()), "--port", str(port), "--dir", folder]
     for name, value in SETTINGS.items():
         command += [f"--{name}", value]
-    if socket_path is not None:
-        command += ["--unixsocket", socket_path, "--unixsocketperm", "700"]
     return command
 
 
-def _wait_for(process: Guarded, url: str, timeout_s: float = 15.0) -> int | None:
+def _wait_for(process: Guarded, url: str) -> int | None:
     """Return the server's process id once it answers, None when it ended or never did."""
-    give_up = time.monotonic() + timeout_s
+    give_up = time.monotonic() + _START_MAX_S
     while process.running and time.monotonic() < give_up:
         if (pid := _process_id(url)) is not None:
             return pid
@@ -194,9 +175,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _socket_path(state: Path) -> str | None:
-    """Return a path for the unix socket, None where a deep state folder leaves no room for one."""
-    path = str(state.resolve() / "redis.sock")
-    return path if len(os.fsencode(path)) <= _SOCKET_PATH_MAX else None

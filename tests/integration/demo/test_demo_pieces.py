@@ -283,7 +283,7 @@ def test_the_written_settings_are_a_nights_settings(tmp_path: Path) -> None:
     with place(tmp_path) as here:
         # when
         here.write_config(data)
-        config = NightConfig.from_toml(here.config)
+        config = NightConfig.configured({}, here.config)
 
     # then
     assert config.namespace == here.namespace

@@ -50,13 +50,9 @@ def binary(request: pytest.FixtureRequest) -> Path:
         pytest.skip("no redis-server on PATH")
 
 
-def test_a_server_answers_over_tcp_and_its_socket_and_is_gone_afterwards(
-    binary: Path, tmp_path: Path
-) -> None:
+def test_a_server_answers_and_is_gone_afterwards(binary: Path, tmp_path: Path) -> None:
     with server(tmp_path, binary=binary) as running:
         assert answers(running.url)
-        assert running.unix_url is not None
-        assert answers(running.unix_url)
 
     assert not answers(running.url)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["redis.lock", "redis.log"]
@@ -102,12 +98,11 @@ def test_a_second_command_joins_the_server_of_its_state_folder(tmp_path: Path) -
 def test_only_who_may_read_the_note_may_ask_the_server_of_a_state_folder(tmp_path: Path) -> None:
     with redis_url(tmp_path, None) as url:
         found = running_server(tmp_path)
-        assert found is not None and found.url == url and found.unix_url is not None
+        assert found is not None and found.url == url
         address = url.rpartition("@")[2]
 
-        assert answers(url) and answers(found.unix_url)
+        assert answers(url)
         assert not answers(f"redis://{address}") and not answers(f"redis://:guess@{address}")
-        assert not answers(f"unix://{found.socket}?db=0")
 
         assert (tmp_path / "redis.json").stat().st_mode & 0o077 == 0
         assert not (tmp_path / "redis.conf").exists()
@@ -119,9 +114,9 @@ def test_only_who_may_read_the_note_may_ask_the_server_of_a_state_folder(tmp_pat
 def test_a_server_of_another_folder_that_took_the_port_is_not_joined(tmp_path: Path) -> None:
     with server(tmp_path / "other") as other:
         (tmp_path / "state").mkdir()
-        stale = RedisServer(other.url, None, pid=other.pid + 1)
+        stale = RedisServer(other.url, pid=other.pid + 1)
         (tmp_path / "state" / "redis.json").write_text(
-            f'{{"url": "{stale.url}", "socket": null, "pid": {stale.pid}}}'
+            f'{{"url": "{stale.url}", "pid": {stale.pid}}}'
         )
 
         with server(tmp_path / "state") as running:
@@ -140,14 +135,6 @@ def test_a_configured_url_is_used_as_it_is(tmp_path: Path) -> None:
         assert url == "redis://cache.internal:6379/0"
 
     assert not list(tmp_path.iterdir())
-
-
-def test_a_deep_state_folder_goes_without_a_socket(tmp_path: Path) -> None:
-    deep = tmp_path / ("d" * 100)
-
-    with server(deep) as running:
-        assert running.socket is None
-        assert answers(running.url)
 
 
 def test_a_binary_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from precompute.config.settings import GateThresholds, NightConfig, TableConfig,
 
 def read(folder, text):
     (folder / "larder.toml").write_text(text)
-    return NightConfig.from_toml(folder / "larder.toml")
+    return NightConfig.configured({}, folder / "larder.toml")
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_a_file_that_is_no_text_or_a_folder_is_named(tmp_path):
     (tmp_path / "larder.toml").write_bytes(b"\xff\xfe")
     for path in (tmp_path / "larder.toml", tmp_path):
         with pytest.raises(ConfigError, match="cannot read configuration file"):
-            NightConfig.from_toml(path)
+            NightConfig.configured({}, path)
     with pytest.raises(ConfigError, match="does not exist"):
-        NightConfig.from_toml(tmp_path / "none.toml")
+        NightConfig.configured({}, tmp_path / "none.toml")
 
 
 def test_a_whole_file_is_read_as_it_is_meant(tmp_path):

@@ -32,7 +32,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
 def test_night_and_dag_read_the_same_section(tmp_path: Path) -> None:
     environ = written(tmp_path, "[dag]\nverify_timeout_s = 50000.0\n")
 
-    night = NightConfig.from_toml(Path(environ["LARDER_CONFIG"]))
+    night = NightConfig.configured({}, Path(environ["LARDER_CONFIG"]))
 
     assert night.dag == DagConfig.configured(environ) == DagConfig(verify_timeout_s=50_000.0)
 

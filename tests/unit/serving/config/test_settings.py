@@ -82,7 +82,7 @@ def test_one_file_leads_night_and_service_to_the_same_places(tmp_path: Path, tex
 
     service, night = (
         ServingConfig.load(environment),
-        NightConfig.from_toml(tmp_path / "larder.toml"),
+        NightConfig.configured({}, tmp_path / "larder.toml"),
     )
 
     assert service.store().url == night.store().url
@@ -97,7 +97,7 @@ def test_one_schedule_above_the_sections_is_the_nights_the_services_and_the_dags
     file.write_text('schedule = "30 1 * * *"\ntimezone = "Europe/Berlin"\nschedule_grace_s = 60\n')
     environment = {"LARDER_CONFIG": str(file)}
 
-    service, night = ServingConfig.load(environment), NightConfig.from_toml(file)
+    service, night = ServingConfig.load(environment), NightConfig.configured({}, file)
 
     assert service.nights() == Schedule("30 1 * * *", "Europe/Berlin", 60.0)
     assert Timetable.configured(environment).nights() == service.nights()
