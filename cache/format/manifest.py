@@ -3,9 +3,11 @@
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, Self
+from functools import cache
+from typing import Any, ClassVar, Final, Literal
 
 import orjson
+from pydantic import ConfigDict, TypeAdapter
 
 from cache.errors import CorruptArtefact
 from cache.format.records.layout import Kind, Layout
@@ -151,6 +153,8 @@ class ItemFiles:
 class Manifest:
     """Manifest of one generation; `data_until` and `created_at` are Unix seconds."""
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     namespace: str
     generation: str
     data_until: int
@@ -175,8 +179,8 @@ class Manifest:
             option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
         )
 
-    @classmethod
-    def from_bytes(cls, raw: bytes) -> Self:
+    @staticmethod
+    def from_bytes(raw: bytes) -> "Manifest":
         """Reads `to_bytes`; raises CorruptArtefact for anything else."""
         try:
             data = orjson.loads(raw)
@@ -184,20 +188,7 @@ class Manifest:
                 raise CorruptArtefact(
                     f"manifest of format {data['format']}, this program reads {MANIFEST_FORMAT}"
                 )
-            return cls(
-                **{
-                    **data,
-                    "entity_sets": {
-                        name: _entity_set(each) for name, each in data["entity_sets"].items()
-                    },
-                    "items": _item_files(data["items"]),
-                    "tables": {name: _table(each) for name, each in data["tables"].items()},
-                    "models": {name: _model(each) for name, each in data["models"].items()},
-                    "indexes": {name: _index(each) for name, each in data["indexes"].items()},
-                    "defaults": Artefact(**data["defaults"]),
-                    "gates": tuple(data["gates"]),
-                }
-            )
+            return _reader().validate_python(data)
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise CorruptArtefact(f"not a manifest: {error}") from error
 
@@ -222,41 +213,6 @@ class Manifest:
         return [artefact for part in parts for artefact in (part.file, part.sums)]
 
 
-def _artefact(data: dict[str, Any] | None) -> Artefact | None:
-    return None if data is None else Artefact(**data)
-
-
-def _entity_set(data: dict[str, Any]) -> EntitySet:
-    parts = tuple(
-        DirectoryPart(**{**part, "file": Artefact(**part["file"])}) for part in data["parts"]
-    )
-    return EntitySet(**{**data, "parts": parts})
-
-
-def _item_files(data: dict[str, Any]) -> ItemFiles:
-    files = {name: Artefact(**data[name]) for name in ("ids", "offsets", "vectors", "model_index")}
-    return ItemFiles(**{**data, **files})
-
-
-def _table(data: dict[str, Any]) -> Table:
-    parts = tuple(
-        TablePart(**{**part, "file": Artefact(**part["file"]), "sums": Artefact(**part["sums"])})
-        for part in data["parts"]
-    )
-    return Table(
-        **{
-            **data,
-            "producer": Producer(**data["producer"]),
-            "layout": Layout(**data["layout"]),
-            "parts": parts,
-            "labels": tuple(data["labels"]),
-        }
-    )
-
-
-def _model(data: dict[str, Any]) -> Model:
-    return Model(**{**data, "fp32": Artefact(**data["fp32"]), "int8": _artefact(data["int8"])})
-
-
-def _index(data: dict[str, Any]) -> Index:
-    return Index(**{**data, "file": Artefact(**data["file"])})
+@cache
+def _reader() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)

@@ -34,7 +34,7 @@ THIRD_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
         "onnxruntime": ("cache/", "precompute/"),
         "orjson": ("cache/", "serving/", "precompute/"),
         "prometheus_client": ("serving/",),
-        "pydantic": ("cache/config/", "serving/"),
+        "pydantic": ("cache/config/", "cache/format/manifest.py", "serving/"),
         "pydantic_core": ("cache/config/",),
         "pydantic_settings": ("cache/config/reading.py",),
         "redis": ("cache/", "serving/", "precompute/"),

@@ -53,7 +53,7 @@ def test_no_file_of_a_manifest_lies_outside_of_its_generation(path: object, tmp_
         is_fact = spoilt is told["facts"].get(FACT)
         spoilt["path"] = path
         if not is_fact:
-            with pytest.raises(CorruptArtefact, match="no path below a generation"):
+            with pytest.raises(CorruptArtefact, match="path"):
                 Manifest.from_bytes(orjson.dumps(told))
 
     store = ArtefactStore("memory://elsewhere", tmp_path)
