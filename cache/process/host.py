@@ -1,9 +1,20 @@
-"""Free resources of this host, or of the container on it: memory that programs can still have, and disk."""
+"""Resources of this host, or of the container on it: usable cores, memory that programs can still have, free disk."""
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def usable_cores(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """Number of usable cores, at least 1. In a container with 4 of 96 cores, 96 threads would only take turns."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    allowed = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, min([allowed, *map(math.ceil, _quotas(proc, groups))]))
 
 
 def disk_free_bytes(folder: Path) -> int:
@@ -12,11 +23,22 @@ def disk_free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def memory_available_bytes(
-    proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
-) -> int:
+def memory_available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
     """Memory that programs here can still have, cached files included: what the machine and each cgroup leave."""
     return min([_machine_bytes(proc), *_group_bytes(proc, groups)])
+
+
+def _quotas(proc: Path, groups: Path) -> Iterator[float]:
+    """Limits of each cgroup that this process is in, in cores; version 2, then version 1."""
+    for folder in (*_folders(proc, groups, ""), *_folders(proc, groups / "cpu", "cpu")):
+        with suppress(OSError, ValueError):  # ValueError: "max", no limit
+            if (file := folder / "cpu.max").exists():
+                quota, period = map(int, file.read_text().split())
+            else:
+                quota = int((folder / "cpu.cfs_quota_us").read_text())
+                period = int((folder / "cpu.cfs_period_us").read_text())
+            if quota > 0:
+                yield quota / period
 
 
 def _machine_bytes(proc: Path) -> int:
@@ -32,22 +54,26 @@ def _machine_bytes(proc: Path) -> int:
 
 def _group_bytes(proc: Path, groups: Path) -> Iterator[int]:
     """Available bytes in each cgroup with a limit that this process is in; version 2, then version 1."""
-    for folder in _folders(proc, groups, "0::"):
+    for folder in _folders(proc, groups, ""):
         yield from _left(folder, "memory.max", "memory.current", "file", "shmem")
     memory = groups / "memory"
-    for folder in _folders(proc, memory, ":memory:"):
+    for folder in _folders(proc, memory, "memory"):
         yield from _left(
             folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"
         )
 
 
-def _folders(proc: Path, root: Path, mark: str) -> list[Path]:
-    """The group's folder and those above it; in a container often the root alone, whatever the path says."""
+def _folders(proc: Path, root: Path, controller: str) -> list[Path]:
+    """The folder of the controller's group ("" in version 2) and those above it.
+
+    In a container it is often the root alone, whatever the path says.
+    """
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
         return [root]
-    path = next((line.partition(mark)[2] for line in lines if mark in line), "/")
+    groups = (line.split(":", 2) for line in lines)
+    path = next((path for _, names, path in groups if controller in names.split(",")), "/")
     folder = root / path.strip("/")
     return [folder, *(each for each in folder.parents if each.is_relative_to(root))]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cache.errors import ConfigError
 from cache.format.redis_keys import Keyspace
-from cache.process.cores import usable_cores
+from cache.process.host import usable_cores
 from cache.store.artefacts import read_manifest
 from infra.demo.dataset import Dataset
 from infra.local.lock import alone

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.model.input_sample import probe_bytes
-from cache.process.cores import usable_cores
+from cache.process.host import usable_cores
 from cache.process.redis_server import server
 from precompute.builds.tables import configured_tables, entity_of, layout_of, metric_of
 from precompute.bundles.bundle import Bundle

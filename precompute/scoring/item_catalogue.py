@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cache.format.item_table import ItemTable
 from cache.model.tower import Tower
-from cache.process.cores import usable_cores
+from cache.process.host import usable_cores
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue

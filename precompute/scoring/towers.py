@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cache.errors import BundleError
 from cache.model.tower import Histories, Inputs, Tower, rows_of
 from cache.model.tower_spec import TowerSpec
-from cache.process.cores import usable_cores
+from cache.process.host import usable_cores
 from precompute.builds.build import Build, fetch_model
 from precompute.bundles.bundle import BundleModel, demand_sha256
 

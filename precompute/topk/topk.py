@@ -15,7 +15,7 @@ from cache.errors import ConfigError
 from cache.format.records.layout import NO_ITEM
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
-from cache.process.cores import usable_cores
+from cache.process.host import usable_cores
 from precompute.topk.compiled import K_MAX, Kernel, fits, kernel
 from precompute.topk.flat import Compared, FlatChunk, Top, chunks
 from precompute.topk.packing import Packed

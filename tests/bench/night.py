@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import redis
 
 from cache.model.tower import Histories
-from cache.process.cores import usable_cores
+from cache.process.host import usable_cores
 from cache.process.redis_server import server
 from cache.store.artefacts import generation_path
 from precompute.builds.build import Build, open_bundle

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.model.tower import Histories, Tower
-from cache.process.cores import usable_cores
+from cache.process.host import usable_cores
 from precompute.bundles.bundle import Bundle
 from precompute.bundles.reference import ReferenceData, train
 

@@ -4,17 +4,18 @@ import os
 
 import pytest
 
-from cache.process.cores import usable_cores
+from cache.process.host import usable_cores
 
 
 def cgroup(tmp_path, lines, **files):
-    own = tmp_path / "cgroup"
+    own = tmp_path / "proc/self/cgroup"
+    own.parent.mkdir(parents=True)
     own.write_text(lines)
     for name, text in files.items():
         path = tmp_path / "fs" / name.replace("__", "/").replace("_dot_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return tmp_path / "fs", own
+    return tmp_path / "proc", tmp_path / "fs"
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def many_cores(monkeypatch):
 
 def test_affinity_counts_where_nothing_else_limits(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
-    assert usable_cores(tmp_path, tmp_path / "nothing") == 96
+    assert usable_cores(tmp_path / "nothing", tmp_path) == 96
 
 
 @pytest.mark.parametrize(
