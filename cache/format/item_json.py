@@ -34,17 +34,8 @@ class Texts:
         if longest is not None and longest <= LONGEST:
             self._lines = Lines(count, longest, ids_of)
 
-    def row(self, ordinals: NDArray[np.uint32]) -> bytes:
-        """The texts of ordinals uint32[k], with commas between them."""
-        known = self._known
-        if known is not None:
-            found: list[bytes] = known[ordinals].tolist()
-            if None not in found:
-                return b",".join(found)
-        return b",".join(self.rows(ordinals[None])[0])
-
     def lines(self, ordinals: NDArray[np.uint32]) -> list[bytes]:
-        """`row` of each of uint32[n, k]."""
+        """A comma-separated line of texts for each row of ordinals uint32[n, k]."""
         if self._lines is not None and (lines := self._lines.of(ordinals)) is not None:
             return lines
         return [b",".join(row) for row in self.rows(ordinals)]

@@ -32,15 +32,14 @@ class Artefact:
     sha256: str
 
     def __post_init__(self) -> None:
-        if not _stays_inside(self.path):
-            raise ValueError(f"{self.path!r} is no path below a generation")
-
-
-def _stays_inside(path: object) -> bool:
-    """True if the path names one file below a folder, on every system and object store."""
-    if not isinstance(path, str) or "\\" in path or "\0" in path:
-        return False
-    return not {"", ".", ".."} & set(path.split("/"))
+        path: object = self.path
+        # One file below a folder, on every system and object store.
+        if (
+            not isinstance(path, str)
+            or {"\\", "\0"} & set(path)
+            or {"", ".", ".."} & set(path.split("/"))
+        ):
+            raise ValueError(f"{path!r} is no path below a generation")
 
 
 @dataclass(frozen=True, slots=True)

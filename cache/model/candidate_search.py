@@ -22,7 +22,6 @@ class Searcher:
 
     def __init__(self, index: Any, metric: Metric, threads: int) -> None:
         self.count: int = index.ntotal
-        self.dims: int = index.d
         self.metric = metric
         self._index = index
         self._threads = threads

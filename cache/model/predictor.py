@@ -131,10 +131,6 @@ class Predictor:
         inputs = {each.name: _column(each, batch) for each in tower.spec.inputs}
         return tower.run(inputs)
 
-    def score(self, prepared: Prepared, ordinals: NDArray[np.int64]) -> NDArray[np.float32]:
-        """float32 [n] scores of the given items for one input."""
-        return self.score_vector(prepared.table, self.vectors([prepared])[0], ordinals)
-
     def score_vector(
         self, table: str, vector: NDArray[np.float32], ordinals: NDArray[np.int64]
     ) -> NDArray[np.float32]:

@@ -100,10 +100,6 @@ class Layout:
         """Bytes per record."""
         return self.dtype.itemsize
 
-    def to_json(self) -> dict[str, object]:
-        """JSON object of the layout, as in the manifest."""
-        return {"kind": self.kind, "width": self.width, "precision": self.precision}
-
 
 @functools.cache
 def _dtype(kind: Kind, width: int, precision: Precision) -> np.dtype[Any]:

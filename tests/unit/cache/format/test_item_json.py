@@ -18,7 +18,7 @@ def test_each_ordinal_has_its_own_json_whatever_was_asked_before() -> None:
         ordinals = np.array([row], np.uint32)
         expected = [b'"item \\"%d\\""' % each for each in row]
         assert found.rows(ordinals) == [expected]
-        assert found.row(ordinals[0]) == b",".join(expected)
+        assert found.lines(ordinals) == [b",".join(expected)]
 
 
 def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

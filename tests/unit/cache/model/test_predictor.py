@@ -181,7 +181,8 @@ def test_scores_of_given_items_equal_those_of_the_list(world):
     prepared = predictor.prepare("user_topk", history(2, 4))
     record = answer(world, "user_topk", history(2, 4))[0]
 
-    scores = predictor.score(prepared, record.items.astype(np.int64))
+    (vector,) = predictor.vectors([prepared])
+    scores = predictor.score_vector("user_topk", vector, record.items.astype(np.int64))
 
     assert np.array_equal(scores, record.numbers)
 
