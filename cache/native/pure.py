@@ -1,6 +1,8 @@
-"""Functions of `loader.Kernels` in numpy and Python: the same results where nothing is compiled, slower.
+"""What is compiled, in numpy and Python: the same functions and results where nothing was built, slower.
 
-None is for whoever asked to do it in the way that it has for what the compiled function leaves to it, too.
+None is for whoever asked to do it in the way that it has for what the compiled function leaves to it, too; where only
+None is returned here, the docstring says what the compiled function returns. `is_half`: records of float16, otherwise
+of float32.
 """
 
 from collections import deque
@@ -22,7 +24,7 @@ _INT32_MAX = 2**31 - 1
 
 
 class HashParts:
-    """The sorted hashes of an entity set, uint64 part by part."""
+    """The sorted hashes of an entity set: the first hash of each part, and its uint64 hashes, which stay lent."""
 
     def __init__(self, firsts: tuple[int, ...], parts: tuple[Buffer, ...], /) -> None:
         # A Python int makes numpy compare in float64 (wrong above 2**53): uint64 throughout.
@@ -69,12 +71,12 @@ def _found(part: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> NDArray[np.i
 
 
 def hashes(ids: Sequence[bytes], seed: int, /) -> Buffer:
-    """64-bit xxh3 of each, however long."""
+    """64-bit xxh3 of each, however long; compiled, None if one is longer than 128 bytes."""
     return np.fromiter(map(xxhash.xxh3_64_intdigest, ids, repeat(seed)), np.uint64, len(ids))
 
 
 def text_hashes(_data: Buffer, _cuts: Buffer, _seed: int, /) -> Buffer | None:
-    """None: texts are hashed as a list of bytes."""
+    """64-bit xxh3 of each text between int32 cuts; None unless these rise within the data, or if one is too long."""
     return None
 
 
@@ -167,17 +169,29 @@ def _range(offset: int, length: int) -> bytes:
 
 
 def cut_texts(_data: Buffer, _cuts: Buffer, /) -> list[bytes] | None:
-    """None: texts are cut one by one, and what is wrong with them is told."""
+    """The texts between int32 cuts; None unless these rise within the data, and each is UTF-8."""
     return None
 
 
 def joined(_texts: Any, /) -> tuple[bytes, bytes] | None:
-    """None: a column of texts is made of any list."""
+    """(int32 cuts, the bytes) of a list of bytes one behind the other; None if it holds anything else."""
     return None
 
 
-def stream(*_given: Any) -> bytes | None:
-    """None: a stream is put together piece by piece."""
+def stream(
+    _before: bytes,
+    _metadata: bytes,
+    _body_at: int,
+    _rows_at: int,
+    _nodes_at: int,
+    _buffers_at: int,
+    _rows: int,
+    _nodes: list[int],
+    _buffers: list[bytes],
+    _after: bytes,
+    /,
+) -> bytes | None:
+    """An Arrow IPC stream: `before`, metadata with its numbers, each buffer on a multiple of 8 bytes, `after`."""
     return None
 
 
@@ -231,8 +245,27 @@ def names(
     return texts[places].tobytes(), cuts.astype(np.int32).tobytes()
 
 
-def answers(*_given: Any) -> None:
-    """None: answers are written from arrays of numbers and texts."""
+def answers(
+    _rows: Buffer,
+    _width: int,
+    _is_half: bool,
+    _k: int,
+    _ids: Buffer,
+    _offsets: Buffer,
+    _numerals: Buffer,
+    _head: bytes,
+    _names: list[bytes],
+    _middle: bytes,
+    _after: bytes,
+    _last: bytes,
+    _ends: list[bytes],
+    /,
+) -> list[bytes] | tuple[int, ...] | None:
+    """JSON of each record: head, name, middle, items, after, scores, last, end.
+
+    A tuple: keys of numerals that are missing. None: an id or a number that is written by others.
+    """
+    return None
 
 
 def _records(rows: Buffer, width: int, is_list: bool, is_half: bool) -> tuple[NDArray[Any], Layout]:

@@ -84,7 +84,6 @@ class LocalTier:
         self._find, self._touch = self._entries.get, self._entries.move_to_end
         self._bytes = 0
         self.absences = Absences(self._entries.__contains__, timer)
-        self._evicted = self.absences.evicted.note
 
     def get(self, key: LocalKey) -> Entry | None:
         """The entry, unless it is absent or its life is over."""
@@ -182,7 +181,7 @@ class LocalTier:
     def discard(self, key: LocalKey) -> None:
         """Forgets the key if it is there."""
         self._drop(key)
-        self._evicted(key)
+        self.absences.evicted.note(key)
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -166,7 +166,7 @@ async def _readers(
     url = case.night.redis_url or ""
     remote = RemoteTier(RemoteConfig(url, deadline_s=5.0), Keyspace(case.night.namespace))
     stack.push_async_callback(remote.aclose)
-    tiers = Tiered(LocalTier(0), NegativeCache(0, 0.0), remote, l2_deadline_s=5.0)
+    tiers = Tiered(LocalTier(0), NegativeCache(0, 0.0), remote)
     client = redis.asyncio.Redis.from_url(url, protocol=2, max_connections=CONNECTIONS)
     stack.push_async_callback(client.aclose)
     names = [f"bench:{hash_hex(want.key)}" for want in wants]
