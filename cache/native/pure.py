@@ -1,4 +1,4 @@
-"""What is compiled, in numpy and Python: the same functions and results where nothing was built, slower.
+"""Functions of the compiled part in numpy and Python: the same results where nothing was built, slower.
 
 None is for whoever asked to do it in the way that it has for what the compiled function leaves to it, too; where only
 None is returned here, the docstring says what the compiled function returns. `is_half`: records of float16, otherwise
