@@ -4,6 +4,7 @@ What Redis answered sums to `larder_l1_misses`: each entity that L1 did not answ
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
@@ -37,38 +38,30 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=True)
+        counter = functools.partial(Counter, registry=registry)
+        gauge = functools.partial(Gauge, registry=registry)
+        histogram = functools.partial(Histogram, registry=registry)
         # Not called `namespace`: Prometheus gives its targets in Kubernetes a label of that name.
-        self.namespace_info = Gauge(
-            "larder_namespace_info", "1 for the namespace that is served", ["served_namespace"],
-            registry=registry,
-        )  # fmt: skip
-        self.entities = Counter(
-            "larder_entities", "Entities asked for", ["table"], registry=registry
+        self.namespace_info = gauge(
+            "larder_namespace_info", "1 for the namespace that is served", ["served_namespace"]
         )
-        self.answers = Counter(
-            "larder_answers", "Entities answered, by source", ["table", "source"], registry=registry
+        self.entities = counter("larder_entities", "Entities asked for", ["table"])
+        self.answers = counter(
+            "larder_answers", "Entities answered, by source", ["table", "source"]
         )
-        self.misses = Counter(
-            "larder_misses",
-            "Entities no stored tier answered",
-            ["table", "reason"],
-            registry=registry,
+        self.misses = counter(
+            "larder_misses", "Entities no stored tier answered", ["table", "reason"]
         )
         self.l1_misses = L1Misses()
         registry.register(self.l1_misses)
-        self.live_failures = Counter(
-            "larder_live_failures", "Inputs that live did not answer", ["table", "reason"],
-            registry=registry,
-        )  # fmt: skip
-        self.requests = Counter(
-            "larder_requests", "HTTP requests", ["route", "status"], registry=registry
+        self.live_failures = counter(
+            "larder_live_failures", "Inputs that live did not answer", ["table", "reason"]
         )
-        self.refreshes = Counter(
-            "larder_refreshes", "Looks at the pointer, by outcome", ["outcome"], registry=registry
+        self.requests = counter("larder_requests", "HTTP requests", ["route", "status"])
+        self.refreshes = counter(
+            "larder_refreshes", "Looks at the pointer, by outcome", ["outcome"]
         )
-        for (
-            outcome
-        ) in OUTCOMES:  # what first appears above 0 has no increase that an alert could see
+        for outcome in OUTCOMES:  # what first appears above 0 has no increase an alert could see
             self.refreshes.labels(outcome)
         self.answer_seconds = Seconds(
             "larder_answer_seconds", "Request start to answer", "source", tuple(Source), _SECONDS
@@ -79,86 +72,64 @@ class Metrics:
             "larder_stage_seconds", "Time in one stage of a request", "stage", STAGES, _SECONDS
         )
         registry.register(self.stage_seconds)
-        self.live_batch = Histogram(
-            "larder_live_batch_size", "Inputs per inference", buckets=_BATCHES, registry=registry
+        self.live_batch = histogram(
+            "larder_live_batch_size", "Inputs per inference", buckets=_BATCHES
         )
-        self.generation_info = Gauge(
-            "larder_generation_info",
-            "1 for each generation held",
-            ["generation", "role"],
-            registry=registry,
+        self.generation_info = gauge(
+            "larder_generation_info", "1 for each generation held", ["generation", "role"]
         )
-        self.generation_age = Gauge(
-            "larder_generation_age_seconds",
-            "Now minus data_until of the live generation",
-            registry=registry,
+        self.generation_age = gauge(
+            "larder_generation_age_seconds", "Now minus data_until of the live generation"
         )
-        self.generation_missing = Gauge(
+        self.generation_missing = gauge(
             "larder_generation_missing",
             "1 while the live generation is older than the newest night that is due",
-            registry=registry,
         )
-        self.generation_due = Gauge(
+        self.generation_due = gauge(
             "larder_generation_due_timestamp_seconds",
             "Tick of the schedule that a generation must have followed by now",
-            registry=registry,
         )
-        self.stale = Gauge(
-            "larder_stale", "1 while the pointer cannot be trusted or followed", registry=registry
+        self.stale = gauge("larder_stale", "1 while the pointer cannot be trusted or followed")
+        self.ready = gauge("larder_ready", "1 while /readyz says yes")
+        self.degraded = gauge("larder_degraded", "1 while the live path has no model")
+        self.breaker = gauge("larder_breaker_state", "0 closed, 1 half open, 2 open")
+        self.blocklist_version = gauge("larder_blocklist_version", "The blocklist in force here")
+        self.blocklist_age = gauge(
+            "larder_blocklist_age_seconds", "Since the blocklist was last read"
         )
-        self.ready = Gauge("larder_ready", "1 while /readyz says yes", registry=registry)
-        self.degraded = Gauge(
-            "larder_degraded", "1 while the live path has no model", registry=registry
-        )
-        self.breaker = Gauge(
-            "larder_breaker_state", "0 closed, 1 half open, 2 open", registry=registry
-        )
-        self.blocklist_version = Gauge(
-            "larder_blocklist_version", "The blocklist in force here", registry=registry
-        )
-        self.blocklist_age = Gauge(
-            "larder_blocklist_age_seconds",
-            "Since the blocklist was last read",
-            registry=registry,
-        )
-        self.l1_bytes = Gauge("larder_l1_bytes", "Bytes in L1", registry=registry)
-        self.l1_entries = Gauge("larder_l1_entries", "Records in L1", registry=registry)
-        self.live_queue = Gauge(
-            "larder_live_queue", "Inputs waiting for the model", registry=registry
-        )
-        self.flip_skew = Gauge(
+        self.l1_bytes = gauge("larder_l1_bytes", "Bytes in L1")
+        self.l1_entries = gauge("larder_l1_entries", "Records in L1")
+        self.live_queue = gauge("larder_live_queue", "Inputs waiting for the model")
+        self.flip_skew = gauge(
             "larder_flip_skew_seconds",
             "From the pointer's published_at to the swap here, both in Redis' time, at the last flip",
-            registry=registry,
         )
-        self.warm_seconds = Gauge(
-            "larder_warm_seconds", "From staged to ready, at the last staging", registry=registry
+        self.warm_seconds = gauge(
+            "larder_warm_seconds", "From staged to ready, at the last staging"
         )
-        self.warmed_records = Counter(
-            "larder_warmed_records", "Records read into L1 before they were asked for",
-            registry=registry,
-        )  # fmt: skip
-        self.warming_seconds = Counter(
-            "larder_warming_seconds", "Time spent on reading ahead", registry=registry
+        self.warmed_records = counter(
+            "larder_warmed_records", "Records read into L1 before they were asked for"
         )
-        self.flip_answer_seconds = Histogram(
-            "larder_flip_answer_seconds", "Request start to answer, in the second after a flip",
-            buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
-        self.canary_requests = Counter(
-            "larder_canary_requests", "Requests while a canary runs: what answered, or why live did",
-            ["arm"], registry=registry,
-        )  # fmt: skip
-        self.canary_answers = Counter(
-            "larder_canary_answers", "Entities answered by source, while a canary runs",
-            ["arm", "source"], registry=registry,
-        )  # fmt: skip
+        self.warming_seconds = counter("larder_warming_seconds", "Time spent on reading ahead")
+        self.flip_answer_seconds = histogram(
+            "larder_flip_answer_seconds",
+            "Request start to answer, in the second after a flip",
+            buckets=_SECONDS,
+        )
+        self.canary_requests = counter(
+            "larder_canary_requests",
+            "Requests while a canary runs: what answered, or why live did",
+            ["arm"],
+        )
+        self.canary_answers = counter(
+            "larder_canary_answers",
+            "Entities answered by source, while a canary runs",
+            ["arm", "source"],
+        )
         self.canary_top_score = Summary(
             "larder_canary_top_score", "Best score of each list", ["arm"], registry=registry
         )
-        self.feedback = Counter(
-            "larder_feedback", "What callers report, by arm", ["arm", "event"], registry=registry
-        )
+        self.feedback = counter("larder_feedback", "What callers report, by arm", ["arm", "event"])
         self._flips, self.is_flipping = 0, False
         self.at_flips: list[Callable[[], None]] = []
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
