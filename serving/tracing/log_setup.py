@@ -60,11 +60,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     """The record's own fields, and those that say to which request it belongs."""
     found = dict(getattr(record, FIELDS, None) or {})
     if (seen := current()) is not None and "request_id" not in found:
-        found["request_id"] = seen.id
-        if seen.span is not None:
-            found["trace_id"], found["span_id"] = seen.span
-        elif seen.parent is not None:
-            found["trace_id"] = seen.parent.trace_id
+        found |= seen.ids()
     if dropped := getattr(record, "larder_dropped", 0):
         found["dropped"] = dropped
     return found

@@ -36,6 +36,15 @@ class Seen:
         """Ends the record, nobody's request from now on: a connection that it opened keeps its context for good."""
         self.is_over, self.body = True, b""
 
+    def ids(self) -> dict[str, str]:
+        """Fields of a log line that name the request and its trace."""
+        found = {"request_id": self.id}
+        if self.span is not None:
+            found["trace_id"], found["span_id"] = self.span
+        elif self.parent is not None:
+            found["trace_id"] = self.parent.trace_id
+        return found
+
     def by_stage(self) -> dict[str, float]:
         """Seconds by stage, in the order in which they first ended."""
         found: dict[str, float] = {}

@@ -40,11 +40,7 @@ class RequestLog:
 
 def fields_of(seen: Seen, request: Request, seconds: float) -> dict[str, Any]:
     """Fields of the request's line; none of them is an entity's id."""
-    fields: dict[str, Any] = {"request_id": seen.id}
-    if seen.span is not None:
-        fields["trace_id"], fields["span_id"] = seen.span
-    elif seen.parent is not None:
-        fields["trace_id"] = seen.parent.trace_id
+    fields: dict[str, Any] = dict(seen.ids())
     if request.table is not None:
         fields["table"] = request.table
     fields |= {"status": seen.status, "seconds": round(seconds, 6)}
