@@ -82,7 +82,6 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
     releases, room = ReleaseWatch(store, reading), Room(remote.control)
     host = Host(store.local(""), reading)
     advisor = Advisor(tiers, lambda: shelf.live, config.sampled_keys)
-    steps = (config.sketch_s, sketch.report), (advisor.step_s, advisor.step)
     refresher = Refresher(
         follower,
         store,
@@ -100,15 +99,18 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         poll_s=config.poll_s,
         blocklist_poll_s=config.blocklist_poll_s,
         heartbeat_s=config.heartbeat_s,
-        also=[
-            *(each for each in steps if each[0]),
-            (config.figures_s, releases.look),
-            (config.figures_s, room.look),
-            (LOOK_S, host.look),
-            *quality.steps(),
-        ],
         in_thread=reading,
     )
+    refresher.also(config.figures_s, releases.look)
+    refresher.also(config.figures_s, room.look)
+    refresher.also(LOOK_S, host.look)
+    for every_s, step in (
+        (config.sketch_s, sketch.report),
+        (advisor.step_s, advisor.step),
+        *quality.steps(),
+    ):
+        if every_s:
+            refresher.also(every_s, step)
     nights = Nights(config.nights(), follower)
     metrics.registry.register(advisor)
     metrics.registry.register(Figures(lambda: shelf.holding, nights, releases, room))

@@ -78,9 +78,7 @@ class QualityMonitor:
         self.told = self._told.told
 
     def steps(self) -> list[tuple[float, Step]]:
-        """Periodic steps: the seconds between two runs, and what is run."""
-        if not self._every_s:
-            return []
+        """Periodic steps: the seconds between two runs (0: none), and what is run."""
         return [(self._every_s, self._told.report), (self._every_s, self.cold.report)]
 
     def events(self) -> dict[str, float]:

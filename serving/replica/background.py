@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import orjson
@@ -42,7 +42,6 @@ class Refresher:
         poll_s: float,
         blocklist_poll_s: float,
         heartbeat_s: float,
-        also: Sequence[tuple[float, Step]] = (),
         in_thread: InThread,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,7 +62,6 @@ class Refresher:
             (lambda: blocklist_poll_s, self.look_at_blocklist, self._wake_blocklist),
             (lambda: heartbeat_s, self.beat, self._wake_beat),
             (lambda: _SWEEP_S, self.sweep_copies, asyncio.Event()),
-            *((lambda pause_s=pause_s: pause_s, step, asyncio.Event()) for pause_s, step in also),
         ]
         self._tasks: list[asyncio.Task[None]] = []
         self._beating = asyncio.Lock()
