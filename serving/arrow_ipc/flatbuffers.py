@@ -29,10 +29,10 @@ class Flat:
         offset = self._read(_U16, self._vtable + entry)
         return self._at + offset if offset else 0
 
-    def number(self, slot: int, layout: str, default: int = 0) -> int:
-        """A scalar by its struct layout."""
+    def number(self, slot: int, layout: str) -> int:
+        """A scalar by its struct layout; 0 where it is not there."""
         at = self.at(slot)
-        return self._read(struct.Struct(layout), at) if at else default
+        return self._read(struct.Struct(layout), at) if at else 0
 
     def table(self, slot: int) -> "Flat":
         """The table that a field points at."""

@@ -13,7 +13,7 @@ MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 Kind = Literal["utf8", "large_utf8", "bool", "i4", "f4", "f8", "list", "fixed"]
 
 VERSION_V5 = 4
-SCHEMA, DICTIONARY_BATCH, RECORD_BATCH = 1, 2, 3
+SCHEMA, RECORD_BATCH = 1, 3
 CONTINUATION = b"\xff\xff\xff\xff"
 END = CONTINUATION + bytes(4)
 """End-of-stream marker."""

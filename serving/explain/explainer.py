@@ -1,7 +1,7 @@
 """Explanation of an entity's answer: what each rung holds of it, which would answer, and what live would say now."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from cache.errors import CorruptArtefact
@@ -46,15 +46,11 @@ class Explainer:
         store: ArtefactStore,
         *,
         in_thread: InThread,
-        timer: Callable[[], float] = time.monotonic,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._follower = follower
-        self._looking = looking = Looking(tiers, remote, timer)
+        self._looking = looking = Looking(tiers, remote)
         self._pages = PageChecks(looking, remote.control.keyspace, store, in_thread)
-        self._rescorer = Rescorer(batcher, admission, looking, timer)
-        self._timer = timer
-        self._clock = clock
+        self._rescorer = Rescorer(batcher, admission, looking)
         self._under_way = 0
         self._unheard = Unheard()
 
@@ -93,7 +89,7 @@ class Explainer:
             "generation": snapshot.generation,
             "epoch": snapshot.epoch,
             "published_at": snapshot.published_at,
-            "age_seconds": round(self._clock() - snapshot.manifest.data_until, 3),
+            "age_seconds": round(time.time() - snapshot.manifest.data_until, 3),
             "stale": self._follower.stale,
             "degraded": snapshot.degraded,
             "answer": answer,
@@ -136,7 +132,7 @@ class Explainer:
             return {"found": False, "reason": "absent"}
         if isinstance(outcome, Missed):
             return {"found": False, "reason": outcome.reason.value}
-        left_s = None if outcome.expires_at is None else outcome.expires_at - self._timer()
+        left_s = None if outcome.expires_at is None else outcome.expires_at - time.monotonic()
         return {"found": True, "by": "live" if outcome.live else "batch"} | (
             {} if left_s is None else {"expires_in_seconds": round(left_s, 3)}
         )

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,21 +62,14 @@ class Said:
 class Rescorer:
     """Runs through the queue and the admission of live inference, so that it takes nothing from callers under load."""
 
-    def __init__(
-        self,
-        batcher: MicroBatcher,
-        admission: Admission,
-        looking: Looking,
-        timer: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, batcher: MicroBatcher, admission: Admission, looking: Looking) -> None:
         self._batcher = batcher
         self._admission = admission
         self._looking = looking
-        self._timer = timer
 
     async def say(self, snapshot: Snapshot, case: Case, stored: Record | None) -> Said:
         """Computes from the input of the case, else from the stored vector for the items of the stored list."""
-        began = self._timer()
+        began = time.monotonic()
         precision = _precision(snapshot, case.table)
         if snapshot.predictor is None:
             return Said(None, "no_model", _input(case), 0.0, None)
@@ -93,7 +85,7 @@ class Rescorer:
             record = await self._from_vector(snapshot, case, stored)
             if record is not None:
                 reason, computed_from = None, "stored_vector"
-        seconds = self._timer() - began
+        seconds = time.monotonic() - began
         return Said(record, reason, computed_from, seconds, precision, computed)
 
     async def _live(
@@ -104,7 +96,7 @@ class Rescorer:
             return None, None, "overloaded"
         job = Job(
             snapshot, case.table.name, case.source, case.want.fingerprint, case.size_bytes,
-            self._timer() + LIVE_S,
+            time.monotonic() + LIVE_S,
         )  # fmt: skip
         try:
             computed = await asyncio.wait_for(self._batcher.infer(job), LIVE_S)

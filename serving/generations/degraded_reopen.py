@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import Callable
 
 from cache.store.releases import Pointer
@@ -19,7 +18,7 @@ _LONGEST_S = 640.0
 class Mending:
     """Reopens the live generation beside the follower's looks: a roll-back of a degraded one waits for no load."""
 
-    def __init__(self, shelf: Shelf, timer: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, shelf: Shelf, timer: Callable[[], float]) -> None:
         self._shelf = shelf
         self._timer = timer
         self._at, self._wait_s = 0.0, _FIRST_S

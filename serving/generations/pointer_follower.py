@@ -16,7 +16,6 @@ from serving.generations.health import About, Concerns, Health
 from serving.generations.holder import Shelf
 from serving.generations.pointer_lag import Pursuit
 from serving.generations.pointer_rules import judge
-from serving.generations.redis_clock import RedisClock
 from serving.generations.release_history import newest_pointer
 from serving.generations.served_set import Holding
 from serving.generations.snapshot import Snapshot
@@ -42,16 +41,16 @@ class Follower:
         shelf: Shelf,
         metrics: Metrics,
         *,
-        load_bound_s: float = 60.0,
-        poll_s: float = 1.0,
-        clock: Callable[[], float] | None = None,
+        load_bound_s: float,
+        poll_s: float,
+        clock: Callable[[], float],
         in_thread: InThread,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_draining = False
         self.shelf = shelf
         self.pursuit = Pursuit(load_bound_s, timer)
-        self.staged = Staged(shelf, clock or RedisClock(timer), timer)
+        self.staged = Staged(shelf, clock, timer)
         self._store = store
         self._control = control
         self._metrics = metrics

@@ -1,6 +1,5 @@
 """Lag of this replica behind the pointer: what it has seen, what it serves, and since when these differ."""
 
-import time
 from collections.abc import Callable
 
 from cache.store.releases import Pointer
@@ -9,7 +8,7 @@ from cache.store.releases import Pointer
 class Pursuit:
     """Lag of a replica; `bound_s`: seconds to load what was seen, retries included, before it should not be asked."""
 
-    def __init__(self, bound_s: float, timer: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bound_s: float, timer: Callable[[], float]) -> None:
         self.seen: Pointer | None = None
         self.followed: Pointer | None = None
         self.failed: str | None = None

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
@@ -41,10 +40,7 @@ class Staged:
     """Staged generation, at most one at a time; asking for another, or for none, lets go of the one before."""
 
     def __init__(
-        self,
-        holder: Holder,
-        clock: Callable[[], float],
-        timer: Callable[[], float] = time.monotonic,
+        self, holder: Holder, clock: Callable[[], float], timer: Callable[[], float]
     ) -> None:
         self.wanted: str | None = None
         self.is_ready = False

@@ -46,8 +46,7 @@ class Sampler:
         is_busy: Callable[[], bool],
         executor: Executor,
         cpu_share: float,
-        threads: int = 1,
-        clock: Callable[[], float] = time.time,
+        threads: int,
     ) -> None:
         self._picks = picks
         self._results = results
@@ -59,7 +58,6 @@ class Sampler:
         self._executor = executor
         self._cpu_share = cpu_share
         self._threads = threads
-        self._clock = clock
         self._inputs: dict[str, Inputs | None] = {}
 
     async def run(self) -> None:
@@ -77,7 +75,7 @@ class Sampler:
         """Judges an answer if one waits and the model is free; returns the seconds to pause, to keep the budget."""
         self._inputs = {name: each for name, each in self._inputs.items() if self._held(name)}
         if (live := self._live()) is not None:
-            self._results.begin(live, self._clock())
+            self._results.begin(live, time.time())
         if self._is_busy():
             self._results.skipped["overload"] += len(self._picks)
             self._picks.clear()

@@ -1,7 +1,6 @@
 """Inputs that the night computed users from, as far as its probe tells."""
 
 import logging
-from collections.abc import Callable
 
 from cache.format.ids import hash_id
 from cache.format.manifest import Artefact
@@ -11,8 +10,6 @@ from cache.store.artefacts import ArtefactStore, fetch_checked
 from serving.generations.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
-
-Open = Callable[[Snapshot], "Inputs | None"]
 
 
 class Inputs:

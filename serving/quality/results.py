@@ -36,15 +36,16 @@ class Results(Collector):
         self.since = 0.0
         self._all: defaultdict[Key, Cell] = defaultdict(Cell)
         self._live: defaultdict[Key, Cell] = defaultdict(Cell)
-        self._release: tuple[str, int] | None = None
+        self.release: tuple[str, int] | None = None
+        """Generation and epoch that are judged."""
         self._drifts: dict[str, Drift] = {}
 
     def begin(self, live: Snapshot, now: float) -> None:
         """Judges this release from now on, unless it does so already."""
-        if (release := (live.generation, live.epoch)) == self._release:
+        if (release := (live.generation, live.epoch)) == self.release:
             return
         tables = live.manifest.tables
-        self._release, self.since = release, now
+        self.release, self.since = release, now
         self._live.clear()
         self._drifts = {
             name: Drift(_floor(live, table.kind == "topk"), ALPHA / len(tables))
@@ -55,21 +56,16 @@ class Results(Collector):
         """Adds the comparison of an answer from this generation."""
         key: Key = sample.table, sample.source, sample.producer, sample.band
         self._all[key].saw(sample)
-        if self._release is None or self._release[0] != generation:
+        if self.release is None or self.release[0] != generation:
             return
         self._live[key].saw(sample)
         if sample.producer == "batch" and sample.whole is not None:
             self._drifts[sample.table].saw(sample.whole)
 
-    @property
-    def release(self) -> tuple[str, int] | None:
-        """Generation and epoch that are judged."""
-        return self._release
-
     def to_json(self) -> dict[str, Any]:
         """Part of this replica, which other replicas merge with their own."""
         return {
-            "generation": None if self._release is None else self._release[0],
+            "generation": None if self.release is None else self.release[0],
             "since": self.since,
             "cells": packed(self._live),
             "drift": {

@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from opentelemetry.context import Context
@@ -52,7 +52,6 @@ class Spans:
         share: float,
         with_ids: bool,
         instance: str,
-        draw: Callable[[], float] = random.random,
     ) -> None:
         self._provider = TracerProvider(
             resource=_resource(instance), sampler=ALWAYS_ON, shutdown_on_exit=False
@@ -61,7 +60,6 @@ class Spans:
         self._tracer = self._provider.get_tracer("larder.serving")
         self._share = share
         self._with_ids = with_ids
-        self._draw = draw
 
     @classmethod
     def exporting(cls, *, share: float, with_ids: bool, instance: str) -> "Spans":
@@ -74,7 +72,7 @@ class Spans:
         found: bool | None = scope.get(_TRACED)
         if found is None:
             found = scope["path"].startswith(_PREFIX) and (
-                self._draw() < self._share if parent is None else parent.is_sampled
+                random.random() < self._share if parent is None else parent.is_sampled
             )
             scope[_TRACED] = found
         return found
