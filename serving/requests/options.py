@@ -72,30 +72,23 @@ def text_options(pairs: Mapping[str, str], limits: Limits) -> RequestOptions:
     )
 
 
-def with_deadline_header(options: RequestOptions, header: str, limits: Limits) -> RequestOptions:
-    """Options with the header X-Deadline-Ms applied; the tighter of the two deadlines counts."""
-    sent = _deadline(_number(header, "x-deadline-ms"), "x-deadline-ms", limits)
-    return replace(options, deadline_s=min(options.deadline_s, sent))
-
-
 def with_headers(
     options: RequestOptions, headers: Iterable[tuple[bytes, bytes]], limits: Limits
 ) -> RequestOptions:
-    """Options with the request's headers applied; these are as they came (names in lower case), looked through once."""
+    """Options with the request's headers (as they came, names in lower case) applied, looked through once.
+
+    The tighter of two deadlines counts; the canary's key only where the body or the query has none.
+    """
     for name, value in headers:
         if name == b"x-deadline-ms":
-            options = with_deadline_header(options, value.decode("latin-1"), limits)
-        elif name == b"x-larder-canary-key":
-            options = with_canary_header(options, value)
+            sent = _deadline(
+                _number(value.decode("latin-1"), "x-deadline-ms"), "x-deadline-ms", limits
+            )
+            options = replace(options, deadline_s=min(options.deadline_s, sent))
+        elif name == b"x-larder-canary-key" and options.canary_key is None:
+            key = _key(value.decode(errors="replace"), "x-larder-canary-key")
+            options = replace(options, canary_key=key)
     return options
-
-
-def with_canary_header(options: RequestOptions, header: bytes) -> RequestOptions:
-    """Options with the header X-Larder-Canary-Key applied; what the body or the query says counts first."""
-    if options.canary_key is not None:
-        return options
-    sent = header.decode(errors="replace")
-    return replace(options, canary_key=_key(sent, "x-larder-canary-key"))
 
 
 def _key(value: object, field: str) -> bytes | None:

@@ -17,7 +17,7 @@ from serving.requests.errors import Problem
 from serving.requests.fields import read_id
 from serving.requests.lookup_json import feedback_of, lookup_ask
 from serving.requests.models import Limits, RequestOptions
-from serving.requests.options import query_options, with_canary_header, with_headers
+from serving.requests.options import query_options, with_headers
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
 
 KEYS = [f"key-{number}".encode() for number in range(20_000)]
@@ -197,7 +197,7 @@ def test_another_canary_is_counted_from_nothing() -> None:
 def test_the_key_comes_from_body_query_or_header_in_that_order() -> None:
     limits: Limits = LIMITS
     body = lookup_ask({"entities": ["u1"], "canary_key": 7}, "user_topk", limits).options
-    assert body.canary_key == b"7" and with_canary_header(body, b"h").canary_key == b"7"
+    assert with_headers(body, [(b"x-larder-canary-key", b"h")], limits).canary_key == b"7"
     assert query_options(b"canary_key=a%20b", limits).canary_key == b"a b"
     header = (b"x-larder-canary-key", "schlüssel".encode())
     headers = [(b"accept", b"*/*"), header, (b"x-deadline-ms", b"200")]

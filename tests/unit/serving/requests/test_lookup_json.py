@@ -12,7 +12,7 @@ from serving.requests.content import lookup_of, take
 from serving.requests.errors import Problem
 from serving.requests.lookup_json import feedback_of, lookup_url, score_ask
 from serving.requests.models import Ask, Limits, ScoreAsk
-from serving.requests.options import with_deadline_header
+from serving.requests.options import with_headers
 from tests.unit.serving.world import LIMITS
 
 PREFIX = b"/v1/lookup/"
@@ -209,11 +209,11 @@ def test_a_deadline_is_the_tighter_of_body_and_header_and_never_above_the_limit(
     options = lookup_body(b'{"entities": ["a"], "deadline_ms": 99999}', "t", LIMITS).options
 
     assert options.deadline_s == 1.0
-    assert with_deadline_header(options, "50", LIMITS).deadline_s == 0.05
-    assert with_deadline_header(options, "5000", LIMITS).deadline_s == 1.0
-    for bad in ("soon", "nan", "-1", "0", "1_0", "--5"):
+    assert with_headers(options, [(b"x-deadline-ms", b"50")], LIMITS).deadline_s == 0.05
+    assert with_headers(options, [(b"x-deadline-ms", b"5000")], LIMITS).deadline_s == 1.0
+    for bad in (b"soon", b"nan", b"-1", b"0", b"1_0", b"--5"):
         with pytest.raises(Problem):
-            with_deadline_header(options, bad, LIMITS)
+            with_headers(options, [(b"x-deadline-ms", bad)], LIMITS)
 
 
 def test_what_is_null_counts_as_not_sent() -> None:
