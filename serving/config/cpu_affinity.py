@@ -35,12 +35,7 @@ def step_back(nice: int) -> None:
 
 
 def place_thread(cores: tuple[int, ...], nice: int) -> None:
-    """Pins the calling thread, one that computes, to these cores and sets its niceness."""
-    pin_thread(cores)
-    step_back(nice)
-
-
-def pin_thread(cores: tuple[int, ...]) -> None:
-    """Keeps the calling thread, and the threads that it starts, on these cores; without any, wherever it was."""
+    """Keeps the calling thread, and the threads that it starts, on these cores, if any, and sets its niceness."""
     if cores:
         os.sched_setaffinity(0, cores)
+    step_back(nice)

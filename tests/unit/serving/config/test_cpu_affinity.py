@@ -9,7 +9,7 @@ import pytest
 
 from cache.config.serving import parse_cores
 from cache.errors import ConfigError
-from serving.config.cpu_affinity import check_cores, pin_thread, place_thread
+from serving.config.cpu_affinity import check_cores, place_thread
 from serving.config.settings import ServingConfig
 
 needs_pinning = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def test_a_core_that_is_not_ours_is_refused() -> None:
 def test_a_worker_stays_on_its_cores_and_nobody_else_does() -> None:
     ours = os.sched_getaffinity(0)
     core = min(ours)
-    with ThreadPoolExecutor(1, initializer=pin_thread, initargs=((core,),)) as pool:
+    with ThreadPoolExecutor(1, initializer=place_thread, initargs=((core,), 0)) as pool:
         assert pool.submit(os.sched_getaffinity, 0).result() == {core}
     assert os.sched_getaffinity(0) == ours
 
