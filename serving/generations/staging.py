@@ -3,11 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from cache.control.staging_note import Staging
 from cache.errors import CorruptArtefact, masked
-from serving.generations.snapshot import Snapshot
+from serving.generations.holder import Shelf
 
 log = logging.getLogger(__name__)
 
@@ -17,37 +17,18 @@ _TOP_UP_S = 1.0
 """Seconds between top-ups: what has been asked since is read ahead too, until the flip comes."""
 
 
-class Holder(Protocol):
-    """Protocol of the replica that staging works for."""
-
-    def held(self, generation: str) -> Snapshot | None:
-        """The snapshot, if the replica has it already."""
-
-    async def open(self, generation: str) -> Snapshot:
-        """Opens a generation without holding up anything else; raises when it cannot be loaded."""
-
-    async def warm(self, coming: Snapshot) -> None:
-        """Reads ahead for it what callers ask of the live one."""
-
-    def is_worse(self, coming: Snapshot) -> str | None:
-        """Reason why it must not take over although it opened, or None."""
-
-    def hold(self, coming: Snapshot | None) -> None:
-        """Keeps it beside live and previous, or lets go of what was kept."""
-
-
 class Staged:
     """Staged generation, at most one at a time; asking for another, or for none, lets go of the one before."""
 
     def __init__(
-        self, holder: Holder, clock: Callable[[], float], timer: Callable[[], float]
+        self, shelf: Shelf, clock: Callable[[], float], timer: Callable[[], float]
     ) -> None:
         self.wanted: str | None = None
         self.is_ready = False
         self.failed: str | None = None
         self.warm_s: float | None = None
         self._note: Staging | None = None
-        self._holder = holder
+        self._shelf = shelf
         self._clock = clock
         self._timer = timer
         self._task: asyncio.Task[None] | None = None
@@ -83,7 +64,7 @@ class Staged:
         if task is not None:
             task.cancel()
         if self.is_ready:
-            self._holder.hold(None)
+            self._shelf.hold(None)
         self._task, self.wanted, self.failed, self.is_ready = None, None, None, False
         return task
 
@@ -104,11 +85,11 @@ class Staged:
     async def _load(self, generation: str) -> None:
         began = self._timer()
         try:
-            snapshot = self._holder.held(generation) or await self._holder.open(generation)
-            if (why := self._holder.is_worse(snapshot)) is not None:
+            snapshot = self._shelf.held(generation) or await self._shelf.open(generation)
+            if (why := self._shelf.is_worse(snapshot)) is not None:
                 self._fail(generation, why)
                 return
-            await self._holder.warm(snapshot)
+            await self._shelf.warm(snapshot)
         except Exception as error:  # whatever is wrong with it, the live one goes on
             log.exception("generation %s cannot be made ready", generation)
             self._fail(generation, masked(str(error)) or type(error).__name__)
@@ -116,7 +97,7 @@ class Staged:
         self.failed, self.is_ready = None, True
         self.warm_s = self._timer() - began
         self._next_at = self._timer() + _TOP_UP_S
-        self._holder.hold(snapshot)
+        self._shelf.hold(snapshot)
         log.info("generation %s is ready after %.3f s", generation, self.warm_s)
 
     def _fail(self, generation: str, why: str) -> None:
@@ -124,6 +105,6 @@ class Staged:
         self.failed, self._next_at = why, self._timer() + _RETRY_S
 
     async def _top_up(self, generation: str) -> None:
-        if (snapshot := self._holder.held(generation)) is not None:
-            await self._holder.warm(snapshot)
+        if (snapshot := self._shelf.held(generation)) is not None:
+            await self._shelf.warm(snapshot)
         self._next_at = self._timer() + _TOP_UP_S

@@ -9,7 +9,7 @@ from typing import Protocol
 from cache.l2.lease_commands import Mark
 from cache.tiers.results import STANDS_IN, MissReason
 from cache.tiers.singleflight import Boarded, SingleFlight
-from cache.tiers.tiered import Found, View, Want
+from cache.tiers.tiered import Found, Tiered
 from serving.generations.snapshot import Snapshot
 from serving.lookup.entity import Case, YieldPacer
 from serving.lookup.leases import Lead
@@ -34,24 +34,6 @@ _LOOKED_UP = SHARED | {MissReason.UNREAD}
 log = logging.getLogger(__name__)
 
 
-class Keeper(Protocol):
-    """Protocol of the store that live answers go to."""
-
-    def put_live(
-        self,
-        view: View,
-        want: Want,
-        record: bytes,
-        digest: bytes,
-        ttl_s: float,
-        mark: Mark | None = None,
-    ) -> None:
-        """Keep a live answer where that is allowed; `mark` is the lease that ends with it."""
-
-    def probe(self, view: View, want: Want, tell: Callable[[bool], None]) -> None:
-        """Calls `tell`, later, with whether an answer to this input is stored."""
-
-
 class Batcher(Protocol):
     """Protocol of the batcher that computes live answers."""
 
@@ -69,7 +51,7 @@ class Inferences:
     def __init__(
         self,
         batcher: Batcher,
-        keeper: Keeper,
+        tiers: Tiered,
         *,
         overlay_ttl_s: float,
         outage_ttl_s: float,
@@ -81,7 +63,7 @@ class Inferences:
         self.flights: SingleFlight[Key, Computed] = SingleFlight()
         self._jobs: dict[Key, Job] = {}
         self._batcher = batcher
-        self._keeper = keeper
+        self._tiers = tiers
         self._overlay_ttl_s = overlay_ttl_s
         self._outage_ttl_s = outage_ttl_s
         self._lead = lead
@@ -156,7 +138,7 @@ class Inferences:
             if want.position < 0 and want.digest is not None and case.may_compute(snapshot):
                 case.want = want._replace(here_only=True)
                 if self.repeats.spare():
-                    self._keeper.probe(snapshot.view, want, self.repeats.probed)
+                    self._tiers.probe(snapshot.view, want, self.repeats.probed)
 
     def _infer(self, job: Job, case: Case, mark: Mark | None = None) -> asyncio.Future[Computed]:
         # An id of the night gets a live answer kept (beside, here only) while its page is out of reach, or has none.
@@ -166,7 +148,7 @@ class Inferences:
             if (unknown or outage) and not done.cancelled() and done.exception() is None:
                 ttl_s = self._overlay_ttl_s if unknown else self._outage_ttl_s
                 record, view = done.result().record, job.snapshot.view
-                self._keeper.put_live(view, case.want, record, case.digest, ttl_s, mark)
+                self._tiers.put_live(view, case.want, record, case.digest, ttl_s, mark)
 
         computing = asyncio.ensure_future(self._batcher.infer(job))
         computing.add_done_callback(keep)

@@ -6,13 +6,13 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace, hash_hex
 from cache.l2.data_plane import DataPlane
 from cache.l2.lease_commands import DONE, GIVEN_BACK, LeaseSwap, LeaseTake, Mark
-from cache.tiers.tiered import Found, View, Want
+from cache.tiers.tiered import Found, Tiered, View, Want
 
 REST_S = 1.0
 """Seconds without leases after Redis was slow or refused one."""
@@ -25,13 +25,6 @@ _POLL_MAX_S = 0.025
 _GROWTH = 1.5
 
 T = TypeVar("T")
-
-
-class Again(Protocol):
-    """Protocol of the tiers, as far as following needs it."""
-
-    async def look_again(self, view: View, want: Want) -> Found | None:
-        """The answer that another process has stored."""
 
 
 @dataclass(slots=True)
@@ -61,7 +54,7 @@ class Lead:
     def __init__(
         self,
         leases: DataPlane,
-        tiers: Again,
+        tiers: Tiered,
         keyspace: Keyspace,
         *,
         wait_s: float,

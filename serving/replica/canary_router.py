@@ -14,9 +14,8 @@ from serving.requests.models import RequestedEntity, RequestOptions
 class CanaryHolder(Protocol):
     """Protocol of what knows the canary that runs now."""
 
-    @property
-    def canary(self) -> Canary | None:
-        """The canary, None while there is none."""
+    canary: Canary | None
+    """None while there is none."""
 
 
 class CanaryRouter:

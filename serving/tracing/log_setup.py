@@ -6,14 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from serving.tracing.redaction import Redactor, passwords_of
 from serving.tracing.request_context import current
 
-Form = Literal["text", "json"]
+if TYPE_CHECKING:
+    from cache.config.serving import ServingConfig  # pydantic: not for who only asks for help
 
 BURST = 20.0
 """Records of one place in the program that may come at once."""
@@ -23,31 +24,7 @@ FIELDS = "larder_fields"
 """Attribute of a record: what its line holds beside its message, by name."""
 
 
-class Settings(Protocol):
-    """Settings of the service that the log needs."""
-
-    @property
-    def log(self) -> Form:
-        """Form of a line."""
-
-    @property
-    def log_lines_per_s(self) -> float:
-        """Records a second of each place in the program, after a first burst."""
-
-    @property
-    def token(self) -> str:
-        """Secret token of the service; never written."""
-
-    @property
-    def redis_url(self) -> str:
-        """URL of Redis; its password is never written."""
-
-    @property
-    def artifacts(self) -> str:
-        """Location of the artefact store; if it is a URL, its password is never written."""
-
-
-def configure_for(settings: Settings, level: str, *, worker: int | None = None) -> None:
+def configure_for(settings: "ServingConfig", level: str, *, worker: int | None = None) -> None:
     """Sends everything that this process logs to standard error, in place of what was set up before."""
     redact = Redactor({settings.token} | passwords_of(settings.redis_url, settings.artifacts))
     handler = logging.StreamHandler(sys.stderr)
