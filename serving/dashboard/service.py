@@ -33,10 +33,6 @@ Provider = Callable[[], Mapping[str, Any] | None]
 Archived = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
-def nothing() -> None:
-    """A provider that has nothing to tell."""
-
-
 class Dashboard:
     """Dashboard of one worker: call `tell` every few seconds; `data` answers all viewers from one reading a second.
 
@@ -56,8 +52,8 @@ class Dashboard:
         bounds: tuple[float, ...],
         nights: Nights,
         clock: Callable[[], float],
-        advisor: Provider = nothing,
-        quality: Provider = nothing,
+        advisor: Provider = lambda: None,
+        quality: Provider = lambda: None,
         in_thread: InThread,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,10 +92,6 @@ class Dashboard:
         return self._body
 
     async def _read(self) -> None:
-        self._body = await self._made()
-        self._read_at = self._timer()
-
-    async def _made(self) -> bytes:
         seen = await self._whole.look()
         await self._look_into_store(seen)
         held = self._nights.follower.holding
@@ -120,7 +112,8 @@ class Dashboard:
             )  # fmt: skip
             return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
 
-        return await asyncio.to_thread(composed)
+        self._body = await asyncio.to_thread(composed)
+        self._read_at = self._timer()
 
     async def _look_into_store(self, seen: Reading) -> None:
         """Has generations and nights read when it is time; one reading at a time, however long the store takes."""

@@ -86,11 +86,6 @@ class Spawn:
 
 
 @dataclass(slots=True, eq=False)
-class _WorkerSlot:
-    worker: Worker | None = None
-
-
-@dataclass(slots=True, eq=False)
 class Workers:
     """Keeps `count` workers until it is told to stop."""
 
@@ -99,7 +94,7 @@ class Workers:
     drain_s: float
     announce: Callable[[], None]
     pause_s: Callable[[int], float] = pause_s
-    _places: list[_WorkerSlot] = field(default_factory=list)
+    _places: list[Worker | None] = field(default_factory=list)
     _slots: set[int] = field(default_factory=set)
     _living: set[Worker] = field(default_factory=set)
     _reaping: set[asyncio.Task[None]] = field(default_factory=set)
@@ -114,9 +109,9 @@ class Workers:
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(each, self._stop)
         loop.add_signal_handler(signal.SIGHUP, self._rolling.set)
-        self._places = [_WorkerSlot() for _ in range(self.count)]
+        self._places = [None] * self.count
         rolling = asyncio.create_task(self._roll_when_told())
-        await asyncio.gather(*map(self._keep, self._places))
+        await asyncio.gather(*map(self._keep, range(self.count)))
         while self._reaping:  # one that a rolling restart has just started or retired
             await asyncio.wait(self._reaping)
         rolling.cancel()
@@ -137,17 +132,17 @@ class Workers:
             log.warning("%s did not stop in time and is killed", each)
             each.tell(signal.SIGKILL)
 
-    async def _keep(self, place: _WorkerSlot) -> None:
-        failures = 0
+    async def _keep(self, place: int) -> None:
+        places, failures = self._places, 0
         while not self._stopping.is_set():
             worker: Worker | None = await self._start()
-            place.worker = worker
+            places[place] = worker
             while worker is not None:
                 self._announce_once()
                 code = await worker.process.wait()
                 # A rolling restart may have put another one in its place.
-                last, worker = worker, place.worker if place.worker is not worker else None
-            place.worker = None
+                last, worker = worker, places[place] if places[place] is not worker else None
+            places[place] = None
             if self._stopping.is_set():
                 return
             is_steady = last.ready_at is not None and time.monotonic() - last.ready_at >= STEADY_S
@@ -178,7 +173,7 @@ class Workers:
         return True
 
     def _announce_once(self) -> None:
-        is_whole = all(each.worker and each.worker.ready_at is not None for each in self._places)
+        is_whole = all(each and each.ready_at is not None for each in self._places)
         if is_whole and not self._is_announced:
             self._is_announced = True
             self.announce()
@@ -229,8 +224,7 @@ class Workers:
 
     async def _roll(self) -> None:
         """Replaces one worker after the other, the new one ready before the old one is let go."""
-        for place in self._places:
-            old = place.worker
+        for place, old in enumerate(self._places):
             if self._stopping.is_set():
                 return
             if old is None or old.ready_at is None:
@@ -241,8 +235,8 @@ class Workers:
             if new.ready_at is None:
                 log.error("%s did not become ready: the workers that run go on as they are", new)
                 return
-            if place.worker is old:
-                place.worker = new
+            if self._places[place] is old:
+                self._places[place] = new
             else:  # it died meanwhile, and has a successor
                 old = new
             old.retire()
