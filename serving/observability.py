@@ -37,7 +37,6 @@ async def watched(
         times=config.server_timing,
         journal=RequestLog(share=config.log_share, slow_s=config.log_slow_ms / 1000),
         tracer=spans,
-        timer=service.timer,
     )
     try:
         yield watch, None if spans is None else functools.partial(_is_traced, spans)

@@ -2,13 +2,17 @@
 
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, MutableMapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.tracing.request_context import CURRENT, Seen
+from serving.tracing.request_context import CURRENT, Request, Seen
 from serving.tracing.request_id import accepted, new_id
-from serving.tracing.trace_context import Parent, parent_of
+from serving.tracing.request_log import RequestLog
+from serving.tracing.trace_context import parent_of
+
+if TYPE_CHECKING:
+    from serving.tracing.otel_spans import Spans
 
 ASKED = b"x-larder-timing"
 """Header that makes a single lookup tell where time went, too; it is answered past the ready answers."""
@@ -26,38 +30,6 @@ _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"
 Below = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Request(NamedTuple):
-    """Facts of a request that may be told; the id of an entity only if somebody asked for that."""
-
-    method: str
-    route: str
-    table: str | None
-    entity: str | None
-
-
-class Journal(Protocol):
-    """Log of finished requests."""
-
-    def level(self, seen: Seen, seconds: float) -> int | None:
-        """Log level of the line that the request gets; None if it gets none."""
-
-    def told(self, level: int, seen: Seen, request: Request, seconds: float) -> None:
-        """Writes the request's line."""
-
-
-class Tracer(Protocol):
-    """Maker of spans for requests."""
-
-    def judged(self, scope: Scope, parent: Parent | None) -> bool:
-        """Returns whether this request is traced; the same answer however often it is asked of one request."""
-
-    def begin(self, seen: Seen) -> Any:
-        """Begins the request's span, and puts its ids into `seen` for the log."""
-
-    def end(self, span: Any, seen: Seen, request: Request, seconds: float) -> None:
-        """Ends the request's span, with a span for each stage that was seen."""
-
-
 class RequestObserver:
     """Request observer. `times`: stage times go into `Server-Timing`; `tables`: names that logs and spans may hold."""
 
@@ -66,15 +38,13 @@ class RequestObserver:
         tables: Callable[[], Container[str]],
         *,
         times: bool,
-        journal: Journal | None = None,
-        tracer: Tracer | None = None,
-        timer: Callable[[], float] = time.monotonic,
+        journal: RequestLog,
+        tracer: "Spans | None",
     ) -> None:
         self._tables = tables
         self._times = times
         self._journal = journal
         self._tracer = tracer
-        self._timer = timer
 
     def leaves(self, scope: Scope) -> bool:
         """True if a single lookup may pass by: it asks for nothing, is part of no trace, and costs little itself."""
@@ -84,7 +54,7 @@ class RequestObserver:
 
     async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
         """Has the request answered by `below`, and tells what was seen of it."""
-        seen = Seen(self._timer(), "")
+        seen = Seen(time.monotonic(), "")
         if sent := _watched(scope["headers"]):
             scope = _taken(seen, sent, scope)
         if not seen.id:
@@ -104,14 +74,12 @@ class RequestObserver:
             seen.end()
 
     def _telling(self, seen: Seen, send: Send) -> Send:
-        timer = self._timer
-
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
                 seen.status = status = message["status"]
                 own = [*message["headers"], (b"x-request-id", seen.id.encode())]
                 if self._times and status != 401:  # a stranger learns nothing
-                    own.append((b"server-timing", timing(seen, timer() - seen.started)))
+                    own.append((b"server-timing", timing(seen, time.monotonic() - seen.started)))
                 message = {**message, "headers": own}
             else:
                 seen.body = message.get("body", b"")
@@ -120,12 +88,12 @@ class RequestObserver:
         return tell
 
     def _end(self, seen: Seen, scope: Scope, span: Any) -> None:
-        seconds = self._timer() - seen.started
-        level = None if self._journal is None else self._journal.level(seen, seconds)
+        seconds = time.monotonic() - seen.started
+        level = self._journal.level(seen, seconds)
         if level is None and span is None:
             return
         request = request_of(scope, self._tables())
-        if self._journal is not None and level is not None:
+        if level is not None:
             self._journal.told(level, seen, request, seconds)
         if self._tracer is not None and span is not None:
             self._tracer.end(span, seen, request, seconds)

@@ -27,8 +27,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from serving.tracing.observer import Request
-from serving.tracing.request_context import Seen
+from serving.tracing.request_context import Request, Seen
 from serving.tracing.response_peek import generation_of, sources_of
 from serving.tracing.trace_context import Parent
 

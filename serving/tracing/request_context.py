@@ -53,6 +53,15 @@ class Seen:
         return found
 
 
+class Request(NamedTuple):
+    """Facts of a request that may be told; the id of an entity only if somebody asked for that."""
+
+    method: str
+    route: str
+    table: str | None
+    entity: str | None
+
+
 CURRENT: ContextVar[Seen | None] = ContextVar("larder_seen", default=None)
 """Record of the request that this task answers, also in what it started; never of others answered along with it."""
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from serving.tracing.log_setup import FIELDS
-from serving.tracing.observer import Request
-from serving.tracing.request_context import Seen
+from serving.tracing.request_context import Request, Seen
 from serving.tracing.response_peek import sources_of
 
 log = logging.getLogger("larder.requests")

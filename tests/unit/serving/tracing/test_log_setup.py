@@ -8,9 +8,9 @@ import orjson
 import pytest
 
 from serving.tracing.log_setup import BURST, Json, Limit, Text
-from serving.tracing.observer import Request, request_of, timing
+from serving.tracing.observer import request_of, timing
 from serving.tracing.redaction import LENGTH_MAX, Redactor, passwords_of
-from serving.tracing.request_context import CURRENT, Seen, StageTime, note
+from serving.tracing.request_context import CURRENT, Request, Seen, StageTime, note
 from serving.tracing.request_id import accepted, new_id
 from serving.tracing.request_log import RequestLog, log
 from serving.tracing.trace_context import Parent
