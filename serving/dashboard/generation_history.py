@@ -25,15 +25,15 @@ _BUSY = ("begun", "loaded", "verified")
 
 @dataclass(frozen=True, slots=True)
 class GenerationFacts:
-    """Facts remembered of one generation as of a state: its size, gates, and the times of its steps."""
+    """Facts remembered of one generation as of a state; `told` as the document has them: its size and its gates."""
 
     state: str | None
-    data_until: int
-    bytes: int
-    records: int
-    gates: tuple[dict[str, Any], ...]
+    told: Mapping[str, Any]
     began_at: float
-    steps: tuple[dict[str, Any], ...]
+    steps: Sequence[Mapping[str, Any]]
+
+
+_UNKNOWN: Mapping[str, Any] = {"data_until": None, "bytes": None, "records": None, "gates": []}
 
 
 class GenerationHistory:
@@ -94,14 +94,14 @@ def _kept(
     before_seal = sum(took for step, took in manifest.timings.items() if step != "verify")
     return GenerationFacts(
         state,
-        manifest.data_until,
-        sum(each.size_bytes for each in (*manifest.artefacts(), *manifest.pages())),
-        sum(part.count for table in manifest.tables.values() for part in table.parts),
-        tuple(_gate(each) for each in manifest.gates),
+        {
+            "data_until": manifest.data_until,
+            "bytes": sum(each.size_bytes for each in (*manifest.artefacts(), *manifest.pages())),
+            "records": sum(part.count for each in manifest.tables.values() for part in each.parts),
+            "gates": [_gate(each) for each in manifest.gates],
+        },
         manifest.created_at - before_seal,
-        tuple(
-            {"step": step, "seconds": round(seconds[step], 3)} for step in NIGHT if step in seconds
-        ),
+        [{"step": step, "seconds": round(seconds[step], 3)} for step in NIGHT if step in seconds],
     )
 
 
@@ -151,10 +151,7 @@ def _generation(
         "epoch": None if moved is None else moved.epoch,
         "role": None,
         "published_at": None if moved is None else moved.at,
-        "data_until": None if kept is None else kept.data_until,
-        "bytes": None if kept is None else kept.bytes,
-        "records": None if kept is None else kept.records,
-        "gates": [] if kept is None else list(kept.gates),
+        **(_UNKNOWN if kept is None else kept.told),
         "reason": reason,
     }
 
