@@ -134,8 +134,7 @@ def _check_redis(config: "ServingConfig", *, is_own: bool) -> None:
         return
     try:
         policies = [_policy(server) for server in masters(client).values()]
-        policy = next((each for each in policies if each.startswith("allkeys")), "")
-        if policy.startswith("allkeys"):
+        if policy := next((each for each in policies if each.startswith("allkeys")), None):
             raise ConfigError(
                 f"Redis has maxmemory-policy {policy}, which may evict published pages; set volatile-lru",
                 field="redis_url",
@@ -182,14 +181,10 @@ def _restore(config: "ServingConfig") -> None:
         log.warning("restore ended with code %d: pages stay out of reach", done.returncode)
 
 
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 def _announce(listener: socket.socket) -> None:
     """Prints the service's address on a line that a program can read."""
-    print(f"Larder serves on {_url(listener)}", flush=True)
+    host, port = listener.getsockname()[:2]
+    print(f"Larder serves on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
 def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:

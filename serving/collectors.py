@@ -41,9 +41,25 @@ class Parts:
 
     def register(self) -> None:
         """Registers gauges and collectors: all of it is in `/metrics` from now on."""
-        self._set_gauges()
-        self.metrics.registry.register(Events(self.events))
-        self.metrics.registry.register(Overload(self.admission))
+        metrics, local, nights = self.metrics, self.tiers.local, self.nights
+        refresher, follower = self.refresher, self.refresher.follower
+
+        def age() -> float:
+            age_s = nights.age_s()
+            return float("nan") if age_s is None else age_s
+
+        metrics.generation_age.set_function(age)
+        metrics.generation_missing.set_function(lambda: float(nights.is_missing()))
+        metrics.generation_due.set_function(nights.due_at)
+        metrics.stale.set_function(lambda: float(follower.stale is not None))
+        metrics.ready.set_function(lambda: float(follower.health.ready))
+        metrics.breaker.set_function(lambda: _BREAKER_STATES[self.remote.stats.breaker])
+        metrics.blocklist_age.set_function(lambda: time.monotonic() - refresher.blocklist_read_at)
+        metrics.l1_bytes.set_function(lambda: local.size_bytes)
+        metrics.l1_entries.set_function(lambda: len(local))
+        metrics.live_queue.set_function(lambda: self.batcher.queued)
+        metrics.registry.register(Events(self.events))
+        metrics.registry.register(Overload(self.admission))
 
     def events(self) -> dict[str, float]:
         """Counts by event: what the tiers and the parts around them did besides answering."""
@@ -65,30 +81,6 @@ class Parts:
             **self.lead.counts.events(),
             **self.quality.events(),
         }
-
-    def _set_gauges(self) -> None:
-        metrics, refresher, local, nights = (
-            self.metrics,
-            self.refresher,
-            self.tiers.local,
-            self.nights,
-        )
-        follower = refresher.follower
-
-        def age() -> float:
-            age_s = nights.age_s()
-            return float("nan") if age_s is None else age_s
-
-        metrics.generation_age.set_function(age)
-        metrics.generation_missing.set_function(lambda: float(nights.is_missing()))
-        metrics.generation_due.set_function(nights.due_at)
-        metrics.stale.set_function(lambda: float(follower.stale is not None))
-        metrics.ready.set_function(lambda: float(follower.health.ready))
-        metrics.breaker.set_function(lambda: _BREAKER_STATES[self.remote.stats.breaker])
-        metrics.blocklist_age.set_function(lambda: time.monotonic() - refresher.blocklist_read_at)
-        metrics.l1_bytes.set_function(lambda: local.size_bytes)
-        metrics.l1_entries.set_function(lambda: len(local))
-        metrics.live_queue.set_function(lambda: self.batcher.queued)
 
     def counted(self) -> Counts:
         """The counts that the dashboard adds up."""

@@ -41,7 +41,7 @@ class Shelf:
         open_snapshot: Open,
         metrics: Metrics,
         *,
-        warm: Warm | None = None,
+        warm: Warm,
         flipped: Callable[[str], None] = lambda _before: None,
         aside: Executor | None = None,
         in_thread: InThread,
@@ -96,9 +96,8 @@ class Shelf:
 
     async def warm(self, coming: Snapshot) -> None:
         """Reads ahead what callers ask for; a cold start is slower, never wrong."""
-        if self._warm is not None:
-            with contextlib.suppress(Exception):
-                await self._warm(coming, self.live)
+        with contextlib.suppress(Exception):
+            await self._warm(coming, self.live)
 
     def is_worse(self, coming: Snapshot) -> str | None:
         """Reason to refuse it, or None: a generation whose models do not open here answers less than the live one."""
