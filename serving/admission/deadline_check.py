@@ -2,6 +2,7 @@
 
 from collections.abc import MutableMapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from serving.admission.controller import Admission
@@ -15,24 +16,24 @@ from serving.requests.options import body_deadline_s, query_options, text_option
 _MENTION = b"deadline_ms"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Lateness:
     """Deadline check of requests, asked only while requests stand before the loop."""
 
-    def __init__(self, admission: Admission, headers: Headers, limits: Limits) -> None:
-        self._admission = admission
-        self._headers = headers
-        self._limits = limits
+    admission: Admission
+    headers: Headers
+    limits: Limits
 
     def is_late(self, scope: MutableMapping[str, Any], body: bytes | None = b"") -> bool:
         """True if late, and counted as shed; never one refused for what it says, or whose body is too long (None)."""
-        by_headers = self._headers.deadline_s(scope["headers"])
+        by_headers = self.headers.deadline_s(scope["headers"])
         if by_headers is None or body is None:
             return False
         try:
             own = self._own_s(scope, body)
         except Problem:
             return False
-        return self._admission.is_late(min(by_headers, own))
+        return self.admission.is_late(min(by_headers, own))
 
     def read(self, scope: MutableMapping[str, Any], body: bytes) -> None:
         """Reads a body that tells its deadline, for `is_late` to find; counts nothing, so that any thread may do it."""
@@ -41,7 +42,7 @@ class Lateness:
 
     def _own_s(self, scope: MutableMapping[str, Any], body: bytes) -> float:
         """Deadline in seconds that a GET has in its query, another request in its body; raises Problem."""
-        limits = self._limits
+        limits = self.limits
         is_get = scope["method"] == "GET"
         if _MENTION not in (scope["query_string"] if is_get else body):
             return limits.deadline_ms / 1000

@@ -3,10 +3,12 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 Observe = Callable[[float, float, float], None]
 
 
+@dataclass(slots=True, eq=False)
 class Pulse:
     """Periodic sampler: calls `observe` with the seconds of one turn of the event loop, `model_wait()` and the time.
 
@@ -15,24 +17,17 @@ class Pulse:
     a turn that took longer than their distance the next one is looked at as well, or a queue would slow its own judge.
     """
 
-    def __init__(
-        self,
-        observe: Observe,
-        model_wait: Callable[[], float],
-        *,
-        every_s: float,
-        timer: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._observe = observe
-        self._model_wait = model_wait
-        self._every_s = every_s
-        self._timer = timer
-        self._handle: asyncio.Handle | None = None
-        self._began = 0.0
+    observe: Observe
+    model_wait: Callable[[], float]
+    _: KW_ONLY
+    every_s: float
+    timer: Callable[[], float] = time.monotonic
+    _handle: asyncio.Handle | None = field(init=False, default=None)
+    _began: float = field(init=False, default=0.0)
 
     def start(self) -> None:
         """Starts sampling, on the running event loop."""
-        self._handle = asyncio.get_running_loop().call_later(self._every_s, self._wake)
+        self._handle = asyncio.get_running_loop().call_later(self.every_s, self._wake)
 
     def stop(self) -> None:
         """Stops sampling."""
@@ -45,14 +40,14 @@ class Pulse:
         self._handle = asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
-        self._began = self._timer()
+        self._began = self.timer()
         self._handle = asyncio.get_running_loop().call_soon(self._end)
 
     def _end(self) -> None:
-        now = self._timer()
+        now = self.timer()
         turn_s = now - self._began
-        self._observe(turn_s, self._model_wait(), now)
-        if turn_s > self._every_s:
+        self.observe(turn_s, self.model_wait(), now)
+        if turn_s > self.every_s:
             self._begin()
         else:
             self.start()

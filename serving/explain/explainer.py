@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from cache.errors import CorruptArtefact
@@ -167,13 +168,13 @@ def _answer(case: Case, said: Said) -> dict[str, Any]:
     return {"tier": source, "reason": reason, "live": live}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Records:
     """Records that were seen of one case, as they would be answered."""
 
-    def __init__(self, snapshot: Snapshot, case: Case, barred: frozenset[int]) -> None:
-        self._snapshot = snapshot
-        self._case = case
-        self._barred = barred
+    snapshot: Snapshot
+    case: Case
+    barred: frozenset[int]
 
     def of_the_night(self, *outcomes: Outcome | None) -> tuple[Record, Found] | None:
         """The record that the night computed, from the first tier that has it."""
@@ -185,8 +186,8 @@ class Records:
 
     def prediction(self, record: Record) -> Prediction:
         """Prediction as it would be answered: without what is blocked, seen or beyond `k`."""
-        case = self._case
-        return from_record(self._snapshot, case.table, record, case.k, (self._barred,))
+        case = self.case
+        return from_record(self.snapshot, case.table, record, case.k, (self.barred,))
 
     def _readable(self, outcomes: tuple[Outcome | None, ...]) -> list[tuple[Record, Found]]:
         found = [each for each in outcomes if isinstance(each, Found)]
@@ -195,7 +196,7 @@ class Records:
 
     def _decoded(self, found: Found) -> Record | None:
         try:
-            return self._case.decoded(self._snapshot, found.record)
+            return self.case.decoded(self.snapshot, found.record)
         except CorruptArtefact:
             return None
 

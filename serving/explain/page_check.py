@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,17 +26,15 @@ _AT_ONCE = 2
 """Reads of checksums, those included that nobody waits for any more."""
 
 
+@dataclass(slots=True, eq=False)
 class PageChecks:
     """Reads whole pages, so one at a time and only where somebody wants to know."""
 
-    def __init__(
-        self, looking: Looking, keyspace: Keyspace, store: ArtefactStore, in_thread: InThread
-    ) -> None:
-        self._looking = looking
-        self._keyspace = keyspace
-        self._store = store
-        self._in_thread = in_thread
-        self._reading: set[asyncio.Task[str]] = set()
+    looking: Looking
+    keyspace: Keyspace
+    store: ArtefactStore
+    in_thread: InThread
+    _reading: set[asyncio.Task[str]] = field(init=False, default_factory=set)
 
     async def told(self, snapshot: Snapshot, table: Table, want: Want) -> dict[str, Any]:
         """Page of a record of the night, the record's place there, and both checksums (xxh3-64, hex)."""
@@ -47,14 +46,14 @@ class PageChecks:
         size_bytes = records * table.layout.size_bytes
         generation = snapshot.generation
         told: dict[str, Any] = {
-            "key": self._keyspace.page(generation, table.name, number),
+            "key": self.keyspace.page(generation, table.name, number),
             "number": number,
             "shard": place,
             "offset_bytes": offset,
             "size_bytes": size_bytes,
             "records": records,
         }
-        found = await self._looking.page(PageRead(generation, table.name, number, 0, size_bytes))
+        found = await self.looking.page(PageRead(generation, table.name, number, 0, size_bytes))
         expected, why = await self._expected(generation, part, within)
         if isinstance(found, Missed):
             return told | {"state": found.reason.value, "expected": expected, "checksum": None}
@@ -69,7 +68,7 @@ class PageChecks:
         late = f"the artefact store did not hand over the checksums within {_SUMS_S:g} s"
         if len(self._reading) >= _AT_ONCE:
             return None, late
-        task = asyncio.create_task(self._in_thread(self._read, generation, part, within))
+        task = asyncio.create_task(self.in_thread(self._read, generation, part, within))
         self._reading.add(task)
         task.add_done_callback(self._ended)
         # Not ended with its caller: its thread would go on, and the next caller would take one more.
@@ -86,7 +85,7 @@ class PageChecks:
             task.exception()  # told to whoever still waits
 
     def _read(self, generation: str, part: TablePart, within: int) -> str:
-        raw = self._store.read(generation_path(generation, part.sums.path))
+        raw = self.store.read(generation_path(generation, part.sums.path))
         if raw is None or hashlib.sha256(raw).hexdigest() != part.sums.sha256:
             raise CorruptArtefact(f"{part.sums.path} is missing in the store, or damaged")
         return f"{int(np.frombuffer(raw, '<u8')[within]):016x}"

@@ -59,13 +59,13 @@ class Said:
         }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Rescorer:
     """Runs through the queue and the admission of live inference, so that it takes nothing from callers under load."""
 
-    def __init__(self, batcher: MicroBatcher, admission: Admission, looking: Looking) -> None:
-        self._batcher = batcher
-        self._admission = admission
-        self._looking = looking
+    batcher: MicroBatcher
+    admission: Admission
+    looking: Looking
 
     async def say(self, snapshot: Snapshot, case: Case, stored: Record | None) -> Said:
         """Computes from the input of the case, else from the stored vector for the items of the stored list."""
@@ -92,14 +92,14 @@ class Rescorer:
         self, snapshot: Snapshot, case: Case
     ) -> tuple[Record | None, bytes | None, str | None]:
         """The record, decoded and as it is, or why there is none."""
-        if not self._admission.admit_live():
+        if not self.admission.admit_live():
             return None, None, "overloaded"
         job = Job(
             snapshot, case.table.name, case.source, case.want.fingerprint, case.size_bytes,
             time.monotonic() + LIVE_S,
         )  # fmt: skip
         try:
-            computed = await asyncio.wait_for(self._batcher.infer(job), LIVE_S)
+            computed = await asyncio.wait_for(self.batcher.infer(job), LIVE_S)
             return case.decoded(snapshot, computed.record), computed.record, None
         except LiveUnavailable as error:
             return None, None, error.reason
@@ -121,9 +121,9 @@ class Rescorer:
         except Problem:
             return None
         want = want_in(snapshot, table, raw)
-        outcome = self._looking.l1(snapshot.view, want)
+        outcome = self.looking.l1(snapshot.view, want)
         if not isinstance(outcome, Found):
-            outcome = await self._looking.l2(snapshot.view, want)
+            outcome = await self.looking.l2(snapshot.view, want)
         if not isinstance(outcome, Found):
             return None
         try:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from cache.format.ids import hash_id
@@ -28,37 +29,25 @@ class Judged(NamedTuple):
     cpu_s: float
 
 
+@dataclass(slots=True, eq=False)
 class Sampler:
     """Judges answers in at most `cpu_share` of one core, by the thread's own clock; idle while `is_busy` says so.
 
     `threads`: those of one inference, of which only the first is measured; all are counted like it.
     """
 
-    def __init__(
-        self,
-        picks: Picks,
-        results: Results,
-        local: LocalTier,
-        *,
-        live: Callable[[], Snapshot | None],
-        held: Callable[[str], Snapshot | None],
-        open_inputs: Callable[[Snapshot], Inputs | None],
-        is_busy: Callable[[], bool],
-        executor: Executor,
-        cpu_share: float,
-        threads: int,
-    ) -> None:
-        self._picks = picks
-        self._results = results
-        self._local = local
-        self._live = live
-        self._held = held
-        self._open_inputs = open_inputs
-        self._is_busy = is_busy
-        self._executor = executor
-        self._cpu_share = cpu_share
-        self._threads = threads
-        self._inputs: dict[str, Inputs | None] = {}
+    picks: Picks
+    results: Results
+    local: LocalTier
+    _: KW_ONLY
+    live: Callable[[], Snapshot | None]
+    held: Callable[[str], Snapshot | None]
+    open_inputs: Callable[[Snapshot], Inputs | None]
+    is_busy: Callable[[], bool]
+    executor: Executor
+    cpu_share: float
+    threads: int
+    _inputs: dict[str, Inputs | None] = field(init=False, default_factory=dict)
 
     async def run(self) -> None:
         """Judges picked answers until it is cancelled."""
@@ -67,36 +56,36 @@ class Sampler:
                 pause_s = await self.step()
             except Exception:  # a defect here must cost no answer and no later sample
                 log.exception("judging an answer failed")
-                self._results.skipped["failed"] += 1
+                self.results.skipped["failed"] += 1
                 pause_s = IDLE_S
             await asyncio.sleep(pause_s)
 
     async def step(self) -> float:
         """Judges an answer if one waits and the model is free; returns the seconds to pause, to keep the budget."""
-        self._inputs = {name: each for name, each in self._inputs.items() if self._held(name)}
-        if (live := self._live()) is not None:
-            self._results.begin(live, time.time())
-        if self._is_busy():
-            self._results.skipped["overload"] += len(self._picks)
-            self._picks.clear()
-        self._results.skipped["queue_full"] = self._picks.dropped
-        pick = self._picks.next()
+        self._inputs = {name: each for name, each in self._inputs.items() if self.held(name)}
+        if (live := self.live()) is not None:
+            self.results.begin(live, time.time())
+        if self.is_busy():
+            self.results.skipped["overload"] += len(self.picks)
+            self.picks.clear()
+        self.results.skipped["queue_full"] = self.picks.dropped
+        pick = self.picks.next()
         if pick is None:
             return IDLE_S
-        snapshot = self._held(pick.generation)
+        snapshot = self.held(pick.generation)
         if snapshot is None:
-            self._results.skipped["gone"] += 1
+            self.results.skipped["gone"] += 1
             return 0.0
         loop = asyncio.get_running_loop()
         judged = await loop.run_in_executor(
-            self._executor, self._judge, self._completed(pick, snapshot), snapshot
+            self.executor, self._judge, self._completed(pick, snapshot), snapshot
         )
-        self._results.cpu_s += judged.cpu_s
+        self.results.cpu_s += judged.cpu_s
         if isinstance(judged.outcome, Skipped):
-            self._results.skipped[judged.outcome.reason] += 1
+            self.results.skipped[judged.outcome.reason] += 1
         else:
-            self._results.add(judged.outcome, pick.generation)
-        return judged.cpu_s / self._cpu_share
+            self.results.add(judged.outcome, pick.generation)
+        return judged.cpu_s / self.cpu_share
 
     def _completed(self, pick: Pick, snapshot: Snapshot) -> Pick:
         """Adds the stored record, if it is still in L1: a caller may have been sent only a few of its items."""
@@ -104,7 +93,7 @@ class Sampler:
         if pick.record or pick.producer != "batch" or table is None:
             return pick
         key = hash_id(pick.raw, snapshot.directories[table.entity].seed)
-        entry = self._local.get(LocalKey(pick.generation, pick.table, key))
+        entry = self.local.get(LocalKey(pick.generation, pick.table, key))
         if entry is None or entry.digest is not None:
             return pick
         return pick._replace(record=entry.record)
@@ -114,8 +103,8 @@ class Sampler:
         outcome: AnswerSample | Skipped
         try:
             if snapshot.generation not in self._inputs:
-                self._inputs[snapshot.generation] = self._open_inputs(snapshot)
+                self._inputs[snapshot.generation] = self.open_inputs(snapshot)
             outcome = compare(pick, snapshot, self._inputs[snapshot.generation])
         except Skipped as skipped:
             outcome = Skipped(skipped.reason)  # without the frames, which hold the generation
-        return Judged(outcome, (time.thread_time() - began) * self._threads)
+        return Judged(outcome, (time.thread_time() - began) * self.threads)

@@ -1,6 +1,7 @@
 """Metrics of the nights: a batch job cannot be scraped, so whoever reads its results tells Prometheus of it."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -15,34 +16,28 @@ from serving.replica.release_watch import ReleaseWatch
 Samples = Mapping[str, float]
 
 
+@dataclass(frozen=True, eq=False)
 class Figures(Collector):
     """Collector of the live generation's manifest, of what the release records say of the nights, and of Redis' room.
 
     Labels are steps, tables, rules of the gates and actions: all bounded by the code and the configuration.
     """
 
-    def __init__(
-        self,
-        holding: Callable[[], Holding | None],
-        nights: Nights,
-        releases: ReleaseWatch,
-        room: Room,
-    ) -> None:
-        self._holding = holding
-        self._nights = nights
-        self._releases = releases
-        self._room = room
+    holding: Callable[[], Holding | None]
+    nights: Nights
+    releases: ReleaseWatch
+    room: Room
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """All gauge families, also those without a sample yet."""
-        held, releases, room = self._holding(), self._releases, self._room
+        held, releases, room = self.holding(), self.releases, self.room
         live = None if held is None else held.live.manifest
-        yield _gauge(
+        yield GaugeMetricFamily(
             "larder_nights_missed",
             f"Nights that are due and not in what is served, {MISSED_MAX} at most",
-            self._nights.missed(),
+            self.nights.missed(),
         )
-        yield _gauge(
+        yield GaugeMetricFamily(
             "larder_generation_data_until_timestamp_seconds",
             "Up to when the live generation knows data",
             None if live is None else live.data_until,
@@ -61,8 +56,10 @@ class Figures(Collector):
             dict.fromkeys(sorted(releases.refused), 1.0),
         )
         used_bytes = room.used_bytes
-        yield _gauge("larder_redis_memory_used_bytes", "Of all nodes of Redis together", used_bytes)
-        yield _gauge(
+        yield GaugeMetricFamily(
+            "larder_redis_memory_used_bytes", "Of all nodes of Redis together", used_bytes
+        )
+        yield GaugeMetricFamily(
             "larder_redis_memory_max_bytes",
             "maxmemory of them together, 0 where one has no limit",
             None if used_bytes is None else room.max_bytes,
@@ -104,13 +101,6 @@ def _of(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
         "rule",
         overridden,
     )
-
-
-def _gauge(name: str, text: str, value: float | None) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text)
-    if value is not None:
-        family.add_metric([], value)
-    return family
 
 
 def _by(name: str, text: str, label: str, samples: Samples) -> GaugeMetricFamily:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, MutableMapping
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -30,27 +31,21 @@ _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"
 Below = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RequestObserver:
     """Request observer. `times`: stage times go into `Server-Timing`; `tables`: names that logs and spans may hold."""
 
-    def __init__(
-        self,
-        tables: Callable[[], Container[str]],
-        *,
-        times: bool,
-        journal: RequestLog,
-        tracer: "Spans | None",
-    ) -> None:
-        self._tables = tables
-        self._times = times
-        self._journal = journal
-        self._tracer = tracer
+    tables: Callable[[], Container[str]]
+    _: KW_ONLY
+    times: bool
+    journal: RequestLog
+    tracer: "Spans | None"
 
     def leaves(self, scope: Scope) -> bool:
         """True if a single lookup may pass by: it asks for nothing, is part of no trace, and costs little itself."""
         if not _NAMES.isdisjoint([name for name, _ in scope["headers"]]):
             return False
-        return self._tracer is None or not self._tracer.judged(scope, None)
+        return self.tracer is None or not self.tracer.judged(scope, None)
 
     async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
         """Has the request answered by `below`, and tells what was seen of it."""
@@ -60,8 +55,8 @@ class RequestObserver:
         if not seen.id:
             seen.id = new_id()
         span: Any = None
-        if self._tracer is not None and self._tracer.judged(scope, seen.parent):
-            span = self._tracer.begin(seen)
+        if self.tracer is not None and self.tracer.judged(scope, seen.parent):
+            span = self.tracer.begin(seen)
         current = CURRENT.set(seen)
         try:
             await below(scope, receive, self._telling(seen, send))
@@ -78,7 +73,7 @@ class RequestObserver:
             if message["type"] == "http.response.start":
                 seen.status = status = message["status"]
                 own = [*message["headers"], (b"x-request-id", seen.id.encode())]
-                if self._times and status != 401:  # a stranger learns nothing
+                if self.times and status != 401:  # a stranger learns nothing
                     own.append((b"server-timing", timing(seen, time.monotonic() - seen.started)))
                 message = {**message, "headers": own}
             else:
@@ -89,14 +84,14 @@ class RequestObserver:
 
     def _end(self, seen: Seen, scope: Scope, span: Any) -> None:
         seconds = time.monotonic() - seen.started
-        level = self._journal.level(seen, seconds)
+        level = self.journal.level(seen, seconds)
         if level is None and span is None:
             return
-        request = request_of(scope, self._tables())
+        request = request_of(scope, self.tables())
         if level is not None:
-            self._journal.told(level, seen, request, seconds)
-        if self._tracer is not None and span is not None:
-            self._tracer.end(span, seen, request, seconds)
+            self.journal.told(level, seen, request, seconds)
+        if self.tracer is not None and span is not None:
+            self.tracer.end(span, seen, request, seconds)
 
 
 def _taken(seen: Seen, sent: dict[bytes, list[bytes]], scope: Scope) -> Scope:

@@ -3,6 +3,7 @@
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from serving.tracing.log_setup import FIELDS
@@ -12,23 +13,22 @@ from serving.tracing.response_peek import sources_of
 log = logging.getLogger("larder.requests")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RequestLog:
     """Log of requests without ready answers from L1: nothing is decided or written for each hit."""
 
-    def __init__(
-        self, *, share: float, slow_s: float, draw: Callable[[], float] = random.random
-    ) -> None:
-        self._share = share
-        self._slow_s = slow_s
-        self._draw = draw
+    _: KW_ONLY
+    share: float
+    slow_s: float
+    draw: Callable[[], float] = random.random
 
     def level(self, seen: Seen, seconds: float) -> int | None:
         """Log level: errors and slow requests have their own, so that no sample crowds them out; None: no line."""
         if seen.status >= 500:
             return logging.ERROR
-        if seconds >= self._slow_s:
+        if seconds >= self.slow_s:
             return logging.WARNING
-        return logging.INFO if self._draw() < self._share else None
+        return logging.INFO if self.draw() < self.share else None
 
     def told(self, level: int, seen: Seen, request: Request, seconds: float) -> None:
         """Writes one line, unless the request is a readiness probe: that tells a state, as it should."""

@@ -205,7 +205,7 @@ async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first
         # One judgement may begin before its pause is known.
         assert spent <= 0.02 * lasted + 0.1
 
-        sampler._is_busy = lambda: True
+        sampler.is_busy = lambda: True
         left = len(app.service.ladder.watch.picks)
         await sampler.step()
 
