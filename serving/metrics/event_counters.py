@@ -1,8 +1,9 @@
 """Counters that others keep as plain numbers, read when they are scraped."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 TEXTS: Mapping[str, str] = {
@@ -30,6 +31,16 @@ TEXTS: Mapping[str, str] = {
     "leases_unavailable": "Cold answers computed without a lease",
 }
 """Help text by event; each is a family of its own: a sum over all of them would mean nothing."""
+
+
+F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
+
+
+def by_label(family: F, samples: Mapping[str, float]) -> F:
+    """The family of one label, with a sample for each of its values."""
+    for value, number in samples.items():
+        family.add_metric([value], number)
+    return family
 
 
 class Events(Collector):

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from cache.format.gate_rules import SKEW, SKEW_COSINE
 from serving.generations.snapshot import Snapshot
+from serving.metrics.event_counters import by_label
 from serving.quality.aggregates import Cell, Key, packed
 from serving.quality.comparison import AnswerSample
 from serving.quality.drift import ALPHA, Drift
@@ -99,29 +100,23 @@ class Results(Collector):
         skipped = CounterMetricFamily(
             "larder_quality_skipped", "Answers drawn and not compared", labels=["reason"]
         )
-        for reason, count in self.skipped.items():
-            skipped.add_metric([reason], count)
-        yield skipped
-        cpu = CounterMetricFamily("larder_quality_cpu_seconds", "Processor time spent on it")
-        cpu.add_metric([], self.cpu_s)
-        yield cpu
-        yield from self._drift()
-
-    def _drift(self) -> Iterable[Metric]:
+        yield by_label(skipped, self.skipped)
+        yield CounterMetricFamily(
+            "larder_quality_cpu_seconds", "Processor time spent on it", value=self.cpu_s
+        )
         found = GaugeMetricFamily(
             "larder_quality_drift",
             "1 once the live release's answers have been shown to differ from the model's",
             labels=["table"],
         )
+        yield by_label(found, {name: float(each.is_found) for name, each in self._drifts.items()})
         evidence = GaugeMetricFamily(
             "larder_quality_drift_evidence_ratio",
             "Evidence of that, as a share of what raises the alarm",
             labels=["table"],
         )
-        for name, drift in self._drifts.items():
-            found.add_metric([name], float(drift.is_found))
-            evidence.add_metric([name], drift.evidence * drift.alpha)
-        yield from (found, evidence)
+        shares = {name: each.evidence * each.alpha for name, each in self._drifts.items()}
+        yield by_label(evidence, shares)
 
 
 def _floor(live: Snapshot, is_list: bool) -> float:

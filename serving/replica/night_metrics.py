@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 from cache.control.schedule import MISSED_MAX
 from cache.format.manifest import Manifest
 from serving.generations.served_set import Holding
+from serving.metrics.event_counters import by_label
 from serving.replica.freshness import Nights
 from serving.replica.redis_memory import Room
 from serving.replica.release_watch import ReleaseWatch
@@ -104,7 +105,4 @@ def _of(live: Manifest | None) -> Iterable[GaugeMetricFamily]:
 
 
 def _by(name: str, text: str, label: str, samples: Samples) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for value, number in samples.items():
-        family.add_metric([value], number)
-    return family
+    return by_label(GaugeMetricFamily(name, text, labels=[label]), samples)

@@ -13,6 +13,7 @@ from cache.format.ids import hash_id
 from cache.l2.control_plane import ControlPlane
 from serving.answers.sources import STORED
 from serving.generations.snapshot import Snapshot
+from serving.metrics.event_counters import by_label
 from serving.metrics.registry import Metrics, counts_of
 from serving.usage.read_counts import LIFE_S, Reads, Taken, packed, pieces
 
@@ -112,9 +113,7 @@ class Usage(Collector):
         }  # fmt: skip
         for name, (text, by_table) in values.items():
             family = GaugeMetricFamily(f"larder_table_{name}", text, labels=["table"])
-            for table, value in by_table.items():
-                family.add_metric([table], value)
-            yield family
+            yield by_label(family, by_table)
 
 
 def hits_of(metrics: Metrics) -> dict[str, float]:
