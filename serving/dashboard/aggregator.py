@@ -11,11 +11,11 @@ import xxhash
 
 from cache.errors import TierUnavailable
 from cache.l2.control_plane import ControlPlane
-from serving.dashboard.counters import Counts, merged, unpack
+from serving.dashboard.counters import Counts, is_count, merged, unpack
 from serving.dashboard.publisher import Teller
 from serving.dashboard.series import DrawnBin, row
 from serving.dashboard.time_bins import BIN_S, BINS_MAX, start_of
-from serving.dashboard.workers import can_be_shown
+from serving.usage.l1_curve import together
 
 LATELY_BINS = 30
 """Bins of the last five minutes: what is said of the present is said of these."""
@@ -26,6 +26,14 @@ _PIECE = 64
 TIMEOUT_S = 2.0
 SILENT_S = 10.0
 """Seconds without a telling after which a worker is not shown."""
+
+
+_TEXTS = ("generation", "stale", "degraded", "failed")
+_NUMBERS = (
+    "since", "epoch", "live_queued", "under_way", "requests_max", "queue_seconds",
+    "l1_bytes", "l1_budget_bytes", "l1_entries",
+)  # fmt: skip
+"""Fields of a worker's row, by kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,7 @@ class Whole:
         shown = {
             name: unknown | each
             for name, each in _rows(workers).items()
-            if now - each["at"] < SILENT_S and can_be_shown(each)
+            if now - each["at"] < SILENT_S and _can_be_shown(each)
         } | {self._teller.name: own}
         return Reading(
             now, self._teller.trouble, shown, dict(self._drawn.rows), dict(self._drawn.lately),
@@ -151,3 +159,23 @@ def _rows(table: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
         except (ValueError, TypeError, KeyError):
             continue
     return found
+
+
+def _can_be_shown(row: Mapping[str, Any]) -> bool:
+    """Returns whether the fields that a row has are of their kinds: one of another kind would cost the whole page."""
+    counts = row.get("counts") or {}
+    return (
+        all(isinstance(row.get(name), str | None) for name in _TEXTS)
+        and all(row.get(name) is None or is_count(row[name]) for name in _NUMBERS)
+        and isinstance(counts, dict)
+        and all(map(is_count, counts.values()))
+        and _is_advice(row.get("advisor"))
+    )
+
+
+def _is_advice(told: Any) -> bool:
+    try:
+        together([told])
+    except Exception:  # whatever it is, nothing can be made of it
+        return False
+    return True

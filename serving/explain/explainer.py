@@ -105,14 +105,13 @@ class Explainer:
             "difference": None,
         }
         shown = stored or records.any_of(chosen, l1, l2)
+        now = None if said.record is None else records.prediction(said.record)
+        told["model"] |= now or {}
         if shown is not None:
             prediction = records.prediction(shown[0])
-            told["record"] = _record(shown[0], shown[1], prediction)
-            if said.record is not None:
-                told["model"] |= records.prediction(said.record)
-                told["difference"] = difference(prediction, records.prediction(said.record))
-        elif said.record is not None:
-            told["model"] |= records.prediction(said.record)
+            told["record"] = _record(*shown, prediction)
+            if now is not None:
+                told["difference"] = difference(prediction, now)
         if answer["tier"] == Source.DEFAULT and raw is not None:
             told["default"] = from_defaults(snapshot, table, case.entity, case.k, (barred,))
         return told | {"sentence": sentence(told)}
