@@ -1,9 +1,9 @@
 """`python -m serving explain`: asks a running service why it answers an entity as it does, and shows what it says."""
 
 import argparse
+import contextlib
 import http.client
 import os
-import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -115,9 +115,9 @@ def ask(
         options = {"k": sent.k, "generation": sent.generation}
         query = "&".join(f"{k}={quote(str(v))}" for k, v in options.items() if v is not None)
         path += f"/{quote(sent.entity, safe='')}" + (f"?{query}" if query else "")
+    made = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
     try:
-        connection = _connection(scheme, host, port, sent.timeout)
-        try:
+        with contextlib.closing(made(host, port, timeout=sent.timeout)) as connection:
             connection.request(
                 "GET" if body is None else "POST",
                 path,
@@ -126,8 +126,6 @@ def ask(
             )
             response = connection.getresponse()
             raw = response.read(_BODY_MAX)
-        finally:
-            connection.close()
     except TimeoutError as error:
         raise Failed(f"{where} did not answer within {sent.timeout:g} s (--timeout)") from error
     except (OSError, http.client.HTTPException) as error:
@@ -135,13 +133,6 @@ def ask(
             f"{where} cannot be asked: {error or type(error).__name__}; is --url that of a running service?"
         ) from error
     return _judged(where, response.status, raw)
-
-
-def _connection(scheme: str, host: str, port: int, timeout_s: float) -> http.client.HTTPConnection:
-    if scheme == "https":
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
-    return http.client.HTTPConnection(host, port, timeout=timeout_s)
 
 
 def _judged(where: str, status: int, raw: bytes) -> dict[str, Any]:
