@@ -1,10 +1,10 @@
 """Settings of the service as its parts take them; their model is `cache.config.serving`."""
 
-from cache.config.serving import OverlayReads, Precision, ServingConfig
+from cache.config.serving import Precision, ServingConfig
 from cache.errors import ConfigError
 from serving.requests.models import Limits
 
-__all__ = ["OverlayReads", "Precision", "ServingConfig", "check_token", "limits_of"]
+__all__ = ["Precision", "ServingConfig", "check_token", "limits_of"]
 
 
 def limits_of(config: ServingConfig) -> Limits:

@@ -19,8 +19,7 @@ Messages = tuple[Message, Message]
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """Reads the whole body; the length that a caller declares can only make it refuse earlier."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
+    if is_longer(request.scope["headers"], limit):
         raise _too_large(limit)
     pieces, size = [], 0
     try:
