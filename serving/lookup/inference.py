@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from cache.l2.lease_commands import Mark
@@ -45,30 +46,21 @@ Key = tuple[str, str, int | bytes, bytes]
 """Generation, table, entity and digest of the input: what one inference answers."""
 
 
+@dataclass(slots=True, eq=False)
 class Inferences:
     """The live rung; callers with the same input share a flight, callers with different inputs never do."""
 
-    def __init__(
-        self,
-        batcher: Batcher,
-        tiers: Tiered,
-        *,
-        overlay_ttl_s: float,
-        outage_ttl_s: float,
-        lead: Lead | None = None,
-        admit: Callable[[], bool] = lambda: True,
-        spares_reads: bool = False,
-    ) -> None:
-        self.repeats = Repeats()
-        self.flights: SingleFlight[Key, Computed] = SingleFlight()
-        self._jobs: dict[Key, Job] = {}
-        self._batcher = batcher
-        self._tiers = tiers
-        self._overlay_ttl_s = overlay_ttl_s
-        self._outage_ttl_s = outage_ttl_s
-        self._lead = lead
-        self._admit = admit
-        self._spares_reads = spares_reads
+    batcher: Batcher
+    tiers: Tiered
+    _: KW_ONLY
+    overlay_ttl_s: float
+    outage_ttl_s: float
+    lead: Lead | None = None
+    admit: Callable[[], bool] = lambda: True
+    spares_reads: bool = False
+    repeats: Repeats = field(init=False, default_factory=Repeats)
+    flights: SingleFlight[Key, Computed] = field(init=False, default_factory=SingleFlight)
+    _jobs: dict[Key, Job] = field(init=False, default_factory=dict)
 
     def found_again(self) -> None:
         """Counts an input that was answered from an overlay."""
@@ -107,13 +99,13 @@ class Inferences:
         A future per entity, and no task unless others may compute it.
         """
         want, table = case.want, case.table.name
-        lead, key = self._lead, (snapshot.generation, table, want.key, case.digest)
+        lead, key = self.lead, (snapshot.generation, table, want.key, case.digest)
         if (job := self._jobs.get(key)) is not None:
             job.deadline = max(job.deadline, deadline)
         joins = key in self.flights
         if want.position < 0 and case.reason in _LOOKED_UP:
             self.repeats.saw(joins)
-        if not joins and not self._admit():  # who joins a flight costs nothing
+        if not joins and not self.admit():  # who joins a flight costs nothing
             return None
         is_led = want.position < 0 and case.reason in SHARED
 
@@ -131,14 +123,14 @@ class Inferences:
 
     def approach(self, snapshot: Snapshot, cases: Sequence[Case]) -> None:
         """Has the overlays that would be read next left unread where that pays, but for probes."""
-        if snapshot.predictor is None or not (self._spares_reads and self.repeats.are_rare):
+        if snapshot.predictor is None or not (self.spares_reads and self.repeats.are_rare):
             return
         for case in cases:
             want = case.want
             if want.position < 0 and want.digest is not None and case.may_compute(snapshot):
                 case.want = want._replace(here_only=True)
                 if self.repeats.spare():
-                    self._tiers.probe(snapshot.view, want, self.repeats.probed)
+                    self.tiers.probe(snapshot.view, want, self.repeats.probed)
 
     def _infer(self, job: Job, case: Case, mark: Mark | None = None) -> asyncio.Future[Computed]:
         # An id of the night gets a live answer kept (beside, here only) while its page is out of reach, or has none.
@@ -146,11 +138,11 @@ class Inferences:
 
         def keep(done: asyncio.Future[Computed]) -> None:
             if (unknown or outage) and not done.cancelled() and done.exception() is None:
-                ttl_s = self._overlay_ttl_s if unknown else self._outage_ttl_s
+                ttl_s = self.overlay_ttl_s if unknown else self.outage_ttl_s
                 record, view = done.result().record, job.snapshot.view
-                self._tiers.put_live(view, case.want, record, case.digest, ttl_s, mark)
+                self.tiers.put_live(view, case.want, record, case.digest, ttl_s, mark)
 
-        computing = asyncio.ensure_future(self._batcher.infer(job))
+        computing = asyncio.ensure_future(self.batcher.infer(job))
         computing.add_done_callback(keep)
         return computing
 

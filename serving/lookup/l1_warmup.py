@@ -4,6 +4,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cache.control.hot_keys import Name
@@ -27,6 +28,7 @@ class BatchReads(Protocol):
         """BatchReads into L1; `deadline` is monotonic."""
 
 
+@dataclass(slots=True, eq=False)
 class Warming:
     """Warm-up of L1: what was read for a generation is not read again, so that topping up costs only what is new.
 
@@ -34,46 +36,38 @@ class Warming:
     generation.
     """
 
-    def __init__(
-        self,
-        tiers: BatchReads,
-        recent: Callable[[], Sequence[Name]],
-        hottest: Callable[[], Awaitable[Sequence[Name]]] | None = None,
-        observe: Callable[[int, float], None] = lambda _records, _seconds: None,
-        timer: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._tiers = tiers
-        self._recent = recent
-        self._hottest = hottest
-        self._observe = observe
-        self._timer = timer
-        self._generation: str | None = None
-        self._done: set[Name] = set()
-        self._shared: Sequence[Name] = ()
+    tiers: BatchReads
+    recent: Callable[[], Sequence[Name]]
+    hottest: Callable[[], Awaitable[Sequence[Name]]] | None = None
+    observe: Callable[[int, float], None] = lambda _records, _seconds: None
+    timer: Callable[[], float] = time.monotonic
+    _generation: str | None = field(init=False, default=None)
+    _done: set[Name] = field(init=False, default_factory=set)
+    _shared: Sequence[Name] = field(init=False, default=())
 
     async def __call__(self, coming: Snapshot, current: Snapshot | None) -> None:
         """BatchReads what is hot for the coming generation, this replica's own first; bounded in time."""
         if current is not None and coming.generation == current.generation:
             return
-        began = self._timer()
+        began = self.timer()
         if coming.generation != self._generation:
-            shared = () if self._hottest is None else await self._hottest()
+            shared = () if self.hottest is None else await self.hottest()
             self._generation, self._done, self._shared = coming.generation, set(), shared
-        hot = dict.fromkeys([*self._recent(), *self._shared])
+        hot = dict.fromkeys([*self.recent(), *self._shared])
         new = [each for each in hot if each not in self._done]
         self._done = {each for each in hot if each in self._done}
         records, give_up = 0, began + _LONGEST_S
         for start in range(0, len(new), _SLICE):
-            if self._timer() >= give_up:
+            if self.timer() >= give_up:
                 break
             part = new[start : start + _SLICE]
             if wants := _wants(coming, part):
-                read = await self._tiers.get_many(coming.view, wants, give_up, is_counted=False)
+                read = await self.tiers.get_many(coming.view, wants, give_up, is_counted=False)
                 records += sum(isinstance(each, Found) for each in read)
             self._done.update(part)
             await asyncio.sleep(_PAUSE_S)
         if new:
-            self._observe(records, self._timer() - began)
+            self.observe(records, self.timer() - began)
         if len(new) >= _MANY:
             # It stays for the life of the generation; a full collection that walked it would hold every request.
             gc.collect(1)

@@ -1,6 +1,7 @@
 """Inputs that the night computed users from, as far as its probe tells."""
 
 import logging
+from dataclasses import dataclass
 
 from cache.format.ids import hash_id
 from cache.format.manifest import Artefact
@@ -12,16 +13,16 @@ from serving.generations.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
     """Inputs of one generation's users."""
 
-    def __init__(self, probe: Probe, seed: int) -> None:
-        self._probe = probe
-        self._seed = seed
+    probe: Probe
+    seed: int
 
     def of(self, raw: bytes) -> LiveInput | None:
         """Input of a user; None where it is not in the probe."""
-        return self._probe.of(hash_id(raw, self._seed))
+        return self.probe.of(hash_id(raw, self.seed))
 
 
 def open_inputs(store: ArtefactStore, snapshot: Snapshot) -> Inputs | None:

@@ -1,6 +1,7 @@
 """Memory and disk that a replica's host has left, as its heartbeat tells it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cache.process.host import disk_free_bytes, memory_available_bytes
@@ -10,17 +11,17 @@ LOOK_S = 5.0
 """Seconds between looks."""
 
 
+@dataclass(slots=True, eq=False)
 class Host:
     """Memory and disk left, asked now and then; `left` is what was found last, empty before the first look."""
 
-    def __init__(self, folder: Path, in_thread: InThread) -> None:
-        self.left: Mapping[str, int] = {}
-        self._folder = folder
-        self._in_thread = in_thread
+    folder: Path
+    in_thread: InThread
+    left: Mapping[str, int] = field(init=False, default_factory=dict)
 
     async def look(self) -> None:
         """Looks once, beside the loop: a file system over a network may take its time."""
-        self.left = await self._in_thread(_look, self._folder)
+        self.left = await self.in_thread(_look, self.folder)
 
 
 def _look(folder: Path) -> dict[str, int]:

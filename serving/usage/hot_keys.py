@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice, repeat
 
 from cache.control.hot_keys import HOT, Name, Report, Window, hour_of
@@ -57,29 +58,22 @@ class Recent(deque[Name]):
         return names[len(names) - last :]
 
 
+@dataclass(slots=True, eq=False)
 class Sketch:
     """This replica's part in the sketch; a Redis that fails costs a report, nothing is tried again."""
 
-    def __init__(
-        self,
-        control: ControlPlane,
-        recent: Recent,
-        live: Callable[[], Snapshot | None],
-        clock: Callable[[], float],
-        window: Window = HOT,
-    ) -> None:
-        self.reported = 0
-        self.failed = 0
-        self._control = control
-        self._recent = recent
-        self._live = live
-        self._clock = clock
-        self._window = window
-        self._told: set[Name] = set()
+    control: ControlPlane
+    recent: Recent
+    live: Callable[[], Snapshot | None]
+    clock: Callable[[], float]
+    window: Window = HOT
+    reported: int = field(init=False, default=0)
+    failed: int = field(init=False, default=0)
+    _told: set[Name] = field(init=False, default_factory=set)
 
     async def report(self) -> None:
         """Reports what was asked for since the last report; takes back what was told before it was blocked."""
-        live, fresh = self._live(), self._recent.fresh()
+        live, fresh = self.live(), self.recent.fresh()
         if live is None:
             return
         hottest = await asyncio.to_thread(_hottest, fresh)
@@ -92,13 +86,11 @@ class Sketch:
         self._told = {name for name, _ in counts}
         if not counts and not gone:
             return
-        hour = hour_of(self._clock(), self._window)
+        hour = hour_of(self.clock(), self.window)
         try:
             for at in range(0, max(1, len(counts)), _AT_ONCE):
                 piece = counts[at : at + _AT_ONCE]
-                await self._control.report_hot(
-                    Report(hour, piece, () if at else gone, self._window)
-                )
+                await self.control.report_hot(Report(hour, piece, () if at else gone, self.window))
                 self.reported += len(piece)
         except TierUnavailable:
             self.failed += 1
@@ -108,7 +100,7 @@ class Sketch:
         """Entities that all replicas were asked for of late, hottest first; empty when Redis does not say at once."""
         try:
             async with asyncio.timeout(_HEAR_S):
-                return await self._control.hot(hour_of(self._clock()))
+                return await self.control.hot(hour_of(self.clock()))
         except (TierUnavailable, TimeoutError):
             return ()
 

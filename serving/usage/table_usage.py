@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -20,41 +21,34 @@ from serving.usage.read_counts import LIFE_S, Reads, Taken, packed, pieces
 GIGABYTE = 1e9
 
 
+@dataclass(eq=False)
 class Usage(Collector):
     """Reads of all replicas, as Redis adds them up; hits of this process since the live release came."""
 
-    def __init__(
-        self,
-        control: ControlPlane,
-        reads: Reads,
-        metrics: Metrics,
-        recent: Callable[[], Iterable[Name]],
-        live: Callable[[], Snapshot | None],
-    ) -> None:
-        self.failed = 0
-        self.read: dict[str, int] = {}
-        self._control = control
-        self._reads = reads
-        self._metrics = metrics
-        self._recent = recent
-        self._live = live
-        self._told: set[tuple[str, Name]] = set()
-        self._release: tuple[str, int] | None = None
-        self._before: dict[str, float] = {}
+    control: ControlPlane
+    reads: Reads
+    metrics: Metrics
+    recent: Callable[[], Iterable[Name]]
+    live: Callable[[], Snapshot | None]
+    failed: int = field(init=False, default=0)
+    read: dict[str, int] = field(init=False, default_factory=dict)
+    _told: set[tuple[str, Name]] = field(init=False, default_factory=set)
+    _release: tuple[str, int] | None = field(init=False, default=None)
+    _before: dict[str, float] = field(init=False, default_factory=dict)
 
     async def report(self) -> None:
         """Reports to Redis what was read, and reads how much that makes with the other replicas'."""
-        live = self._live()
+        live = self.live()
         if live is None:
             return
         if (release := (live.generation, live.epoch)) != self._release:
             if self._release is not None:
-                self._before = hits_of(self._metrics)
+                self._before = hits_of(self.metrics)
             self._release, self.read = release, {}
         # Taken here: what is remembered of requests is the event loop's own, and changes with each of them.
-        recent, reads = list(self._recent()), self._reads.take(live.generation)
+        recent, reads = list(self.recent()), self.reads.take(live.generation)
         found = await asyncio.to_thread(self._packed, live, recent, reads)
-        ask, name = self._control.ask, self._control.keyspace.read
+        ask, name = self.control.ask, self.control.keyspace.read
         try:
             for table, keys in found.items():
                 for piece in pieces(keys):
@@ -85,24 +79,24 @@ class Usage(Collector):
         """Hits of this process under the live release, by table."""
         return {
             table: count - self._before.get(table, 0.0)
-            for table, count in hits_of(self._metrics).items()
+            for table, count in hits_of(self.metrics).items()
         }
 
     def read_share(self) -> float | None:
         """Share of the live generation's records that were read at least once; None when that is not known."""
-        live = self._live()
+        live = self.live()
         if live is None or not self.read or self._release != (live.generation, live.epoch):
             return None
         return sum(self.read.values()) / max(1, sum(records(live, each) for each in self.read))
 
     def size_bytes(self) -> int:
         """Bytes of the live generation's pages."""
-        live = self._live()
+        live = self.live()
         return 0 if live is None else sum(size_of(live, each) for each in live.manifest.tables)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Gauge families by table of the live generation; every family, also before there is one."""
-        live = self._live()
+        live = self.live()
         held = [] if live is None else [(live, table) for table in live.manifest.tables]
         hits = self.hits()
         values: Mapping[str, tuple[str, Mapping[str, float]]] = {

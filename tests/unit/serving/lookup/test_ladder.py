@@ -302,7 +302,7 @@ async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: 
             await asyncio.Event().wait()
             raise AssertionError
 
-    world.inferences._batcher = Stuck()  # type: ignore[assignment]
+    world.inferences.batcher = Stuck()  # type: ignore[assignment]
     started = now()
 
     answer = (
