@@ -152,7 +152,7 @@ class ItemFiles:
 class Manifest:
     """Manifest of one generation; `data_until` and `created_at` are Unix seconds."""
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     namespace: str
     generation: str
@@ -187,7 +187,7 @@ class Manifest:
                 raise CorruptArtefact(
                     f"manifest of format {data['format']}, this program reads {MANIFEST_FORMAT}"
                 )
-            return _reader().validate_python(data)
+            return _reader().validate_json(raw)
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise CorruptArtefact(f"not a manifest: {error}") from error
 
