@@ -30,7 +30,7 @@ class YieldPacer:
     async def step(self, entity: RequestedEntity) -> None:
         """Counts one more entity, a long input as several."""
         self._done += 1
-        if entity.has_input:
+        if entity.history or entity.features:
             features = (entity.features or {}).values()
             numbers = sum([len(each) if type(each) is tuple else 1 for each in features])
             self._done += (len(entity.history or ()) + numbers) // 16
