@@ -64,7 +64,7 @@ class Trace(deque[Touch]):
         """Records a batch of reads; `others` are the outcomes that are no rows, by place."""
         if self.last < 0:
             return
-        places = np.flatnonzero(wants.fingerprints <= self._last)
+        places = (wants.fingerprints <= self._last).nonzero()[0]
         if others:
             for place in others:
                 self.one(generation, wants.one(place), others[place])

@@ -70,7 +70,7 @@ class Batches:
     async def resolve(self, lookup: Lookup) -> Resolved:
         """Every answer, counted, in no form yet: rows as they are stored, all others as the ladder has them."""
         wants, is_plain = self._wanted(lookup)
-        places = np.flatnonzero(is_plain)
+        places = is_plain.nonzero()[0]
         if len(places) == len(lookup.raws):
             return await self._stored(lookup, places, wants)
         others = {
