@@ -13,6 +13,7 @@ from infra.demo.evaluate import TOP, RankingQuality
 from infra.demo.scrape import ServiceCounts
 from infra.demo.steps import Steps
 from infra.demo.traffic import Latencies
+from serving.answers.sources import Source
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ def summarize(
     total = sum(counts.sources.values())
     rows = [
         (name, f"{counts.sources.get(name, 0):,}", f"{counts.sources.get(name, 0) / total:.2%}")
-        for name in ("l1", "l2", "live", "previous", "default")
+        for name in Source
     ]
     steps.table("Where answers came from", ("source", "entities", "share"), rows)
     for title, taken in (

@@ -91,6 +91,13 @@ def test_sources_are_those_that_are_stored_and_live_and_what_is_left() -> None:
     assert {*STORED, Source.LIVE, *FALLBACKS} == set(Source) and Source.LIVE not in FALLBACKS
 
 
+def test_the_dashboard_draws_the_sources_in_the_order_of_the_ladder() -> None:
+    page = (ROOT / "serving/dashboard/page/series.js").read_text()
+    drawn = re.findall(r'\{ name: "(\w+)", label: .*, tone: ', page)
+
+    assert [each for each in drawn if each in set(Source)] == list(Source)
+
+
 @pytest.mark.parametrize("page", ["http-api", "glossary"])
 def test_the_documents_list_the_sources_in_the_order_of_the_ladder(page: str) -> None:
     listed = r"`l1`(?:(?:, | or )`\w+`)+"

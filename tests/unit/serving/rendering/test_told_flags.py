@@ -19,7 +19,7 @@ from serving.rendering.json_batch import plain
 from serving.rendering.json_single import start_of
 from tests.unit.serving.world import WIDTH, World, ask, entity
 
-BIT = 2
+BIT = 8
 TABLES = pytest.mark.parametrize("table", ["user_topk", "user_vector", "user_affinity"])
 
 
