@@ -114,6 +114,7 @@ def staged(
     *,
     attempt: str,
     progress: Progress = quiet,
+    lease_s: float = LEASE_S,
 ) -> Iterator[Readiness]:
     """Context in which the live replicas hold the generation ready; raises Conflict, naming them, if they do not.
 
@@ -131,7 +132,7 @@ def staged(
             if not total and not flip.replicas_min:
                 break
             if time.monotonic() >= renew_at:
-                other = stage.set(generation, attempt)
+                other = stage.set(generation, attempt, lease_s=lease_s)
                 renew_at = time.monotonic() + RENEW_S
             is_over = time.monotonic() - began >= flip.wait_s
             if other is None and readiness.is_enough(flip, is_over=is_over):
