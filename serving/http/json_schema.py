@@ -17,13 +17,9 @@ def _closed(properties: Json, required: tuple[str, ...] = ()) -> Json:
     return object_of(properties, required, additionalProperties=False)
 
 
-def _or_null(schema: Json) -> Json:
-    """Schema of a field that may be left out of a body; null is not sent."""
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
 def _each_or_null(properties: Json) -> Json:
-    return {name: _or_null(each) for name, each in properties.items()}
+    """Fields that may be left out of a body; one that is null is not sent."""
+    return {name: {"anyOf": [each, {"type": "null"}]} for name, each in properties.items()}
 
 
 def list_of(of: Json, **more: object) -> Json:
