@@ -194,7 +194,13 @@ class Night:
         self.pages = [rows[at : at + page_bytes] for at in range(0, len(rows), page_bytes)]
         part = TablePart(0, len(self.pages), count, NO_FILE, NO_FILE)
         self.table = Table(
-            table, "user", Producer("tower", "user_tower"), self.layout, records_per_page, (part,)
+            table,
+            "user",
+            Producer("tower", "user_tower"),
+            self.layout,
+            records_per_page,
+            (part,),
+            (),
         )
         self.directory = Directory(self.seed, [0], [hashes[order]])
 

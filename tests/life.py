@@ -88,7 +88,7 @@ class Broken(AssertionError):
 def manifest_of(generation: str, verdict: int, passed: bool = True) -> bytes:
     """A manifest of one table with two pages; `verdict` tells verifications apart, 0: none was yet."""
     nothing = TablePart(0, 2, 4, NOWHERE, NOWHERE)
-    table = Table("t", "user", Producer("none"), Layout("value", 4, "f4"), 2, (nothing,))
+    table = Table("t", "user", Producer("none"), Layout("value", 4, "f4"), 2, (nothing,), ())
     return Manifest(
         namespace="life", generation=generation, data_until=0, created_at=int(START), bundle_digest="",
         inputs_digest="", entity_sets={"user": EntitySet("user", 0, 0, (DirectoryPart(0, 0, NOWHERE),))},

@@ -4,13 +4,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import orjson
-from pydantic import ConfigDict, TypeAdapter
 
 from cache.errors import CorruptArtefact
 from cache.format.records.layout import Kind, Layout
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 MANIFEST_FORMAT: Final = 1
 """Version of the manifest's fields; that of the records in the pages is their own."""
@@ -91,7 +93,7 @@ class Table:
     layout: Layout
     records_per_page: int
     parts: tuple[TablePart, ...]
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...]
 
     @property
     def kind(self) -> Kind:
@@ -152,7 +154,7 @@ class ItemFiles:
 class Manifest:
     """Manifest of one generation; `data_until` and `created_at` are Unix seconds."""
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
     namespace: str
     generation: str
@@ -166,7 +168,7 @@ class Manifest:
     models: Mapping[str, Model]
     indexes: Mapping[str, Index]
     defaults: Artefact
-    gates: tuple[Mapping[str, Any], ...] = ()
+    gates: tuple[Mapping[str, Any], ...]
     timings: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     format: int = MANIFEST_FORMAT
@@ -213,5 +215,7 @@ class Manifest:
 
 
 @cache
-def _reader() -> TypeAdapter[Manifest]:
+def _reader() -> "TypeAdapter[Manifest]":
+    from pydantic import TypeAdapter  # 0.1 s that who only names a manifest is spared
+
     return TypeAdapter(Manifest)

@@ -92,6 +92,7 @@ def seal(made: Build) -> Manifest:
             **{name: report["seconds"] for name, report in steps.items() if name not in TIMED_APART},
             "score": scoring_seconds(reports),
         },
+        gates=(),  # `verify` adds its verdicts
         facts={
             "users_in_source": begun["users"],
             "users_scored": sum(report["users"]["scored"] for report in reports),

@@ -53,10 +53,10 @@ def make_case(root: Path, count: int, config: NightConfig) -> Case:
     per_page = records_per_page(LAYOUT, config.page_bytes)
     entry = TablePart(0, -(-count // per_page), count, file, replace(file, path="sums"))
     producer = Producer("topk", "user_tower", "inner_product")
-    table = Table("user_topk", "user", producer, LAYOUT, per_page, (entry,))
+    table = Table("user_topk", "user", producer, LAYOUT, per_page, (entry,), ())
     items = ItemFiles(file, file, file, file, 0, 0)
     manifest = Manifest(
-        "bench", GENERATION, 0, 0, "", "", {}, items, {table.name: table}, {}, {}, file
+        "bench", GENERATION, 0, 0, "", "", {}, items, {table.name: table}, {}, {}, file, ()
     )
     size = LAYOUT.size_bytes
     return Case(

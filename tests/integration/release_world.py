@@ -95,7 +95,9 @@ class World:
             inputs_digest="",
             entity_sets={"user": EntitySet("user", 0, 0, (DirectoryPart(0, 0, nothing),))},
             items=ItemFiles(nothing, nothing, nothing, nothing, 0, 0),
-            tables={"score": Table("score", "user", Producer("none"), LAYOUT, 10, tuple(parts))},
+            tables={
+                "score": Table("score", "user", Producer("none"), LAYOUT, 10, tuple(parts), ())
+            },
             models={},
             indexes={},
             defaults=nothing,

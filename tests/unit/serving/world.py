@@ -223,7 +223,7 @@ class World:
                 "item": EntitySet("item", 11, len(ITEMS), ()),
             },
             items=ItemFiles(NO_FILE, NO_FILE, NO_FILE, NO_FILE, len(ITEMS), 4),
-            tables=tables, models={}, indexes={}, defaults=NO_FILE,
+            tables=tables, models={}, indexes={}, defaults=NO_FILE, gates=(),
         )  # fmt: skip
         directories = {"user": self.users, "item": self.items.directory}
         default = Default(

@@ -114,7 +114,7 @@ from cache.format.records.layout import Layout, peek_format
 
 layout = Layout("value", 1, "f4")
 record = encode_numbers(layout, np.ones(1, "u8"), np.ones((1, 1), "f4"), 1)[0].tobytes()
-manifest = Manifest("shop", "g", 1, 2, "b", "i", {}, {}, {}, {}, {}, None)
+manifest = Manifest("shop", "g", 1, 2, "b", "i", {}, {}, {}, {}, {}, None, ())
 assert decode(layout, record).fingerprint == 1
 print(json.dumps([peek_format(record), json.loads(manifest.to_bytes())["format"], Keyspace("shop").live]))
 """

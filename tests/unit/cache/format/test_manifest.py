@@ -1,6 +1,9 @@
 """A manifest is believed about its own generation, and about nothing beyond it."""
 
-from collections.abc import Iterator
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,8 @@ def files(told: Any) -> Iterator[dict[str, Any]]:
 def test_no_file_of_a_manifest_lies_outside_of_its_generation(path: object, tmp_path: Path) -> None:
     sound = whole().to_bytes()
     described = list(files(orjson.loads(sound)))
+    is_text = isinstance(path, str)
+    said = "no path below a generation" if is_text else r"path\n  Input should be a valid string"
     assert Manifest.from_bytes(sound).to_bytes() == sound and len(described) > 10
 
     for at in range(len(described)):
@@ -53,13 +58,43 @@ def test_no_file_of_a_manifest_lies_outside_of_its_generation(path: object, tmp_
         is_fact = spoilt is told["facts"].get(FACT)
         spoilt["path"] = path
         if not is_fact:
-            with pytest.raises(CorruptArtefact, match="path"):
+            with pytest.raises(CorruptArtefact, match=said):
                 Manifest.from_bytes(orjson.dumps(told))
 
     store = ArtefactStore("memory://elsewhere", tmp_path)
     facts = {FACT: {**asdict(FILE), "path": path}}
     snapshot = World().snapshot(manifest=replace(whole(), facts=facts))
     assert open_inputs(store, snapshot) is None and not list(tmp_path.iterdir())
+
+
+def test_a_manifest_has_all_its_fields_each_of_its_type_and_no_others() -> None:
+    sound = orjson.loads(whole().to_bytes())
+    table = next(iter(sound["tables"]))
+
+    def spoilt(change: Callable[[Any], object]) -> bytes:
+        told = copy.deepcopy(sound)
+        change(told)
+        return orjson.dumps(told)
+
+    for change in (
+        lambda told: told.pop("gates"),
+        lambda told: told["tables"][table].pop("labels"),
+        lambda told: told["tables"][table]["parts"][0].update(count="5"),
+        lambda told: told.update(data_until=1.0),
+        lambda told: told["tables"][table].update(kind="topk"),
+        lambda told: told.update(unknown=1),
+    ):
+        with pytest.raises(CorruptArtefact, match="not a manifest"):
+            Manifest.from_bytes(spoilt(change))
+
+
+def test_who_only_names_a_manifest_does_not_wait_for_its_reader() -> None:
+    program = "import sys, cache.format.manifest; print('pydantic' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert found.stdout == "False\n"
 
 
 def test_a_manifest_under_the_name_of_another_generation_is_refused(tmp_path: Path) -> None:

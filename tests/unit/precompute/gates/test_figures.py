@@ -115,7 +115,7 @@ def scanned(folder: Path, edit: Any = None, *, sums: bool = True, cut: bool = Fa
     np.array(found if sums else found[::-1], "<u8").tofile(folder / "p.sums")
     file, checks = (Artefact(f"p.{kind}", 0, "") for kind in ("pages", "sums"))
     parts = (TablePart(0, 5, 40, file, checks),)
-    table = Table("user_topk", "user", Producer("topk"), layout, 8, parts)
+    table = Table("user_topk", "user", Producer("topk"), layout, 8, parts, ())
     manifest = SimpleNamespace(items=SimpleNamespace(count=ITEMS), data_until=CUT)
     return scan_table(folder, cast(Any, manifest), table)
 
