@@ -121,7 +121,8 @@ class Ground:
     def compare(self) -> None:
         """Both places are the same, and what is live is whole."""
         self.follow()
-        assert whole(self.config).differences(whole(self.twin)) == []
+        found = whole(self.config).differences(whole(self.twin))
+        assert not found, found
         self.watch.check_order([*moves(self.config), assert_whole(self.config)])
 
     def make(self, *, kills: int, damaged: bool = False) -> str:
