@@ -22,6 +22,7 @@ STEPS_MAX = 10
 """Steps that a failure is shrunk to at most."""
 
 SELDOM = {
+    "an older epoch is followed",
     "ready answers outlive their snapshot",
     "recent names are read by a thread",
     "who leaves takes the flight along",

@@ -193,9 +193,9 @@ class Wires:
         link = self._link_of(port)
         await asyncio.sleep(self.delay_s(link))
         if link.holds:  # who connects across a broken link hears nothing until it is mended
-            mended = self.loop.create_future()
-            link.waiting.append(lambda: mended.done() or mended.set_result(None))
-            await mended
+            mended = asyncio.Event()
+            link.waiting.append(mended.set)
+            await mended.wait()
         found = self.listening.get(port)
         if found is None:
             raise ConnectionRefusedError(f"nobody listens on {port}")
