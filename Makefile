@@ -34,8 +34,8 @@ $(READY): $(LOCK) pyproject.toml setup.py $(wildcard precompute/topk/native/* ca
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 	  || { echo "this Python cannot make environments (on Debian: apt-get install python3-venv)"; exit 1; }
 	@test -x $(UV) || $(BIN)/python -m pip install -q --disable-pip-version-check $(UV_PIN)
-	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(UV) pip sync -q $(LOCK)
-	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(UV) pip install -q --no-deps --no-build-isolation --editable .
+	@VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip sync -q $(LOCK)
+	@VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install -q --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: env  ## a whole night, a swap under traffic and a rollback; DATA=folder for your own data
