@@ -1,6 +1,7 @@
 """Licences of what the locks pin, from installed metadata: `python -m infra.dependencies.licences`.
 
-With `--write`, `docs/reference/licences.md` is made anew: what an installation of the service brings along.
+With `--list` each is named; with `--write` `docs/reference/licences.md` is made anew, the page of what an installation
+of the service brings along.
 """
 
 import importlib.metadata
@@ -156,17 +157,18 @@ def pinned() -> list[tuple[str, Pin]]:
 
 
 def main(arguments: list[str]) -> int:
-    """List all licences, say what was not looked at, and complain."""
+    """Look at all licences, say what could not be looked at, and complain."""
     found = look(pinned(), rules(ALLOWED.read_text()))
     if arguments == ["--write"]:
         PAGE.write_text(page(found.licences))
-    else:
+    if arguments == ["--list"]:
         for name, licence in sorted(found.licences.items()):
-            print(f"{name}: {licence or 'not looked at'}")
+            print(f"{name}: {licence}")
     for each in found.unseen:
         print(f"not looked at on this machine: {each}")
     for each in found.complaints:
-        print(f"REFUSED {each}", file=sys.stderr)
+        print(f"refused: {each}", file=sys.stderr)
+    print(f"{len(found.licences)} packages, {len(found.complaints)} refused")
     return 1 if found.complaints else 0
 
 
