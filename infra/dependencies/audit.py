@@ -27,6 +27,8 @@ NOT_REACHED = (
     "Failed to resolve", "HTTPError", "JSONDecodeError",
 )  # fmt: skip
 OPEN, NOT_ASKED = 1, 3
+PATIENCE_S = 600
+"""Seconds that a source has for one file of requirements."""
 
 
 class NotAsked(Exception):
@@ -131,11 +133,16 @@ def _report(source: str, text: str) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write(f"{text}{KNOWN_BAD.name}=={KNOWN_BAD.version}\n")
         file.flush()
-        done = subprocess.run(
-            [TOOL, "--vulnerability-service", source, "--format", "json", "--progress-spinner", "off",
-             "--no-deps", "--disable-pip", "--timeout", "15", "--requirement", file.name],
-            capture_output=True, text=True, check=False, timeout=900,
-        )  # fmt: skip
+        command = [
+            str(TOOL), "--vulnerability-service", source, "--format", "json", "--progress-spinner", "off",
+            "--no-deps", "--disable-pip", "--timeout", "15", "--requirement", file.name,
+        ]  # fmt: skip
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+            )
+        except subprocess.TimeoutExpired:
+            raise NotAsked(f"no answer within {PATIENCE_S} s") from None
     try:
         return dict(json.loads(done.stdout))
     except json.JSONDecodeError:

@@ -95,6 +95,16 @@ def test_the_exit_code_tells_open_from_not_asked(
     assert audit.main() == code
 
 
+def test_a_source_that_hangs_was_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "pip-audit"
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(audit, "TOOL", tool)
+    monkeypatch.setattr(audit, "PATIENCE_S", 0.1)
+
+    assert audit.main() == audit.NOT_ASKED
+
+
 def test_a_tool_that_breaks_is_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "pip-audit"
     tool.write_text("#!/bin/sh\necho 'unrecognized arguments' >&2; exit 2\n")
