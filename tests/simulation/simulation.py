@@ -299,6 +299,7 @@ class Simulation:
         reply = await asking
         if reply is not None:
             told = self.rules.answered(asked, reply)
+            self.rules.step()
             self.answered.update(each[0] if isinstance(each, tuple) else str(each) for each in told)
             self.tell("answer", call.replica, *told)
 
