@@ -102,8 +102,10 @@ def audited(
 
 
 def _begin(store: ArtefactStore, fields: Mapping[str, Any]) -> int:
+    number = 0
     for _ in range(WRITE_TRIES):
-        number = max(_numbers(store.names(_FOLDER)), default=0) + 1
+        # The next one after a failure, too: what a listing does not show yet is taken all the same.
+        number = max(number, *_numbers(store.names(_FOLDER)), 0) + 1
         if store.write_once(f"{_FOLDER}/{number:012d}.json", _json({"number": number, **fields})):
             return number
     raise Conflict(

@@ -14,6 +14,8 @@ BURST_S = 1.0
 
 Kind = Literal["requests_per_s", "entities_per_s", "in_flight"]
 
+_SLACK_S = 1e-9
+"""Seconds: sums of binary fractions must not cost whoever asks exactly at its rate every other request."""
 _SLOT_WAIT_S = 1.0
 """Seconds that whoever has too many requests in flight is told to wait: nobody knows when one of them ends."""
 
@@ -98,9 +100,8 @@ def _paid(until: float, now: float, amount: int, per_s: float | None) -> float |
         return until
     begin, most = max(until, now), burst_s(per_s)
     cost = amount / per_s
-    # A billionth more: sums of binary fractions must not cost whoever asks exactly at its rate every other request.
-    late = begin + min(cost, most) - (now + most + 1e-9)
-    return _Wait(late) if late > 0 else begin + cost
+    late_s = begin + min(cost, most) - (now + most)
+    return _Wait(late_s) if late_s > _SLACK_S else begin + cost
 
 
 class Quota:

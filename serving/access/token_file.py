@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field
 
 from cache.config.section import section
 from cache.errors import ConfigError
@@ -42,11 +42,11 @@ class TokenEntry:
     """Scopes that the token has."""
     expires_at: str = ""
     """Time from which on it is refused, ISO 8601 with its offset from UTC; empty: never."""
-    requests_per_s: PositiveFloat | None = None
+    requests_per_s: Annotated[float | None, Field(gt=0)] = None
     """Requests a second, over all workers of the service."""
-    entities_per_s: PositiveFloat | None = None
+    entities_per_s: Annotated[float | None, Field(gt=0)] = None
     """Entities a second."""
-    in_flight: PositiveInt | None = None
+    in_flight: Annotated[int | None, Field(ge=1)] = None
     """Requests under way at once."""
     created_at: str = ""
     """Time at which it was made."""

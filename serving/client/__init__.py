@@ -36,7 +36,7 @@ from serving.client.errors import (
 from serving.client.sender import Pace, Policy
 
 __all__ = [
-    "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "Forbidden", "Garbled", "GenerationGone", "Generations",
-    "Held", "Id", "InvalidRequest", "Options", "Pace", "Policy", "QuotaExceeded", "Ranking", "Refusal", "Source", "TokenExpired", "Unanswered",
-    "Unauthorized", "Unavailable", "Unreachable",
+    "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "Forbidden", "Garbled", "GenerationGone",
+    "Generations", "Held", "Id", "InvalidRequest", "Options", "Pace", "Policy", "QuotaExceeded", "Ranking", "Refusal",
+    "Source", "TokenExpired", "Unanswered", "Unauthorized", "Unavailable", "Unreachable",
 ]  # fmt: skip

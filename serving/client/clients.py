@@ -30,7 +30,8 @@ class AsyncClient:
     """Client for asyncio, one event loop; close it, or use it in an `async with` block.
 
     `binary`: what `lookup_many` is asked and answered travels as Arrow IPC streams, and comes out the same.
-    `verify` is a TLS context, the PEM file of an authority, or False to trust anybody; `transport` may be an application in this process.
+    `verify` is a TLS context, the PEM file of an authority, or False to trust anybody; `transport` may be an
+    application in this process.
     Raises ValueError for a URL that names no HTTP server and for a token that no header can carry.
     """
 
