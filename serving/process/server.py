@@ -88,7 +88,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts, then announces."""
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        # A new certificate closes the sockets that the old one was shown on: those are not the caller's.
+        own = sockets if self._tls is None else [each.dup() for each in sockets or []]
+        await super().startup(own)
         if self.started:
             self._listening.keep(sockets or [])
             if self._tls is not None:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.access import callers as module
 from serving.access.callers import ANYBODY, STRANGER, TOKEN_BYTES_MAX, Asked, Caller, Callers
 from serving.access.quota_table import QuotaTable
 from serving.access.scopes import SCOPES
@@ -93,8 +92,8 @@ def test_a_thousand_wrong_tokens_cost_the_same_comparisons_each(
         hashed.append(len(data))
         return digest_of(data)
 
-    monkeypatch.setattr(module.hmac, "compare_digest", compare)
-    monkeypatch.setattr(module.hashlib, "sha256", sha256)
+    monkeypatch.setattr("serving.access.callers.hmac.compare_digest", compare)
+    monkeypatch.setattr("serving.access.callers.hashlib.sha256", sha256)
     right = TOKENS["ana"]
     near = [right[:at] + ("-" if right[at] != "-" else "_") + right[at + 1 :] for at in range(40)]
     wrong = [*near, *(secrets.token_urlsafe(32) for _ in range(1_000))]
