@@ -6,7 +6,6 @@ import hashlib
 import mmap
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -85,23 +84,29 @@ class QuotaTable:
         self, key: bytes, limits: QuotaLimits, now: float, requests: int, entities: int
     ) -> Shortage | None:
         """Takes from a token's standing, or tells why not; requests stay in flight until they end."""
-        with self._row(key, now) as row:
+        row = self._lock(key, now)
+        try:
             found = after_taking(self._standing(row), limits, now, requests, entities)
             if isinstance(found, Shortage):
                 return found
             self._pay(row, found)
             self._counts[self._count_at(row) + self._column] += requests
+        finally:
+            self._release(row)
         return None
 
     def give_back(self, key: bytes, limits: QuotaLimits, requests: int, entities: int) -> None:
         """Takes back what was taken in vain; the requests are no longer in flight."""
-        with self._row(key, 0.0) as row:
+        row = self._lock(key, 0.0)
+        try:
             standing = self._standing(row)
             self._pay(row, standing._replace(
                 requests_until=standing.requests_until - requests / (limits.requests_per_s or 1e300),
                 entities_until=standing.entities_until - entities / (limits.entities_per_s or 1e300),
             ))  # fmt: skip
             self._counts[self._count_at(row) + self._column] -= requests
+        finally:
+            self._release(row)
 
     def leave(self, key: bytes) -> None:
         """Ends one request in flight: its row stays its own, for none with requests in flight is given away."""
@@ -109,51 +114,61 @@ class QuotaTable:
 
     def standing(self, key: bytes, now: float) -> Taken:
         """Standing of a token."""
-        with self._row(key, now) as row:
+        row = self._lock(key, now)
+        try:
             return self._standing(row)
+        finally:
+            self._release(row)
 
-    @contextlib.contextmanager
-    def _row(self, key: bytes, now: float) -> Iterator[int]:
-        """The token's row, locked."""
-        row = self._places.get(key, -1)
-        if row >= 0:
-            with self._locked(row):
-                if self._key(row) == key:
-                    yield row
-                    return
-        with self._locked(ROWS):  # finding a place is for one at a time
-            row = self._places[key] = self._placed(key, now)
-        with self._locked(row):
-            yield row
-
-    def _placed(self, key: bytes, now: float) -> int:
-        """The row of this key, else an empty one or one nobody would miss, which it gets."""
-        begin, free = int.from_bytes(key[:4], "little"), list[int]()
-        for step in range(ROWS):
-            row = (begin + step) % ROWS
-            held = self._key(row)
-            if held == key:
+    def _lock(self, key: bytes, now: float) -> int:
+        """The token's row, which is locked and to be released."""
+        while True:
+            if (row := self._places.get(key)) is None:
+                row = self._places[key] = self._place(key, now)
+            self._acquire(row)
+            if self._key(row) == key:
                 return row
-            free.append(row)
-            if not any(held):  # no key was ever put behind an empty row
-                break
-        for row in free:
-            with self._locked(row):
-                if self._standing(row).is_fresh(now):
-                    at = self._at(row)
-                    self._memory[at : at + _FIXED_BYTES] = key.ljust(_FIXED_BYTES, b"\0")
+            self._release(row)  # another token has it since
+            del self._places[key]
+
+    def _place(self, key: bytes, now: float) -> int:
+        """The row of this key, else an empty one or one nobody would miss, which it gets."""
+        self._acquire(ROWS)  # finding a place is for one at a time
+        try:
+            begin, free = int.from_bytes(key[:4], "little"), list[int]()
+            for step in range(ROWS):
+                row = (begin + step) % ROWS
+                held = self._key(row)
+                if held == key:
                     return row
+                free.append(row)
+                if not any(held):  # no key was ever put behind an empty row
+                    break
+            for row in free:
+                if self._is_given(row, key, now):
+                    return row
+        finally:
+            self._release(ROWS)
         raise ConfigError(f"more than {ROWS} tokens have quotas in use")
 
-    @contextlib.contextmanager
-    def _locked(self, row: int) -> Iterator[None]:
-        if self._file is None:
-            yield
-            return
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, row)
+    def _is_given(self, row: int, key: bytes, now: float) -> bool:
+        """Gives a row to this key; False if it is another's who would miss it."""
+        self._acquire(row)
         try:
-            yield
+            if not self._standing(row).is_fresh(now):
+                return False
+            at = self._at(row)
+            self._memory[at : at + _FIXED_BYTES] = key.ljust(_FIXED_BYTES, b"\0")
+            return True
         finally:
+            self._release(row)
+
+    def _acquire(self, row: int) -> None:
+        if self._file is not None:
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, row)
+
+    def _release(self, row: int) -> None:
+        if self._file is not None:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, row)
 
     def _standing(self, row: int) -> Taken:
