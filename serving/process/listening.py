@@ -26,7 +26,7 @@ class Listening:
         self, server: uvicorn.Server, tls: TlsWatch | None = None, handshake_s: float = 10.0
     ) -> None:
         self._server = server
-        self._tls, self._handshake_s = tls, handshake_s
+        self._tls, self._handshake_s, self._is_due = tls, handshake_s, False
         self._kept: list[tuple[socket.socket, socket.socket]] = []
 
     def keep(self, sockets: Iterable[socket.socket]) -> None:
@@ -41,16 +41,22 @@ class Listening:
 
     async def renew(self) -> None:
         """Listens with the certificate in force: who is connected stays so, who waits to be accepted is met with it."""
-        before, self._server.servers = self._server.servers, []
-        for place, (_, spare) in enumerate(self._kept):
-            self._kept[place] = again, _ = spare.dup(), spare
+        servers = self._server.servers
+        before, kept = list(servers), []
+        for _, spare in self._kept:
+            again = spare.dup()
             await self._listen(again)
-        for each in before:
+            kept.append((again, spare))
+        self._kept, self._is_due = kept, False
+        for each in before:  # not earlier: where listening anew fails, the old ones go on
+            servers.remove(each)
             each.close()
 
     async def look(self) -> None:
         """Puts another socket in the place of each that was closed, and takes up a new certificate."""
         if self._tls is not None and self._tls.look():
+            self._is_due = True
+        if self._is_due:
             await self.renew()
         for place, (listener, spare) in enumerate(self._kept):
             if listener.fileno() < 0:

@@ -93,10 +93,8 @@ class Server(uvicorn.Server):
         await super().startup(own)
         if self.started:
             self._listening.keep(sockets or [])
-            if self._tls is not None:
-                await (
-                    self._listening.renew()
-                )  # with the handshake's bound, which uvicorn has no setting for
+            if self._tls is not None:  # uvicorn has no setting for the time of a handshake
+                await self._listening.renew()
             self._looking = asyncio.create_task(self._look())
             settle()
             self._announce()
