@@ -27,7 +27,8 @@ from cache.l2.sync_clients import masters, open_client
 from cache.process.interrupts import never_swallowed
 from cache.process.redis_server import redis_url
 from cache.store.releases import newest_release
-from serving.process.supervisor import Spawn, Workers
+from serving.access.quota_table import QuotaTable
+from serving.process.supervisor import QUOTAS, Spawn, Workers
 from serving.tracing.log_setup import configure_for
 
 if TYPE_CHECKING:
@@ -36,7 +37,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("serving")
 
 _BACKLOG = 2_048
-_COMMANDS = {"explain": "serving.explain.cli", "top": "serving.dashboard.terminal.command"}
+_COMMANDS = {
+    "explain": "serving.explain.cli",
+    "tokens": "serving.access.tokens_command",
+    "top": "serving.dashboard.terminal.command",
+}
 """Word -> module whose `main` takes what follows; any other command line serves."""
 
 
@@ -47,7 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command: Callable[[Sequence[str]], int] = importlib.import_module(_COMMANDS[words[0]]).main
         return command(words[1:])
     sent = argument_parser().parse_args(words)
-    from serving.config.settings import ServingConfig, check_token  # pydantic: not for --help
+    from serving.config.settings import (
+        ServingConfig,
+        check_files,
+        check_token,
+    )  # pydantic: not for --help
 
     # uvicorn raises what stopped it once more when it is done: the default would end us before Redis is stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -63,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configure_for(config, sent.log_level)
         config.require_guard()
         check_token(config.token)
+        check_files(config)
         with (
             never_swallowed(),
             _listening(config) as listener,
@@ -89,7 +99,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "Settings: the [serving] section of LARDER_CONFIG, then the "
         "environment (REDIS_URL, LARDER_ARTIFACTS, LARDER_NAMESPACE, LARDER_STATE, LARDER_TOKEN, "
         "LARDER_<SETTING>), then these options. `python -m serving explain --help`: "
-        "why an entity is answered as it is.",
+        "why an entity is answered as it is; `tokens --help`: tokens with scopes, quotas and expiry.",
     )
     parser.add_argument("--host", help="address to bind (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to bind, 0 = any free one (default 8000)")
@@ -181,17 +191,18 @@ def _restore(config: "ServingConfig") -> None:
         log.warning("restore ended with code %d: pages stay out of reach", done.returncode)
 
 
-def _announce(listener: socket.socket) -> None:
+def _announce(listener: socket.socket, scheme: str) -> None:
     """Prints the service's address on a line that a program can read."""
     host, port = listener.getsockname()[:2]
-    print(f"Larder serves on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    named = f"[{host}]" if ":" in host else host
+    print(f"Larder serves on {scheme}://{named}:{port}", flush=True)
 
 
 def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:
     # Not above: a parent of workers needs neither the web framework nor the model's runtime.
     from serving.app import create_app, make_server
 
-    announce = functools.partial(_announce, listener)
+    announce = functools.partial(_announce, listener, config.scheme)
     server = make_server(create_app(config), config, log_level, announce)
     server.run(sockets=[listener])
     if not server.started:
@@ -200,8 +211,10 @@ def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> 
 
 
 def _supervise(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:
-    announce = functools.partial(_announce, listener)
+    announce = functools.partial(_announce, listener, config.scheme)
     with tempfile.TemporaryDirectory(prefix="larder-") as folder:  # nobody else may enter it
+        if config.tokens_file:  # twice as many columns as workers, for a rolling restart
+            QuotaTable.create(Path(folder) / QUOTAS, 2 * config.workers + 8)
         spawn = Spawn(listener, Path(folder), config.redis_url, log_level)
         return asyncio.run(Workers(config.workers, spawn, config.drain_s, announce).run())
 

@@ -1,5 +1,6 @@
 """The HTTP application: its routes, for as long as the service behind them runs, and its errors."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -7,8 +8,12 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from serving.access.callers import Callers
+from serving.access.quota_table import QuotaTable
+from serving.access.token_watch import TokenWatch
 from serving.bootstrap import replica_id, running
 from serving.config.settings import ServingConfig, check_token
+from serving.config.tls import TlsFiles, TlsWatch
 from serving.http import openapi
 from serving.http.asgi_app import Fast, Front
 from serving.http.routes import routes
@@ -16,6 +21,7 @@ from serving.lookup.service import LookupService
 from serving.observability import Traced, watched
 from serving.process.descriptors import make_room
 from serving.process.server import Server, settings_of
+from serving.process.supervisor import QUOTAS
 from serving.process.worker_metrics import Peers
 from serving.requests.bodies import refused
 from serving.requests.errors import Problem
@@ -29,6 +35,7 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
     `peers`: the workers of the same parent, if there are any.
     """
     check_token(config.token)
+    tokens = tokens_in_force(config, peers)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -37,6 +44,9 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
             watched(config, service, replica_id()) as (front.watch, is_traced),
         ):
             app.state.service = service
+            for each in filter(None, (tokens, getattr(app.state, "tls", None))):
+                service.metrics.registry.register(each)
+            keeping = asyncio.create_task(tokens.keep(recognise))
             # Routes are tried in order: what is asked most comes before the documentation.
             documentation = list(app.router.routes)
             app.router.routes.clear()
@@ -47,6 +57,7 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
                 front.fast = fast_lookups(service, is_traced)
                 front.wire = None if config.traces else front.fast
             yield
+            keeping.cancel()
             front.gate = front.fast = front.wire = None
 
     front = app = Front(
@@ -57,15 +68,31 @@ def create_app(config: ServingConfig, peers: Peers | None = None) -> Front:
         bodies_bytes=config.bodies_bytes,
     )
 
+    def recognise(callers: Callers) -> None:
+        front.callers = callers
+
+    recognise(tokens.callers)
+
     async def refuse(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         detail = str(error.detail) if isinstance(error, HTTPException) else "internal error"
         return refused(Problem(status, _CODES.get(status, "http_error"), detail))
 
     app.add_exception_handler(HTTPException, refuse)
-    if config.token:
+    if config.has_tokens:
         _document_token(app)
     return app
+
+
+def tokens_in_force(config: ServingConfig, peers: Peers | None) -> TokenWatch:
+    """The tokens, their quotas shared with the workers of the same parent; raises ConfigError."""
+    is_shared = peers is not None and config.tokens_file
+    rows = (
+        QuotaTable.open(peers.path(QUOTAS), peers.slot)
+        if peers is not None and is_shared
+        else QuotaTable.private()
+    )
+    return TokenWatch(config.token, config.tokens_file, rows)
 
 
 def fast_lookups(service: LookupService, is_traced: Traced | None) -> Fast:
@@ -82,15 +109,16 @@ def make_server(
 
     With `fast_http` its connections answer lookups themselves, and have bounds of their own; else they are uvicorn's.
     """
+    files = TlsFiles.of(config)
+    app.state.tls = tls = None if files is None else TlsWatch(files)
+    rest = config.drain_s, announce, tls, config.head_timeout_s
     if not config.fast_http:
-        return Server(
-            settings_of(app, config, log_level, "httptools"), None, config.drain_s, announce
-        )
+        return Server(settings_of(app, config, log_level, "httptools", tls), None, *rest)
     from serving.fast_http.connection import Shared, protocol
 
     shared = Shared(app, config.bounds(make_room(config.connections_max)))
-    settings = settings_of(app, config, log_level, protocol(shared))
-    return Server(settings, shared.connections, config.drain_s, announce)
+    settings = settings_of(app, config, log_level, protocol(shared), tls)
+    return Server(settings, shared.connections, *rest)
 
 
 def _document_token(app: FastAPI) -> None:

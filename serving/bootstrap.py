@@ -134,10 +134,10 @@ async def running(config: ServingConfig, peers: Peers | None = None) -> AsyncIte
         follower, tiers, remote, answering.batcher, answering.admission, store, in_thread=reading
     )
     service = Service(
-        follower=follower, ladder=ladder, metrics=metrics, limits=limits_of(config), token=config.token,
+        follower=follower, ladder=ladder, metrics=metrics, limits=limits_of(config),
         body_bytes=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
         l2_bound_s=remote.bound_s, admission=answering.admission, observes=config.observe,
-        drain=refresher.drain, nights=nights, trial=trial, expose=Exposition(exposed),
+        has_tokens=config.has_tokens, drain=refresher.drain, nights=nights, trial=trial, expose=Exposition(exposed),
         dashboard=dashboard, explainer=explainer, quality=quality,
     )  # fmt: skip
     try:

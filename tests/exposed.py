@@ -9,6 +9,8 @@ from cache.control.schedule import Schedule
 from cache.tiers.access_sample import Trace
 from cache.tiers.l1 import LocalTier
 from cache.tiers.results import Counters
+from serving.access.quota_table import QuotaTable
+from serving.access.token_watch import TokenWatch
 from serving.admission.controller import Admission
 from serving.metrics.event_counters import TEXTS, Events
 from serving.metrics.fast_counters import Overload
@@ -39,7 +41,7 @@ def labels() -> dict[str, set[str]]:
     told = [
         Events(lambda: dict.fromkeys(TEXTS, 0.0)), Overload(admission), figures, Results(),
         Usage(nothing, Reads(), metrics, tuple, lambda: None),
-        Advisor(cast(Any, _Tiers), lambda: None, 0),
+        Advisor(cast(Any, _Tiers), lambda: None, 0), TokenWatch("t", "", QuotaTable.private()),
     ]  # fmt: skip
     found: dict[str, set[str]] = {}
     for collector in [*metrics.registry._collector_to_names, *told]:

@@ -20,7 +20,9 @@ from cache.config.section import fields_of, is_section, refusal, variable, varia
 from cache.errors import ConfigError, masked
 
 Kind = TypeVar("Kind")
-PLACES = frozenset({"artifacts", "state"})
+PLACES = frozenset(
+    {"artifacts", "state", "tokens_file", "tls_certificate", "tls_key", "tls_client_ca"}
+)
 """Paths that a file has beside itself, and the environment in the current folder."""
 SECRETS = frozenset({"token", "redis_url"})
 """Settings that hold a secret: a URL does if a password is in it."""

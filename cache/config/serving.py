@@ -15,6 +15,7 @@ from cache.errors import ConfigError
 Precision = Literal["int8", "fp32"]
 LogForm = Literal["text", "json"]
 OverlayReads = Literal["auto", "always"]
+ClientCertificates = Literal["off", "optional", "required"]
 
 
 @section
@@ -27,11 +28,25 @@ class ServingConfig(SharedConfig, Bounds):
     """Redis, as above the sections; empty: a server is started and stopped with the service."""
 
     host: str = "127.0.0.1"
-    """Address to bind; anything but loopback needs `LARDER_TOKEN` or `--insecure`."""
+    """Address to bind; anything but loopback needs `LARDER_TOKEN`, `tokens_file` or `--insecure`."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     """Port to bind; 0 is any free one."""
     token: str = Field(default="", repr=False)
-    """Secret that callers, Prometheus included, send as `Authorization: Bearer ...`; from the environment alone."""
+    """Secret that callers, Prometheus included, send as `Authorization: Bearer ...`; from the environment alone. It has
+    every scope and no quota, and is called `default`."""
+    tokens_file: str = ""
+    """File of named tokens with scopes, quotas and expiry, as `python -m serving tokens` writes it; read again within a
+    second of a change. Empty: none."""
+    tls_certificate: str = ""
+    """File of the service's certificate and those between it and its root, PEM; the service then speaks HTTPS alone.
+    Read again within two seconds of a change, as are the two below. Empty: plain HTTP."""
+    tls_key: str = ""
+    """File of the certificate's private key, PEM, without a passphrase."""
+    tls_client_ca: str = ""
+    """File of the authorities whose client certificates are accepted, PEM."""
+    tls_client: ClientCertificates = "off"
+    """Certificates that callers show: `required` of all, probes and Prometheus included; `optional`: a wrong one is
+    refused, none is not. They take no token's place."""
     insecure: bool = False
     """True if others may reach the service without a token."""
     workers: PositiveInt = 1
@@ -181,6 +196,17 @@ class ServingConfig(SharedConfig, Bounds):
                 field="bodies_bytes",
             )
         parse_cores(self.live_cores)
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ConfigError(
+                "tls_certificate and tls_key go together: set both or neither",
+                field="tls_certificate",
+            )
+        if (self.tls_client != "off") != bool(self.tls_client_ca):
+            raise ConfigError(
+                "tls_client and tls_client_ca go together: set both or neither", field="tls_client"
+            )
+        if self.tls_client_ca and not self.tls_certificate:
+            raise ConfigError("tls_client_ca needs tls_certificate", field="tls_client_ca")
 
     @classmethod
     def load(cls, environ: Mapping[str, str], **overrides: Any) -> Self:
@@ -211,6 +237,16 @@ class ServingConfig(SharedConfig, Bounds):
         return self.quality_per_mille if self.observe else 0
 
     @property
+    def scheme(self) -> str:
+        """Scheme of the service's URL."""
+        return "https" if self.tls_certificate else "http"
+
+    @property
+    def has_tokens(self) -> bool:
+        """True if callers need a token."""
+        return bool(self.token or self.tokens_file)
+
+    @property
     def is_loopback(self) -> bool:
         """True if nobody but this machine can reach `host`."""
         if self.host == "localhost":
@@ -222,9 +258,10 @@ class ServingConfig(SharedConfig, Bounds):
 
     def require_guard(self) -> None:
         """Raises ConfigError when others could reach the service and no token keeps them out."""
-        if not (self.is_loopback or self.token or self.insecure):
+        if not (self.is_loopback or self.has_tokens or self.insecure):
             raise ConfigError(
-                f"{self.host} can be reached from elsewhere: set LARDER_TOKEN, or pass --insecure on purpose",
+                f"{self.host} can be reached from elsewhere: set LARDER_TOKEN or tokens_file, or pass --insecure on "
+                "purpose",
                 field="host",
             )
 

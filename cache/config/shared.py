@@ -26,7 +26,7 @@ class SharedConfig(Timetable):
     """Settings that night and service share."""
 
     FROM_ENVIRONMENT: ClassVar[tuple[str, ...] | None] = (
-        *(Timetable.FROM_ENVIRONMENT or ()), "namespace", "artifacts", "state", "ephemeral_state", "redis_url",
+        *(Timetable.FROM_ENVIRONMENT or ()), "namespace", "artifacts", "state", "ephemeral_state", "redis_url", "actor",
     )  # fmt: skip
 
     namespace: str = "default"
@@ -45,6 +45,8 @@ class SharedConfig(Timetable):
     """Redis: `redis://`, `rediss://` or `unix://`; for a Redis Cluster `redis+cluster://` or `rediss+cluster://`
     with one or more nodes (`host:port,host:port`). One with a password stands in the environment alone. Unset means
     that a server is started and stopped with the command."""
+    actor: str = ""
+    """Name of whoever runs a command, for the audit log; empty: the system's user and host."""
     base: str = "."
 
     def __post_init__(self) -> None:

@@ -72,6 +72,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def file_version(path: Path) -> tuple[int, int, int] | None:
+    """Value that differs once a file, or what a link leads to, was replaced or written; None while there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def last_change(path: Path) -> float:
     """Time at which anything in a file or folder last came or changed, Unix seconds; 0 when it is gone.
 

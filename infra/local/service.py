@@ -12,7 +12,7 @@ from cache.process.child_process import Guarded
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
-_ANNOUNCED = re.compile(r"^Larder serves on (http://\S+)", re.MULTILINE)
+_ANNOUNCED = re.compile(r"^Larder serves on (https?://\S+)", re.MULTILINE)
 
 
 class ServiceFailed(RuntimeError):

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from cache.errors import ConfigError, Conflict, LarderError
 from cache.format.ids import canonical_id
+from cache.store.audit import Audited, audited, ids_in_words
 from cache.store.blocklist import change_blocklist
 from precompute.builds.night import Night, size_text
 from precompute.bundles.bundle import Bundle
@@ -107,11 +108,16 @@ def block(
     """Blocks, or unblocks; replicas are told if any can be."""
     items = [canonical_id(each) for each in arguments.item]
     entities = [canonical_id(each) for each in arguments.entity]
-    if arguments.unblock:
-        demand_unerased(config.store(), items)
-        changed = change_blocklist(config.store(), unblock_items=items, unblock_entities=entities)
-    else:
-        changed = change_blocklist(config.store(), block_items=items, block_entities=entities)
+    store = config.store()
+    action: Audited = "unblock" if arguments.unblock else "block"
+    subject, reason = ids_in_words(items, entities), arguments.reason
+    with audited(store, action, subject, actor=config.actor, reason=reason) as told:
+        if arguments.unblock:
+            demand_unerased(store, items)
+            changed = change_blocklist(store, unblock_items=items, unblock_entities=entities)
+        else:
+            changed = change_blocklist(store, block_items=items, block_entities=entities)
+        told["version"] = changed.version
     if config.redis_url:
         try:
             with connect(config.redis_url, config.redis_timeout_s) as client:

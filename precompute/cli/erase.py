@@ -1,6 +1,7 @@
 """The command `erase`: what it was asked to do, done with or without a Redis, and how every erasure stands."""
 
 import argparse
+import functools
 import shlex
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from rich.table import Table
 from cache.errors import InvalidInput, LarderError
 from cache.format.ids import canonical_id
 from cache.format.manifest import EntityKind
+from cache.store.audit import audited, entity_digest
 from precompute.builds.copies import sweep_copies
 from precompute.cli.console import Found, err
 from precompute.cli.status_report import iso
@@ -36,14 +38,22 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
     store, kind = config.store(), arguments.kind
     if arguments.entity is None and not (arguments.list or arguments.gone):
         raise InvalidInput("name an entity, or pass --list to see all erasures", field="entity")
-    for copy in declare_gone(store, arguments.gone) if arguments.gone else ():
-        err.print(f"forgotten: copies of {copy.generation} on {copy.host}", markup=False)
+    noted = functools.partial(audited, store, actor=config.actor, reason=arguments.reason or "")
+    if arguments.gone:
+        with noted("declare_gone", f"host {arguments.gone}"):
+            gone = declare_gone(store, arguments.gone)
+        for copy in gone:
+            err.print(f"forgotten: copies of {copy.generation} on {copy.host}", markup=False)
     raw = None if arguments.entity is None else canonical_id(arguments.entity)
+    subject = "" if raw is None else f"{kind} {entity_digest(raw)}"
     erasure, is_new = None, False
     if raw is not None and arguments.forget:
-        forget(store, raw, kind, at=time.time(), reason=arguments.reason or "")
+        with noted("forget", subject):
+            forget(store, raw, kind, at=time.time(), reason=arguments.reason or "")
     elif raw is not None and not (arguments.status or arguments.list):
-        erasure, is_new = begin_erasing(store, raw, kind, at=time.time())
+        with noted("erase", subject) as told:
+            erasure, is_new = begin_erasing(store, raw, kind, at=time.time())
+            told["number"] = erasure.number
     dropped, standings = 0, None
     if config.redis_url:
         try:

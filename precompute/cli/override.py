@@ -5,6 +5,7 @@ from typing import Any
 
 from cache.errors import Conflict, UnknownGeneration
 from cache.store.artefacts import read_manifest
+from cache.store.audit import audited
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.gates.judge import demand_overridable
@@ -20,7 +21,13 @@ def override(config: NightConfig, generation: str, *, rule: str, reason: str, at
     generation that is published, retired or unknown, or that this rule has not refused.
     """
     demand_overridable(rule)
-    with open_releases(config) as releases:
+    subject = f"{generation}, rule {rule}"
+    with (
+        audited(
+            config.store(), "override", subject, actor=config.actor, reason=reason, attempt=attempt
+        ),
+        open_releases(config) as releases,
+    ):
         _demand_refusal(releases, generation, rule)
         releases.override(generation, rule=rule, reason=reason, attempt=attempt)
 

@@ -8,6 +8,7 @@ from precompute.canary.trial import command as canary
 from precompute.cli import commands as run_by
 from precompute.cli import plan as planning
 from precompute.cli import step_commands, worklist
+from precompute.cli.audit import audit
 from precompute.cli.console import Command
 from precompute.cli.erase import erase
 from precompute.cli.override import command as override
@@ -153,6 +154,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
         command = add(name, run_by.block, f"{text}; effective within seconds")
         command.add_argument("--item", action="append", default=[], metavar="ID")
         command.add_argument("--entity", action="append", default=[], metavar="ID")
+        command.add_argument("--reason", default="", help="kept in the audit log")
         command.set_defaults(unblock=name == "unblock", redis="if running")
     command = add(
         "erase",
@@ -168,7 +170,10 @@ def parser_of_commands() -> argparse.ArgumentParser:
     command.add_argument(
         "--forget", action="store_true", help="re-admit it to later nights and to answers"
     )
-    command.add_argument("--reason", help="why it is re-admitted; kept in the record")
+    command.add_argument(
+        "--reason",
+        help="why it is erased or re-admitted; kept in the audit log, and in the record of the latter",
+    )
     command.add_argument(
         "--gone",
         metavar="HOST",
@@ -198,6 +203,15 @@ def parser_of_commands() -> argparse.ArgumentParser:
         help="all of them as CSV: table, entity, reads, standing",
     )
     command.set_defaults(redis="if running")
+    command = add(
+        "audit",
+        audit,
+        "who published, rolled back, overrode, blocked, erased or changed tokens, and how it ended",
+    )
+    command.add_argument("--since", metavar="TIME", help="ISO 8601, UTC unless it says otherwise")
+    command.add_argument("--entity", metavar="ID", help="only what was done about this entity")
+    command.add_argument("--json", action="store_true", help="for programs")
+    command.set_defaults(redis="none")
     command = add("plan", planning.plan, planning.DESCRIPTION)
     planning.add_options(command)
     command.set_defaults(redis="if running")

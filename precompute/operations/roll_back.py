@@ -1,6 +1,7 @@
 """A roll back: readers moved to an earlier generation, whose pages are repaired after."""
 
 from cache.errors import LarderError
+from cache.store.audit import audited
 from precompute.bulk.governor import open_governor
 from precompute.config.progress import Step
 from precompute.config.settings import NightConfig
@@ -17,8 +18,13 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
     """
     reason = demand_reason("a roll back", reason)
     with open_releases(config) as releases:
-        moved = releases.roll_back(to=to, reason=reason, attempt=attempt)
-        pointer = moved.pointer
+        with audited(
+            releases.store, "roll_back", f"to {to or 'the previous one'}", actor=config.actor, reason=reason,
+            attempt=attempt,
+        ) as told:  # fmt: skip
+            moved = releases.roll_back(to=to, reason=reason, attempt=attempt)
+            pointer = moved.pointer
+            told |= {"generation": pointer.generation, "changed": moved.changed}
         found: Step = {
             "generation": pointer.generation, "epoch": pointer.epoch, "previous": pointer.previous,
             "changed": moved.changed, "mended": [],

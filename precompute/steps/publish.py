@@ -7,6 +7,7 @@ from cache.errors import CorruptArtefact
 from cache.format.directory import Directory
 from cache.format.manifest import Manifest, Table
 from cache.store.artefacts import fetch_checked
+from cache.store.audit import audited
 from precompute.builds.build import Build
 from precompute.builds.copies import on_this_host
 from precompute.builds.night import Night, StepRow
@@ -34,6 +35,9 @@ def run(
     made = Build.of(config, verified)
     manifest = seal(made)
     with (
+        audited(
+            made.store, "publish", made.generation, actor=config.actor, attempt=attempt
+        ) as told,
         timed(made, "publish"),
         open_releases(config) as releases,
         open_governor(config.governor, releases.control) as governor,
@@ -66,6 +70,7 @@ def run(
         now = releases.control.pointer()
         if now is None or now.epoch < moved.pointer.epoch:
             raise CorruptArtefact("the pointer that was written cannot be read back")
+        told["changed"] = moved.changed
     return {
         "generation": moved.pointer.generation,
         "epoch": moved.pointer.epoch,

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from serving.access.callers import caller_of
 from serving.admission.controller import Admission
 from serving.requests.content import peek
 from serving.requests.errors import Problem
@@ -27,7 +28,7 @@ class Lateness:
     def is_late(self, scope: MutableMapping[str, Any], body: bytes | None = b"") -> bool:
         """True if late, and counted as shed; never one refused for what it says, or whose body is too long (None)."""
         by_headers = self.headers.deadline_s(scope["headers"])
-        if by_headers is None or body is None:
+        if by_headers is None or body is None or not caller_of(scope).is_known:
             return False
         try:
             own = self._own_s(scope, body)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope
 
+from serving.access.callers import caller_of
 from serving.admission.controller import Admission
 from serving.admission.deadline_check import Lateness
 from serving.requests.bodies import Messages, is_longer, refused, whole_body
@@ -27,7 +28,7 @@ OVERLOADED = refusal_of(Problem(503, "overloaded", "more is asked than can be an
 
 @dataclass(frozen=True, slots=True)
 class AdmissionGate:
-    """Gate of one service; `headers` knows its token."""
+    """Gate of one service."""
 
     admission: Admission
     headers: Headers
@@ -38,7 +39,7 @@ class AdmissionGate:
     body_timeout_s: float
 
     def takes(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Returns whether the headers are those of a plain lookup, by somebody who may ask."""
+        """Returns whether the headers are those of a plain lookup."""
         return self.headers.deadline_s(headers) is not None
 
     def is_late(self, scope: Scope, body: bytes | None) -> bool:
@@ -51,9 +52,9 @@ class AdmissionGate:
         Raises Problem for a body too slow.
         """
         body: bytes | None = b""
-        if scope["method"] == "POST" and self.takes(
-            scope["headers"]
-        ):  # of a stranger nothing is read
+        # Of a stranger nothing is read.
+        is_read = scope["method"] == "POST" and caller_of(scope).is_known
+        if is_read and self.takes(scope["headers"]):
             body, receive = await self.body(scope, receive)
             if body is not None and len(body) > LARGE:
                 await beside(body, functools.partial(self.lateness.read, scope, body))

@@ -4,7 +4,7 @@
         answer = larder.lookup("user_topk", "u-1", Options(k=20))
 
 Whatever goes wrong with a call is an Unanswered: DeadlineExceeded, Unreachable, Garbled, or a Refusal with the
-service's own code (InvalidRequest, Unauthorized, GenerationGone, Unavailable).
+service's own code (InvalidRequest, Unauthorized, TokenExpired, Forbidden, GenerationGone, Unavailable, QuotaExceeded).
 """
 
 try:
@@ -21,10 +21,13 @@ from serving.client.calls import Entity, Id, Options
 from serving.client.clients import AsyncClient, Client
 from serving.client.errors import (
     DeadlineExceeded,
+    Forbidden,
     Garbled,
     GenerationGone,
     InvalidRequest,
+    QuotaExceeded,
     Refusal,
+    TokenExpired,
     Unanswered,
     Unauthorized,
     Unavailable,
@@ -33,7 +36,7 @@ from serving.client.errors import (
 from serving.client.sender import Pace, Policy
 
 __all__ = [
-    "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "Garbled", "GenerationGone", "Generations",
-    "Held", "Id", "InvalidRequest", "Options", "Pace", "Policy", "Ranking", "Refusal", "Source", "Unanswered",
-    "Unauthorized", "Unavailable", "Unreachable",
+    "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "Forbidden", "Garbled", "GenerationGone",
+    "Generations", "Held", "Id", "InvalidRequest", "Options", "Pace", "Policy", "QuotaExceeded", "Ranking", "Refusal",
+    "Source", "TokenExpired", "Unanswered", "Unauthorized", "Unavailable", "Unreachable",
 ]  # fmt: skip

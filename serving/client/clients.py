@@ -30,7 +30,8 @@ class AsyncClient:
     """Client for asyncio, one event loop; close it, or use it in an `async with` block.
 
     `binary`: what `lookup_many` is asked and answered travels as Arrow IPC streams, and comes out the same.
-    `verify` is a TLS context, or False to trust anybody; `transport` may be an application in this process.
+    `verify` is a TLS context, the PEM file of an authority, or False to trust anybody; `transport` may be an
+    application in this process.
     Raises ValueError for a URL that names no HTTP server and for a token that no header can carry.
     """
 
@@ -42,7 +43,7 @@ class AsyncClient:
         policy: Policy = _POLICY,
         binary: bool = False,
         pace: Pace | None = None,
-        verify: ssl.SSLContext | bool = True,
+        verify: ssl.SSLContext | str | bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._policy, self._binary = policy, binary
@@ -128,7 +129,7 @@ class Client:
         policy: Policy = _POLICY,
         binary: bool = False,
         pace: Pace | None = None,
-        verify: ssl.SSLContext | bool = True,
+        verify: ssl.SSLContext | str | bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._policy = policy
@@ -190,7 +191,7 @@ def _http(
     url: str,
     token: str | None,
     policy: Policy,
-    verify: ssl.SSLContext | bool,
+    verify: ssl.SSLContext | str | bool,
     transport: httpx.AsyncBaseTransport | None,
 ) -> httpx.AsyncClient:
     try:
@@ -201,6 +202,8 @@ def _http(
         raise ValueError(f"{url!r} names no HTTP server; it begins with http:// or https://")
     if token is not None and (not token.isprintable() or any(each.isspace() for each in token)):
         raise ValueError("a token is printable characters without spaces")
+    if isinstance(verify, str):
+        verify = ssl.create_default_context(cafile=verify)
     headers = {} if token is None else {b"Authorization": f"Bearer {token}".encode()}
     return httpx.AsyncClient(
         base_url=base,

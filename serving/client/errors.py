@@ -47,12 +47,34 @@ class Unauthorized(Refusal):
     """The token is missing or wrong."""
 
 
+class TokenExpired(Unauthorized):
+    """The token was right until it expired."""
+
+
+class Forbidden(Refusal):
+    """The token lacks a scope, which `scope` names; a service that gives no reason leaves it empty."""
+
+    def __init__(self, status: int, error: Mapping[str, Any]) -> None:
+        super().__init__(status, error)
+        self.scope = str(error.get("scope") or "")
+
+
 class GenerationGone(Refusal):
     """The generation that was asked for is neither live nor previous there any more."""
 
 
 class Unavailable(Refusal):
     """The service, or something before it, cannot answer now."""
+
+
+class QuotaExceeded(Unavailable):
+    """The token's quota has no room: `quota` names it, `retry_after_s` says in how many seconds there may be."""
+
+    def __init__(self, status: int, error: Mapping[str, Any]) -> None:
+        super().__init__(status, error)
+        self.quota = str(error.get("quota") or "")
+        wait_s = error.get("retry_after_seconds")
+        self.retry_after_s = float(wait_s) if isinstance(wait_s, int | float) else 0.0
 
 
 def refusal(status: int, body: bytes) -> Refusal:
@@ -70,9 +92,14 @@ def refusal(status: int, body: bytes) -> Refusal:
 
 
 def _kind(status: int, error: Mapping[str, Any]) -> type[Refusal]:
+    code = error.get("code")
     if status == 401:
-        return Unauthorized
-    if error.get("code") == "generation_gone":
+        return TokenExpired if code == "token_expired" else Unauthorized
+    if status == 403:
+        return Forbidden
+    if code == "quota_exceeded":
+        return QuotaExceeded
+    if code == "generation_gone":
         return GenerationGone
     if 400 <= status < 500 and status != 429:
         return InvalidRequest

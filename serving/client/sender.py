@@ -10,7 +10,14 @@ from email.utils import parsedate_to_datetime
 import httpx
 
 from serving.client.calls import Call
-from serving.client.errors import DeadlineExceeded, Garbled, Unanswered, Unreachable, refusal
+from serving.client.errors import (
+    DeadlineExceeded,
+    Garbled,
+    QuotaExceeded,
+    Unanswered,
+    Unreachable,
+    refusal,
+)
 
 _AGAIN = frozenset({502, 503, 504})
 _NEVER_LEFT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
@@ -131,7 +138,8 @@ class Sender:
                 if response.status_code == httpx.codes.OK:
                     return response.content
                 last = refusal(response.status_code, response.content)
-                may_again = call.is_repeatable and response.status_code in _AGAIN
+                is_passing = response.status_code in _AGAIN or isinstance(last, QuotaExceeded)
+                may_again = call.is_repeatable and is_passing
                 least_s = _retry_after(response)
             pause_s = max(self._spread(least_s), self._backoff_s(attempt))
             in_time = timer() + pause_s < until

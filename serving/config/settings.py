@@ -1,10 +1,15 @@
 """Settings of the service as its parts take them; their model is `cache.config.serving`."""
 
+from pathlib import Path
+
 from cache.config.serving import Precision, ServingConfig
 from cache.errors import ConfigError
+from serving.access.callers import TOKEN_BYTES_MAX
+from serving.access.token_file import read_tokens
+from serving.config.tls import TlsFiles
 from serving.requests.models import Limits
 
-__all__ = ["Precision", "ServingConfig", "check_token", "limits_of"]
+__all__ = ["Precision", "ServingConfig", "check_files", "check_token", "limits_of"]
 
 
 def limits_of(config: ServingConfig) -> Limits:
@@ -22,8 +27,18 @@ def limits_of(config: ServingConfig) -> Limits:
 
 def check_token(token: str) -> None:
     """Raises ConfigError for a token that no header can carry as it is."""
+    if len(token.encode()) > TOKEN_BYTES_MAX:
+        raise ConfigError(f"a token has at most {TOKEN_BYTES_MAX:,} bytes", field="token")
     if not token.isprintable() or any(each.isspace() for each in token):
         raise ConfigError(
             "a token is printable characters without spaces; without any, leave LARDER_TOKEN unset",
             field="token",
         )
+
+
+def check_files(config: ServingConfig) -> None:
+    """Raises ConfigError for files of tokens or TLS that a worker could not use: said before any is started."""
+    if config.tokens_file:
+        read_tokens(Path(config.tokens_file))
+    if (files := TlsFiles.of(config)) is not None:
+        files.context()

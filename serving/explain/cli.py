@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import http.client
 import os
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from urllib.parse import quote, urlsplit
 
 import orjson
 
+from cache.errors import ConfigError
+from serving.access.client_tls import add_tls_options, context_of
 from serving.explain.console import show
 
 _BODY_MAX = 64 << 20
@@ -27,11 +30,11 @@ def main(arguments: Sequence[str]) -> int:
     sent = parser.parse_args(arguments)
     try:
         target = _target(sent.url)
-        body = _body(sent)
-    except ValueError as error:
+        body, tls = _body(sent), context_of(sent)
+    except (ValueError, ConfigError) as error:
         parser.error(str(error))
     try:
-        told = ask(target, sent, body)
+        told = ask(target, sent, body, tls)
     except Failed as error:
         print(f"larder: {error}", file=sys.stderr)
         return 1
@@ -54,6 +57,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("entity", help="an id; 7 and 007 are two")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
     parser.add_argument("--token", help="default: LARDER_TOKEN of the environment")
+    add_tls_options(parser)
     parser.add_argument("--k", type=int, help="items of the list (default: all)")
     parser.add_argument("--generation", help="one that the service holds (default: the live one)")
     parser.add_argument(
@@ -103,7 +107,10 @@ def _history(text: str) -> list[str]:
 
 
 def ask(
-    target: tuple[str, str, int, str], sent: argparse.Namespace, body: dict[str, Any] | None
+    target: tuple[str, str, int, str],
+    sent: argparse.Namespace,
+    body: dict[str, Any] | None,
+    tls: ssl.SSLContext | None = None,
 ) -> dict[str, Any]:
     """Sends the request and returns the service's explanation; raises Failed."""
     scheme, host, port, root = target
@@ -115,9 +122,13 @@ def ask(
         options = {"k": sent.k, "generation": sent.generation}
         query = "&".join(f"{k}={quote(str(v))}" for k, v in options.items() if v is not None)
         path += f"/{quote(sent.entity, safe='')}" + (f"?{query}" if query else "")
-    made = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+    made: http.client.HTTPConnection
+    if scheme == "https":
+        made = http.client.HTTPSConnection(host, port, timeout=sent.timeout, context=tls)
+    else:
+        made = http.client.HTTPConnection(host, port, timeout=sent.timeout)
     try:
-        with contextlib.closing(made(host, port, timeout=sent.timeout)) as connection:
+        with contextlib.closing(made) as connection:
             connection.request(
                 "GET" if body is None else "POST",
                 path,
@@ -152,6 +163,8 @@ def _remedy(error: Mapping[str, Any]) -> str:
     match error.get("code"):
         case "unauthorized":
             return " (--token, or LARDER_TOKEN)"
+        case "scope_missing":
+            return " (another --token)"
         case "unknown_table":
             return f"; there are {', '.join(error.get('tables', ()))}"
         case "not_found":

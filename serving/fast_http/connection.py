@@ -15,6 +15,8 @@ from typing import Any
 from starlette.types import Message, Scope
 
 from cache.config.peers import Bounds
+from serving.access.callers import STRANGER, Caller
+from serving.access.quota import Quota
 from serving.fast_http.asgi_exchange import Cycle
 from serving.fast_http.connections import Connections
 from serving.fast_http.header_cache import BLOCK_BYTES_MAX, Allowed, Blocks, without_length
@@ -25,6 +27,7 @@ from serving.http.asgi_app import ADMITTED, Fast, Front, ParsedGet
 from serving.requests.bodies import Messages
 from serving.requests.fast_parse import PREFIX
 from serving.requests.negotiation import JSON_TYPE
+from serving.tracing.request_context import CALLER
 
 _TYPE = b"\r\ncontent-type: " + JSON_TYPE.encode() + b"\r\n\r\n"
 _OWN_HEADERS = 2
@@ -55,13 +58,14 @@ class Shared:
 class LookupConnection(Connection):
     """A connection that answers lookups itself. While one is under way, what arrives behind it has to wait."""
 
-    __slots__ = ("_block", "_cycle", "_later", "_shared")
+    __slots__ = ("_block", "_caller", "_cycle", "_later", "_shared")
 
     def __init__(self, shared: Shared, *given: Any, **named: Any) -> None:
         self._shared = shared
         self._block = b""
         self._later = b""
         self._cycle: Cycle | None = None
+        self._caller: Caller = STRANGER
         super().__init__(shared.connections, *given, **named)
 
     def data_received(self, data: bytes) -> None:
@@ -103,9 +107,32 @@ class LookupConnection(Connection):
             return False
         if not is_get:
             return self._is_run(data[5 : end - 9], allowed, digits, data[stop:])
-        target = data[4 : end - 9]
+        target, caller = data[4 : end - 9], allowed.caller
+        if caller.is_bounded:
+            if caller.is_expired:
+                return False
+            if caller.quota is not None and target.startswith(PREFIX):
+                return self._is_metered(fast, caller, caller.quota, target, head)
         if (body := fast.answer(target)) is None:
             return self._is_looked_up(fast, target, allowed, data)
+        caller.asked.requests += 1
+        self._write(head, body)
+        return True
+
+    def _is_metered(
+        self, fast: Fast, caller: Caller, quota: Quota, target: bytes, head: bytes
+    ) -> bool:
+        """Answers what is ready within the caller's quota, or refuses; all else is the application's to count."""
+        if (short := quota.enter(1)) is not None:
+            caller.asked.requests += 1
+            start, end = self._shared.front.refused(caller.refused(short))
+            self._respond(start, end["body"])
+            return True
+        if (body := fast.answer(target)) is None:
+            quota.give_back(1)
+            return False
+        quota.close()
+        caller.asked.requests += 1
         self._write(head, body)
         return True
 
@@ -121,7 +148,8 @@ class LookupConnection(Connection):
             return False
         path, _, query = target.partition(b"?")
         scope = {
-            "method": "GET", "raw_path": path, "query_string": query, "headers": allowed.headers
+            "method": "GET", "raw_path": path, "query_string": query, "headers": allowed.headers,
+            CALLER: allowed.caller,
         }  # fmt: skip
         front = self._shared.front
         asked = told = None
@@ -132,7 +160,7 @@ class LookupConnection(Connection):
             log.exception("a lookup failed")
         if asked is None:
             return False
-        self._is_waited_for = True
+        self._is_waited_for, self._caller = True, allowed.caller
         if told is None:
             self._begin(self._look_up(front.stored(asked, scope), data))
         else:
@@ -146,6 +174,7 @@ class LookupConnection(Connection):
             self._begin(self._look_up(front.after(asked, told), data))
             return
         self._is_waited_for = False
+        self._caller.asked.requests += 1
         if self.transport.is_closing():
             return
         head = self._shared.heads.of(self.server_state.default_headers)
@@ -187,6 +216,7 @@ class LookupConnection(Connection):
             if self._is_ending:
                 super().shutdown()
         else:
+            self._caller.asked.requests += 1
             self._send(*answer)
         self._go_on()
 
@@ -219,6 +249,7 @@ class LookupConnection(Connection):
             "path": self.root_path + path.decode(),
             "raw_path": self.root_path.encode() + path,
             "query_string": query,
+            CALLER: allowed.caller,
         }
         if is_judged:
             scope[ADMITTED] = True

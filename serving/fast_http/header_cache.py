@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import httptools
 
+from serving.access.callers import Caller, Callers
 from serving.http.asgi_app import Fast, Front
 
 Headers = list[tuple[bytes, bytes]]
@@ -21,6 +22,7 @@ class Allowed(NamedTuple):
 
     headers: Headers
     is_unwatched: bool
+    caller: Caller
     length_at: int = -1
     """Index of the content-length among the headers; -1 if there is none."""
 
@@ -40,18 +42,24 @@ class Blocks:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._fast: Fast | None = None
+        self._callers: Callers | None = (
+            None  # whoever has no token any more is not known by an old judgement
+        )
         self._known: dict[bytes, Allowed | None] = {}
 
     def of(self, fast: Fast, block: bytes) -> Allowed | None:
         """The known judgement of these headers for `fast`; None if there is none, or if they are not allowed."""
-        return self._known.get(block) if fast is self._fast else None
+        is_current = fast is self._fast and self._front.callers is self._callers
+        return self._known.get(block) if is_current else None
 
     def judged(self, fast: Fast, block: bytes) -> Allowed | None:
         """Judges headers that have come twice, and keeps the result; None if very long or not allowed."""
         if len(block) > BLOCK_BYTES_MAX:
             return None
-        if fast is not self._fast or len(self._known) >= _BLOCKS_MAX:
-            self._fast, self._known = fast, {}
+        callers = self._front.callers
+        is_current = fast is self._fast and callers is self._callers
+        if not is_current or len(self._known) >= _BLOCKS_MAX:
+            self._fast, self._callers, self._known = fast, callers, {}
         if block not in self._known:
             self._known[block] = self._judge(fast, block)
         return self._known[block]
@@ -60,10 +68,13 @@ class Blocks:
         sent, watch = plain(block), self._front.watch
         if sent is None or not fast.takes(sent):
             return None
+        caller = self._front.callers.identify(sent)
+        if not caller.may("read"):
+            return None
         names = [name for name, _ in sent]
         is_unwatched = watch is None or watch.leaves({"headers": sent})
         length_at = names.index(_LENGTH) if _LENGTH in names else -1
-        return Allowed(sent, is_unwatched, length_at)
+        return Allowed(sent, is_unwatched, caller, length_at)
 
 
 def without_length(block: bytes) -> tuple[bytes, bytes]:

@@ -6,6 +6,7 @@ import orjson
 
 from cache.errors import InvalidInput
 from cache.format.manifest import Table
+from serving.access.callers import spend
 from serving.fast_lookup.batch import Batches
 from serving.generations.served_set import Holding
 from serving.lookup.service import LookupService
@@ -45,6 +46,11 @@ class Posted:
             return await self._from_ladder(scope, body, table.name, deadline_s, holding, started)
         if refuses(table, batch.k):
             return None
+        try:
+            spend(scope, len(batch.raws))
+        except Problem as problem:
+            refuse(scope, problem)
+            return None
         options = RequestOptions(self._service.limits.deadline_ms / 1000, batch.k)
         options = fast_parse.tighter(options, deadline_s)
         lookup = Lookup(holding, table, batch.raws, options, started)
@@ -78,6 +84,7 @@ class Posted:
         try:
             ask = await beside(body, lambda: lookup_of(scope, body, "json", table, limits))
             service.metrics.stage("parse", service.timer() - started)
+            spend(scope, len(ask.entities))
             ask = Ask(ask.entities, fast_parse.tighter(ask.options, deadline_s))
             answers = await service.ladder.lookup(holding, ask, started)
         except (Problem, InvalidInput) as error:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import orjson
 from starlette.types import Message, Receive, Scope
 
+from serving.access.callers import caller_of
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.fast_lookup.batch_request import Posted, refuses
 from serving.fast_lookup.coalescer import Told
@@ -69,6 +70,9 @@ class Hot:
 
     def ready(self, scope: Scope) -> Messages | None:
         """The ready answer to a GET whose headers allow one, and that is not traced; None if there is none."""
+        caller = caller_of(scope)
+        if not caller.may("read") or caller.quota is not None:  # a quota is taken further below
+            return None
         if not self.takes(scope["headers"]) or (self._is_traced and self._is_traced(scope)):
             return None
         query, path = scope["query_string"], scope.get("raw_path") or b""
@@ -114,9 +118,11 @@ class Hot:
 
     def asked(self, scope: Scope) -> Get | None:
         """A GET of one id, parsed and looked up in the directory; None for what is not this route's."""
+        if not caller_of(scope).may("read"):  # first: what a stranger asks leaves no trace
+            return None
         started = self._timer()
         deadline_s, holding = self._gate.headers.deadline_s(scope["headers"]), self._holding()
-        if deadline_s is None or holding is None:  # first: what a stranger asks leaves no trace
+        if deadline_s is None or holding is None:
             return None
         asked = fast_parse.single(scope.get("raw_path") or b"")
         if asked is None or (options := self._queries.of(scope["query_string"])) is None:
@@ -161,7 +167,9 @@ class Hot:
     async def post(self, scope: Scope, receive: Receive) -> tuple[Messages | None, Receive]:
         """The answer to a batch for one table, and from where the request can still be read if there is none."""
         started, path = self._timer(), scope.get("raw_path") or b""
-        if not path.startswith(fast_parse.PREFIX) or (holding := self._holding()) is None:
+        if not path.startswith(fast_parse.PREFIX) or not caller_of(scope).may("read"):
+            return None, receive
+        if (holding := self._holding()) is None:
             return None, receive
         try:
             table = holding.live.manifest.tables.get(path[len(fast_parse.PREFIX) :].decode("ascii"))

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
+from serving.access.callers import Callers, caller_of, enter
 from serving.admission.controller import Admission
 from serving.admission.gate import OVERLOADED, AdmissionGate, refusal_of
 from serving.requests.bodies import Messages
@@ -85,6 +86,7 @@ class Front(FastAPI):
     def __init__(self, *, bodies_bytes: int = BYTES_MAX, **settings: Any) -> None:
         super().__init__(**settings)
         self.bodies = Bodies(bodies_bytes)
+        self.callers = Callers(is_open=True)
         self.gate: AdmissionGate | None = None
         self.watch: RequestObserver | None = None
         self.fast: Fast | None = None
@@ -93,6 +95,8 @@ class Front(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a request or the application's life; what is ready is sent under any load: a refusal costs as much."""
         gate, fast = self.gate, self.fast
+        if scope["type"] == "http":
+            self.callers.note(scope)
         if gate is None or scope["type"] != "http":
             await super().__call__(scope, receive, send)
         elif scope["method"] != "GET":
@@ -108,13 +112,31 @@ class Front(FastAPI):
     ) -> None:
         """Answers a request that has no ready answer, under the observer if one is set."""
         watch = self.watch
+        below = self._below if caller_of(scope).quota is None else self._metered
         if watch is None:
-            await self._below(gate, scope, receive, send)
+            await below(gate, scope, receive, send)
         elif self.fast is not None and scope["method"] == "GET" and watch.leaves(scope):
             # Unless the fast way leaves it, too.
-            await self._below(gate, scope, receive, send, watch)
+            await below(gate, scope, receive, send, watch)
         else:
-            await watch(functools.partial(self._below, gate), scope, receive, send)
+            await watch(functools.partial(below, gate), scope, receive, send)
+
+    async def _metered(
+        self,
+        gate: AdmissionGate,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        watch: RequestObserver | None = None,
+    ) -> None:
+        """Answers a request of a caller with a quota, in flight until its response is sent."""
+        try:
+            entered = enter(scope)
+        except Problem as problem:
+            await _sent(gate.counted(refusal_of(problem)), send)
+            return
+        with entered:
+            await self._below(gate, scope, receive, send, watch)
 
     async def _below(
         self,
@@ -252,6 +274,11 @@ class Front(FastAPI):
         if gate is None or gate.admission.admit_costly():
             return None
         return gate.counted(OVERLOADED)
+
+    def refused(self, problem: Problem) -> Messages:
+        """The response to a request that is refused where it came in, counted."""
+        answer = refusal_of(problem)
+        return answer if self.gate is None else self.gate.counted(answer)
 
 
 async def _sent(answer: Messages, send: Send) -> None:

@@ -1,6 +1,5 @@
-"""Guard around every documented route: the token, errors as problems, and the count of requests."""
+"""Guard around every documented route: the scope it needs, errors as problems, and the count of requests."""
 
-import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -9,10 +8,11 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from cache.errors import InvalidInput, LarderError
+from serving.access.callers import caller_of
+from serving.access.scopes import Scope
 from serving.metrics.registry import Metrics
 from serving.requests.bodies import as_json, refused
 from serving.requests.errors import Problem, from_input
-from serving.requests.fast_parse import credentials
 
 log = logging.getLogger(__name__)
 
@@ -23,24 +23,20 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Guard of one service's routes: `token` is what they ask for, none if empty."""
+    """Guard of one service's routes."""
 
-    token: str
     metrics: Metrics
     timer: Callable[[], float]
 
-    def around(self, route: str, handler: Handler, *, is_counted: bool = True) -> Endpoint:
-        """The handler as an endpoint; `route` is what its requests are counted under."""
-        expected = credentials(self.token)
+    def around(
+        self, route: str, handler: Handler, *, needs: Scope, is_counted: bool = True
+    ) -> Endpoint:
+        """The handler as an endpoint for callers with one scope; `route` is what its requests are counted under."""
 
         async def answer(request: Request) -> Response:
             started = self.timer()
             try:
-                if self.token:
-                    # Starlette reads headers as latin-1: encoded back, these are the bytes that were sent.
-                    sent = request.headers.get("authorization", "").encode("latin-1")
-                    if not any(hmac.compare_digest(sent, each) for each in expected):
-                        raise Problem(401, "unauthorized", "send Authorization: Bearer <token>")
+                caller_of(request.scope).demand(needs)
                 found = await handler(request, started)
                 response = found if isinstance(found, Response) else as_json(200, found)
             except Problem as problem:

@@ -1,5 +1,6 @@
 """OpenAPI description of a route: parameters, body, responses. Pure."""
 
+from serving.access.scopes import Scope
 from serving.http.answer_schema import ARROW_ANSWERS, ERROR, HEALTH
 from serving.http.json_schema import ARROW_LOOKUP, OPTIONS, Json
 
@@ -40,18 +41,27 @@ def described(
     answer: Json,
     *,
     body: Json | None = None,
-    path: tuple[str, ...] = (),
+    path_names: tuple[str, ...] = (),
     query: bool = False,
     has_options: bool = True,
     has_arrow: bool = False,
-    has_token: bool = False,
+    needs: Scope | None = None,
 ) -> Json:
-    """`openapi_extra` of a route; `has_arrow`: its body and its answer may be Arrow IPC streams."""
+    """`openapi_extra` of a route; `has_arrow`: its body and its answer may be Arrow IPC streams.
+
+    `needs`: the scope that it needs, where callers have tokens.
+    """
     string: Json = {"type": "string"}
-    parameters = [("path", name, string) for name in path]
+    parameters = [("path", name, string) for name in path_names]
     parameters += [("query", name, _QUERY[name]) for name in _QUERY if query]
     parameters += _HEADERS if has_options else []
-    codes = {"401": "no token"} if has_token else {}
+    codes: dict[str, str] = {}
+    if needs is not None:
+        codes |= {
+            "401": "unauthorized: no token, or nobody's; token_expired",
+            "403": f"scope_missing: it needs the scope {needs}",
+            "429": "quota_exceeded: come again after Retry-After; `quota` says which",
+        }
     if has_options:
         codes |= {"404": "no such table", "409": "generation_gone"}
     if has_options or body is not None:
@@ -74,6 +84,6 @@ def described(
     if body is not None:
         content = {"application/json": {"schema": body}} | (ARROW_LOOKUP if has_arrow else {})
         extra["requestBody"] = {"required": True, "content": content}
-    if has_token:
-        extra["security"] = [{BEARER: []}]
+    if needs is not None:
+        extra["security"] = [{BEARER: [needs]}]
     return extra

@@ -8,12 +8,15 @@ from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from starlette.convertors import PathConvertor, register_url_convertor
 
+from serving.access.callers import spend
+from serving.access.scopes import Scope
 from serving.dashboard.document_schema import DASHBOARD
 from serving.dashboard.static_files import page_routes
 from serving.generations.snapshot import Snapshot
 from serving.http import answer_schema, json_schema, openapi
 from serving.http.endpoint import Guard, Handler
 from serving.http.generations_view import overview
+from serving.http.json_schema import Json
 from serving.http.service import Service
 from serving.lookup.candidate_scoring import rank_candidates, vector_table
 from serving.metrics.registry import CONTENT_TYPE
@@ -48,7 +51,7 @@ def routes(service: Service) -> APIRouter:
     """All routes of the service."""
     register_url_convertor("rest", _Rest())
     router = APIRouter(route_class=_Direct)
-    guard = Guard(service.token, service.metrics, service.timer)
+    guard = Guard(service.metrics, service.timer)
 
     async def lookup_one(request: Request, started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
@@ -71,6 +74,7 @@ def routes(service: Service) -> APIRouter:
 
     async def score(request: Request, started: float) -> object:
         ask = score_ask(await _json(service, request), service.limits)
+        spend(request.scope, 1)
         ask = ask.with_options(_with_headers(service, request, ask.options))
         live = service.holding()
         user = ask.user.of_table(vector_table(live.live).name)
@@ -126,64 +130,50 @@ def routes(service: Service) -> APIRouter:
         path: str,
         method: str,
         handler: Handler,
-        extra: dict[str, Any] | None = None,
+        needs: Scope,
+        answer: Json,
         *,
         is_counted: bool = True,
+        **described: Any,
     ) -> None:
         route = path.partition("{entity")[0].rstrip("/") if "{entity" in path else path
+        asked = needs if service.has_tokens else None
         router.add_api_route(
             path,
-            guard.around(f"{method} {route}", handler, is_counted=is_counted),
+            guard.around(f"{method} {route}", handler, needs=needs, is_counted=is_counted),
             methods=[method],
             name=handler.__name__,
-            openapi_extra=extra,
+            openapi_extra=openapi.described(answer, needs=asked, **described),
         )
 
-    described = functools.partial(openapi.described, has_token=bool(service.token))
+    limits, one, answers = service.limits, ("table", "entity"), answer_schema.ANSWERS
     add(
-        "/v1/lookup/{table}/{entity:rest}", "GET", lookup_one,
-        described(answer_schema.ANSWER, path=("table", "entity"), query=True),
+        "/v1/lookup/{table}/{entity:rest}", "GET", lookup_one, "read", answer_schema.ANSWER,
+        path_names=one, query=True,
     )  # fmt: skip
     add(
-        "/v1/lookup/{table}", "POST", lookup_table,
-        described(
-            answer_schema.ANSWERS, body=json_schema.lookup(service.limits), path=("table",), has_arrow=True
-        ),
+        "/v1/lookup/{table}", "POST", lookup_table, "read", answers,
+        body=json_schema.lookup(limits), path_names=("table",), has_arrow=True,
+    )  # fmt: skip
+    add("/v1/lookup", "POST", lookup_tables, "read", answers, body=json_schema.lookup_many(limits))
+    add("/v1/score", "POST", score, "score", answer_schema.SCORES, body=json_schema.score(limits))
+    add(
+        "/v1/feedback", "POST", feedback, "feedback", answer_schema.FEEDBACK,
+        body=json_schema.FEEDBACK_BODY, has_options=False,
     )  # fmt: skip
     add(
-        "/v1/lookup",
-        "POST",
-        lookup_tables,
-        described(answer_schema.ANSWERS, body=json_schema.lookup_many(service.limits)),
-    )
-    add(
-        "/v1/score",
-        "POST",
-        score,
-        described(answer_schema.SCORES, body=json_schema.score(service.limits)),
-    )
-    add(
-        "/v1/feedback", "POST", feedback,
-        described(answer_schema.FEEDBACK, body=json_schema.FEEDBACK_BODY, has_options=False),
+        "/v1/explain/{table}/{entity:rest}", "GET", explain_one, "explain", answer_schema.EXPLAINED,
+        path_names=one, query=True,
     )  # fmt: skip
     add(
-        "/v1/explain/{table}/{entity:rest}", "GET", explain_one,
-        described(answer_schema.EXPLAINED, path=("table", "entity"), query=True),
+        "/v1/explain/{table}", "POST", explain_input, "explain", answer_schema.EXPLAINED,
+        body=json_schema.lookup(limits, 1), path_names=("table",),
     )  # fmt: skip
-    add(
-        "/v1/explain/{table}", "POST", explain_input,
-        described(answer_schema.EXPLAINED, body=json_schema.lookup(service.limits, 1), path=("table",)),
-    )  # fmt: skip
-    add(
-        "/v1/generations",
-        "GET",
-        generations,
-        described(answer_schema.GENERATIONS, has_options=False),
-    )
+    add("/v1/generations", "GET", generations, "read", answer_schema.GENERATIONS, has_options=False)
     # Not counted, as no probe is: who looks on is not what is looked at.
     add(
-        "/dashboard/data", "GET", dashboard_data,
-        described(DASHBOARD, has_options=False), is_counted=False,
+        "/dashboard/data", "GET", dashboard_data, "admin", DASHBOARD,
+        has_options=False, is_counted=False,
     )  # fmt: skip
     router.add_api_route("/healthz", healthz, methods=["GET"])
     router.add_api_route("/readyz", readyz, methods=["GET"], openapi_extra=openapi.READYZ)
@@ -206,9 +196,9 @@ async def _answers(
 
 async def _asked(service: Service, request: Request, form: Form, table: str | None) -> Ask:
     body, limits = await _body(service, request), service.limits
-    return await beside(
-        body, functools.partial(lookup_of, request.scope, body, form, table, limits)
-    )
+    ask = await beside(body, functools.partial(lookup_of, request.scope, body, form, table, limits))
+    spend(request.scope, len(ask.entities))
+    return ask
 
 
 async def _json(service: Service, request: Request) -> object:

@@ -15,6 +15,7 @@ from serving.replica.freshness import Nights
 class Service(LookupService):
     """Lookups, and everything else that a caller or an operator may ask a replica for."""
 
+    has_tokens: bool
     drain: Callable[[], Awaitable[None]]
     nights: Nights
     trial: CanaryRouter

@@ -14,7 +14,7 @@ from serving.lookup.ladder import Ladder
 from serving.metrics.registry import Metrics
 from serving.rendering.answer_fields import Answer
 from serving.requests.errors import Problem
-from serving.requests.fast_parse import Headers, credentials
+from serving.requests.fast_parse import Headers
 from serving.requests.models import Limits
 
 
@@ -31,7 +31,6 @@ class LookupService:
     limits: Limits
     body_bytes: int
     body_timeout_s: float
-    token: str
     tiers: Tiered
     l2_bound_s: Callable[[], float]
     admission: Admission
@@ -54,8 +53,8 @@ class LookupService:
         return answers
 
     def gate(self) -> AdmissionGate:
-        """The gate before all that lies below L1, with the service's token and bounds."""
-        headers = Headers(credentials(self.token) if self.token else (), self.limits)
+        """The gate before all that lies below L1, with the service's bounds."""
+        headers = Headers(self.limits)
         lateness = Lateness(self.admission, headers, self.limits)
         requested = self.metrics.requested
         return AdmissionGate(

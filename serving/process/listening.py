@@ -1,4 +1,4 @@
-"""Listens again where a listening socket was closed behind the server's back.
+"""Listens again where a listening socket was closed behind the server's back, and where a certificate has changed.
 
 A loop that cannot accept for want of a file descriptor may close its listening socket without a word (uvloop, where
 another thread took the descriptor that libuv keeps for this case): the process would live on, deaf.
@@ -8,10 +8,13 @@ import asyncio
 import functools
 import logging
 import socket
+import ssl
 from collections.abc import Iterable
 from typing import Any
 
 import uvicorn
+
+from serving.config.tls import TlsWatch
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +22,11 @@ log = logging.getLogger(__name__)
 class Listening:
     """The sockets of one server, each with a second descriptor that nobody else knows of."""
 
-    def __init__(self, server: uvicorn.Server) -> None:
+    def __init__(
+        self, server: uvicorn.Server, tls: TlsWatch | None = None, handshake_s: float = 10.0
+    ) -> None:
         self._server = server
+        self._tls, self._handshake_s, self._is_due = tls, handshake_s, False
         self._kept: list[tuple[socket.socket, socket.socket]] = []
 
     def keep(self, sockets: Iterable[socket.socket]) -> None:
@@ -33,8 +39,25 @@ class Listening:
             spare.close()
         self._kept = []
 
+    async def renew(self) -> None:
+        """Listens with the certificate in force: who is connected stays so, who waits to be accepted is met with it."""
+        servers = self._server.servers
+        before, kept = list(servers), []
+        for _, spare in self._kept:
+            again = spare.dup()
+            await self._listen(again)
+            kept.append((again, spare))
+        self._kept, self._is_due = kept, False
+        for each in before:  # not earlier: where listening anew fails, the old ones go on
+            servers.remove(each)
+            each.close()
+
     async def look(self) -> None:
-        """Puts another socket in the place of each that was closed."""
+        """Puts another socket in the place of each that was closed, and takes up a new certificate."""
+        if self._tls is not None and self._tls.look():
+            self._is_due = True
+        if self._is_due:
+            await self.renew()
         for place, (listener, spare) in enumerate(self._kept):
             if listener.fileno() < 0:
                 log.error("a listening socket was closed: listening again")
@@ -49,5 +72,11 @@ class Listening:
             config=server.config, server_state=server.server_state, app_state=server.lifespan.state,
         )  # fmt: skip
         loop, backlog = asyncio.get_running_loop(), server.config.backlog
-        again = await loop.create_server(made, sock=listener, backlog=backlog)
+        context: ssl.SSLContext | None = None
+        bounds: dict[str, float] = {}
+        if self._tls is not None:
+            context, bounds = self._tls.context, {"ssl_handshake_timeout": self._handshake_s}
+        again = await loop.create_server(
+            made, sock=listener, backlog=backlog, ssl=context, **bounds
+        )  # type: ignore[call-overload]
         server.servers.append(again)

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from serving.config.settings import ServingConfig
+from serving.config.tls import TlsWatch
 from serving.process.gc_tuning import settle
 from serving.process.listening import Listening
 
@@ -37,10 +38,12 @@ class WatchedConnections(Protocol):
         """Ends those that stand still."""
 
 
-def settings_of(app: ASGIApp, config: ServingConfig, log_level: str, http: Any) -> uvicorn.Config:
+def settings_of(
+    app: ASGIApp, config: ServingConfig, log_level: str, http: Any, tls: TlsWatch | None = None
+) -> uvicorn.Config:
     """uvicorn's settings; `http` names its protocol, or makes connections."""
     sys.setswitchinterval(_SWITCH_S)
-    return uvicorn.Config(
+    made = uvicorn.Config(
         app,
         loop="uvloop",
         ws="none",  # nobody here speaks it, and a connection given to it would be out of bounds
@@ -53,6 +56,10 @@ def settings_of(app: ASGIApp, config: ServingConfig, log_level: str, http: Any) 
         log_level=log_level,
         backlog=_BACKLOG,
     )
+    if tls is not None:
+        made.load()
+        made.ssl = tls.context
+    return made
 
 
 class Server(uvicorn.Server):
@@ -64,10 +71,13 @@ class Server(uvicorn.Server):
         connections: WatchedConnections | None,
         drain_s: float,
         announce: Callable[[], None],
+        tls: TlsWatch | None = None,
+        handshake_s: float = 10.0,
     ) -> None:
         super().__init__(config)
         self._connections = connections
-        self._listening = Listening(self)
+        self._tls = tls
+        self._listening = Listening(self, tls, handshake_s)
         self._looking: asyncio.Task[None] | None = None
         self._drain_s = drain_s
         self._announce = announce
@@ -78,9 +88,13 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts, then announces."""
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        # A new certificate closes the sockets that the old one was shown on: those are not the caller's.
+        own = sockets if self._tls is None else [each.dup() for each in sockets or []]
+        await super().startup(own)
         if self.started:
             self._listening.keep(sockets or [])
+            if self._tls is not None:  # uvicorn has no setting for the time of a handshake
+                await self._listening.renew()
             self._looking = asyncio.create_task(self._look())
             settle()
             self._announce()

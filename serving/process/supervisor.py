@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from serving.access.quota_table import QuotaTable
+
 log = logging.getLogger(__name__)
 
 READY, RETIRE = b"ready", b"retire"
@@ -23,6 +25,8 @@ GRACE_S = 5.0
 STEADY_S = 10.0
 """Seconds after which a worker that was ready starts the count of failures anew."""
 TRIES = 5
+QUOTAS = "quotas"
+"""Name of the file with the standings of all quotas, in the workers' folder."""
 
 
 def pause_s(failures: int) -> float:
@@ -83,6 +87,7 @@ class Spawn:
     def clean(self, slot: int) -> None:
         """Removes what a worker that ended may have left."""
         (self.folder / f"{slot}.sock").unlink(missing_ok=True)
+        QuotaTable.clear_in(self.folder / QUOTAS, slot)
 
 
 @dataclass(slots=True, eq=False)

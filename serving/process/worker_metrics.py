@@ -21,6 +21,15 @@ class Peers:
         self._expose: Callable[[], bytes] = bytes
 
     @property
+    def slot(self) -> int:
+        """Number of this worker, which no other has that lives."""
+        return self._slot
+
+    def path(self, name: str) -> Path:
+        """File that all workers of the same parent share."""
+        return self._folder / name
+
+    @property
     def replica(self) -> str:
         """Name that all workers of the same parent share."""
         return f"{socket.gethostname()}-{self._folder.name.removeprefix('larder-')}"

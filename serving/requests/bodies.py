@@ -1,6 +1,7 @@
 """Bodies in and out: what a request sends is bounded in bytes and time, what it gets is prebuilt JSON."""
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -86,6 +87,8 @@ def refused(problem: Problem) -> Response:
         response.headers["WWW-Authenticate"] = "Bearer"
     elif problem.status in (408, 413):
         response.headers["Connection"] = "close"  # the rest of the body is not waited for
+    elif (wait_s := problem.details.get("retry_after_seconds")) is not None:
+        response.headers["Retry-After"] = str(max(1, math.ceil(float(str(wait_s)))))
     elif problem.status == 503:
         response.headers["Retry-After"] = "1"
     return response

@@ -1,7 +1,5 @@
 """Parsing of the requests that the hot route answers; None for all it leaves to the other routes. Pure."""
 
-import contextlib
-import hmac
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,7 +16,7 @@ _QUERIES_MAX = 1_024
 _QUERY_BYTES_MAX = 256
 _DEADLINE_DIGITS_MAX = 9
 _BATCH_FIELDS = frozenset({"entities", "k"})
-_WATCHED = frozenset({b"x-deadline-ms", b"x-larder-canary-key", b"authorization", ASKED})
+_WATCHED = frozenset({b"x-deadline-ms", b"x-larder-canary-key", ASKED})
 
 
 class Single(NamedTuple):
@@ -69,21 +67,16 @@ class QueryOptions:
 class Headers:
     """Judges the headers that matter to a lookup; names come in lower case."""
 
-    def __init__(self, credentials: Iterable[bytes], limits: Limits) -> None:
-        self._credentials = tuple(credentials)
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
 
     def deadline_s(self, headers: Iterable[tuple[bytes, bytes]]) -> float | None:
         """Deadline in seconds by the request's headers, infinite without one; None: not for the hot route."""
-        deadline_s, needed = float("inf"), self._credentials
+        deadline_s = float("inf")
         for name, value in headers:
             if name not in _WATCHED:
                 continue
-            if name == b"authorization":
-                if needed and not any(hmac.compare_digest(value, each) for each in needed):
-                    return None
-                needed = ()  # the first one counts
-            elif name == b"x-deadline-ms":
+            if name == b"x-deadline-ms":
                 sent_ms = value.isdigit() and len(value) <= _DEADLINE_DIGITS_MAX and int(value)
                 if not sent_ms:
                     return None
@@ -92,16 +85,7 @@ class Headers:
                 value.isascii() and 0 < len(value) <= ID_BYTES_MAX
             ):
                 return None
-        return None if needed else deadline_s
-
-
-def credentials(token: str) -> tuple[bytes, ...]:
-    """The header's bytes in each encoding that clients use; only a token beyond ASCII has two."""
-    header = f"Bearer {token}"
-    forms = {header.encode()}
-    with contextlib.suppress(UnicodeEncodeError):
-        forms.add(header.encode("latin-1"))
-    return tuple(sorted(forms))
+        return deadline_s
 
 
 def single(path: bytes) -> Single | None:

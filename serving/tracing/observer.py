@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.tracing.request_context import CURRENT, Request, Seen
+from serving.tracing.request_context import CALLER, CURRENT, Request, Seen
 from serving.tracing.request_id import accepted, new_id
 from serving.tracing.request_log import RequestLog
 from serving.tracing.trace_context import parent_of
@@ -50,6 +50,8 @@ class RequestObserver:
     async def __call__(self, below: Below, scope: Scope, receive: Receive, send: Send) -> None:
         """Has the request answered by `below`, and tells what was seen of it."""
         seen = Seen(time.monotonic(), "")
+        if (caller := scope.get(CALLER)) is not None:
+            seen.caller = caller.name
         if sent := _watched(scope["headers"]):
             scope = _taken(seen, sent, scope)
         if not seen.id:

@@ -28,6 +28,8 @@ class Seen:
     status: int = 0
     body: bytes = b""
     """The last piece of the response's body, not a copy."""
+    caller: str = ""
+    """Name of the token that was sent, never the token; empty for a stranger, or where there are no tokens."""
     span: tuple[str, str] | None = None
     """Trace and span id, once it is known that there is a span."""
     is_over: bool = False
@@ -61,6 +63,9 @@ class Request(NamedTuple):
     table: str | None
     entity: str | None
 
+
+CALLER = "larder.caller"
+"""Key in the scope of a request: who asks, with a `name` that may be written down."""
 
 CURRENT: ContextVar[Seen | None] = ContextVar("larder_seen", default=None)
 """Record of the request that this task answers, also in what it started; never of others answered along with it."""

@@ -42,6 +42,8 @@ def fields_of(seen: Seen, request: Request, seconds: float) -> dict[str, Any]:
     fields: dict[str, Any] = dict(seen.ids())
     if request.table is not None:
         fields["table"] = request.table
+    if seen.caller:
+        fields["token"] = seen.caller
     fields |= {"status": seen.status, "seconds": round(seconds, 6)}
     if sources := sources_of(seen.body):
         fields["sources"] = sources

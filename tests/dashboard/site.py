@@ -11,8 +11,9 @@ from fastapi import Request, Response
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from serving.access.callers import Callers
+from serving.access.quota_table import QuotaTable
 from serving.dashboard.static_files import page_routes
-from serving.requests.fast_parse import credentials
 from tests.browser import Browser
 from tests.dashboard import probes as probe
 from tests.dashboard.cases import as_json
@@ -58,8 +59,8 @@ class Site:
 
     async def _answer(self, request: Request) -> Response:
         self.asked += 1
-        sent = request.headers.get("authorization", "").encode("latin-1")
-        if self.token and sent not in credentials(self.token):
+        callers = Callers.of(self.token, None, QuotaTable.private(), {})
+        if not callers.identify(request.headers.raw).may("admin"):
             error = {"error": {"code": "unauthorized", "message": "send Authorization"}}
             return Response(json.dumps(error), 401, {"WWW-Authenticate": "Bearer"})
         if self.status != 200:

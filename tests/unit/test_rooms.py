@@ -14,7 +14,7 @@ TESTS_MAX = 25
 ROOMS = (
     "cache", "cache.mrc", "cache.control", "cache.format.records", "cache.native", "cache.process", "cache.format",
     "cache.store", "cache.l2", "cache.config", "cache.l2.cluster", "cache.model", "cache.tiers",
-    "serving.arrow_ipc", "serving.answers", "serving.tracing", "serving.requests", "serving.client",
+    "serving.arrow_ipc", "serving.answers", "serving.tracing", "serving.requests", "serving.access", "serving.client",
     "serving.admission", "serving.config", "serving.metrics", "serving.generations", "serving.rendering",
     "serving.usage", "serving.replica", "serving.lookup", "serving.quality", "serving.explain", "serving.dashboard",
     "serving.dashboard.terminal", "serving.fast_lookup", "serving.http", "serving.fast_http", "serving.process",

@@ -52,7 +52,7 @@ export class Poller {
         redirect: "error",
         signal: AbortSignal.timeout(TIMEOUT_MS),
       });
-      if (response.status === 401) {
+      if (response.status === 401 || response.status === 403) {
         sessionStorage.removeItem(KEPT);
         this.onToken(token !== null);
         return false;

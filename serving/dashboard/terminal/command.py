@@ -1,10 +1,12 @@
 """`python -m serving top`: the dashboard of a running service in a terminal."""
 
 import argparse
+import functools
 import os
+import ssl
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -15,11 +17,14 @@ import orjson
 
 from cache.errors import LarderError
 from cache.process.extras import missing
+from serving.access.client_tls import add_tls_options, context_of
 
 TIMEOUT_S = 5.0
 _BODY_MAX = 16 << 20
 _WHY = {
     401: "it wants a token: pass --token or set LARDER_TOKEN",
+    403: "this token lacks the scope admin",
+    429: "this token's quota has no room now",
     404: "there is no dashboard at this address: is it Larder, and is LARDER_DASHBOARD_S above 0?",
 }
 
@@ -30,7 +35,7 @@ class NoDashboard(LarderError):
     code = "no_dashboard"
 
 
-def fetch(url: str, token: str = "") -> dict[str, Any]:
+def fetch(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[str, Any]:
     """The document of the service at `url`; raises NoDashboard with what to do about it."""
     if urlsplit(url).scheme not in ("http", "https"):
         raise NoDashboard(f"--url is http://host:port or https://host:port, not {url!r}")
@@ -38,7 +43,7 @@ def fetch(url: str, token: str = "") -> dict[str, Any]:
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     try:
-        with urlopen(request, timeout=TIMEOUT_S) as response:  # noqa: S310
+        with urlopen(request, timeout=TIMEOUT_S, context=tls) as response:  # noqa: S310
             found = orjson.loads(response.read(_BODY_MAX))
     except HTTPError as error:
         raise NoDashboard(
@@ -61,11 +66,12 @@ def main(arguments: Sequence[str]) -> int:
         print(f"larder: {line}", file=sys.stderr)
         return 2
     try:
-        body = fetch(sent.url, sent.token)
+        tls = context_of(sent)
+        body = fetch(sent.url, sent.token, tls)
         if sent.once:
             _print(body)
         else:
-            _watch(sent.url, sent.token, sent.every, body)
+            _watch(functools.partial(fetch, sent.url, sent.token, tls), sent.every, body)
     except LarderError as error:
         print(f"larder: {error.message}", file=sys.stderr)
         return 2
@@ -82,7 +88,7 @@ def _print(body: Mapping[str, Any]) -> None:
     Console().print(screen(body))
 
 
-def _watch(url: str, token: str, every_s: float, body: dict[str, Any]) -> None:
+def _watch(look: Callable[[], dict[str, Any]], every_s: float, body: dict[str, Any]) -> None:
     from rich.live import Live
 
     from serving.dashboard.terminal.layout import screen
@@ -92,7 +98,7 @@ def _watch(url: str, token: str, every_s: float, body: dict[str, Any]) -> None:
             live.refresh()
             time.sleep(every_s)
             try:
-                body, trouble = fetch(url, token), None
+                body, trouble = look(), None
             except NoDashboard as error:  # it may be restarting: what was seen last stays
                 trouble = error.message
             live.update(screen(body, trouble))
@@ -107,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--token", default=os.environ.get("LARDER_TOKEN", ""), help="default: LARDER_TOKEN"
     )
+    add_tls_options(parser)
     parser.add_argument("--once", action="store_true", help="print and exit")
     parser.add_argument("--every", type=_seconds, default=2.0, help="seconds, default %(default)s")
     return parser

@@ -13,6 +13,7 @@ from serving.fast_lookup.dispatcher import Hot
 from serving.http.asgi_app import Front
 from serving.http.service import Service
 from serving.requests.bodies import Messages
+from serving.tracing.request_context import CALLER
 from tests.integration.serving_app import settings
 
 NOW = 1_800_000_000.125
@@ -86,7 +87,7 @@ class Ways:
         return self.runner.run(all_of_them())
 
     async def _joined(self, app: Front, asked: Asked) -> Sent:
-        get = self.hot.asked(_scope(asked))
+        get = self.hot.asked(self._identified(_scope(asked)))
         told = None if get is None else app.joins(get)
         if get is not None and told is not None:
             assert not told.done()
@@ -103,9 +104,12 @@ class Ways:
                 return Sent(start["status"], _plain(start["headers"]), end["body"])
         return await _call(app, asked)
 
+    def _identified(self, scope: dict[str, Any]) -> dict[str, Any]:
+        return {**scope, CALLER: self.app.callers.identify(scope["headers"])}
+
     async def alone(self, scope: dict[str, Any]) -> Messages | None:
         """The fast way's own answer to a GET of one id."""
-        asked = self.hot.asked(scope)
+        asked = self.hot.asked(self._identified(scope))
         return None if asked is None else await self.hot.get(asked)
 
     def both(self, asked: Asked, times: int = 3) -> tuple[list[Sent], list[Sent]]:

@@ -386,7 +386,7 @@ async def test_a_token_of_any_letters_lets_in_who_has_it(night: NightConfig, tok
 
     assert list(statuses.values()) == [200, 401, 401, 401]
     assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
-    assert document["paths"]["/v1/score"]["post"]["security"] == [{"bearer": []}]
+    assert document["paths"]["/v1/score"]["post"]["security"] == [{"bearer": ["score"]}]
     assert "security" not in document["paths"]["/readyz"]["get"]
 
 

@@ -286,12 +286,11 @@ def config(**changes: Any) -> ServingConfig:
 
 def gate_of(
     admission: Admission,
-    credentials: Sequence[bytes] = (),
     requested: Callable[[str, int], None] = lambda _route, _status: None,
     deadline_ms: float = 300.0,
 ) -> AdmissionGate:
     """The gate of an application that is tested without its service."""
     limits = replace(LIMITS, deadline_ms=deadline_ms, deadline_max_ms=deadline_ms)
-    headers = Headers(credentials, limits)
+    headers = Headers(limits)
     lateness = Lateness(admission, headers, limits)
     return AdmissionGate(admission, headers, lateness, requested, 1 << 20, 10.0)

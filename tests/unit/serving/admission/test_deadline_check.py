@@ -5,12 +5,14 @@ from typing import Any
 import orjson
 import pytest
 
+from serving.access.callers import ANYBODY, STRANGER, Caller
 from serving.admission.controller import Admission
 from serving.admission.deadline_check import Lateness
 from serving.arrow_ipc.schema import MEDIA_TYPE
 from serving.client.arrow import write_arrow_ids
 from serving.requests.fast_parse import Headers
 from serving.requests.models import Limits
+from serving.tracing.request_context import CALLER
 
 LIMITS = Limits(1_000, 100, 100, deadline_ms=300.0, deadline_max_ms=10_000.0)
 WAIT_S = 0.5
@@ -22,15 +24,16 @@ def judged(
     *,
     query: bytes = b"",
     headers: tuple[tuple[bytes, bytes], ...] = (),
-    credentials: tuple[bytes, ...] = (),
+    caller: Caller = ANYBODY,
 ) -> bool:
     """Whether a request that has waited for half a second comes too late."""
     gate = Admission(target_s=0.02, interval_s=0.1, requests_max=1)
     gate.loop.wait = WAIT_S
     scope: dict[str, Any] = {
         "method": "GET" if body is None else "POST", "headers": headers, "query_string": query,
+        CALLER: caller,
     }  # fmt: skip
-    found = Lateness(gate, Headers(credentials, LIMITS), LIMITS).is_late(scope, body or b"")
+    found = Lateness(gate, Headers(LIMITS), LIMITS).is_late(scope, body or b"")
     assert gate.shed["late"] == found
     return found
 
@@ -69,4 +72,4 @@ def test_who_is_refused_for_what_it_says_is_not_late(body: bytes) -> None:
     assert not judged(body)
     assert not judged(query=b"deadline_ms=0")
     assert not judged(headers=((b"x-deadline-ms", b"soon"),))
-    assert not judged(b"", credentials=(b"Bearer x",))
+    assert not judged(b"", caller=STRANGER)

@@ -102,3 +102,22 @@ def test_one_schedule_above_the_sections_is_the_nights_the_services_and_the_dags
     assert service.nights() == Schedule("30 1 * * *", "Europe/Berlin", 60.0)
     assert Timetable.configured(environment).nights() == service.nights()
     assert (night.schedule, night.timezone) == ("30 1 * * *", "Europe/Berlin")
+
+
+def test_files_of_tokens_and_tls_are_beside_the_file_or_the_current_folder(tmp_path: Path) -> None:
+    file = tmp_path / "larder.toml"
+    file.write_text('[serving]\ntokens_file = "t.json"\ntls_certificate = "c"\ntls_key = "/k"\n')
+
+    found = ServingConfig.load({"LARDER_CONFIG": str(file)})
+    named = ServingConfig.load({"LARDER_TOKENS_FILE": "t.json"})
+
+    assert (found.tokens_file, found.tls_certificate, found.tls_key) == (
+        str(tmp_path / "t.json"), str(tmp_path / "c"), "/k",
+    )  # fmt: skip
+    assert named.tokens_file == str(Path("t.json").absolute())
+    assert ServingConfig.load({}).tokens_file == "" and not ServingConfig.load({}).has_tokens
+    assert found.scheme == "https" and named.scheme == "http"
+
+
+def test_a_tokens_file_guards_as_a_token_does() -> None:
+    ServingConfig(host="0.0.0.0", tokens_file="t.json").require_guard()

@@ -14,9 +14,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from cache.config.peers import Bounds
+from serving.access.callers import Callers
 from serving.fast_http.connection import LookupConnection, Shared
 from serving.fast_http.header_cache import plain, without_length
 from serving.http.asgi_app import ADMITTED
+from serving.tracing.request_context import CALLER
 
 READY = {b"/ready": b'{"a":1}', b"/ready?k=2": b"{}", b"/long": b"x" * 70_000}
 STORED = {
@@ -57,6 +59,7 @@ class Front:
     def __init__(self) -> None:
         self.wire: Any = Ready()
         self.watch: Any = None
+        self.callers = Callers(is_open=True)
         self.asked: list[bytes] = []
         self.asked_with_others: list[bytes] = []
         self.run: list[bytes] = []
@@ -507,7 +510,8 @@ def test_an_application_is_told_of_a_body_as_by_uvicorn() -> None:
     scopes: list[dict[str, Any]] = []
 
     async def keeping(scope: Any, receive: Any, send: Any) -> None:
-        scopes.append({name: each for name, each in scope.items() if name != ADMITTED})
+        own = (ADMITTED, CALLER)
+        scopes.append({name: each for name, each in scope.items() if name not in own})
         await app(scope, receive, send)
 
     front = Front()

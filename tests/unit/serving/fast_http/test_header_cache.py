@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+from serving.access.callers import Callers
 from serving.fast_http.header_cache import BLOCK_BYTES_MAX, Blocks
 
 PLAIN = b"\r\nHost: a\r\n\r\n"
@@ -22,7 +23,7 @@ class Hot:
 
 
 def blocks(watch: Any = None) -> Any:
-    return Blocks(SimpleNamespace(watch=watch))  # type: ignore[arg-type]
+    return Blocks(SimpleNamespace(watch=watch, callers=Callers(is_open=True)))  # type: ignore[arg-type]
 
 
 def test_headers_are_judged_once() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from serving.access.callers import Callers
 from serving.admission.controller import Admission
 from serving.http.asgi_app import Front
 from serving.requests.body_budget import Bodies
@@ -28,7 +29,8 @@ def front(*, is_known: bool = True, is_behind: bool = False) -> Front:
     admission.loop.wait = 1.0 if is_behind else 0.0
     found = Front(bodies_bytes=10)
     found.fast = SimpleNamespace(ready=lambda _scope: None, asked=lambda _scope: None, post=post)
-    found.gate = gate_of(admission, () if is_known else (b"Bearer sesame",), deadline_ms=100_000.0)
+    found.callers = Callers(is_open=is_known)
+    found.gate = gate_of(admission, deadline_ms=100_000.0)
     return found
 
 

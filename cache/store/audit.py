@@ -1,0 +1,186 @@
+"""The audit log: who did what and why, written down before it is done, and how it ended after; never changed.
+
+A record is two write-once files, `audit/<number>.json` and `audit/<number>.outcome`. Numbers have no gaps, so one that
+is missing was taken away; one without an outcome was interrupted. No record holds a token, a password or a user's id.
+"""
+
+import contextlib
+import getpass
+import hashlib
+import logging
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import orjson
+
+from cache.errors import Conflict, LarderError, masked
+from cache.store.artefacts import ArtefactStore
+from cache.store.object_store import without_secrets
+from cache.store.packs import pack, read_files
+
+Audited = Literal[
+    "publish", "roll_back", "override", "block", "unblock", "erase", "forget", "declare_gone",
+    "token_add", "token_revoke",
+]  # fmt: skip
+"""Actions that are written down: what changes answers for everybody, whose data is held, and who may ask."""
+ACTIONS: tuple[Audited, ...] = get_args(Audited)
+
+WRITE_TRIES = 64
+TEXT_MAX = 1_000
+"""Characters of a reason, a subject or an error; more is cut."""
+
+_FOLDER = "audit"
+_INTENT = re.compile(r"([0-9]{12})\.json")
+_FILE = re.compile(r"[0-9]{12}\.(json|outcome)")
+_IDS_SHOWN = 20
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    """Record of one action; times are Unix seconds.
+
+    `outcome` is "done", "failed", "interrupted" (the program ended in between), or "missing" or "unreadable" for a
+    record that is.
+    """
+
+    number: int
+    at: float = 0.0
+    actor: str = ""
+    action: str = ""
+    subject: str = ""
+    reason: str = ""
+    attempt: str = ""
+    outcome: str = "interrupted"
+    ended_at: float | None = None
+    error: str = ""
+    found: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def audited(
+    store: ArtefactStore,
+    action: Audited,
+    subject: str,
+    *,
+    actor: str = "",
+    reason: str = "",
+    attempt: str = "",
+    clock: Callable[[], float] = time.time,
+) -> Iterator[dict[str, Any]]:
+    """Writes down that the block is to be run, then how it ended; what the block puts into the dict is kept with that.
+
+    Raises StoreError or Conflict, and the block is not run, where the intent cannot be written: nothing is done
+    unrecorded. An outcome that cannot be written is a warning: the record stays, without one.
+    """
+    number = _begin(store, {
+        "at": clock(), "actor": _text(actor or this_user()), "action": action, "subject": _text(subject),
+        "reason": _text(reason), "attempt": _text(attempt),
+    })  # fmt: skip
+    found: dict[str, Any] = {}
+    outcome, why = "failed", ""
+    try:
+        yield found
+        outcome = "done"
+    except LarderError as error:
+        why = f"{error.code}: {error.message}"
+        raise
+    except BaseException as error:
+        why = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        ended = {"at": clock(), "outcome": outcome, "error": _text(why), "found": found}
+        try:
+            store.write_once(f"{_FOLDER}/{number:012d}.outcome", _json(ended))
+        except LarderError as error:
+            log.warning("how %s of %s ended is not in the audit log: %s", action, subject, error)
+
+
+def _begin(store: ArtefactStore, fields: Mapping[str, Any]) -> int:
+    number = 0
+    for _ in range(WRITE_TRIES):
+        # The next one after a failure, too: what a listing does not show yet is taken all the same.
+        number = max(number, *_numbers(store.names(_FOLDER)), 0) + 1
+        if store.write_once(f"{_FOLDER}/{number:012d}.json", _json({"number": number, **fields})):
+            return number
+    raise Conflict(
+        f"{WRITE_TRIES} other actions were written into the audit log at once; try again"
+    )
+
+
+def audit_records(store: ArtefactStore) -> list[AuditRecord]:
+    """Every record, oldest first, those included that are missing or unreadable."""
+    listed = frozenset(store.names(_FOLDER))
+    files, loose = read_files(
+        store, _FOLDER, listed, [each for each in sorted(listed) if _FILE.fullmatch(each)]
+    )
+    found = [_record(files, number) for number in range(1, max(_numbers(listed), default=0) + 1)]
+    pack(store, _FOLDER, {name: files[name] for name in loose})
+    return found
+
+
+def entity_digest(raw: bytes) -> str:
+    """Stand-in for an entity's id: enough to find what was done about a known one, not to read it off."""
+    return f"sha256:{hashlib.sha256(raw).hexdigest()[:16]}"
+
+
+def ids_in_words(items: list[bytes], entities: list[bytes]) -> str:
+    """Subject of a change of the blocklist: items by name, entities by digest, the first of many."""
+    words = []
+    for kind, ids in (
+        ("items", [each.decode() for each in items]),
+        ("entities", [entity_digest(each) for each in entities]),
+    ):
+        if ids:
+            more = f" and {len(ids) - _IDS_SHOWN} more" if len(ids) > _IDS_SHOWN else ""
+            words.append(f"{kind} {', '.join(ids[:_IDS_SHOWN])}{more}")
+    return "; ".join(words)
+
+
+def this_user() -> str:
+    """The system's user and host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+def _numbers(names: Any) -> list[int]:
+    return [int(each[1]) for name in names if (each := _INTENT.fullmatch(name))]
+
+
+def _record(files: Mapping[str, bytes], number: int) -> AuditRecord:
+    intent, outcome = (files.get(f"{number:012d}.{end}") for end in ("json", "outcome"))
+    if intent is None:
+        return AuditRecord(number, outcome="missing")
+    try:
+        told = orjson.loads(intent)
+        record = AuditRecord(number, **{name: told[name] for name in _INTENT_FIELDS})
+        if outcome is None:
+            return record
+        ended = orjson.loads(outcome)
+        kept = {name: getattr(record, name) for name in _INTENT_FIELDS}
+        return AuditRecord(
+            number, **kept, outcome=ended["outcome"], ended_at=ended["at"], error=ended["error"], found=ended["found"],
+        )  # fmt: skip
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return AuditRecord(number, outcome="unreadable")
+
+
+_INTENT_FIELDS = ("at", "actor", "action", "subject", "reason", "attempt")
+
+
+def _text(text: str) -> str:
+    """Text as a printable line without secrets."""
+    shown = without_secrets(masked("".join(each if each.isprintable() else " " for each in text)))
+    return shown if len(shown) <= TEXT_MAX else f"{shown[:TEXT_MAX]}... (cut)"
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)

@@ -1,0 +1,200 @@
+"""Callers: who sent a request, by the token in its headers, and what they may ask for.
+
+Each token is judged by its SHA-256, compared with that of every known token in constant time: how long that takes tells
+nothing of any of them, nor which was nearly met.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from serving.access.quota import Quota, QuotaRows, Shortage, exceeded
+from serving.access.quota_table import key_of
+from serving.access.scopes import SCOPES, Scope
+from serving.access.token_file import DEFAULT, Tokens
+from serving.requests.errors import Problem
+from serving.tracing.request_context import CALLER
+
+_OF_CALLERS = ("/v1/", "/dashboard/data")
+"""Beginnings of the paths that ask for a scope; no route elsewhere may, for nobody is identified there."""
+_OF_ONE = ("/v1/lookup/", "/v1/explain/")
+"""Beginnings of the paths that, asked for by GET, name the one entity that they are about."""
+_SPENT = "larder.spent"
+_BEARER = b"Bearer "
+TOKEN_BYTES_MAX = 4_096
+"""Bytes of a token; a longer one is nobody's."""
+
+REASONS = ("expired", "scope_missing", "requests_per_s", "entities_per_s", "in_flight")
+"""Reasons for which a request with a known token is refused."""
+
+
+class Asked:
+    """Requests of one token, and those refused, by reason; kept while its name is in the file."""
+
+    __slots__ = ("refused", "requests")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.refused = dict.fromkeys(REASONS, 0)
+
+
+class Caller:
+    """Owner of a token: its name, scopes, expiry (Unix seconds) and quota, never the token itself."""
+
+    __slots__ = ("_clock", "asked", "expires_at", "is_bounded", "name", "quota", "scopes")
+
+    def __init__(
+        self,
+        name: str,
+        scopes: Iterable[str],
+        asked: Asked,
+        expires_at: float = float("inf"),
+        quota: Quota | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.name, self.scopes, self.asked = name, frozenset(scopes), asked
+        self.expires_at, self.quota = expires_at, quota
+        self.is_bounded = quota is not None or expires_at != float("inf")
+        self._clock = clock
+
+    @property
+    def is_expired(self) -> bool:
+        """True from the moment on at which the token is to be refused."""
+        return self.expires_at != float("inf") and self._clock() >= self.expires_at
+
+    @property
+    def is_known(self) -> bool:
+        """True if anything at all may be asked for, so that a body may be read."""
+        return bool(self.scopes) and not self.is_expired
+
+    def may(self, scope: Scope) -> bool:
+        """Returns whether a request that needs this scope may be answered."""
+        return scope in self.scopes and not self.is_expired
+
+    def demand(self, scope: Scope) -> None:
+        """Raises Problem (401, 403) unless such a request may be answered; counted."""
+        if not self.scopes:
+            raise Problem(401, "unauthorized", "send Authorization: Bearer <token>")
+        if self.is_expired:
+            self.asked.refused["expired"] += 1
+            raise Problem(401, "token_expired", "this token has expired: ask for another one")
+        if scope not in self.scopes:
+            self.asked.refused["scope_missing"] += 1
+            raise Problem(
+                403, "scope_missing", f"this needs a token with the scope {scope}", scope=scope,
+                scopes=sorted(self.scopes),
+            )  # fmt: skip
+
+    def refused(self, short: Shortage) -> Problem:
+        """Refusal of a request that the quota has no room for, counted."""
+        self.asked.refused[short.kind] += 1
+        return exceeded(short)
+
+
+def caller_of(scope: Mapping[str, Any]) -> Caller:
+    """Caller of a request that was identified where it came in; a stranger where nobody did."""
+    caller: Caller = scope.get(CALLER, STRANGER)
+    return caller
+
+
+def enter(scope: MutableMapping[str, Any]) -> AbstractContextManager[object]:
+    """Takes a request from its caller's quota, with its entity if that is known; raises Problem (429).
+
+    The request is in flight until the context ends.
+    """
+    caller = caller_of(scope)
+    quota = caller.quota
+    if quota is None or caller.is_expired:
+        return contextlib.nullcontext()
+    is_of_one = scope["method"] == "GET" and scope["path"].startswith(_OF_ONE)
+    if (short := quota.enter(int(is_of_one))) is not None:
+        raise caller.refused(short)
+    if is_of_one:
+        scope[_SPENT] = True
+    return contextlib.closing(quota)
+
+
+def spend(scope: MutableMapping[str, Any], entities: int) -> None:
+    """Takes a request's entities from its caller's quota, once, whoever reads it first; raises Problem (429)."""
+    quota = caller_of(scope).quota
+    if quota is not None and _SPENT not in scope:
+        if (short := quota.spend(entities)) is not None:
+            raise caller_of(scope).refused(short)
+        scope[_SPENT] = True
+
+
+class Callers:
+    """Owners of all tokens in force. Immutable: a changed file makes another one, so caches tell by identity."""
+
+    def __init__(
+        self, known: Iterable[tuple[bytes, Caller]] = (), *, is_open: bool = False
+    ) -> None:
+        """`known`: SHA-256 of each token, and its owner. `is_open`: nobody has to say who they are."""
+        self._known = tuple(known)
+        self._is_open = is_open
+
+    @classmethod
+    def of(
+        cls,
+        token: str,
+        tokens: Tokens | None,
+        rows: QuotaRows,
+        asked: MutableMapping[str, Asked],
+        *,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> "Callers":
+        """Owners of the one `token` ("": none) and of those of the file (None: no file); counts are kept in `asked`."""
+        known: list[tuple[bytes, Caller]] = []
+        if token:
+            default = Caller(DEFAULT, SCOPES, asked.setdefault(DEFAULT, Asked()))
+            known += [(digest, default) for digest in digests(token)]
+        for name, entry in (tokens or {}).items():
+            quota = Quota(key_of(name), entry.limits, rows, timer) if entry.limits else None
+            counts = asked.setdefault(name, Asked())
+            caller = Caller(name, entry.scopes, counts, entry.expires_s, quota, clock)
+            known.append((bytes.fromhex(entry.sha256), caller))
+        return cls(known, is_open=not token and tokens is None)
+
+    def note(self, scope: MutableMapping[str, Any]) -> None:
+        """Notes in a request who sent it, unless that was done or its path asks for no scope."""
+        if scope["path"].startswith(_OF_CALLERS):
+            if CALLER not in scope:
+                scope[CALLER] = self.identify(scope["headers"])
+            scope[CALLER].asked.requests += 1
+
+    def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
+        """Owner of the token in these headers (names in lower case), the first one counts; a stranger without one."""
+        if self._is_open:
+            return ANYBODY
+        for name, value in headers:
+            if name == b"authorization":
+                return self._judged(value)
+        return STRANGER
+
+    def _judged(self, sent: bytes) -> Caller:
+        digest = hashlib.sha256(sent[len(_BEARER) :][:TOKEN_BYTES_MAX]).digest()
+        found = STRANGER
+        for each, caller in self._known:  # all of them, whichever fits
+            if hmac.compare_digest(digest, each):
+                found = caller
+        is_token = sent.startswith(_BEARER) and len(sent) <= len(_BEARER) + TOKEN_BYTES_MAX
+        return found if is_token else STRANGER
+
+
+def digests(token: str) -> tuple[bytes, ...]:
+    """SHA-256 of a token in each encoding that clients use; only one beyond ASCII has two."""
+    forms = {token.encode()}
+    with contextlib.suppress(UnicodeEncodeError):
+        forms.add(token.encode("latin-1"))
+    return tuple(sorted(hashlib.sha256(each).digest() for each in forms))
+
+
+ANYBODY = Caller("", SCOPES, Asked())
+"""Whoever asks a service that knows no tokens."""
+STRANGER = Caller("", (), Asked())
+"""Whoever sends no token, or one that is nobody's."""

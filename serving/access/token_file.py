@@ -1,0 +1,193 @@
+"""The tokens file: names, hashes, scopes, quotas and expiry, as an operator keeps them; no token stands in it.
+
+A token is 256 random bits, so its plain SHA-256 can be neither reversed nor guessed: a slow hash protects passwords,
+which people choose.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field
+
+from cache.config.section import section
+from cache.errors import ConfigError
+from cache.store.local_files import written_beside
+from serving.access.quota import QuotaLimits
+from serving.access.scopes import SCOPES
+
+TOKENS_MAX = 256
+FILE_BYTES_MAX = 1 << 20
+VERSION = 1
+DEFAULT = "default"
+"""Name of the one token of `LARDER_TOKEN`; none in the file may have it."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@section
+class TokenEntry:
+    """Entry of one token, by its name in the file."""
+
+    sha256: str
+    """SHA-256 of the token, in hex."""
+    scopes: tuple[str, ...]
+    """Scopes that the token has."""
+    expires_at: str = ""
+    """Time from which on it is refused, ISO 8601 with its offset from UTC; empty: never."""
+    requests_per_s: Annotated[float | None, Field(gt=0)] = None
+    """Requests a second, over all workers of the service."""
+    entities_per_s: Annotated[float | None, Field(gt=0)] = None
+    """Entities a second."""
+    in_flight: Annotated[int | None, Field(ge=1)] = None
+    """Requests under way at once."""
+    created_at: str = ""
+    """Time at which it was made."""
+
+    def __post_init__(self) -> None:
+        if not _DIGEST.fullmatch(self.sha256):
+            raise ConfigError(  # not the value itself: it may be a token
+                "sha256 must be 64 hex digits in lower case, as `python -m serving tokens add` writes them",
+                field="sha256",
+            )
+        for each in self.scopes:
+            if each not in SCOPES:
+                raise ConfigError(
+                    f"scopes must be of {', '.join(SCOPES)}, not {each!r}", field="scopes"
+                )
+        if not self.scopes:
+            raise ConfigError(
+                f"scopes must name at least one of {', '.join(SCOPES)}", field="scopes"
+            )
+        for name in ("expires_at", "created_at"):
+            moment(getattr(self, name), name)
+
+    @property
+    def expires_s(self) -> float:
+        """Unix seconds from which on the token is refused; infinite: never."""
+        return moment(self.expires_at, "expires_at")
+
+    @property
+    def limits(self) -> QuotaLimits:
+        """Quotas of the token."""
+        return QuotaLimits(self.requests_per_s, self.entities_per_s, self.in_flight)
+
+
+Tokens = Mapping[str, TokenEntry]
+
+
+def moment(text: str, field: str) -> float:
+    """Unix seconds of a time as the file has it, infinite for ""; raises ConfigError."""
+    if not text:
+        return float("inf")
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        found = None
+    if found is None or found.tzinfo is None:
+        raise ConfigError(
+            f"{field} must be a time like 2027-01-31T00:00:00+00:00, with its offset from UTC, not {text!r}",
+            field=field,
+        )
+    return found.timestamp()
+
+
+def read_tokens(path: Path) -> Tokens:
+    """Entries of the file by name; raises ConfigError, naming file, token, field, value and what is allowed."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read tokens file {path}: {error.strerror}; `python -m serving tokens add NAME` makes it",
+            field="tokens_file",
+        ) from error
+    if len(raw) > FILE_BYTES_MAX:
+        raise ConfigError(f"tokens file {path} is larger than {FILE_BYTES_MAX:,} bytes")
+    try:
+        document = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"tokens file {path} is no JSON: {error}") from None
+    if not isinstance(document, dict) or document.keys() != {"version", "tokens"}:
+        raise ConfigError(
+            f"tokens file {path} must be an object of `version` and `tokens`, nothing else"
+        )
+    if document["version"] != VERSION:
+        raise ConfigError(
+            f"tokens file {path}: version must be {VERSION}, not {document['version']!r:.40}"
+        )
+    listed = document["tokens"]
+    if not isinstance(listed, dict) or len(listed) > TOKENS_MAX:
+        raise ConfigError(
+            f"tokens file {path}: tokens must be an object of at most {TOKENS_MAX} names"
+        )
+    tokens = {name: _entry(path, name, each) for name, each in listed.items()}
+    names: dict[str, str] = {}
+    for name, each in tokens.items():
+        if (other := names.setdefault(each.sha256, name)) != name:
+            raise ConfigError(f"tokens file {path}: {other} and {name} have the same sha256")
+    return tokens
+
+
+def _entry(path: Path, name: str, fields: Any) -> TokenEntry:
+    where = f"tokens file {path}: token {name[:64]!r}"
+    check_token_name(name, where)
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where} must be an object of settings")
+    given: dict[str, Any] = {
+        each: tuple(value) if isinstance(value, list) else value for each, value in fields.items()
+    }
+    try:
+        return TokenEntry(**given)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}", **error.details) from None
+
+
+def check_token_name(name: str, where: str) -> None:
+    """Raises ConfigError for a name that no token of the file may have."""
+    if name == DEFAULT:
+        raise ConfigError(f"{where}: {DEFAULT!r} is the name of LARDER_TOKEN", field="name")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{where}: a name has 1 to 64 letters, digits, dots, hyphens or underscores, and begins with a letter or "
+            "digit",
+            field="name",
+        )
+
+
+def write_tokens(path: Path, tokens: Tokens) -> None:
+    """Replaces the file whole, for its owner alone; raises ConfigError for more tokens than it may hold."""
+    if len(tokens) > TOKENS_MAX:
+        raise ConfigError(f"tokens file {path} holds at most {TOKENS_MAX} tokens: revoke some")
+    listed = {name: _kept(each) for name, each in sorted(tokens.items())}
+    body = orjson.dumps(
+        {"version": VERSION, "tokens": listed},
+        option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
+    )
+    with written_beside(path) as beside:
+        beside.touch(mode=0o600)
+        beside.write_bytes(body)
+
+
+def _kept(entry: TokenEntry) -> dict[str, object]:
+    found = {name: getattr(entry, name) for name in TokenEntry.__annotations__}
+    return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+@contextlib.contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Keeps others that change the same file waiting."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)

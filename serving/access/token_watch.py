@@ -1,0 +1,99 @@
+"""Tokens in force: read where the service starts, and again within a second of each change of their file."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from cache.errors import ConfigError
+from cache.store.local_files import file_version
+from serving.access.callers import Asked, Callers
+from serving.access.quota import QuotaRows
+from serving.access.token_file import DEFAULT, Tokens, read_tokens
+
+LOOK_S = 0.5
+"""Seconds between looks at the file."""
+
+log = logging.getLogger(__name__)
+
+
+class TokenWatch(Collector):
+    """The one token of the settings and those of a file ("": none); a file that cannot be read leaves the last one."""
+
+    def __init__(
+        self,
+        token: str,
+        file: str,
+        rows: QuotaRows,
+        *,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Reads the file; raises ConfigError if that cannot be done, or if it holds anything wrong."""
+        self._token, self._path = token, Path(file) if file else None
+        self._rows, self._clock, self._timer = rows, clock, timer
+        self._asked: dict[str, Asked] = {}
+        self._seen = self._version()
+        self.is_stale = False
+        self.callers = self._made(None if self._path is None else read_tokens(self._path))
+
+    async def keep(self, changed: Callable[[Callers], None]) -> None:
+        """Reads the file again whenever it changes, and passes on who is known then; until cancelled."""
+        while self._path is not None:
+            await asyncio.sleep(LOOK_S)
+            if self.look():
+                changed(self.callers)
+
+    def look(self) -> bool:
+        """Reads the file again if it is another one; returns whether other callers are in force now."""
+        if self._path is None or (version := self._version()) == self._seen:
+            return False
+        self._seen = version
+        try:
+            tokens = read_tokens(self._path)
+        except ConfigError as error:
+            self.is_stale = True
+            log.error("the tokens in force stay as they were: %s", error.message)
+            return False
+        self.is_stale = False
+        self.callers = self._made(tokens)
+        log.info("%d tokens of %s are in force", len(tokens), self._path)
+        return True
+
+    def collect(self) -> Iterable[Metric]:
+        """Counter families by token name, and whether the newest file is in force; names are those of the file."""
+        requests = CounterMetricFamily(
+            "larder_token_requests",
+            "Requests by the name of their token, refused ones too",
+            labels=["token"],
+        )
+        refused = CounterMetricFamily(
+            "larder_token_refusals",
+            "Requests refused by expiry, scope or quota",
+            labels=["token", "reason"],
+        )
+        for name, asked in self._asked.items():
+            requests.add_metric([name], asked.requests)
+            for reason, count in asked.refused.items():
+                refused.add_metric([name, reason], count)
+        yield requests
+        yield refused
+        yield GaugeMetricFamily(
+            "larder_tokens_stale", "1 while the tokens file cannot be read and older tokens stay in force",
+            value=float(self.is_stale),
+        )  # fmt: skip
+
+    def _made(self, tokens: Tokens | None) -> Callers:
+        for name in self._asked.keys() - {DEFAULT} - set(tokens or {}):
+            del self._asked[name]  # names that come and go must not fill metrics
+        return Callers.of(
+            self._token, tokens, self._rows, self._asked, clock=self._clock, timer=self._timer
+        )
+
+    def _version(self) -> tuple[int, int, int] | None:
+        return None if self._path is None else file_version(self._path)

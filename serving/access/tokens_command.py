@@ -1,0 +1,150 @@
+"""`python -m serving tokens`: makes, lists and revokes the named tokens of a file, each change in the audit log."""
+
+import argparse
+import hashlib
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from cache.errors import TOKEN_PREFIX, ConfigError, LarderError
+from cache.store.audit import audited
+from serving.access.scopes import SCOPES
+from serving.access.token_file import (
+    TokenEntry,
+    Tokens,
+    changing,
+    check_token_name,
+    read_tokens,
+    write_tokens,
+)
+
+if TYPE_CHECKING:
+    from cache.config.serving import ServingConfig
+
+_DAYS_MAX = 36_500.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code: 0 done, 2 not (the reason goes to standard error)."""
+    from cache.config.serving import ServingConfig  # pydantic: not for --help
+
+    sent = argument_parser().parse_args(arguments)
+    try:
+        config = ServingConfig.load(os.environ)
+        path = Path(sent.file).absolute() if sent.file else Path(config.tokens_file)
+        if not (sent.file or config.tokens_file):
+            raise ConfigError(
+                "name the file: tokens_file in [serving], LARDER_TOKENS_FILE or --file"
+            )
+        if sent.command == "list":
+            print(_listed(read_tokens(path), as_json=sent.json))
+        elif sent.command == "add":
+            print(_added(config, path, sent))
+        else:
+            _revoke(config, path, sent)
+    except LarderError as error:
+        print(f"larder: {error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """Parser of this command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m serving tokens",
+        description="Named tokens of the service: what each may do, how much of it, until when. The file holds their "
+        "hashes; a running service reads it again within a second. Changes are in `python -m precompute audit`.",
+    )
+    parser.add_argument("--file", help="default: tokens_file of the settings")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add = commands.add_parser("add", help="make a token and print it, this once")
+    add.add_argument("name", help="how logs and metrics call its owner")
+    add.add_argument(
+        "--scope", action="append", required=True, choices=list(SCOPES), help="may be given again"
+    )
+    add.add_argument("--days", type=float, help="until it expires (default: never)")
+    add.add_argument("--requests-per-s", type=float, help="over all workers of a service")
+    add.add_argument("--entities-per-s", type=float, help="over all workers of a service")
+    add.add_argument("--in-flight", type=int, help="requests under way at once")
+    add.add_argument("--reason", default="", help="kept in the audit log")
+    listed = commands.add_parser("list", help="names with what they may do")
+    listed.add_argument("--json", action="store_true", help="for programs")
+    revoke = commands.add_parser("revoke", help="refuse a token from now on")
+    revoke.add_argument("name")
+    revoke.add_argument("--reason", default="", help="kept in the audit log")
+    return parser
+
+
+def _added(config: "ServingConfig", path: Path, sent: argparse.Namespace) -> str:
+    """A new token, of which the file keeps the hash."""
+    name = sent.name
+    check_token_name(name, "tokens add")
+    days: float | None = sent.days
+    if days is not None and not 0 < days <= _DAYS_MAX:
+        raise ConfigError(f"--days is above 0 and at most {_DAYS_MAX:g}, not {days:g}")
+    token = f"{TOKEN_PREFIX}{secrets.token_urlsafe(32)}"
+    now = datetime.now(UTC).replace(microsecond=0)
+    entry = TokenEntry(
+        sha256=hashlib.sha256(token.encode()).hexdigest(),
+        scopes=tuple(dict.fromkeys(sent.scope)),
+        expires_at="" if days is None else (now + timedelta(days=days)).isoformat(),
+        requests_per_s=sent.requests_per_s,
+        entities_per_s=sent.entities_per_s,
+        in_flight=sent.in_flight,
+        created_at=now.isoformat(),
+    )
+    with (
+        audited(config.store(), "token_add", name, actor=config.actor, reason=sent.reason),
+        changing(path),
+    ):
+        tokens = dict(read_tokens(path)) if path.exists() else {}
+        if name in tokens:
+            raise ConfigError(
+                f"there is a token {name!r} in {path}: revoke it first, or choose another name"
+            )
+        write_tokens(path, tokens | {name: entry})
+    return token
+
+
+def _revoke(config: "ServingConfig", path: Path, sent: argparse.Namespace) -> None:
+    name = sent.name
+    check_token_name(name, "tokens revoke")  # a token that was pasted here is not written down
+    with (
+        audited(config.store(), "token_revoke", name, actor=config.actor, reason=sent.reason),
+        changing(path),
+    ):
+        tokens = dict(read_tokens(path))
+        if tokens.pop(name, None) is None:
+            raise ConfigError(f"there is no token {name!r} in {path}")
+        write_tokens(path, tokens)
+
+
+def _listed(tokens: Tokens, *, as_json: bool) -> str:
+    if as_json:
+        names = [each for each in TokenEntry.__annotations__ if each != "sha256"]
+        shown = {
+            name: {each: getattr(entry, each) for each in names} for name, entry in tokens.items()
+        }
+        return orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode()
+    rows = [("name", "scopes", "requests/s", "entities/s", "in flight", "expires")]
+    rows += [_row(name, entry) for name, entry in sorted(tokens.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _row(name: str, entry: TokenEntry) -> tuple[str, str, str, str, str, str]:
+    rates = (entry.requests_per_s, entry.entities_per_s, entry.in_flight)
+    requests, entities, in_flight = ("-" if each is None else f"{each:g}" for each in rates)
+    expires = entry.expires_at or "never"
+    if entry.expires_s <= datetime.now(UTC).timestamp():
+        expires += " (expired)"
+    return name, ",".join(entry.scopes), requests, entities, in_flight, expires

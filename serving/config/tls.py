@@ -1,0 +1,122 @@
+"""TLS of the service: its certificate and key, whom it trusts as a client, and new ones while it runs."""
+
+import logging
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from cache.config.serving import ClientCertificates, ServingConfig
+from cache.errors import ConfigError
+from cache.store.local_files import file_version
+
+_FILE_BYTES_MAX = 1 << 20
+_MODES = {
+    "off": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED
+}  # fmt: skip
+
+Version = tuple[tuple[int, int, int] | None, ...]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Files of certificate, key and client authorities ("": none)."""
+
+    certificate: str
+    key: str
+    client_ca: str = ""
+    client: ClientCertificates = "off"
+
+    @classmethod
+    def of(cls, config: ServingConfig) -> "TlsFiles | None":
+        """Files of the settings; None where the service speaks plain HTTP."""
+        if not config.tls_certificate:
+            return None
+        return cls(config.tls_certificate, config.tls_key, config.tls_client_ca, config.tls_client)
+
+    def context(self) -> ssl.SSLContext:
+        """TLS 1.2 and newer with these files; raises ConfigError, naming the file, for one that cannot be used."""
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        made.minimum_version = ssl.TLSVersion.TLSv1_2
+        made.set_alpn_protocols(["http/1.1"])
+        for each in filter(None, (self.certificate, self.key, self.client_ca)):
+            _demand_file(each)
+        try:
+            made.load_cert_chain(self.certificate, self.key, password="")  # asks nobody for one
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(
+                f"tls_certificate {self.certificate} and tls_key {self.key} are no pair in PEM without a passphrase: "
+                f"{error}",
+                field="tls_certificate",
+            ) from None
+        if self.client_ca:
+            try:
+                made.load_verify_locations(self.client_ca)
+            except (ssl.SSLError, OSError) as error:
+                raise ConfigError(
+                    f"tls_client_ca {self.client_ca} holds no certificate in PEM: {error}",
+                    field="tls_client_ca",
+                ) from None
+            made.verify_mode = _MODES[self.client]
+            # A session that is resumed shows no certificate again: an authority that was taken out would live on.
+            made.options |= ssl.OP_NO_TICKET
+            made.num_tickets = 0
+        return made
+
+    def version(self) -> Version:
+        """Changes whenever one of the files does."""
+        return tuple(
+            file_version(Path(each)) for each in (self.certificate, self.key, self.client_ca)
+        )
+
+
+class TlsWatch(Collector):
+    """The context in force: one made of newer files takes its place, one that cannot be made leaves it."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises ConfigError for files that cannot be used."""
+        self._files = files
+        self._seen = files.version()
+        self.context = files.context()
+        self.is_stale = False
+
+    def look(self) -> bool:
+        """Reads the files again if one is another; returns whether another context is in force now."""
+        version = self._files.version()
+        if version == self._seen:
+            return False
+        self._seen = version
+        try:
+            self.context = self._files.context()
+        except ConfigError as error:
+            self.is_stale = True
+            log.error("the certificate in force stays as it was: %s", error.message)
+            return False
+        self.is_stale = False
+        log.info("certificate %s is in force", self._files.certificate)
+        return True
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Gauge of whether the newest certificate is in force."""
+        yield GaugeMetricFamily(
+            "larder_tls_stale", "1 while new files of TLS cannot be used and older ones stay in force",
+            value=float(self.is_stale),
+        )  # fmt: skip
+
+
+def _demand_file(path: str) -> None:
+    try:
+        size_bytes = Path(path).stat().st_size
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", field="tls_certificate"
+        ) from None
+    if size_bytes > _FILE_BYTES_MAX:
+        raise ConfigError(
+            f"{path} is larger than {_FILE_BYTES_MAX:,} bytes", field="tls_certificate"
+        )

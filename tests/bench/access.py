@@ -1,0 +1,121 @@
+"""Tokens beside none: requests per second of the server's processor time.
+
+`python -m tests.bench.access [--before CHECKOUT]`. The baseline is another checkout's service without tokens, say that
+of main, else this one's.
+
+- `ready`: `GET /v1/lookup/user_topk/{id}?k=20` from L1 over 32 keep-alive connections.
+- `stored`: the same from Redis: L1 has room for nothing.
+- `batch`: `POST /v1/lookup/user_topk` of 100 ids from L1.
+
+each with no token (`open`), with `LARDER_TOKEN` (`default`), with a named token of 16 (`named`), with one that expires
+(`expiring`), and with one that has quotas it never reaches (`metered`).
+"""
+
+import random
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import quote
+
+import orjson
+
+from tests.bench.read_path import TABLE, Case, make_case
+from tests.bench.tools.harness import Options, Report, compare, parse
+from tests.bench.tools.http_load import Program, place, program
+from tests.bench.tools.place import own_server
+from tests.bench.tools.sockets import per_cpu_s, request
+from tests.integration.nights import environment
+from tests.integration.token_files import TokenPlace
+
+ROOT = Path(__file__).parents[2]
+COUNTS = {"ready": 30_000, "stored": 10_000, "batch": 2_000}
+"""Requests of a round, by kind."""
+OTHERS = 14
+
+
+def requests_of(case: Case, kind: str, header: str) -> list[bytes]:
+    """Requests of one kind, with a token if `header` has one."""
+    users = random.Random(0).sample(case.users, 200)
+    if kind == "batch":
+        bodies = [
+            orjson.dumps({"entities": users[at : at + 100], "k": 20}) for at in range(0, 100, 10)
+        ]
+        made = [request(f"/v1/lookup/{TABLE}", body) for body in bodies]
+    else:
+        made = [request(f"/v1/lookup/{TABLE}/{quote(user, safe='')}?k=20") for user in users]
+    if not header:
+        return made
+    line = f"\r\nAuthorization: {header}\r\n".encode()
+    return [each.replace(b"\r\n", line, 1) for each in made]
+
+
+def variants(folder: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Settings of each service, and the header that its callers send."""
+    tokens = TokenPlace(folder / "tokens.json")
+    for number in range(OTHERS):
+        tokens.add(f"other-{number}", "read")
+    headers = {
+        "open": "",
+        "default": "Bearer sesame",
+        "named": tokens.add("named", "read")["Authorization"],
+        "expiring": tokens.add("expiring", "read", expires_at="2999-01-01T00:00:00+00:00")["Authorization"],
+        "metered": tokens.add(
+            "metered", "read", requests_per_s=1e9, entities_per_s=1e9, in_flight=10_000
+        )["Authorization"],
+    }  # fmt: skip
+    file = {"LARDER_TOKENS_FILE": str(tokens.path)}
+    settings = dict.fromkeys(("named", "expiring", "metered"), file)
+    return {"open": {}, "default": {"LARDER_TOKEN": "sesame"}, **settings}, headers
+
+
+def measure(report: Report, case: Case, kind: str, before: Path, options: Options) -> None:
+    """One kind of request, a service for each variant, all on the first core."""
+    settings, headers = variants(case.folder)
+    count = COUNTS[kind] // (6 if options.quick else 1)
+    more = {"LARDER_L1_BYTES": "1"} if kind == "stored" else {}
+    with ExitStack() as stack:
+
+        def serve(name: str, checkout: Path, own: dict[str, str]) -> Program:
+            command = ["env", "-C", str(checkout), sys.executable, "-m", "serving", "--port", "0"]
+            environ = environment(case.night, PYTHONPATH=str(checkout), **own, **more)
+            log = case.folder / f"{name}.log"
+            return stack.enter_context(program([*command, "--log-level", "warning"], log, environ))
+
+        def run(target: Program, name: str) -> Callable[[], float]:
+            asked = requests_of(case, kind, headers[name])
+            return lambda: per_cpu_s(target, asked, count)
+
+        baseline = serve("before", before, {})
+        running = {name: serve(name, ROOT, own) for name, own in settings.items()}
+        report.figures["placement"] = f"servers on {place(baseline, *running.values())}"
+        found = compare(
+            {"before": run(baseline, "open")},
+            {name: run(target, name) for name, target in running.items()},
+            rounds=options.rounds,
+        )
+    for (_, name), ratio in found.items():
+        report.ratios[f"{kind}_{name}_vs_before"] = ratio
+
+
+def main() -> None:
+    """Measure and report."""
+    argv, before = sys.argv[1:], ROOT
+    if "--before" in argv:
+        at = argv.index("--before")
+        before = Path(argv[at + 1]).absolute()
+        del argv[at : at + 2]
+    options = parse(__doc__ or "", argv)
+    report = Report("access", ("uvicorn", "uvloop", "httptools"))
+    report.figures["before"] = str(before)
+    report.figures["unit"] = "requests per second of the server's processor time"
+    with own_server() as server, TemporaryDirectory(prefix="larder-bench-") as folder:
+        case = make_case(Path(folder), server.url, options.quick)
+        for kind in COUNTS:
+            measure(report, case, kind, before, options)
+    report.show(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""The service speaks TLS itself, takes up new certificates while it runs, and may want one of its callers."""
+
+import os
+import socket
+import ssl
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import httpx
+import pytest
+
+from precompute.config.settings import NightConfig
+from serving.client import Client, Unreachable
+from tests.certificates import Authority, Pair
+from tests.integration.nights import build_night, histories
+from tests.integration.program import ROOT, environment, started
+from tests.polling import until
+
+TOKEN = "sesame-sesame"
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    return build_night(tmp_path_factory.mktemp("night"), redis_url, users=60, items=40)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.made(tmp_path_factory.mktemp("ca"))
+
+
+@dataclass
+class Place:
+    """Where the service reads its certificate, key and authorities."""
+
+    folder: Path
+
+    def put(self, pair: Pair, authority: Authority | None = None) -> None:
+        """Replaces the files, the certificate first."""
+        files = [(pair.certificate, "tls.pem"), (pair.key, "tls.key")]
+        if authority is not None:
+            files.insert(0, (authority.pair.certificate, "clients.pem"))
+        for source, name in files:
+            beside = self.folder / f".{name}"
+            beside.write_bytes(source.read_bytes())
+            beside.replace(self.folder / name)
+
+    def settings(self, **more: str) -> dict[str, str]:
+        """What names them."""
+        return {
+            "LARDER_TLS_CERTIFICATE": str(self.folder / "tls.pem"),
+            "LARDER_TLS_KEY": str(self.folder / "tls.key"),
+            "LARDER_TOKEN": TOKEN,
+            "LARDER_HEAD_TIMEOUT_S": "1",
+            "LARDER_IDLE_TIMEOUT_S": "60",
+        } | more
+
+
+def settings(night: NightConfig, place: Place, **more: str) -> dict[str, str]:
+    state = place.folder / "state"
+    return environment(night, state, REDIS_URL=str(night.redis_url), **place.settings(**more))
+
+
+def path_of(night: NightConfig) -> str:
+    return f"/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}"
+
+
+def shown(url: str, trusted: str) -> bytes:
+    """The certificate that a new connection is shown."""
+    parts = urlsplit(url)
+    context = ssl.create_default_context(cafile=trusted)
+    with (
+        socket.create_connection((parts.hostname, parts.port), timeout=5) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as wrapped,
+    ):
+        return wrapped.getpeercert(binary_form=True) or b""
+
+
+def der(pair: Pair) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(pair.certificate.read_text())
+
+
+def context(trusted: Authority, own: Pair | None = None) -> ssl.SSLContext:
+    made = ssl.create_default_context(cafile=trusted.file)
+    if own is not None:
+        made.load_cert_chain(own.certificate, own.key)
+    return made
+
+
+@pytest.mark.parametrize(("fast", "workers"), [("on", "1"), ("off", "1"), ("on", "2")])
+def test_everything_speaks_tls_and_a_new_certificate_drops_nobody(
+    night: NightConfig, authority: Authority, tmp_path: Path, fast: str, workers: str
+) -> None:
+    first, second, stranger = (authority.signed(f"{fast}{workers}{each}") for each in "abc")
+    place, path = Place(tmp_path), path_of(night)
+    place.put(first)
+    told = settings(night, place, LARDER_FAST_HTTP=fast, LARDER_WORKERS=workers)
+    with started(told, tmp_path / "log") as (_, url):
+        assert url.startswith("https://127.0.0.1:")
+        with httpx.Client(verify=context(authority), headers=HEADERS, http2=False) as caller:
+            kept = [caller.get(url + path) for _ in range(4)]
+            assert {each.status_code for each in kept} == {200}
+            posted = caller.post(f"{url}/v1/lookup/user_topk", json={"entities": ["a"] * 200})
+            assert posted.status_code == 200 and len(posted.json()["answers"]) == 200
+            assert shown(url, authority.file) == der(first)
+
+            place.put(second)
+
+            assert until(
+                lambda: {shown(url, authority.file) for _ in range(8)} == {der(second)}, 15
+            )
+            again = caller.get(url + path)
+            assert again.status_code == 200
+            wrapped = again.extensions["network_stream"].get_extra_info("ssl_object")
+            assert wrapped.getpeercert(True) == der(first)  # the very connection from before
+
+            place.put(Pair(stranger.certificate, first.key))  # no pair
+            stale = "larder_tls_stale"
+            assert until(lambda: all_of(caller.get(f"{url}/metrics").text, stale) == {1.0}, 15)
+            assert {shown(url, authority.file) for _ in range(4)} == {der(second)}
+            place.put(stranger)
+            assert until(lambda: {shown(url, authority.file) for _ in range(8)} == {der(stranger)}, 15)  # fmt: skip
+        plain_is_refused(url)
+        if workers == "1":
+            asked_by_our_own(url, night, authority)
+    log = (tmp_path / "log").read_text()
+    assert log.count("stays as it was") == int(workers) and "PRIVATE" not in log
+
+
+def all_of(text: str, name: str) -> set[float]:
+    lines = [each for each in text.splitlines() if each.startswith((f"{name} ", f"{name}{{"))]
+    return {float(each.rpartition(" ")[2]) for each in lines}
+
+
+def plain_is_refused(url: str) -> None:
+    with pytest.raises(httpx.TransportError):
+        httpx.get(url.replace("https", "http") + "/healthz")
+
+
+def asked_by_our_own(url: str, night: NightConfig, authority: Authority) -> None:
+    """The Python client and the commands that ask a service."""
+    user = min(histories(night))
+    with Client(url, token=TOKEN, verify=authority.file) as client:
+        assert client.lookup("user_topk", user).items
+    with Client(url, token=TOKEN) as client, pytest.raises(Unreachable):
+        client.lookup("user_topk", user)
+    for arguments, trust in (
+        (["top", "--once"], {"LARDER_CA": authority.file}),
+        (["explain", "user_topk", user, "--ca", authority.file], {}),
+    ):
+        done = command([*arguments, "--url", url, "--token", TOKEN], **trust)
+        assert done.returncode == 0, done.stderr
+        assert command([*arguments[:3], "--url", url]).returncode != 0
+
+
+def command(arguments: list[str], **more: str) -> "subprocess.CompletedProcess[str]":
+    environ = {name: each for name, each in os.environ.items() if not name.startswith("LARDER_")}
+    return subprocess.run(
+        [sys.executable, "-m", "serving", *arguments], env=environ | {"PYTHONPATH": str(ROOT)} | more,
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("client", ["required", "optional"])
+def test_callers_show_certificates_of_the_authorities_in_force(
+    night: NightConfig, authority: Authority, tmp_path: Path, client: str
+) -> None:
+    ours, others = (Authority.made(tmp_path / each) for each in ("ours", "others"))
+    one, other = ours.signed("one"), others.signed("other")
+    place, path = Place(tmp_path), path_of(night)
+    place.put(authority.signed(f"server-{client}"), ours)
+    ca = str(tmp_path / "clients.pem")
+    told = settings(night, place, LARDER_TLS_CLIENT=client, LARDER_TLS_CLIENT_CA=ca)
+    with started(told, tmp_path / "log") as (_, url):
+
+        def is_answered(own: Pair | None) -> bool:
+            try:
+                trusting = context(authority, own)
+                return httpx.get(url + path, headers=HEADERS, verify=trusting).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        assert is_answered(one) and not is_answered(other)
+        assert is_answered(None) == (client == "optional")
+        # A certificate takes no token's place.
+        assert httpx.get(url + path, verify=context(authority, one)).status_code == 401
+        place.put(authority.signed("renewed"), others)
+        assert until(lambda: is_answered(other), 15)
+        assert not is_answered(one)
+
+
+def test_who_never_shakes_hands_is_ended(
+    night: NightConfig, authority: Authority, tmp_path: Path
+) -> None:
+    place = Place(tmp_path)
+    place.put(authority.signed("silent"))
+    with started(settings(night, place), tmp_path / "log") as (_, url):
+        parts = urlsplit(url)
+        peers = [socket.create_connection((parts.hostname, parts.port), timeout=20) for _ in range(20)]  # fmt: skip
+        peers[0].sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        for each in peers:
+            while each.recv(100):
+                pass
+            each.close()
+        trusting = context(authority)
+        assert httpx.get(f"{url}/healthz", verify=trusting).status_code == 200
+
+
+def test_a_pair_that_is_none_is_told_before_anything_starts(
+    night: NightConfig, authority: Authority, tmp_path: Path
+) -> None:
+    one, other = authority.signed("start-a"), authority.signed("start-b")
+    place = Place(tmp_path)
+    place.put(Pair(one.certificate, other.key))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "serving", "--port", "0"], env=settings(night, place), cwd=ROOT,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 2 and "are no pair" in done.stderr and str(tmp_path) in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""

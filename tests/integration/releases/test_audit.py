@@ -1,0 +1,130 @@
+"""Whoever publishes, rolls back, overrides, blocks or erases stands in the audit log, also where it came to nothing."""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from cache.errors import ConfigError, Conflict, LarderError
+from cache.store.audit import ACTIONS, AuditRecord, audit_records, entity_digest
+from precompute.cli.override import override
+from precompute.cli.parser import parser_of_commands
+from precompute.config.progress import quiet
+from precompute.config.settings import NightConfig
+from precompute.operations.roll_back import roll_back
+from precompute.steps import publish as publish_step
+from tests.integration.nights import NEXT, UNTIL, build_verified, histories, prepare, publish
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
+    config = prepare(tmp_path_factory.mktemp("audit") / "n", redis_url, users=80, items=50)
+    return replace(config, actor="ana", warm_timeout_s=0.3)
+
+
+def run(config: NightConfig, *line: str) -> object:
+    """A command of the shell, as `main` runs it."""
+    arguments = parser_of_commands().parse_args(line)
+    return arguments.run(config, arguments, quiet)
+
+
+def newest(config: NightConfig, count: int = 1) -> list[AuditRecord]:
+    return audit_records(config.store())[-count:]
+
+
+def told(record: AuditRecord) -> tuple[str, str, str, str, str]:
+    return record.actor, record.action, record.subject, record.reason, record.outcome
+
+
+def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None:
+    first, store = build_verified(night, UNTIL), night.store()
+    publish(night, first)
+    assert told(newest(night)[0]) == ("ana", "publish", first, "", "done")
+    assert newest(night)[0].found == {"changed": True} and newest(night)[0].attempt
+    publish(night, first)  # again: written down as well, and that it changed nothing
+    assert newest(night)[0].found == {"changed": False}
+    unknown = f"20260101T000000Z-{'0' * 12}"
+    with pytest.raises(LarderError):
+        publish_step.run(night, {"generation": unknown}, attempt="a")
+    second = build_verified(night, NEXT)
+    publish(night, second)
+
+    with pytest.raises(ConfigError):
+        roll_back(night, to=None, reason=" ", attempt="a")
+    with pytest.raises(LarderError):
+        roll_back(night, to=unknown, reason="a typo", attempt="b")
+    failed = newest(night)[0]
+    assert told(failed) == ("ana", "roll_back", f"to {unknown}", "a typo", "failed")
+    assert failed.error and failed.attempt == "b"
+    roll_back(night, to=None, reason="second is bad", attempt="c")
+    done = newest(night)[0]
+    assert told(done) == ("ana", "roll_back", "to the previous one", "second is bad", "done")
+    assert done.found["generation"] == first
+
+    with pytest.raises(Conflict):
+        override(night, second, rule="score_psi", reason="agreed", attempt="d")
+    subject = f"{second}, rule score_psi"
+    assert told(newest(night)[0]) == ("ana", "override", subject, "agreed", "failed")
+
+    user, item = min(histories(night)), "i-blocked"
+    run(night, "block", "--item", item, "--entity", user, "--reason", "a complaint")
+    subject = f"items {item}; entities {entity_digest(user.encode())}"
+    assert told(newest(night)[0]) == ("ana", "block", subject, "a complaint", "done")
+    run(night, "unblock", "--item", item)
+    assert told(newest(night)[0])[1:3] == ("unblock", f"items {item}")
+
+    run(night, "erase", user, "--reason", "asked for it")
+    subject = f"user {entity_digest(user.encode())}"
+    assert told(newest(night)[0]) == ("ana", "erase", subject, "asked for it", "done")
+    assert newest(night)[0].found == {"number": 1}
+    run(night, "erase", user, "--forget", "--reason", "a mistake")
+    assert told(newest(night)[0]) == ("ana", "forget", subject, "a mistake", "done")
+    with contextlib.suppress(LarderError):
+        run(night, "erase", "--gone", "no-such-host")
+    assert told(newest(night)[0])[1:3] == ("declare_gone", "host no-such-host")
+    with pytest.raises(Conflict):
+        run(night, "erase", "nobody", "--forget", "--reason", "never was")
+    assert newest(night)[0].outcome == "failed"
+
+    records = audit_records(store)
+    assert [each.number for each in records] == list(range(1, len(records) + 1))
+    assert {each.action for each in records} == set(ACTIONS) - {"token_add", "token_revoke"}
+    folder = store.folder
+    assert folder is not None
+    kept = "".join(path.read_text() for path in (folder / "audit").iterdir())
+    assert f'"{user}"' not in kept and f" {user}" not in kept
+
+
+def test_the_command_shows_all_or_some(night: NightConfig) -> None:
+    run(night, "block", "--entity", "u-shown", "--reason", "to be shown")
+    told_ = run(night, "audit", "--json")
+    records = orjson.loads(told_.shown)  # type: ignore[attr-defined]
+    assert records[-1]["reason"] == "to be shown" and records[-1]["outcome"] == "done"
+
+    about = orjson.loads(run(night, "audit", "--json", "--entity", "u-shown").shown)  # type: ignore[attr-defined]
+    assert [each["action"] for each in about] == ["block"]
+    assert run(night, "audit", "--since", "2999-01-01") == ["nothing was written down"]
+    assert orjson.loads(run(night, "audit", "--json", "--since", "2020-01-01T00:00:00Z").shown) == records  # type: ignore[attr-defined]  # fmt: skip
+    with pytest.raises(ConfigError, match="ISO 8601"):
+        run(night, "audit", "--since", "yesterday")
+    table: Any = run(night, "audit")
+    assert table[0].row_count == len(records)
+
+
+def test_nothing_is_done_that_the_store_does_not_take(
+    night: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "audit-is-a-file").mkdir()
+    config = replace(night, artifacts=str(tmp_path / "audit-is-a-file"))
+    folder = config.store().folder
+    assert folder is not None
+    folder.mkdir(parents=True)
+    (folder / "audit").write_text("in the way")
+
+    with pytest.raises(LarderError):
+        run(config, "block", "--item", "i-1")
+
+    assert not (folder / "blocklist").exists()

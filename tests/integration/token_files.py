@@ -1,0 +1,43 @@
+"""Tokens of a test, their file, and what a service answers to them."""
+
+import hashlib
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from serving.access.scopes import SCOPES
+from serving.access.token_file import TokenEntry, write_tokens
+
+EXPIRED = "2020-01-01T00:00:00+00:00"
+
+
+@dataclass
+class TokenPlace:
+    """A tokens file and the tokens behind its hashes, by name."""
+
+    path: Path
+    tokens: dict[str, str] = field(default_factory=dict)
+    entries: dict[str, TokenEntry] = field(default_factory=dict)
+
+    def add(self, name: str, *scopes: str, **limits: Any) -> dict[str, str]:
+        """Writes a new token; the header that its owner sends."""
+        token = f"larder_{secrets.token_urlsafe(32)}"
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        self.tokens[name] = token
+        self.entries[name] = TokenEntry(sha256=digest, scopes=scopes or tuple(SCOPES), **limits)
+        self.write()
+        return self.header(name)
+
+    def header(self, name: str) -> dict[str, str]:
+        """What the owner of a token sends."""
+        return {"Authorization": f"Bearer {self.tokens[name]}"}
+
+    def drop(self, name: str) -> None:
+        """Takes an entry out; its token is remembered."""
+        del self.entries[name]
+        self.write()
+
+    def write(self) -> None:
+        """Replaces the file."""
+        write_tokens(self.path, self.entries)

@@ -1,0 +1,153 @@
+"""Who sent a token is known, and how it is compared tells nothing of any other."""
+
+import hashlib
+import hmac
+import secrets
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.access.callers import ANYBODY, STRANGER, TOKEN_BYTES_MAX, Asked, Caller, Callers
+from serving.access.quota_table import QuotaTable
+from serving.access.scopes import SCOPES
+from serving.access.token_file import TokenEntry
+from serving.requests.errors import Problem
+from tests.fakes import FakeClock
+
+TOKENS = {name: secrets.token_urlsafe(32) for name in ("ana", "ben", "cy")}
+
+
+def entry(token: str, **changes: Any) -> TokenEntry:
+    """Entry of a token that may read."""
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    return TokenEntry(**{"sha256": digest, "scopes": ("read",), **changes})
+
+
+def known(clock: FakeClock | None = None, token: str = "", **changes: Any) -> Callers:
+    """Callers of three named tokens, and perhaps of the one of the settings."""
+    tokens = {name: entry(each, **changes) for name, each in TOKENS.items()}
+    ticking = clock or FakeClock()
+    return Callers.of(token, tokens, QuotaTable.private(), {}, clock=lambda: ticking.now)
+
+
+def bearer(token: str) -> list[tuple[bytes, bytes]]:
+    return [(b"host", b"a"), (b"authorization", b"Bearer " + token.encode())]
+
+
+def test_each_token_has_its_owner() -> None:
+    found = known(token="sesame")
+
+    assert {name: found.identify(bearer(each)).name for name, each in TOKENS.items()} == {
+        name: name for name in TOKENS
+    }
+    default = found.identify(bearer("sesame"))
+    assert default.name == "default" and default.scopes == set(SCOPES) and not default.is_bounded
+
+
+def test_without_tokens_anybody_may_ask_and_with_none_in_the_file_nobody() -> None:
+    rows = QuotaTable.private()
+
+    assert Callers.of("", None, rows, {}).identify([]) is ANYBODY
+    assert Callers.of("", {}, rows, {}).identify(bearer("x")) is STRANGER
+
+
+@pytest.mark.parametrize("header", [
+    b"", b"Bearer", b"Bearer ", b"bearer {}", b"Basic {}", b"{}", b"Bearer  {}", b"Bearer {} ", b"Bearer {}\x00",
+    b"Bearer x{}",
+])  # fmt: skip
+def test_nothing_but_the_very_token_counts(header: bytes) -> None:
+    sent = header.replace(b"{}", TOKENS["ana"].encode())
+
+    assert known(token="sesame").identify([(b"authorization", sent)]) is STRANGER
+
+
+def test_the_first_header_counts() -> None:
+    headers = [*bearer("wrong"), *bearer(TOKENS["ana"])]
+
+    assert known().identify(headers) is STRANGER
+    assert known().identify(headers[::-1]).name == "ana"
+
+
+def test_a_token_beyond_ascii_is_known_in_both_encodings() -> None:
+    found = Callers.of("sésame", None, QuotaTable.private(), {})
+
+    for encoding in ("utf-8", "latin-1"):
+        sent = b"Bearer " + "sésame".encode(encoding)
+        assert found.identify([(b"authorization", sent)]).name == "default"
+
+
+def test_a_thousand_wrong_tokens_cost_the_same_comparisons_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compare_digest, digest_of = hmac.compare_digest, hashlib.sha256
+    found, compared, hashed = known(token="sesame"), list[tuple[bytes, bytes]](), list[int]()
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return compare_digest(one, other)
+
+    def sha256(data: bytes) -> Any:
+        hashed.append(len(data))
+        return digest_of(data)
+
+    monkeypatch.setattr("serving.access.callers.hmac.compare_digest", compare)
+    monkeypatch.setattr("serving.access.callers.hashlib.sha256", sha256)
+    right = TOKENS["ana"]
+    near = [right[:at] + ("-" if right[at] != "-" else "_") + right[at + 1 :] for at in range(40)]
+    wrong = [*near, *(secrets.token_urlsafe(32) for _ in range(1_000))]
+
+    for each in wrong:
+        compared.clear()
+        hashed.clear()
+        assert found.identify(bearer(each)) is STRANGER
+        # All known digests, of one length, whatever was sent and however much of it was right.
+        assert len(compared) == len(TOKENS) + 1 and len(hashed) == 1
+        assert {(len(one), len(other)) for one, other in compared} == {(32, 32)}
+    for each in TOKENS.values():
+        compared.clear()
+        assert found.identify(bearer(each)) is not STRANGER
+        assert len(compared) == len(TOKENS) + 1
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_strangers(sent: bytes) -> None:
+    assert known().identify([(b"authorization", b"Bearer " + sent)]) is STRANGER
+
+
+def test_what_is_too_long_is_bounded_before_it_is_hashed() -> None:
+    token = "x" * TOKEN_BYTES_MAX
+    found = Callers.of("", {"a": entry(token)}, QuotaTable.private(), {})
+
+    assert found.identify(bearer(token)).name == "a"
+    assert found.identify(bearer(token + "y")) is STRANGER
+
+
+def test_an_expired_token_is_refused_with_its_own_code() -> None:
+    clock = FakeClock()
+    clock.now = 1_000.0
+    caller = known(clock, expires_at="1970-01-01T00:16:41+00:00").identify(bearer(TOKENS["ana"]))
+    assert caller.may("read") and caller.is_known
+
+    clock.now = 1_001.0
+
+    assert not caller.may("read") and not caller.is_known
+    with pytest.raises(Problem) as refused:
+        caller.demand("read")
+    assert (refused.value.status, refused.value.reason) == (401, "token_expired")
+    assert caller.asked.refused["expired"] == 1
+
+
+def test_a_missing_scope_is_named() -> None:
+    caller = Caller("ana", ("read", "score"), Asked())
+    caller.demand("score")
+
+    with pytest.raises(Problem) as refused:
+        caller.demand("admin")
+
+    assert (refused.value.status, refused.value.reason) == (403, "scope_missing")
+    assert refused.value.details == {"scope": "admin", "scopes": ["read", "score"]}
+    with pytest.raises(Problem) as unknown:
+        STRANGER.demand("read")
+    assert (unknown.value.status, unknown.value.reason) == (401, "unauthorized")

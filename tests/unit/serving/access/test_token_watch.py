@@ -1,0 +1,94 @@
+"""A changed tokens file is in force at the next look, one that is wrong never is."""
+
+import hashlib
+import logging
+from pathlib import Path
+
+import pytest
+
+from cache.errors import ConfigError
+from serving.access.callers import Callers
+from serving.access.quota_table import QuotaTable
+from serving.access.token_file import TokenEntry, write_tokens
+from serving.access.token_watch import TokenWatch
+
+
+def entry(token: str, *scopes: str) -> TokenEntry:
+    return TokenEntry(sha256=hashlib.sha256(token.encode()).hexdigest(), scopes=scopes or ("read",))
+
+
+def watch(path: Path, token: str = "") -> TokenWatch:
+    return TokenWatch(token, str(path), QuotaTable.private())
+
+
+def name_of(callers: Callers, token: str) -> str:
+    return callers.identify([(b"authorization", f"Bearer {token}".encode())]).name
+
+
+def samples(watched: TokenWatch) -> dict[tuple[str, ...], float]:
+    """Samples by name and label values."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in watched.collect()
+        for sample in family.samples
+    }
+
+
+def test_a_change_is_in_force_at_the_next_look(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    write_tokens(path, {"ana": entry("a")})
+    found = watch(path, token="sesame")
+    before = found.callers
+    assert not found.look() and found.callers is before
+
+    write_tokens(path, {"ben": entry("b")})
+
+    assert found.look() and found.callers is not before
+    assert [name_of(found.callers, each) for each in ("a", "b", "sesame")] == ["", "ben", "default"]
+    assert not found.look()
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"version":1,"tokens":{"x":{}}}', None])
+def test_a_file_that_became_wrong_changes_nothing_and_says_so_once(
+    tmp_path: Path, body: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tokens.json"
+    write_tokens(path, {"ana": entry("a")})
+    found = watch(path)
+    before = found.callers
+
+    path.unlink() if body is None else path.write_bytes(body)
+    with caplog.at_level(logging.ERROR):
+        looks = [found.look() for _ in range(3)]
+
+    assert looks == [False] * 3 and found.callers is before and name_of(before, "a") == "ana"
+    assert len(caplog.records) == 1 and str(path) in caplog.text
+    assert samples(found)["larder_tokens_stale",] == 1
+    write_tokens(path, {"ana": entry("a"), "ben": entry("b")})
+    assert found.look() and samples(found)["larder_tokens_stale",] == 0
+
+
+def test_counts_outlive_a_change_and_end_with_the_name(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    write_tokens(path, {"ana": entry("a"), "ben": entry("b")})
+    found = watch(path)
+    found.callers.identify([(b"authorization", b"Bearer a")]).asked.requests += 3
+
+    write_tokens(path, {"ana": entry("a", "score")})
+    found.look()
+
+    told = samples(found)
+    assert told["larder_token_requests_total", "ana"] == 3
+    assert not [each for each in told if "ben" in each]
+
+
+def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tokens add"):
+        watch(tmp_path / "none.json")
+
+
+def test_without_a_file_nothing_is_looked_at() -> None:
+    found = TokenWatch("sesame", "", QuotaTable.private())
+
+    assert not found.look() and name_of(found.callers, "sesame") == "default"
+    assert samples(found)["larder_token_requests_total", "default"] == 0

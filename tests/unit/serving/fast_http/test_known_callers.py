@@ -1,0 +1,138 @@
+"""Tokens on the way past uvicorn: judged once per head, in force each time, and metered by the request."""
+
+import asyncio
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serving.access.callers import Asked, Callers
+from serving.access.quota_table import QuotaTable
+from serving.access.token_file import TokenEntry
+from serving.fast_http.connection import LookupConnection
+from serving.fast_http.header_cache import Blocks
+from serving.requests.errors import Problem
+from tests.fakes import FakeClock
+from tests.unit.serving.fast_http.test_connection import READY, Connection, Front, get, messages
+
+TARGET = b"/v1/lookup/t/ready"
+HEAD = b"\r\nHost: a\r\nAuthorization: Bearer right\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup that is ready, in these tests alone."""
+    monkeypatch.setitem(READY, TARGET, b'{"ready":1}')
+
+
+class Metered(Front):
+    """An application that counts what reaches it, and refuses as the real one does."""
+
+    def __init__(self, clock: FakeClock, **entry: Any) -> None:
+        super().__init__()
+        digest = hashlib.sha256(b"right").hexdigest()
+        self.tokens = {"ana": TokenEntry(**{"sha256": digest, "scopes": ("read",), **entry})}
+        self.clock, self.counts, self.reached = clock, dict[str, Asked](), list[bytes]()
+        self.rows = QuotaTable.private()
+        self.callers = self.made()
+
+    def made(self) -> Callers:
+        """Callers of the tokens as they are now."""
+        return Callers.of(
+            "", self.tokens, self.rows, self.counts, clock=self.clock, timer=self.clock
+        )
+
+    def refused(self, problem: Problem) -> Any:
+        """As the application answers."""
+        return messages(problem.status, [(b"retry-after", b"1")], b"refused")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.reached.append(scope["raw_path"])
+        await super().__call__(scope, receive, send)
+
+
+def statuses(front: Front, chunks: list[bytes]) -> list[int]:
+    """What each of these requests is answered with."""
+
+    async def run() -> list[int]:
+        connection, found = Connection(front), []
+        assert isinstance(connection.protocol, LookupConnection)
+        for chunk in chunks:
+            before = len(connection.transport.written)
+            await connection.take(chunk)
+            found.append(int(connection.transport.written[before:][9:12]))
+        connection.protocol.connection_lost(None)
+        return found
+
+    return asyncio.run(run())
+
+
+def test_a_token_without_bounds_is_answered_past_uvicorn_and_counted() -> None:
+    front = Metered(FakeClock())
+
+    assert statuses(front, [get(TARGET, HEAD)] * 5) == [200] * 5
+
+    assert (
+        len(front.reached) == 1 and front.wire.answered == [TARGET] * 4
+    )  # the first head is uvicorn's
+    assert front.counts["ana"].requests == 4
+
+
+def test_ready_answers_are_metered_one_by_one() -> None:
+    clock = FakeClock()
+    front = Metered(clock, requests_per_s=2.0, entities_per_s=100.0, in_flight=1)
+    first = [get(TARGET, HEAD)] * 2  # until it came twice a head is uvicorn's, and counted there
+
+    found = statuses(front, [*first, *[get(TARGET, HEAD)] * 3])
+
+    assert found == [200, 200, 200, 429, 429] and front.wire.answered == [TARGET] * 2
+    assert front.counts["ana"].refused["requests_per_s"] == 2
+    clock.tick(1.0)
+    assert statuses(front, [get(TARGET, HEAD)] * 5) == [200, 200, 200, 429, 429]
+    (quota,) = [caller.quota for _, caller in front.callers._known]
+    assert quota is not None and front.rows.standing(quota._key, clock.now).in_flight == 0
+
+
+def test_what_is_not_ready_goes_to_the_application_uncounted() -> None:
+    front = Metered(FakeClock(), requests_per_s=1.0)
+    stored = b"/v1/lookup/t/a"
+
+    assert statuses(front, [get(stored, HEAD)] * 10) == [200] * 10
+
+    assert front.reached == [stored] * 10 and front.asked == []
+    assert statuses(front, [get(TARGET, HEAD)] * 3) == [200, 200, 429]  # all of it was given back
+
+
+def test_an_expired_token_is_the_applications_to_refuse() -> None:
+    clock = FakeClock(1_000.0)
+    front = Metered(clock, expires_at="1970-01-01T00:20:00+00:00")
+    assert statuses(front, [get(TARGET, HEAD)] * 3) == [200] * 3
+    assert len(front.reached) == 1
+
+    clock.now = 1_200.0
+    statuses(front, [get(TARGET, HEAD)] * 3)
+
+    assert len(front.reached) == 4 and len(front.wire.answered) == 2
+
+
+def test_a_head_that_was_judged_is_judged_anew_once_tokens_change() -> None:
+    front = Metered(FakeClock())
+    fast: Any = SimpleNamespace(takes=lambda _headers: True)
+    blocks = Blocks(front)  # type: ignore[arg-type]
+    allowed = blocks.judged(fast, HEAD)
+    assert allowed is not None and allowed.caller.name == "ana"
+    assert blocks.of(fast, HEAD) is allowed
+
+    front.tokens = {}
+    front.callers = front.made()
+
+    assert blocks.of(fast, HEAD) is None and blocks.judged(fast, HEAD) is None
+
+
+def test_a_scope_that_is_missing_is_the_applications_to_tell() -> None:
+    front = Metered(FakeClock(), scopes=("score",))
+
+    statuses(front, [get(TARGET, HEAD)] * 4)
+
+    assert len(front.reached) == 4 and front.wire.answered == []
