@@ -32,6 +32,7 @@ class Wire(asyncio.Transport):
         self._link = link
         self._context = copy_context()
         self._is_closing = False
+        self._is_aborted = False
         self._arrives_at = 0.0
         self.other: Wire
 
@@ -70,7 +71,8 @@ class Wire(asyncio.Transport):
             self._wires.loop.call_soon(self._lost, context=self._context)
 
     def abort(self) -> None:
-        """Ends the connection."""
+        """Ends the connection; what waits on this side of a link that is held is thrown away."""
+        self._is_aborted = True
         self.close()
 
     def pause_reading(self) -> None:
@@ -103,6 +105,8 @@ class Wire(asyncio.Transport):
         when = loop.time() + self._wires.delay_s(self._link)
 
         def go() -> None:
+            if self._is_aborted and arguments:
+                return
             # Never at one moment: timers of the same time run in no order.
             self._arrives_at = max(when, loop.time(), self._arrives_at + 1e-6)
             loop.call_at(self._arrives_at, hear, *arguments, context=self.other._context)
