@@ -131,7 +131,10 @@ class Follower:
             pointer = None if raw is None else Pointer.from_bytes(raw)
         except (TierUnavailable, CorruptArtefact) as error:
             unreachable = isinstance(error, TierUnavailable)
-            self._mark("redis_unreachable" if unreachable else "pointer_corrupt")
+            if unreachable:
+                self._mark("redis_unreachable")
+            else:
+                self._mark("pointer_corrupt", str(error))
             await self._start_from_releases(None)
             return
         self.staged.hear(note)
@@ -270,8 +273,8 @@ class Follower:
         if previous is not None and self.holding is not None and self.pursuit.followed is pointer:
             self.shelf.put(dataclasses.replace(self.holding, previous=previous))
 
-    def _mark(self, why: str) -> None:
-        self.note("pointer", why)
+    def _mark(self, why: str, remedy: str = "") -> None:
+        self.note("pointer", why, remedy)
         self._metrics.refreshes.labels(why).inc()
 
     def _unmark(self) -> None:
