@@ -21,10 +21,10 @@ PYTEST  = echo "seed $(SEED) (SEED=$(SEED) repeats it)"; \
           LARDER_SEED=$(SEED) $(BIN)/python -m pytest -q --hypothesis-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve test storm installs check format bench torch-env feast-env lock clean
+.PHONY: help env demo serve test storm installs upgrade-test check format bench torch-env feast-env lock clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(READY)  ## the environment in .venv, from the lock file
 
@@ -52,6 +52,11 @@ storm: env  ## the long counts, with a printed seed
 
 installs: env  ## each lock and each extra in an environment of its own, its program run once
 	@$(PYTEST) -m installs
+
+# One data set unless another is asked for: what is compared are releases, not seeds.
+upgrade-test: SEED := 0
+upgrade-test: env  ## the last tagged release beside this one: nights, services and roll backs of both
+	@$(PYTEST) -s -x -m slow tests/upgrade
 
 check: env  ## lint, format, types, layers
 	@$(BIN)/ruff check -q .

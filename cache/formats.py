@@ -86,7 +86,7 @@ def version_of(document: Mapping[str, object]) -> object:
 
 
 def unread(name: str, version: object, where: str = "") -> str | None:
-    """One line on why this release does not read a version, with the remedy; None if it does."""
+    """Reason in one line why this release does not read a version, with the remedy; None if it does."""
     known = FORMATS[name]
     if type(version) is int and known.oldest <= version <= known.newest:
         return None
