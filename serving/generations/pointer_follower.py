@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from cache.errors import CorruptArtefact, LarderError, TierUnavailable, masked
+from cache.errors import CorruptArtefact, LarderError, TierUnavailable, UnknownFormat, masked
 from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Pointer
@@ -197,7 +197,13 @@ class Follower:
             if not isinstance(live, Pointer):
                 self.shelf.take(live, pointer)
         except Exception as error:  # whatever is wrong with it, the old one goes on
-            log.exception("generation %s cannot be loaded", pointer.generation)
+            is_known = isinstance(error, UnknownFormat)
+            log.error(
+                "generation %s cannot be loaded: %s",
+                pointer.generation,
+                error,
+                exc_info=not is_known,
+            )
             await self._give_up(pointer, str(error))
             return
         if isinstance(live, Pointer):

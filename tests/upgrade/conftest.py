@@ -7,7 +7,7 @@ import pytest
 
 from cache.process.redis_server import server
 from tests.conftest import redis_binary
-from tests.upgrade.release import Release, last_release, last_tag, working_tree
+from tests.upgrade.release import Release, last_release, working_tree
 from tests.upgrade.shop import CUTS, Shop
 
 Releases = dict[str, Release]
@@ -16,15 +16,14 @@ BOTH = ("old", "new")
 
 @pytest.fixture(scope="session")
 def seed() -> int:
-    """Seed of the data, printed: `LARDER_SEED` repeats it."""
+    """Seed of the data; `make upgrade-test SEED=...` prints and sets it."""
     return int(os.environ.get("LARDER_SEED", "0"))
 
 
 @pytest.fixture(scope="session")
-def releases(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Releases:
+def releases(tmp_path_factory: pytest.TempPathFactory) -> Releases:
     """The last tagged release (`old`) and the working tree (`new`)."""
     found = last_release(tmp_path_factory.mktemp("old"))
-    print(f"seed {seed}: {last_tag()} beside the working tree")
     return {"old": found, "new": working_tree()}
 
 
