@@ -48,7 +48,7 @@ test: env  ## the quick tests, with a real Redis and a real Airflow
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not storm and not slow and not installs"
 
 storm: env  ## the long counts, with a printed seed
-	@$(PYTEST) -m "storm or slow"
+	@$(PYTEST) -m "storm or slow" --ignore=tests/upgrade
 
 installs: env  ## each lock and each extra in an environment of its own, its program run once
 	@$(PYTEST) -m installs

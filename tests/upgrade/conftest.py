@@ -7,7 +7,7 @@ import pytest
 
 from cache.process.redis_server import server
 from tests.conftest import redis_binary
-from tests.upgrade.release import Release, last_release, working_tree
+from tests.upgrade.release import NoRelease, Release, last_release, working_tree
 from tests.upgrade.shop import CUTS, Shop
 
 Releases = dict[str, Release]
@@ -23,7 +23,13 @@ def seed() -> int:
 @pytest.fixture(scope="session")
 def releases(tmp_path_factory: pytest.TempPathFactory) -> Releases:
     """The last tagged release (`old`) and the working tree (`new`)."""
-    found = last_release(tmp_path_factory.mktemp("old"))
+    folder, missing = tmp_path_factory.mktemp("old"), ""
+    try:
+        found = last_release(folder)
+    except NoRelease as error:
+        missing = str(error)
+    if missing:
+        pytest.fail(missing, pytrace=False)
     return {"old": found, "new": working_tree()}
 
 
