@@ -16,7 +16,8 @@ from tests.upgrade.shop import CUTS, Shop, until
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("shop", ["old"], indirect=True)]
 
 SERVED = [each.name for each in FORMATS.values() if each.is_served]
-UNREAD = "2"
+UNREAD = 1 + max(each.newest for each in FORMATS.values())
+"""A version that neither release reads."""
 
 
 @contextlib.contextmanager
@@ -36,7 +37,7 @@ def planted(path: Path, content: bytes) -> Iterator[None]:
 
 def newer(raw: bytes, **more: object) -> bytes:
     """A document as a newer release would write it."""
-    return orjson.dumps({**orjson.loads(raw), "format": int(UNREAD), **more})
+    return orjson.dumps({**orjson.loads(raw), "format": UNREAD, **more})
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -45,7 +46,11 @@ def test_a_night_with_a_newer_format_begins_nothing_while_an_older_replica_beats
 ) -> None:
     said = shop.refusal(releases["new"], "night", "--data-until", CUTS[4], newer=f"{name}={UNREAD}")
 
-    assert f"reads {name} format 1" in said and "upgrade the services first" in said
+    assert (
+        f"reads {name} format " in said
+        and f"writes {UNREAD}" in said
+        and "upgrade the services first" in said
+    )
     assert "refused" in said
 
 
@@ -60,7 +65,7 @@ def test_a_move_to_a_generation_of_a_newer_manifest_is_refused(
             releases["new"], "roll-back", "--reason", "a test", newer=f"manifest={UNREAD}"
         )
 
-    assert f"reads manifest format 1, {previous} has 2" in said
+    assert "reads manifest format " in said and f"{previous} has {UNREAD}" in said
 
 
 @pytest.mark.parametrize("who", BOTH)
@@ -82,8 +87,8 @@ def test_a_newer_pointer_is_followed_by_none_and_replaced_by_none(
 
     assert shop.keys.live in said
     if who == "new":
-        assert "pointer format 2" in said and "upgrade this program first" in said
-        assert "pointer format 2" in shop.log("new")
+        assert f"pointer format {UNREAD}" in said and "upgrade this program first" in said
+        assert f"pointer format {UNREAD}" in shop.log("new")
 
 
 @pytest.mark.parametrize("who", BOTH)
@@ -101,7 +106,7 @@ def test_a_newer_release_record_stops_the_night_and_no_service(
 
     assert f"releases/{number + 1}.json" in said
     if who == "new":
-        assert "release record format 2" in said and "upgrade this program first" in said
+        assert f"release record format {UNREAD}" in said and "upgrade this program first" in said
 
 
 @pytest.mark.parametrize("who", BOTH)
@@ -109,7 +114,7 @@ def test_a_newer_staging_note_is_heeded_by_no_service(
     shop: Shop, releases: Releases, who: str
 ) -> None:
     live, previous = shop.live(), shop.previous()
-    note = {"generation": CUTS[4], "attempt": "a", "until": 2**40, "format": int(UNREAD)}
+    note = {"generation": CUTS[4], "attempt": "a", "until": 2**40, "format": UNREAD}
     with shop.redis() as client:
         client.set(shop.keys.next, orjson.dumps(note))
         try:
@@ -125,7 +130,7 @@ def test_a_newer_blocklist_leaves_the_last_one_in_force(shop: Shop, releases: Re
     """Release 0.1.0 looks at no version: a newer format has to lack a field that it demands, here `items`."""
     shop.tell(releases["new"], "block", "--item", shop.items(1)[0])
     version = max(int(each[:12]) for each in shop.store.names("blocklist"))
-    body = orjson.dumps({"format": int(UNREAD), "version": version + 1, "blocked": []})
+    body = orjson.dumps({"format": UNREAD, "version": version + 1, "blocked": []})
     try:
         with planted(shop.file(f"blocklist/{version + 1:012d}.json"), body):
             assert until(
@@ -134,7 +139,7 @@ def test_a_newer_blocklist_leaves_the_last_one_in_force(shop: Shop, releases: Re
             for name in BOTH:
                 assert shop.ready(name)["ready"]
                 assert shop.view(name)["blocklist"]["version"] == version
-            assert "blocklist format 2" in shop.log("new")
+            assert f"blocklist format {UNREAD}" in shop.log("new")
             for release in releases.values():
                 said = shop.refusal(release, "block", "--item", shop.items(2)[1])
                 assert "blocklist" in said
@@ -170,10 +175,10 @@ def test_a_newer_bundle_stops_the_night(shop: Shop, releases: Releases, who: str
     with planted(path, newer(path.read_bytes())):
         said = shop.refusal(releases[who], "night", "--data-until", CUTS[4])
 
-    assert "bundle.json has" in said and "format 2" in said
+    assert "bundle.json has" in said and f"format {UNREAD}" in said
 
 
-def test_a_newer_registry_row_stops_the_new_release_and_is_passed_over_by_the_old(
+def test_a_newer_registry_row_stops_the_new_release_and_is_passed_over_by_the_first(
     shop: Shop, releases: Releases
 ) -> None:
     """Release 0.1.0 reads the fields that it knows: no version may change the meaning of one of these."""
@@ -183,8 +188,9 @@ def test_a_newer_registry_row_stops_the_new_release_and_is_passed_over_by_the_ol
         client.hset(shop.keys.generations, live, newer(row))
         try:
             said = shop.refusal(releases["new"], "night", "--data-until", CUTS[4])
-            shop.tell(releases["old"], "retire")
+            if not (releases["old"].root / "cache/formats.py").exists():
+                shop.tell(releases["old"], "retire")
         finally:
             client.hset(shop.keys.generations, live, row)
 
-    assert "registry row format 2" in said and live in said
+    assert f"registry row format {UNREAD}" in said and live in said

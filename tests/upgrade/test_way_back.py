@@ -7,6 +7,7 @@ import pytest
 
 from cache.errors import UnknownFormat
 from cache.format.manifest import Manifest
+from cache.formats import FORMATS, MANIFEST
 from cache.process.redis_server import server
 from cache.store.artefacts import generation_path
 from tests.conftest import redis_binary
@@ -14,6 +15,9 @@ from tests.upgrade.conftest import BOTH, Releases
 from tests.upgrade.shop import CUTS, Shop, until
 
 pytestmark = pytest.mark.slow
+
+UNREAD = FORMATS[MANIFEST].newest + 1
+SAID = f"format {UNREAD}"
 
 
 def test_what_the_release_before_cannot_read_is_refused_by_it_and_left_by_a_roll_back(
@@ -24,23 +28,23 @@ def test_what_the_release_before_cannot_read_is_refused_by_it_and_left_by_a_roll
         shop.open()
         shop.tell(releases["old"], "train")
         first = shop.night(releases["old"], CUTS[0])
-        second = shop.night(releases["new"], CUTS[1], newer="manifest=2")
+        second = shop.night(releases["new"], CUTS[1], newer=f"manifest={UNREAD}")
         raw = shop.store.read(generation_path(second, "manifest.json"))
-        assert raw is not None and orjson.loads(raw)["format"] == 2 and first != second
-        with pytest.raises(UnknownFormat, match="manifest format 2"):
+        assert raw is not None and orjson.loads(raw)["format"] == UNREAD and first != second
+        with pytest.raises(UnknownFormat, match=SAID):
             Manifest.from_bytes(raw)
 
         with shop.serving(list(releases.values())):
             for name in BOTH:  # from the generation before, and drained
                 assert until(lambda name=name: shop.ready(name)["generation"] == first)  # type: ignore[misc]
-                assert not shop.ready(name)["ready"] and "format 2" in shop.log(name)
+                assert not shop.ready(name)["ready"] and SAID in shop.log(name)
             for release in releases.values():
                 shop.refusal(release, "night", "--data-until", CUTS[2])
             again = releases["new"].run(
-                "tests.upgrade.newer", "manifest=2", "precompute", "roll-back", "--reason", "a test",
+                "tests.upgrade.newer", f"manifest={UNREAD}", "precompute", "roll-back", "--reason", "a test",
                 environ=shop.environ(),
             )  # fmt: skip
             assert again.returncode == 0, again.stderr
             shop.follow(first)
             # Its files are in the way of older nights until the newer release has retired them.
-            assert "format 2" in shop.refusal(releases["old"], "night", "--data-until", CUTS[2])
+            assert SAID in shop.refusal(releases["old"], "night", "--data-until", CUTS[2])
